@@ -1,0 +1,49 @@
+# Two commands for everyone: `make demo` and `make test`. Both make their own environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test test-all lint types layers format bench clean
+
+help:  ## List the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY)  ## Make the virtual environment and install the exact versions
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+demo: setup  ## Predict, measure and check one update of a small policy; draws a figure
+	$(BIN)/python examples/one_step.py --figure build/one_step.png
+
+test: setup  ## The tests that every change must pass, under 10 minutes
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: setup  ## All tests, the slow tiers too; note the result in docs/LOG.md
+	$(BIN)/python -m pytest
+
+lint: setup  ## Style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup  ## Put the style right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup  ## Static types
+	$(BIN)/pyright
+
+layers: setup  ## Who may import whom
+	$(BIN)/lint-imports
+
+bench: setup  ## Performance and memory, against plain implementations
+	$(BIN)/python -m benchmarks.entropy
+
+clean:  ## Remove the environment and everything built
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

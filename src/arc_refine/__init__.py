@@ -1,0 +1,1 @@
+"""The ARC prompt-refinement trainer. An empty room: nothing is here yet."""

@@ -1,0 +1,48 @@
+"""How an RL update changes a policy's entropy: predicted, measured, attributed.
+
+The public names below are imported when first used, so that importing the package, or asking a
+command for its help, does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Attribution": "types",
+    "Direction": "types",
+    "Estimand": "types",
+    "Estimate": "types",
+    "Policy": "types",
+    "Rollouts": "types",
+    "Scores": "types",
+    "UpdateBatch": "types",
+    "response_scores": "numerics.entropy",
+    "token_scores": "numerics.entropy",
+    "Objective": "update.objective",
+    "compute_update_vector_adamw": "update.adamw",
+    "observed": "update.observed",
+    "optimizer_certificate": "update.certificate",
+    "read_state": "update.optimizer",
+    "curvature": "estimate.curvature",
+    "entropy_level": "estimate.measured",
+    "first_order": "estimate.first_order",
+    "first_order_by_part": "estimate.first_order",
+    "measured": "estimate.measured",
+    "measured_many": "estimate.measured",
+    "odd_and_even": "estimate.measured",
+    "resampled": "estimate.resampled",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,1 @@
+"""How an update changes entropy: predicted, measured, and checked by fresh samples."""

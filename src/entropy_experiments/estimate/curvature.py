@@ -1,0 +1,141 @@
+"""Second order: how soon the straight line fails.
+
+With A = sum W H and B = sum W T along theta + e v,
+
+    H'' = A''/B - 2 A'B'/B^2 - A B''/B^2 + 2 A B'^2/B^3
+
+The denominator moves too: an update that lengthens responses bends the entropy per token even
+where every state keeps its own. Linear range: |eta H'' / 2| <= 10 % of |H'|.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.estimate.first_order import SlopeForm, slope_estimand
+from entropy_experiments.estimate.noise import REPACKINGS, spread
+from entropy_experiments.estimate.ratio import (
+    check_scores,
+    drawn_with,
+    payload,
+    ratio_sums,
+    taylor,
+)
+from entropy_experiments.numerics.derivatives import How, pushforward2
+from entropy_experiments.numerics.sums import by_prompt, jackknife, whole
+from entropy_experiments.types import (
+    Direction,
+    Estimand,
+    Estimate,
+    Params,
+    Policy,
+    Rollouts,
+    Scores,
+    check_direction,
+)
+from entropy_experiments.types.estimate import Entropy, Prompts, Unit
+
+LINEAR_TOLERANCE = 0.1
+
+
+def curvature(
+    policy: Policy,
+    rollouts: Rollouts,
+    direction: Direction,
+    *,
+    form: SlopeForm = "to_go",
+    mode: How = "jvp",
+    unit: Unit = "token",
+    entropy: Entropy = "rao_blackwell",
+    prompts: Prompts = "population",
+    horizon: int | None = None,
+    microbatch: int = 8,
+    repackings: int = REPACKINGS,
+) -> Estimate:
+    """D_v D_v H: a step of eta bends away from its prediction by eta^2 / 2 times this.
+
+    Diagnostics: `slope` (an Estimate from the same pass), `linear_range` (the eta up to which the
+    bend is within 10 % of the slope) and `linear_range_low`, the same at the curvature's
+    unfavourable interval end.
+    """
+    check_direction(policy, direction)
+    whole(rollouts)
+    estimand = slope_estimand(
+        policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
+    )
+
+    def value_of(packed: Rollouts, size: int) -> float:
+        sums_NM = _sums(policy, packed, direction, estimand, mode, size)
+        return jackknife(_curvature, sums_NM, packed, estimand)[0]
+
+    sums_NM = _sums(policy, rollouts, direction, estimand, mode, microbatch)
+    slope = by_prompt(_slope, sums_NM, rollouts, estimand)
+    found = by_prompt(
+        _curvature,
+        sums_NM,
+        rollouts,
+        estimand,
+        noise_floor=spread(value_of, rollouts, microbatch, count=repackings),
+    )
+    worst = max((abs(end) for end in found.interval or ()), default=None)
+    diagnostics = {
+        "slope": slope,
+        "linear_range": linear_range(slope.value, found.value),
+        "linear_range_low": None if worst is None else linear_range(slope.value, worst),
+    }
+    return replace(found, diagnostics=diagnostics)
+
+
+def linear_range(slope: float, curvature: float, tolerance: float = LINEAR_TOLERANCE) -> float:
+    """The largest eta with |eta H'' / 2| <= tolerance * |H'|."""
+    if curvature == 0:
+        return float("inf")
+    return 2 * tolerance * abs(slope) / abs(curvature)
+
+
+def _sums(
+    policy: Policy,
+    rollouts: Rollouts,
+    direction: Direction,
+    estimand: Estimand,
+    mode: How,
+    microbatch: int,
+) -> Tensor:
+    """Per rollout: A, B, A', B', A'', B''."""
+    v = direction.total
+    out = torch.zeros(len(rollouts), 6, dtype=torch.float64, device=rollouts.tokens_NS.device)
+    for rows_N, columns, part in rollouts.split(microbatch):
+
+        def score(params: Params, part: Rollouts = part) -> Scores:
+            return policy.score(params, part)
+
+        orders = pushforward2(score, policy.params, v, how=mode)
+        check_scores(orders[0], part, rows_N, columns)
+        zeroth, first, second = (Scores(*(x.double() for x in order)) for order in orders)
+        moved_NS = zeroth.logprob_NS - drawn_with(zeroth, part)
+
+        def path(
+            e: Tensor,
+            zeroth=zeroth,
+            first=first,
+            second=second,
+            moved_NS=moved_NS,
+            part=part,
+        ) -> tuple[Tensor, Tensor]:
+            bend_l, bend_h = (e * a + e**2 / 2 * b for a, b in zip(first, second, strict=True))
+            scores = Scores(zeroth.logprob_NS + bend_l, zeroth.entropy_NS + bend_h)
+            return ratio_sums(payload(scores, estimand), moved_NS + bend_l, part, estimand)
+
+        out[rows_N] = torch.stack(taylor(path, zeroth.logprob_NS), dim=1)
+    return out
+
+
+def _slope(a: Tensor, b: Tensor, da: Tensor, db: Tensor, dda: Tensor, ddb: Tensor) -> Tensor:
+    return (da - a / b * db) / b
+
+
+def _curvature(a: Tensor, b: Tensor, da: Tensor, db: Tensor, dda: Tensor, ddb: Tensor) -> Tensor:
+    return dda / b - 2 * da * db / b**2 - a * ddb / b**2 + 2 * a * db**2 / b**3

@@ -1,0 +1,256 @@
+"""First-order entropy change: how fast H moves along a direction.
+
+    matched  dH = sum_i w_i [ D H_i + (H_i - H T_i) D S_i ] / sum_i w_i T_i
+    to_go    dH = sum_i w_i sum_k [ D h_ik + a_ik D l_ik ] / sum_i w_i T_i
+             a_ik = sum_{j>k} (h_ij - H)
+
+matched is the derivative of the snis measurement, to_go that of the per_decision one.
+
+The first term is *direct*: the same states, flatter or sharper choices. The second is the *state*
+term: other states visited. Both are derivatives of `ratio_sums`, so neither form is written out
+here; tests/naive holds the formulas above against it.
+
+Forward modes give per-rollout terms, hence standard errors. Reverse mode gives g_H, one gradient
+that serves every direction.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.estimate.baseline import cross_fitted_baseline
+from entropy_experiments.estimate.noise import REPACKINGS, spread
+from entropy_experiments.estimate.ratio import (
+    check_scores,
+    drawn_with,
+    estimand_of,
+    payload,
+    ratio_sums,
+    score_all,
+)
+from entropy_experiments.numerics.derivatives import How, dot, dual, pullback, pushforward
+from entropy_experiments.numerics.sums import by_prompt, jackknife, whole
+from entropy_experiments.types import (
+    Attribution,
+    Direction,
+    Estimand,
+    Estimate,
+    Params,
+    Policy,
+    Rollouts,
+    Scores,
+    check_direction,
+)
+from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
+
+SlopeForm = Literal["matched", "to_go"]
+PAIRED_WITH: dict[SlopeForm, Form] = {"matched": "snis", "to_go": "per_decision"}
+Term = Literal["total", "direct", "state"]
+
+
+def first_order(
+    policy: Policy,
+    rollouts: Rollouts,
+    direction: Direction,
+    *,
+    form: SlopeForm = "to_go",
+    mode: How | Literal["reverse"] = "jvp",
+    unit: Unit = "token",
+    entropy: Entropy = "rao_blackwell",
+    prompts: Prompts = "population",
+    horizon: int | None = None,
+    baseline: bool = False,
+    microbatch: int = 8,
+    base: Scores | None = None,
+    repackings: int = REPACKINGS,
+) -> Estimate:
+    """dH per unit learning rate; `eta * first_order(...)` predicts a step.
+
+    `diagnostics` holds the direct and state terms. `baseline` subtracts from a_ik what other
+    prompts say it should be given the prefix: less variance, the same expectation, but no longer
+    the derivative of the measurement on this very sample.
+    """
+    check_direction(policy, direction)
+    whole(rollouts)
+    estimand = slope_estimand(
+        policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
+    )
+    if baseline and (form != "to_go" or mode == "reverse"):
+        raise ValueError(
+            f"baseline=True with form={form!r}, mode={mode!r}; it is defined for the to_go form in "
+            "a forward mode."
+        )
+    if mode == "reverse":
+        g_H = entropy_gradient(
+            policy, rollouts, estimand=estimand, microbatch=microbatch, base=base
+        )
+        slope = dot(g_H, direction.total)
+        return Estimate.build(plug_in=slope, estimand=estimand, diagnostics={"gradient": g_H})
+
+    def sums_of(packed: Rollouts, size: int, shared: Scores | None = None) -> Tensor:
+        return _sums(policy, packed, direction, estimand, mode, baseline, size, shared)
+
+    def value_of(packed: Rollouts, size: int) -> float:
+        return jackknife(_slope, sums_of(packed, size), packed, estimand)[0]
+
+    sums_NM = sums_of(rollouts, microbatch, base)
+    return by_prompt(
+        _slope,
+        sums_NM,
+        rollouts,
+        estimand,
+        noise_floor=spread(value_of, rollouts, microbatch, count=repackings),
+        diagnostics={
+            "direct": by_prompt(_direct, sums_NM, rollouts, estimand),
+            "state": by_prompt(_state, sums_NM, rollouts, estimand),
+            "tokens_N": rollouts.tokens_N,
+            "truncated": float(rollouts.truncated_N.double().mean()),
+        },
+    )
+
+
+def first_order_by_part(
+    policy: Policy, rollouts: Rollouts, direction: Direction, **options
+) -> Attribution:
+    """The slope along the whole direction and along each of its parts, on the same rollouts."""
+    total = first_order(policy, rollouts, direction, **options)
+    lines = {
+        part: first_order(policy, rollouts, direction.only(part), **options)
+        for part in direction.parts
+    }
+    return Attribution.of(total, lines)
+
+
+def entropy_gradient(
+    policy: Policy,
+    rollouts: Rollouts,
+    *,
+    estimand: Estimand,
+    term: Term = "total",
+    microbatch: int = 8,
+    base: Scores | None = None,
+) -> Params:
+    """g_H by one backward over E: its dot product with any direction is the slope along it."""
+    base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
+    worth = entropy_coefficients(base, rollouts, estimand, term=term)
+    total: dict[str, Tensor] = {}
+    for rows_N, columns, part in rollouts.split(microbatch):
+        worth_l, worth_h = (x_NS[rows_N, columns] for x_NS in worth)
+
+        def surrogate(params: Params, part=part, worth_l=worth_l, worth_h=worth_h) -> Tensor:
+            l_NS, h_NS = policy.score(params, part)
+            return (worth_l.to(l_NS.dtype) * l_NS + worth_h.to(h_NS.dtype) * h_NS).sum()
+
+        for name, grad in pullback(surrogate, policy.params)[1].items():
+            total[name] = grad if name not in total else total[name] + grad
+    return total
+
+
+def entropy_coefficients(
+    base: Scores, rollouts: Rollouts, estimand: Estimand, *, term: Term = "total"
+) -> Scores:
+    """dH/dl_ik and dH/dh_ik at the probed policy: (w_i a_ik, w_i) / sum w T, for the to-go form."""
+    leaves = Scores(*(x_NS.detach().requires_grad_() for x_NS in base))
+    with torch.enable_grad():
+        paid_NS = payload(leaves, estimand)
+        moved_NS = leaves.logprob_NS - drawn_with(base, rollouts)
+        if term == "direct":
+            moved_NS = moved_NS.detach()
+        if term == "state":
+            paid_NS = paid_NS.detach()
+        top_N, bottom_N = ratio_sums(paid_NS, moved_NS, rollouts, estimand)
+        weight_N = rollouts.weight_N
+        value = (weight_N * top_N).sum() / (weight_N * bottom_N).sum()
+    grads = torch.autograd.grad(value, leaves, allow_unused=True)
+    return Scores(
+        *(
+            torch.zeros_like(leaf) if grad is None else grad
+            for leaf, grad in zip(leaves, grads, strict=True)
+        )
+    )
+
+
+def slope_estimand(
+    policy: Policy,
+    *,
+    form: SlopeForm,
+    unit: Unit = "token",
+    entropy: Entropy = "rao_blackwell",
+    prompts: Prompts = "population",
+    horizon: int | None = None,
+) -> Estimand:
+    """What a slope of this form speaks of: the measurement it differentiates."""
+    if form not in PAIRED_WITH:
+        raise ValueError(f"form={form!r}; expected one of {tuple(PAIRED_WITH)}.")
+    return estimand_of(
+        policy,
+        prompts=prompts,
+        unit=unit,
+        form=PAIRED_WITH[form],
+        entropy=entropy,
+        horizon=horizon,
+    )
+
+
+def _sums(
+    policy: Policy,
+    rollouts: Rollouts,
+    direction: Direction,
+    estimand: Estimand,
+    mode: How,
+    baseline: bool,
+    microbatch: int,
+    base: Scores | None,
+) -> Tensor:
+    """Per rollout: direct and state part of A', then B', A and B."""
+    v, out = direction.total, torch.zeros(len(rollouts), 5, dtype=torch.float64)
+    out = out.to(rollouts.tokens_NS.device)
+    expected_NS = None
+    if baseline:
+        base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
+        expected_NS = cross_fitted_baseline(base, rollouts, estimand)
+    for rows_N, columns, part in rollouts.split(microbatch):
+
+        def score(params: Params, part: Rollouts = part) -> Scores:
+            return policy.score(params, part)
+
+        found, slope = pushforward(score, policy.params, v, how=mode)
+        found = Scores(*(x_NS.double() for x_NS in check_scores(found, part, rows_N, columns)))
+        slope = Scores(*(x_NS.double() for x_NS in slope))
+        columns_NM = _columns(found, slope, part, estimand)
+        if expected_NS is not None:
+            columns_NM[:, 1] -= (expected_NS[rows_N, columns] * slope.logprob_NS).sum(1)
+        out[rows_N] = columns_NM
+    return out
+
+
+def _columns(found: Scores, slope: Scores, part: Rollouts, estimand: Estimand) -> Tensor:
+    paid_NS, dpaid_NS = payload(found, estimand), payload(slope, estimand)
+    moved_NS = found.logprob_NS - drawn_with(found, part)
+
+    def along(dpaid_NS: Tensor, dmoved_NS: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return dual(
+            lambda paid_NS, moved_NS: ratio_sums(paid_NS, moved_NS, part, estimand),
+            (paid_NS, moved_NS),
+            (dpaid_NS, dmoved_NS),
+        )
+
+    nothing_NS = torch.zeros_like(paid_NS)
+    (top_N, bottom_N), (direct_N, _) = along(dpaid_NS, nothing_NS)
+    _, (state_N, length_N) = along(nothing_NS, slope.logprob_NS)
+    return torch.stack([direct_N, state_N, length_N, top_N, bottom_N], dim=1)
+
+
+def _direct(direct: Tensor, state: Tensor, length: Tensor, top: Tensor, bottom: Tensor) -> Tensor:
+    return direct / bottom
+
+
+def _state(direct: Tensor, state: Tensor, length: Tensor, top: Tensor, bottom: Tensor) -> Tensor:
+    return (state - top / bottom * length) / bottom
+
+
+def _slope(direct: Tensor, state: Tensor, length: Tensor, top: Tensor, bottom: Tensor) -> Tensor:
+    return (direct + state - top / bottom * length) / bottom

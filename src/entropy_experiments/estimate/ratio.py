@@ -1,0 +1,137 @@
+"""Entropy as a ratio of two sums, each a pure function of log-ratios and per-token entropies.
+
+With r_ik the log-ratio of token (i, k) between the policy meant and the policy that drew it:
+
+    snis          A_i = W_i sum_k h_ik,       B_i = W_i T_i,        W_i  = exp sum_k r_ik
+    per_decision  A_i = sum_k W_ik h_ik,      B_i = sum_k W_ik,     W_ik = exp sum_{j<k} r_ij
+    H = sum_i w_i A_i / sum_i w_i B_i         per sequence: B_i = W_i, and 1 per decision
+
+Everything this package says about entropy is made of these A_i and B_i: a measurement evaluates
+them at theta + eta v, a slope differentiates them at theta, a curvature does so twice, and reverse
+mode takes their gradient in (l, h). That is how a slope is the derivative of *exactly* what is
+measured; written out, it is the matched form for snis and the to-go form for per_decision.
+
+"Simple" entropy puts -l_ik for h_ik. It depends on the token itself, so its per-decision weight
+includes r_ik (the count of tokens in B does not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.numerics.derivatives import dual
+from entropy_experiments.numerics.sums import whole
+from entropy_experiments.numerics.weights import per_decision_logweights, snis_logweights
+from entropy_experiments.types import Estimand, Params, Policy, Rollouts, Scores
+from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
+
+
+def estimand_of(
+    policy: Policy,
+    *,
+    prompts: Prompts,
+    unit: Unit,
+    form: Form,
+    entropy: Entropy,
+    horizon: int | None,
+) -> Estimand:
+    return Estimand(
+        prompts=prompts,
+        temperature=policy.temperature,
+        top_p=policy.top_p,
+        horizon=horizon,
+        unit=unit,
+        form=form,
+        entropy=entropy,
+    )
+
+
+def ratio_sums(
+    payload_NS: Tensor,
+    logratio_NS: Tensor,
+    rollouts: Rollouts,
+    estimand: Estimand,
+    *,
+    clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A_N and B_N of the module docstring; `clip` bounds |log-weight|."""
+    response_NS = rollouts.response_NS
+    payload_NS = torch.where(response_NS, payload_NS, 0.0)
+    logratio_NS = torch.where(response_NS, logratio_NS, 0.0)
+    if estimand.form == "per_decision":
+        before_NS = per_decision_logweights(logratio_NS)
+        seen_NS = before_NS + logratio_NS if estimand.entropy == "simple" else before_NS
+        top_N = torch.where(response_NS, _exp(seen_NS, clip) * payload_NS, 0.0).sum(1)
+        if estimand.unit == "sequence":
+            return top_N, torch.ones_like(top_N)
+        return top_N, torch.where(response_NS, _exp(before_NS, clip), 0.0).sum(1)
+    weight_N = _exp(snis_logweights(logratio_NS), clip)
+    top_N = weight_N * payload_NS.sum(1)
+    if estimand.unit == "sequence":
+        return top_N, weight_N
+    return top_N, weight_N * rollouts.tokens_N.to(top_N.dtype)
+
+
+def payload(scores: Scores, estimand: Estimand) -> Tensor:
+    """h_ik, or -l_ik for the simple form."""
+    return -scores.logprob_NS if estimand.entropy == "simple" else scores.entropy_NS
+
+
+def drawn_with(base: Scores, rollouts: Rollouts) -> Tensor:
+    """Log-probs the rollouts were drawn with: those of `base`, unless somebody else drew them."""
+    if rollouts.behaviour_logprob_NS is None:
+        return base.logprob_NS.detach()
+    return rollouts.behaviour_logprob_NS.to(base.logprob_NS.dtype)
+
+
+def ratio(top: Tensor, bottom: Tensor) -> Tensor:
+    return top / bottom
+
+
+def taylor(f: Callable[[Tensor], tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor, ...]:
+    """(A, B, A', B', A'', B'') of a curve f(e) = (A, B) at e = 0."""
+    zero, one = like.new_zeros(()), like.new_ones(())
+    (value, first), (_, second) = dual(lambda e: dual(f, (e,), (one,)), (zero,), (one,))
+    return *value, *first, *second
+
+
+def score_all(policy: Policy, params: Params, rollouts: Rollouts, *, microbatch: int) -> Scores:
+    """Scores of every rollout in fp64, without gradients. The pass that others share."""
+    whole(rollouts)
+    out = [
+        torch.zeros(rollouts.tokens_NS.shape, dtype=torch.float64, device=rollouts.tokens_NS.device)
+        for _ in Scores._fields
+    ]
+    with torch.no_grad():
+        for rows_N, columns, part in rollouts.split(microbatch):
+            scores = check_scores(policy.score(params, part), part, rows_N, columns)
+            for whole_NS, part_NS in zip(out, scores, strict=True):
+                whole_NS[rows_N, columns] = part_NS.double()
+    return Scores(*out)
+
+
+def check_scores(scores: Scores, part: Rollouts, rows_N: Tensor, columns: slice) -> Scores:
+    """Refuse a score that is not a number, naming the token it belongs to."""
+    for name, value_NS in zip(Scores._fields, scores, strict=True):
+        if value_NS.shape != part.tokens_NS.shape:
+            raise ValueError(
+                f"Policy.score gave {name} of shape {tuple(value_NS.shape)}; expected "
+                f"{tuple(part.tokens_NS.shape)}, the shape of tokens_NS."
+            )
+        bad = part.response_NS & ~torch.isfinite(value_NS)
+        if bad.any():
+            row, column = (int(i) for i in bad.nonzero()[0])
+            raise ValueError(
+                f"Policy.score gave {name} = {float(value_NS[row, column])} for rollout "
+                f"{int(rows_N[row])}, position {column + (columns.start or 0)} (token "
+                f"{int(part.tokens_NS[row, column])}). Expected finite values: the logits are NaN "
+                "or infinite, or the token is outside the policy's top_p law."
+            )
+    return scores
+
+
+def _exp(logweight: Tensor, clip: float | None) -> Tensor:
+    return (logweight if clip is None else logweight.clamp(-clip, clip)).exp()

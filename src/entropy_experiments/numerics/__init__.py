@@ -1,0 +1,1 @@
+"""Pure tensor mathematics: no files, no model libraries."""

@@ -1,0 +1,273 @@
+"""Rollouts, the batch that makes an update, and the one thing an estimator knows of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Params = Mapping[str, Tensor]
+
+WEIGHT_TOLERANCE = 1e-9
+
+
+class Scores(NamedTuple):
+    """What teacher forcing gives, at the policy's own temperature; zero outside the response."""
+
+    logprob_NS: Tensor
+    entropy_NS: Tensor
+
+
+class Policy(Protocol):
+    """A model as the mathematics sees it: named parameters, and scores of given rollouts."""
+
+    @property
+    def params(self) -> Params: ...
+
+    @property
+    def temperature(self) -> float:
+        """Part of the policy, not of the sampler."""
+        ...
+
+    @property
+    def top_p(self) -> float:
+        """1 for the full softmax; below 1 the policy *is* the truncated law."""
+        ...
+
+    def score(self, params: Params, rollouts: Rollouts) -> Scores: ...
+
+    def support(self, params: Params, rollouts: Rollouts) -> Tensor:
+        """[N, S] fingerprint of each position's top-p support; asked for only if top_p < 1."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rollouts:
+    """N sampled sequences, padded on either side, with the tokens the policy drew marked.
+
+    `weight_N` sums to one: uniform in life, exact probabilities in tests. `share` is the sum a
+    *part* of a batch has instead (see `split`), so that a part is never mistaken for the whole.
+    """
+
+    tokens_NS: Tensor
+    attention_NS: Tensor
+    """True where there is a token rather than padding; one unbroken run in each row."""
+    response_NS: Tensor
+    """True where the policy drew the token, its final EOS included; may have holes (tools)."""
+    prompt_N: Tensor
+    """Which prompt each rollout answers: the unit that error bars resample."""
+    weight_N: Tensor = None  # type: ignore[assignment]  # uniform if not given
+    behaviour_logprob_NS: Tensor | None = None
+    """Log-probs of the policy that drew the tokens, if that was not the policy being probed."""
+    truncated_N: Tensor = None  # type: ignore[assignment]  # all False if not given
+    text: tuple[str, ...] | None = None
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.tokens_NS.dim() != 2 or self.tokens_NS.is_floating_point():
+            raise ValueError(
+                f"tokens_NS must be a 2-D integer tensor [rollouts, positions]; got "
+                f"{tuple(self.tokens_NS.shape)} of {self.tokens_NS.dtype}."
+            )
+        n, s = self.tokens_NS.shape
+        if n == 0:
+            raise ValueError("Rollouts is empty: got 0 rollouts, expected at least 1.")
+        device = self.tokens_NS.device
+        if self.weight_N is None:
+            uniform_N = torch.full((n,), self.share / n, dtype=torch.float64, device=device)
+            object.__setattr__(self, "weight_N", uniform_N)
+        if self.truncated_N is None:
+            object.__setattr__(self, "truncated_N", torch.zeros(n, dtype=torch.bool, device=device))
+        for name in ("attention_NS", "response_NS"):
+            _expect(name, getattr(self, name), (n, s), torch.bool)
+        _expect("prompt_N", self.prompt_N, (n,), torch.int64)
+        _expect("weight_N", self.weight_N, (n,), torch.float64)
+        _expect("truncated_N", self.truncated_N, (n,), torch.bool)
+        self._check_masks()
+        self._check_weights()
+        if self.behaviour_logprob_NS is not None:
+            _expect("behaviour_logprob_NS", self.behaviour_logprob_NS, (n, s), None)
+            _expect_finite("behaviour_logprob_NS", self.behaviour_logprob_NS, self.response_NS)
+        if self.text is not None and len(self.text) != n:
+            raise ValueError(f"text has {len(self.text)} entries; expected one per rollout ({n}).")
+
+    def _check_masks(self) -> None:
+        stray = self.response_NS & ~self.attention_NS
+        if stray.any():
+            raise ValueError(
+                f"Rollout {_first_row(stray)} marks padding as response. Expected response_NS "
+                "inside attention_NS: build the mask from the tokens drawn, not from lengths."
+            )
+        empty_N = ~self.response_NS.any(1)
+        if empty_N.any():
+            raise ValueError(
+                f"Rollout {_first_row(empty_N)} has an empty response ({int(empty_N.sum())} of "
+                f"{len(empty_N)} do). Expected at least one drawn token (EOS counts): drop these "
+                "rollouts, or check that the response mask is not cut by padded prompt widths."
+            )
+        start_NS = self.attention_NS.clone()
+        start_NS[:, 1:] &= ~self.attention_NS[:, :-1]
+        broken_N = start_NS.sum(1) != 1
+        if broken_N.any():
+            raise ValueError(
+                f"Rollout {_first_row(broken_N)} has padding between its tokens. Expected "
+                "attention_NS to be one unbroken run per row: pad on the left or the right."
+            )
+        if (start_NS & self.response_NS).any():
+            raise ValueError(
+                f"Rollout {_first_row(start_NS & self.response_NS)} has a response token with "
+                "nothing before it. Expected at least one prompt token (BOS will do)."
+            )
+
+    def _check_weights(self) -> None:
+        total = float(self.weight_N.sum())
+        if not bool((self.weight_N >= 0).all()) or abs(total - self.share) > WEIGHT_TOLERANCE:
+            raise ValueError(
+                f"weight_N must be non-negative and sum to {_one_or(self.share)}; got sum "
+                f"{total:.12g}, minimum {float(self.weight_N.min()):.3g}. Divide by the sum, or "
+                "leave it out for uniform weights."
+            )
+
+    def __len__(self) -> int:
+        return self.tokens_NS.shape[0]
+
+    @property
+    def tokens_N(self) -> Tensor:
+        """Response tokens of each rollout."""
+        return self.response_NS.sum(1)
+
+    @property
+    def fingerprint(self) -> str:
+        """Same tokens for the same prompts in the same order, however padded: same string."""
+        digest = hashlib.sha256()
+        for part in (
+            self.tokens_NS[self.attention_NS],
+            self.attention_NS.sum(1),
+            self.tokens_N,
+            self.prompt_N,
+        ):
+            digest.update(part.to("cpu", torch.int64).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def take(self, rows_N: Tensor, columns: slice = slice(None)) -> Rollouts:
+        """Some rows, some columns; the share becomes what the rows weigh."""
+        weight_N = self.weight_N[rows_N]
+        return replace(
+            self,
+            tokens_NS=self.tokens_NS[rows_N, columns],
+            attention_NS=self.attention_NS[rows_N, columns],
+            response_NS=self.response_NS[rows_N, columns],
+            prompt_N=self.prompt_N[rows_N],
+            weight_N=weight_N,
+            behaviour_logprob_NS=_take(self.behaviour_logprob_NS, rows_N, columns),
+            truncated_N=self.truncated_N[rows_N],
+            text=None if self.text is None else tuple(self.text[int(i)] for i in rows_N),
+            share=float(weight_N.sum()),
+        )
+
+    def padded(self, left: int, right: int, token: int = 0) -> Rollouts:
+        """The same rollouts with more padding: no number may change."""
+
+        def widen(x_NS: Tensor, fill: float) -> Tensor:
+            return torch.nn.functional.pad(x_NS, (left, right), value=fill)
+
+        behaviour_NS = self.behaviour_logprob_NS
+        return replace(
+            self,
+            tokens_NS=widen(self.tokens_NS, token),
+            attention_NS=widen(self.attention_NS, False),
+            response_NS=widen(self.response_NS, False),
+            behaviour_logprob_NS=None if behaviour_NS is None else widen(behaviour_NS, 0.0),
+        )
+
+    def split(self, microbatch: int) -> Iterator[Part]:
+        """Parts of at most `microbatch` rollouts of similar length, without common padding."""
+        if microbatch < 1:
+            raise ValueError(f"microbatch must be at least 1; got {microbatch}.")
+        order_N = torch.argsort(self.attention_NS.sum(1), stable=True)
+        for rows_N in order_N.split(microbatch):
+            used = self.attention_NS[rows_N].any(0).nonzero()
+            columns = slice(int(used[0]), int(used[-1]) + 1)
+            yield Part(rows_N, columns, self.take(rows_N, columns))
+
+
+class Part(NamedTuple):
+    """A microbatch and where it came from: `whole[rows_N, columns]`."""
+
+    rows_N: Tensor
+    columns: slice
+    rollouts: Rollouts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateBatch:
+    """The rollouts an optimizer step learns from, with all that its loss reads."""
+
+    rollouts: Rollouts
+    advantage_NS: Tensor
+    reward_N: Tensor | None = None
+    old_logprob_NS: Tensor | None = None
+    """Log-probs in the denominator of the ratio; None: the probed policy's own (ratio 1)."""
+    ref_logprob_NS: Tensor | None = None
+    microbatch_N: Tensor | None = None
+    """Accumulation microbatch of each rollout: bnpo and TRL's entropy bonus depend on it."""
+
+    def __post_init__(self) -> None:
+        n, s = self.rollouts.tokens_NS.shape
+        for name in ("advantage_NS", "old_logprob_NS", "ref_logprob_NS"):
+            value = getattr(self, name)
+            if value is not None:
+                _expect(name, value, (n, s), None)
+                _expect_finite(name, value, self.rollouts.response_NS)
+        if self.reward_N is not None:
+            _expect("reward_N", self.reward_N, (n,), None)
+        if self.microbatch_N is not None:
+            _expect("microbatch_N", self.microbatch_N, (n,), torch.int64)
+
+    def take(self, rows_N: Tensor, columns: slice) -> UpdateBatch:
+        return UpdateBatch(
+            rollouts=self.rollouts.take(rows_N, columns),
+            advantage_NS=self.advantage_NS[rows_N, columns],
+            reward_N=None if self.reward_N is None else self.reward_N[rows_N],
+            old_logprob_NS=_take(self.old_logprob_NS, rows_N, columns),
+            ref_logprob_NS=_take(self.ref_logprob_NS, rows_N, columns),
+            microbatch_N=None if self.microbatch_N is None else self.microbatch_N[rows_N],
+        )
+
+
+def _expect(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    if tuple(value.shape) != shape:
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; expected {shape}, one entry per "
+            f"{'rollout' if len(shape) == 1 else 'position of tokens_NS'}."
+        )
+    if dtype is None and not value.is_floating_point():
+        raise ValueError(f"{name} has dtype {value.dtype}; expected floating point.")
+    if dtype is not None and value.dtype != dtype:
+        raise ValueError(f"{name} has dtype {value.dtype}; expected {dtype}.")
+
+
+def _expect_finite(name: str, value_NS: Tensor, response_NS: Tensor) -> None:
+    bad = response_NS & ~torch.isfinite(value_NS)
+    if bad.any():
+        row, column = (int(i) for i in bad.nonzero()[0])
+        raise ValueError(
+            f"{name} is {float(value_NS[row, column])} at rollout {row}, position {column}; "
+            "expected finite values on every response token."
+        )
+
+
+def _take(value_NS: Tensor | None, rows_N: Tensor, columns: slice) -> Tensor | None:
+    return None if value_NS is None else value_NS[rows_N, columns]
+
+
+def _first_row(mask: Tensor) -> int:
+    return int(mask.nonzero()[0][0])
+
+
+def _one_or(share: float) -> str:
+    return "one" if share == 1.0 else f"its share {share:.12g}"

@@ -1,0 +1,145 @@
+"""The AdamW step rebuilt exactly, as a direction per unit learning rate and its parts.
+
+    m' = b1 m + (1 - b1) c g        s' = b2 s + (1 - b2) (c g)^2
+    den = sqrt(s' / (1 - b2^t)) + eps            (amsgrad: with the running maximum of s')
+    v = -m' / ((1 - b1^t) den) - weight_decay theta
+
+    momentum  -b1 m / ((1 - b1^t) den)      decay  -weight_decay theta
+    gradient  -P c g,   P = (1 - b1) / ((1 - b1^t) den)
+
+Groups with other learning rates are scaled by lr_group / eta, eta the first group's. Adam's
+coupled decay joins g after clipping and reaches theta through P. Arithmetic is fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.numerics.derivatives import dot, norm
+from entropy_experiments.types import (
+    AdamGroup,
+    Direction,
+    OptimizerState,
+    Params,
+    Policy,
+    UpdateBatch,
+)
+from entropy_experiments.types.direction import BASELINE_PARTS
+from entropy_experiments.update.gradient import clip_factor, loss_gradient
+from entropy_experiments.update.objective import Objective
+from entropy_experiments.update.optimizer import direction_like, members
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStats:
+    """What was done on the way to the direction."""
+
+    loss: float
+    grad_norm: float
+    clipped_norm: float
+    clip_factor: float
+    microbatches: int
+    precision: Mapping[str, str]
+    part_norms: Mapping[str, float]
+    shares: Mapping[str, Mapping[str, float]]
+    """For every part, each parameter's share of its squared norm."""
+
+
+def compute_update_vector_adamw(
+    policy: Policy,
+    batch: UpdateBatch,
+    objective: Objective,
+    optimizer: OptimizerState,
+    *,
+    max_grad_norm: float | None = None,
+    microbatch: int = 8,
+) -> tuple[Direction, Direction, UpdateStats]:
+    """(direction, baseline, stats) of the step that `batch` would make.
+
+    The baseline is momentum + weight decay: what the optimizer would do with a zero gradient.
+    """
+    found = loss_gradient(policy, batch, objective, microbatch=microbatch)
+    direction = adamw_direction(
+        policy.params, found.gradient, optimizer, max_grad_norm=max_grad_norm
+    )
+    if all(norm(part) == 0 for part in direction.parts.values()):
+        raise ValueError(
+            "The update is zero: no token has an advantage (every group has equal rewards) and "
+            "there is neither momentum nor weight decay. Draw rollouts until a group's rewards "
+            "differ, or load the optimizer state."
+        )
+    _, grad_norm = clip_factor(found.gradient, None)
+    part_norms = {name: norm(part) for name, part in direction.parts.items()}
+    stats = UpdateStats(
+        loss=found.loss,
+        grad_norm=grad_norm,
+        clipped_norm=grad_norm * direction.clip_factor,
+        clip_factor=direction.clip_factor,
+        microbatches=found.microbatches,
+        precision={
+            "parameters": str(next(iter(policy.params.values())).dtype),
+            "matmul": torch.get_float32_matmul_precision(),
+        },
+        part_norms=part_norms,
+        shares={
+            part: {
+                name: dot({name: value}, {name: value}) / part_norms[part] ** 2
+                for name, value in params.items()
+            }
+            for part, params in direction.parts.items()
+            if part_norms[part] > 0
+        },
+    )
+    return direction, direction.only(*BASELINE_PARTS), stats
+
+
+def adamw_direction(
+    params: Params,
+    gradient: Params,
+    optimizer: OptimizerState,
+    *,
+    max_grad_norm: float | None = None,
+) -> Direction:
+    """The step of Adam or AdamW on a given loss gradient."""
+    factor, _ = clip_factor(gradient, max_grad_norm)
+    parts: dict[str, dict[str, Tensor]] = {"momentum": {}, "decay": {}, "gradient": {}}
+    preconditioner: dict[str, Tensor] = {}
+    for name, group, scale in members(params, gradient, optimizer, AdamGroup):
+        theta, g = params[name].detach().double(), gradient[name].detach().double()
+        (b1, b2), state = group.betas, optimizer.state.get(name, {})
+        t = float(state.get("step", 0.0)) + 1
+        m = _moment(state, "exp_avg", name, theta)
+        s = _moment(state, "exp_avg_sq", name, theta)
+        # The loss gradient as the optimizer sees it: clipped, and ascended if it maximizes.
+        seen = (-factor if group.maximize else factor) * g
+        coupled = 0.0 if group.decoupled else group.weight_decay
+        s = b2 * s + (1 - b2) * (seen + coupled * theta) ** 2
+        if group.amsgrad:
+            s = torch.maximum(_moment(state, "max_exp_avg_sq", name, theta), s)
+        den = (1 - b1**t) * ((s / (1 - b2**t)).sqrt() + group.eps)
+        p = scale * (1 - b1) / den
+        decay = -p * coupled if coupled else -scale * group.weight_decay
+        parts["momentum"][name] = -scale * b1 * m / den
+        parts["decay"][name] = decay * theta
+        parts["gradient"][name] = -p * seen
+        preconditioner[name] = p
+    return direction_like(params, parts, optimizer.lr, preconditioner, factor)
+
+
+def _moment(state: Mapping[str, Any], key: str, name: str, theta: Tensor) -> Tensor:
+    if not state:
+        return torch.zeros_like(theta)
+    if key not in state:
+        raise ValueError(f"The optimizer state of {name!r} has no {key!r}; it has {sorted(state)}.")
+    value = state[key]
+    if value.shape != theta.shape:
+        raise ValueError(
+            f"{key} of {name!r} has shape {tuple(value.shape)}; the parameter has "
+            f"{tuple(theta.shape)}. The state belongs to another parameter."
+        )
+    return value.detach().to(theta.device, torch.float64)

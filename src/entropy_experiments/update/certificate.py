@@ -1,0 +1,104 @@
+"""The *optimizer* certificate: our arithmetic against torch's own, on the same gradient.
+
+torch steps copies of the parameters at learning rate 1 (relative error of the direction), and at
+the real rate (distance of theta + lr v from the stepped theta, in units in the last place). It says
+nothing about whether the gradient was the trainer's: that is the step certificate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.numerics.derivatives import dot, norm, shifted
+from entropy_experiments.types import AdamGroup, Direction, OptimizerState, Params
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+MAX_ULP = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    relative_error: float
+    cosine: float
+    max_ulp: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.relative_error <= self.tolerance and self.max_ulp <= MAX_ULP
+
+
+def optimizer_certificate(
+    direction: Direction,
+    params: Params,
+    gradient: Params,
+    optimizer: OptimizerState,
+    *,
+    max_grad_norm: float | None = None,
+) -> Certificate:
+    """Replay the step with torch.optim and compare."""
+    at_one = _stepped(params, gradient, optimizer, max_grad_norm, lr=1.0)
+    reference = {name: at_one[name].double() - theta.double() for name, theta in params.items()}
+    rebuilt = direction.total
+    gap = {name: rebuilt[name].double() - value for name, value in reference.items()}
+    size = norm(reference)
+    stepped = _stepped(params, gradient, optimizer, max_grad_norm, lr=optimizer.lr)
+    ours = shifted(params, rebuilt, direction.lr)
+    dtype = next(iter(params.values())).dtype
+    return Certificate(
+        relative_error=norm(gap) / size if size else norm(gap),
+        cosine=dot(rebuilt, reference) / (norm(rebuilt) * size) if size else 1.0,
+        max_ulp=max(_ulps(params[name], stepped[name], ours[name]) for name in params),
+        tolerance=TOLERANCE.get(dtype, 1e-2),
+    )
+
+
+def _stepped(
+    params: Params,
+    gradient: Params,
+    optimizer: OptimizerState,
+    max_grad_norm: float | None,
+    *,
+    lr: float,
+) -> Params:
+    """Parameters after torch's own step, every group's rate scaled so that the first has `lr`."""
+    leaves = {name: theta.detach().clone().requires_grad_() for name, theta in params.items()}
+    scale = lr / optimizer.lr
+    groups = []
+    for group in optimizer.groups:
+        options: dict[str, Any] = asdict(group)
+        names = options.pop("names")
+        options["params"] = [leaves[name] for name in names]
+        options["lr"] = group.lr * scale
+        options.pop("decoupled", None)  # told by torch's class, see _torch_kind
+        groups.append(options)
+    torch_optimizer = _torch_kind(optimizer)(groups)
+    for name, entry in optimizer.state.items():
+        torch_optimizer.state[leaves[name]] = {
+            key: value.detach().clone() if isinstance(value, Tensor) else value
+            for key, value in entry.items()
+        }
+    for name, leaf in leaves.items():
+        leaf.grad = gradient[name].detach().clone().to(leaf.dtype)
+    if max_grad_norm:
+        torch.nn.utils.clip_grad_norm_(list(leaves.values()), max_grad_norm)
+    torch_optimizer.step()
+    return {name: leaf.detach() for name, leaf in leaves.items()}
+
+
+def _torch_kind(optimizer: OptimizerState) -> Any:
+    group = optimizer.groups[0]
+    if not isinstance(group, AdamGroup):
+        return torch.optim.SGD
+    return torch.optim.AdamW if group.decoupled else torch.optim.Adam
+
+
+def _ulps(before: Tensor, stepped: Tensor, ours: Tensor) -> float:
+    """Largest distance, in the spacing of floats at the larger of the values involved."""
+    size = torch.maximum(before.abs(), stepped.abs())
+    spacing = torch.nextafter(size, torch.full_like(size, torch.inf)) - size
+    return float(((stepped - ours).abs() / spacing).max())

@@ -1,0 +1,168 @@
+"""Training losses as pure functions of scores; their token coefficients by autograd.
+
+A loss is sum_ik c_ik loss_ik - entropy_coef * sum_ik e_ik h_ik. The weights c and e depend on the
+masks alone and carry every normaliser, so a microbatch's share of the loss is exact on its own:
+
+    reinforce   c = w_i                             loss_ik = -A l
+    grpo        c = w_i / T_i                       loss_ik = -min(r A, clip(r) A) + beta KL
+    dr_grpo     c = w_i / max_completion_length     r = exp(l - l_old), per token, or per sequence
+    dapo        c = w_i / sum_j w_j T_j               the mean log-ratio of the rollout
+    bnpo        c = 1 / (microbatches * tokens of the microbatch)
+    e = 1 / (microbatches * tokens of the microbatch), for every loss, as TRL does
+
+w_i is 1/N in life. Because nothing else depends on the model, PPO clipping, KL and the entropy
+bonus need no derivative of their own: `token_coefficients` differentiates two small arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.types import Scores, UpdateBatch
+
+Loss = Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo"]
+KL = Literal["k1", "k2", "k3"]
+Ratio = Literal["token", "sequence"]
+
+
+class TokenWeights(NamedTuple):
+    policy_NS: Tensor
+    entropy_NS: Tensor
+
+    def take(self, rows_N: Tensor, columns: slice) -> TokenWeights:
+        return TokenWeights(self.policy_NS[rows_N, columns], self.entropy_NS[rows_N, columns])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """`objective(scores, batch)` is the loss that the optimizer descends."""
+
+    loss: Loss = "grpo"
+    clip_low: float | None = 0.2
+    """Ratios are clipped to [1 - clip_low, 1 + clip_high]; None switches a side off."""
+    clip_high: float | None = 0.2
+    ratio: Ratio = "token"
+    beta: float = 0.0
+    kl: KL = "k3"
+    entropy_coef: float = 0.0
+    max_completion_length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("loss", Loss), ("kl", KL), ("ratio", Ratio)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"Objective.{name} is {getattr(self, name)!r}; expected one of "
+                    f"{get_args(kind)}."
+                )
+        if self.loss == "dr_grpo" and not self.max_completion_length:
+            raise ValueError(
+                "dr_grpo divides by max_completion_length, which was not given: set "
+                "`update.max_completion_length` to the trainer's value."
+            )
+
+    def __call__(self, scores: Scores, batch: UpdateBatch) -> Tensor:
+        return self.weighted(scores, batch, self.token_weights(batch))
+
+    def token_weights(self, batch: UpdateBatch) -> TokenWeights:
+        """C and e of the module docstring, zero outside the response."""
+        rollouts = batch.rollouts
+        weight_N, tokens_N = rollouts.weight_N, rollouts.tokens_N.to(rollouts.weight_N.dtype)
+        share_N = _microbatch_share(batch, tokens_N)
+        if self.loss == "reinforce":
+            per_token_N = weight_N
+        elif self.loss == "grpo":
+            per_token_N = weight_N / tokens_N
+        elif self.loss == "dr_grpo":
+            assert self.max_completion_length is not None  # checked at construction
+            per_token_N = weight_N / self.max_completion_length
+        elif self.loss == "dapo":
+            per_token_N = weight_N / (weight_N * tokens_N).sum()
+        else:
+            per_token_N = share_N
+        response_NS = rollouts.response_NS
+
+        def spread(x_N: Tensor) -> Tensor:
+            return torch.where(response_NS, x_N[:, None], 0.0)
+
+        return TokenWeights(spread(per_token_N), spread(share_N))
+
+    def weighted(self, scores: Scores, batch: UpdateBatch, weights: TokenWeights) -> Tensor:
+        """The loss of a batch, or of a part of one under the whole's weights."""
+        response_NS = batch.rollouts.response_NS
+        dtype = torch.promote_types(scores.logprob_NS.dtype, torch.float32)
+        logprob_NS = scores.logprob_NS.to(dtype)
+        policy_NS, entropy_NS = (w_NS.to(dtype) for w_NS in weights)
+        advantage_NS = _inside(batch.advantage_NS, response_NS, dtype)
+        if self.loss == "reinforce":
+            token_loss_NS = -advantage_NS * logprob_NS
+        else:
+            ratio_NS = self._ratio(logprob_NS, batch, dtype)
+            low = None if self.clip_low is None else 1 - self.clip_low
+            high = None if self.clip_high is None else 1 + self.clip_high
+            clipped_NS = ratio_NS if low is None and high is None else ratio_NS.clamp(low, high)
+            token_loss_NS = -torch.min(ratio_NS * advantage_NS, clipped_NS * advantage_NS)
+        if self.beta:
+            token_loss_NS = token_loss_NS + self.beta * self._kl(logprob_NS, batch, dtype)
+        loss = (policy_NS * token_loss_NS).sum()
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * (entropy_NS * scores.entropy_NS.to(dtype)).sum()
+        return loss
+
+    def _ratio(self, logprob_NS: Tensor, batch: UpdateBatch, dtype: torch.dtype) -> Tensor:
+        response_NS = batch.rollouts.response_NS
+        if batch.old_logprob_NS is None:
+            old_NS = logprob_NS.detach()
+        else:
+            old_NS = _inside(batch.old_logprob_NS, response_NS, dtype)
+        logratio_NS = logprob_NS - old_NS
+        if self.ratio == "sequence":
+            tokens_N1 = batch.rollouts.tokens_N[:, None].to(dtype)
+            logratio_NS = (logratio_NS.sum(1, keepdim=True) / tokens_N1).expand_as(logratio_NS)
+        return logratio_NS.exp()
+
+    def _kl(self, logprob_NS: Tensor, batch: UpdateBatch, dtype: torch.dtype) -> Tensor:
+        if batch.ref_logprob_NS is None:
+            raise ValueError(
+                f"beta is {self.beta} but the batch has no ref_logprob_NS: record the reference "
+                "model's log-probs, or set `update.beta` to 0."
+            )
+        gap_NS = _inside(batch.ref_logprob_NS, batch.rollouts.response_NS, dtype) - logprob_NS
+        if self.kl == "k1":
+            return -gap_NS
+        if self.kl == "k2":
+            return gap_NS**2 / 2
+        return gap_NS.exp() - gap_NS - 1
+
+
+def token_coefficients(objective: Objective, scores: Scores, batch: UpdateBatch) -> Scores:
+    """dL/dl_ik and dL/dh_ik: what each token's log-prob and entropy are worth to the loss."""
+    leaves = Scores(*(x_NS.detach().requires_grad_() for x_NS in scores))
+    with torch.enable_grad():
+        loss = objective(leaves, batch)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    # A loss without an entropy bonus does not read the entropies: their coefficient is 0.
+    return Scores(
+        *(
+            torch.zeros_like(leaf) if grad is None else grad
+            for leaf, grad in zip(leaves, grads, strict=True)
+        )
+    )
+
+
+def _microbatch_share(batch: UpdateBatch, tokens_N: Tensor) -> Tensor:
+    """1 / (microbatches * tokens of the rollout's microbatch): a mean of microbatch means."""
+    if batch.microbatch_N is None:
+        index_N = torch.zeros_like(batch.rollouts.prompt_N)
+    else:
+        _, index_N = torch.unique(batch.microbatch_N, return_inverse=True)
+    count = int(index_N.max()) + 1
+    totals = torch.zeros(count, dtype=tokens_N.dtype, device=tokens_N.device)
+    return 1 / (count * totals.index_add(0, index_N, tokens_N)[index_N])
+
+
+def _inside(x_NS: Tensor, response_NS: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(response_NS, x_NS.to(dtype), 0.0)

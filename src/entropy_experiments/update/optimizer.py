@@ -1,0 +1,119 @@
+"""Optimizer state by parameter name, and what every rebuilt step shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.types import (
+    AdamGroup,
+    Direction,
+    OptimizerState,
+    Params,
+    SGDGroup,
+    check_params,
+)
+from entropy_experiments.types.direction import check_finite
+
+SGD_KEYS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+
+
+def read_state(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> OptimizerState:
+    """The state of a live Adam, AdamW or SGD; `names` are the tensors it was built with."""
+    name_of = {id(value): name for name, value in names.items()}
+    groups: list[Any] = []
+    state: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        unknown = sum(id(p) not in name_of for p in group["params"])
+        if unknown:
+            raise ValueError(
+                f"{unknown} of {len(group['params'])} parameters of an optimizer group are not "
+                "among the named ones. Pass the very tensors that the optimizer was built with."
+            )
+        group_names = tuple(name_of[id(p)] for p in group["params"])
+        groups.append(_group(optimizer, group, group_names))
+        for name in group_names:
+            entry = {k: v for k, v in optimizer.state.get(names[name], {}).items() if v is not None}
+            if entry:
+                state[name] = entry
+    return OptimizerState(groups=tuple(groups), state=state)
+
+
+def _group(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], names: tuple[str, ...]
+) -> AdamGroup | SGDGroup:
+    if isinstance(optimizer, torch.optim.SGD):
+        return SGDGroup(names=names, **{key: group[key] for key in SGD_KEYS})
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        raise TypeError(
+            f"Got {type(optimizer).__name__}; expected torch's Adam, AdamW or SGD. Other "
+            "optimizers can be probed through their observed step (update.observed)."
+        )
+    b1, b2 = group["betas"]
+    return AdamGroup(
+        names=names,
+        lr=float(group["lr"]),
+        betas=(float(b1), float(b2)),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        # Before torch 2.8 only the class tells the two kinds of decay apart.
+        decoupled=isinstance(optimizer, torch.optim.AdamW)
+        or bool(group.get("decoupled_weight_decay", False)),
+    )
+
+
+def members(
+    params: Params, gradient: Params, optimizer: OptimizerState, kind: type
+) -> Iterator[tuple[str, Any, float]]:
+    """(name, group, lr_group / eta) of every parameter, after checking that all fit together."""
+    check_params("gradient", gradient, params)
+    check_finite("gradient", gradient)
+    wrong = [type(g).__name__ for g in optimizer.groups if not isinstance(g, kind)]
+    if wrong:
+        raise ValueError(f"Got optimizer groups of type {wrong[0]}; expected {kind.__name__}.")
+    covered = {name for group in optimizer.groups for name in group.names}
+    if covered != set(params):
+        missing, foreign = sorted(set(params) - covered), sorted(covered - set(params))
+        raise ValueError(
+            f"The optimizer does not hold the policy's parameters: missing {missing[:5]}, unknown "
+            f"{foreign[:5]}. Its state belongs to another model or was matched by position."
+        )
+    stateless = sorted(covered - set(optimizer.state))
+    if optimizer.state and stateless:
+        raise ValueError(
+            f"The optimizer has state for {len(optimizer.state)} of {len(covered)} parameters; "
+            f"missing {stateless[:5]}. Expected all (or none, before the first step)."
+        )
+    if not optimizer.lr > 0:
+        raise ValueError(
+            f"The optimizer's learning rate is {optimizer.lr}: the last checkpoint of a schedule "
+            "stores 0. Give the rate of the step in question (`update.lr`)."
+        )
+    for group in optimizer.groups:
+        for name in group.names:
+            yield name, group, group.lr / optimizer.lr
+
+
+def direction_like(
+    params: Params,
+    parts: Mapping[str, Mapping[str, Tensor]],
+    lr: float,
+    preconditioner: Mapping[str, Tensor],
+    factor: float,
+) -> Direction:
+    """A Direction in the parameters' own order and dtype."""
+
+    def cast(values: Mapping[str, Tensor]) -> Params:
+        return {name: values[name].to(theta.dtype) for name, theta in params.items()}
+
+    return Direction(
+        parts={name: cast(values) for name, values in parts.items()},
+        lr=lr,
+        preconditioner=cast(preconditioner),
+        clip_factor=factor,
+    )

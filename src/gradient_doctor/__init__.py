@@ -1,0 +1,1 @@
+"""Where did the gradient stop? An empty room: nothing is here yet."""

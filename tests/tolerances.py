@@ -1,0 +1,33 @@
+"""Every tolerance of the suite, once, with why it is what it is."""
+
+EXACT = 1e-10
+"""fp64 estimators against enumeration: rounding of a few hundred terms, no Monte Carlo."""
+CENTRAL = 1e-6
+"""Central differences in fp64: truncation eps^(2/3), times the third derivative."""
+CENTRAL_SECOND = 1e-4
+"""Second differences in fp64: eps^(1/2), times the fourth derivative."""
+INVARIANT = 1e-12
+"""Padding, order and packing may change the order of fp64 additions, nothing else."""
+OPTIMIZER = {"float64": 1e-12, "float32": 1e-6}
+"""Our step against torch's, relative to its norm."""
+PARTS = 1e-12
+"""Parts of a direction against the whole."""
+FP32_ENTROPY = 1e-5
+"""fp32 entropy at a 152k vocabulary, in nats."""
+TRL = 1e-12
+"""Our loss and token coefficients against TRL's, both in fp64."""
+FALSE_ALARM = 1e-4
+"""Chance that a statistical test fails though all is well."""
+
+
+def assert_close(got: float, expected: float, tolerance: float) -> None:
+    """Relative to the larger of the expected value and 1e-3 nats, below which nothing happens."""
+    scale = max(abs(expected), 1e-3)
+    assert abs(got - expected) <= tolerance * scale, (
+        f"got {got!r}, expected {expected!r}: off by {abs(got - expected) / scale:.3g} relative, "
+        f"tolerance {tolerance:g}"
+    )
+
+
+def assert_exact(got: float, expected: float) -> None:
+    assert_close(got, expected, EXACT)
