@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from entropy_experiments.types import Estimand, Estimate, Influence, Rollouts
+from entropy_experiments.types.rollouts import WEIGHT_TOLERANCE
 
 Statistic = Callable[..., Tensor]
 """A smooth function of M means, written elementwise: it must accept tensors of any one shape."""
@@ -135,7 +136,7 @@ def tail_check(influence: Influence, *, units: int = 20, share: float = 0.5) -> 
 
 
 def whole(rollouts: Rollouts) -> None:
-    if rollouts.share != 1.0:
+    if abs(rollouts.share - 1.0) > WEIGHT_TOLERANCE:
         raise ValueError(
             f"These rollouts are a part of a batch (weight {rollouts.share:.6g}); expected the "
             "whole, whose weights sum to one. Add the parts' sums first."

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entropy_experiments.numerics.derivatives import dot, norm, shifted
+from entropy_experiments.numerics.derivatives import dot, norm
 from entropy_experiments.types import AdamGroup, Direction, OptimizerState, Params
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -47,12 +47,22 @@ def optimizer_certificate(
     gap = {name: rebuilt[name].double() - value for name, value in reference.items()}
     size = norm(reference)
     stepped = _stepped(params, gradient, optimizer, max_grad_norm, lr=optimizer.lr)
-    ours = shifted(params, rebuilt, direction.lr)
+    ours = {
+        name: (theta.double() + direction.lr * rebuilt[name].double()).to(theta.dtype)
+        for name, theta in params.items()
+    }
     dtype = next(iter(params.values())).dtype
     return Certificate(
         relative_error=norm(gap) / size if size else norm(gap),
         cosine=dot(rebuilt, reference) / (norm(rebuilt) * size) if size else 1.0,
-        max_ulp=max(_ulps(params[name], stepped[name], ours[name]) for name in params),
+        max_ulp=max(
+            _ulps(
+                stepped[name],
+                ours[name],
+                [params[name], *(direction.lr * part[name] for part in direction.parts.values())],
+            )
+            for name in params
+        ),
         tolerance=TOLERANCE.get(dtype, 1e-2),
     )
 
@@ -97,8 +107,8 @@ def _torch_kind(optimizer: OptimizerState) -> Any:
     return torch.optim.AdamW if group.decoupled else torch.optim.Adam
 
 
-def _ulps(before: Tensor, stepped: Tensor, ours: Tensor) -> float:
-    """Largest distance, in the spacing of floats at the larger of the values involved."""
-    size = torch.maximum(before.abs(), stepped.abs())
+def _ulps(stepped: Tensor, ours: Tensor, summands: list[Tensor]) -> float:
+    """Largest distance, in the spacing of floats at the size of theta and what is added to it."""
+    size = torch.stack(summands).abs().sum(0)
     spacing = torch.nextafter(size, torch.full_like(size, torch.inf)) - size
     return float(((stepped - ours).abs() / spacing).max())

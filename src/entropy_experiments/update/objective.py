@@ -94,7 +94,7 @@ class Objective:
         """The loss of a batch, or of a part of one under the whole's weights."""
         response_NS = batch.rollouts.response_NS
         dtype = torch.promote_types(scores.logprob_NS.dtype, torch.float32)
-        logprob_NS = scores.logprob_NS.to(dtype)
+        logprob_NS = _inside(scores.logprob_NS, response_NS, dtype)
         policy_NS, entropy_NS = (w_NS.to(dtype) for w_NS in weights)
         advantage_NS = _inside(batch.advantage_NS, response_NS, dtype)
         if self.loss == "reinforce":

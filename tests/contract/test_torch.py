@@ -1,0 +1,71 @@
+"""Facts about installed libraries that the numerics rely on, or work around."""
+
+import numpy as np
+import pytest
+import torch
+from arviz_stats.base.array import array_stats
+from torch.func import jvp
+from torch.nn.functional import layer_norm
+
+from entropy_experiments.numerics.derivatives import _double_backward, pushforward2
+from entropy_experiments.numerics.entropy import token_scores
+from entropy_experiments.numerics.weights import pareto_k_hat
+
+
+def test_forward_over_forward_is_refused_by_token_scores():
+    """torch gives a wrong second derivative there without a word; we raise."""
+    logits_TV = torch.randn(4, 5, dtype=torch.float64)
+    token_T = torch.tensor([0, 1, 2, 3])
+
+    def scores(z_TV):
+        return token_scores(z_TV, token_T)
+
+    along = (torch.ones_like(logits_TV),)
+    with pytest.raises(RuntimeError, match="pushforward2"):
+        jvp(lambda z: jvp(scores, (z,), along)[1], (logits_TV,), along)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x**2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx, dx):
+        return 2 * ctx.saved_tensors[0] * dx
+
+
+def test_torch_still_drops_terms_in_a_jvp_of_a_jvp():
+    """When this fails, torch has mended it and the guard above can go."""
+    x, one = torch.tensor(3.0), torch.tensor(1.0)
+    _, second = jvp(lambda x: jvp(_Square.apply, (x,), (one,))[1], (x,), (one,))
+    assert float(second) != 2.0
+
+
+def test_torch_still_gets_the_nested_derivative_of_layer_norm_wrong():
+    """When this fails, second derivatives could be nested instead of differenced."""
+    generator = torch.Generator().manual_seed(0)
+    x, v = (torch.randn(3, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def f(params):
+        return layer_norm(params["x"], (6,))
+
+    _, nested = jvp(lambda p: _double_backward(f, p, {"x": v}), ({"x": x},), ({"x": v},))
+    true = pushforward2(f, {"x": x}, {"x": v})[2]
+    differences = (f({"x": x + 1e-3 * v}) - 2 * f({"x": x}) + f({"x": x - 1e-3 * v})) / 1e-6
+    assert torch.allclose(true, differences, atol=1e-4)
+    assert not torch.allclose(nested, differences, atol=1e-1)
+
+
+def test_arviz_takes_minus_log_weights():
+    """A Pareto tail of known shape comes back; with the other sign it would not."""
+    generator = np.random.default_rng(0)
+    for shape in (0.2, 0.5, 0.9):
+        logweights = np.log(generator.pareto(1 / shape, 20_000) + 1)
+        assert abs(pareto_k_hat(torch.from_numpy(logweights)) - shape) < 0.15
+        _, wrong = array_stats.psislw(logweights)
+        assert wrong < 0
