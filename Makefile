@@ -23,10 +23,10 @@ demo: setup  ## Predict, measure and check one update of a small policy; draws a
 	$(BIN)/python examples/one_step.py --figure build/one_step.png
 
 test: setup  ## The tests that every change must pass, under 10 minutes
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -n auto -m 'not slow'
 
 test-all: setup  ## All tests, the slow tiers too; note the result in docs/LOG.md
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: setup  ## Style
 	$(BIN)/ruff check .

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tolerances import TRL
 
 from entropy_experiments.types import Rollouts, Scores, UpdateBatch
 from entropy_experiments.update.objective import Objective, token_coefficients
+from tolerances import TRL
 
 trl = pytest.importorskip("trl", minversion="1.16")
 

@@ -6,19 +6,17 @@ token in a" and "whole-rollout weights for per-decision".
 """
 
 import pytest
+
+from entropy_experiments import curvature, entropy_level, first_order, measured
 from oracles.cases import KINDS, TEMPERATURES, arbitrary_weights, case
 from oracles.naive import slope_formula, weighted_taylor
 from tolerances import EXACT, assert_close, assert_exact
-
-from entropy_experiments import curvature, entropy_level, first_order, measured
 
 PAIRS = {"matched": "snis", "to_go": "per_decision"}
 QUICK = {"prompts": "fixed", "microbatch": 64, "repackings": 0}
 
 
-@pytest.fixture(
-    params=[(k, s, t) for k in KINDS for s in range(10) for t in TEMPERATURES], ids=str
-)
+@pytest.fixture(params=[(k, s, t) for k in KINDS for s in range(10) for t in TEMPERATURES], ids=str)
 def weighted(request):
     kind, seed, temperature = request.param
     found = case(kind, seed, temperature)

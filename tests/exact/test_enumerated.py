@@ -6,9 +6,6 @@ true expectation: agreement is to rounding, and there is no seed to tune.
 
 import pytest
 import torch
-from oracles.cases import ETAS, KINDS, SEEDS, TEMPERATURES, UNITS, case
-from oracles.enumeration import all_rollouts, exact_slope, with_weights
-from tolerances import CENTRAL, CENTRAL_SECOND, EXACT, assert_close, assert_exact
 
 from entropy_experiments import (
     Rollouts,
@@ -21,6 +18,9 @@ from entropy_experiments import (
     resampled,
 )
 from entropy_experiments.estimate.measured import Case as Measurement
+from oracles.cases import ETAS, KINDS, SEEDS, TEMPERATURES, UNITS, case
+from oracles.enumeration import all_rollouts, exact_slope, with_weights
+from tolerances import CENTRAL, CENTRAL_SECOND, EXACT, assert_close, assert_exact
 
 FORMS = ("matched", "to_go")
 FIXED = {"prompts": "fixed", "microbatch": 64}
@@ -155,9 +155,7 @@ def test_odd_and_even_parts_of_a_symmetric_sweep(few):
 
 
 def test_cross_fitted_baseline_keeps_the_expectation(oracle):
-    found = first_order(
-        oracle.policy, oracle.rollouts, oracle.direction, baseline=True, **QUICK
-    )
+    found = first_order(oracle.policy, oracle.rollouts, oracle.direction, baseline=True, **QUICK)
     assert_exact(found.value, oracle.taylor["token"][1])
 
 

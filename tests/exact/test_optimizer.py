@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles.cases import case
-from tolerances import OPTIMIZER, PARTS
 
 from entropy_experiments import (
     Objective,
@@ -19,6 +17,8 @@ from entropy_experiments.numerics.derivatives import dot, norm, shifted
 from entropy_experiments.update.adamw import adamw_direction
 from entropy_experiments.update.gradient import clip_factor, loss_gradient
 from entropy_experiments.update.sgd import sgd_direction
+from oracles.cases import case
+from tolerances import OPTIMIZER, PARTS
 
 SHAPES = {"a": (7, 5), "b": (5,), "c": (3, 4, 2), "d": (1,)}
 LR = 3e-4
@@ -148,9 +148,7 @@ def test_the_certificate_has_teeth():
         adamw_direction(
             params, gradient, replace(state, groups=tuple(one_rate)), max_grad_norm=0.5
         ),
-        adamw_direction(
-            params, gradient, replace(state, state=one_step_behind), max_grad_norm=0.5
-        ),
+        adamw_direction(params, gradient, replace(state, state=one_step_behind), max_grad_norm=0.5),
         good.only("gradient", "decay"),  # momentum forgotten
     ):
         assert not certify(broken).passed

@@ -5,6 +5,11 @@ test_arbitrary_weights are then run and must fail.
 """
 
 import pytest
+
+from entropy_experiments.estimate import curvature as curvature_module
+from entropy_experiments.estimate import first_order as first_order_module
+from entropy_experiments.estimate import ratio as ratio_module
+from entropy_experiments.numerics import entropy as entropy_module
 from exact.test_arbitrary_weights import (
     test_slope_is_the_derivative_of_its_paired_measurement as check_weighted,
 )
@@ -13,11 +18,6 @@ from exact.test_enumerated import test_level as check_level
 from exact.test_enumerated import test_measured_change as check_measured
 from exact.test_enumerated import test_slope as check_slope
 from oracles.cases import arbitrary_weights, case
-
-from entropy_experiments.estimate import curvature as curvature_module
-from entropy_experiments.estimate import first_order as first_order_module
-from entropy_experiments.estimate import ratio as ratio_module
-from entropy_experiments.numerics import entropy as entropy_module
 
 
 @pytest.fixture
@@ -65,9 +65,7 @@ def test_forgotten_denominator_of_the_curvature(monkeypatch, oracle):
 
 @pytest.mark.parametrize("form", ["matched", "to_go"])
 def test_flipped_sign(monkeypatch, oracle, form):
-    monkeypatch.setattr(
-        first_order_module, "_slope", lambda d, s, n, a, b: (d - s + a / b * n) / b
-    )
+    monkeypatch.setattr(first_order_module, "_slope", lambda d, s, n, a, b: (d - s + a / b * n) / b)
     caught(check_slope, oracle, form, "token")
 
 

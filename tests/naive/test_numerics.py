@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from oracles.cases import case
 from scipy import stats
-from tolerances import FP32_ENTROPY, INVARIANT
 
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforward2
 from entropy_experiments.numerics.entropy import (
@@ -25,6 +23,8 @@ from entropy_experiments.numerics.sums import (
 )
 from entropy_experiments.numerics.weights import diagnose
 from entropy_experiments.types import Estimand, Rollouts
+from oracles.cases import case
+from tolerances import FP32_ENTROPY, INVARIANT
 
 
 def draw(*shape, seed=0, scale=1.0):

@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 import torch
+
+from entropy_experiments.types import Direction, Rollouts
 from oracles.enumeration import all_rollouts, exact_change, exact_taylor, with_weights
 from oracles.tabular import TabularPolicy
 from oracles.transformer import TransformerPolicy
-
-from entropy_experiments.types import Direction, Rollouts
 
 SEEDS = range(20)
 TEMPERATURES = (0.7, 1.0)

@@ -92,12 +92,14 @@ class MarkovPolicy:
         v = size * torch.randn(shape, generator=generator, dtype=torch.float64)
         return Direction(parts={"gradient": {"table": v}}, lr=1.0)
 
-    def exact(self, params: Params) -> tuple[Tensor, Tensor]:
-        """(E[sum h], E[T]) over the population of prompts, by forward recursion."""
+    def exact(self, params: Params, starts: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """(E[sum h], E[T]) over the population of prompts, or given ones, by forward recursion."""
         logp_VV = (params["table"] / self.temperature).log_softmax(-1)
         p_VV, h_V = logp_VV.exp(), -(logp_VV.exp() * logp_VV).sum(-1)
-        state_V = torch.full((self.vocabulary,), 1 / (self.vocabulary - 1), dtype=torch.float64)
-        state_V[EOS] = 0
+        starts = starts or list(range(1, self.vocabulary))
+        state_V = torch.zeros(self.vocabulary, dtype=torch.float64)
+        for start in starts:
+            state_V[start] += 1 / len(starts)
         keep_V = torch.ones(self.vocabulary, dtype=torch.float64)
         keep_V[EOS] = 0
         entropy = tokens = torch.zeros((), dtype=torch.float64)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from oracles.enumeration import plain_scores
 from torch import Tensor
 
 from entropy_experiments.types import Params, Rollouts
+from oracles.enumeration import plain_scores
 
 
 def rows(x_NS: Tensor, rollouts: Rollouts) -> list[list[Tensor]]:

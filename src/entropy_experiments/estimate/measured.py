@@ -147,14 +147,16 @@ def change(
 ) -> Estimate:
     """H under `moved` minus H under `base`, scores of the same rollouts at two parameters."""
     sums_N4, moved_NS = _change_sums(base, moved, rollouts, estimand, clip)
-    if not bool(torch.isfinite(sums_N4).all()):
-        raise ValueError(
-            f"Importance weights overflow: log-weights reach {float(moved_NS.sum(1).max()):.4g}. "
-            "The step is far outside what these rollouts can speak for: take a smaller eta."
-        )
-    weights = diagnose(moved_NS, rollouts, per_decision=estimand.form == "per_decision", clip=clip)
     weight_N1 = rollouts.weight_N[:, None]
     new_top_N, new_N, old_top_N, old_N = (weight_N1 * sums_N4).unbind(1)
+    if not (bool(torch.isfinite(sums_N4).all()) and float(new_N.sum()) > 0):
+        low, high = (float(end) for end in moved_NS.sum(1).aminmax())
+        raise ValueError(
+            f"Importance weights leave the range of fp64: log-weights from {low:.4g} to "
+            f"{high:.4g}. The step is far outside what these rollouts can speak for: take a "
+            "smaller eta."
+        )
+    weights = diagnose(moved_NS, rollouts, per_decision=estimand.form == "per_decision", clip=clip)
     inside_NS = rollouts.response_NS
     return by_prompt(
         _difference,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from arviz_stats.base.array import array_stats
 from torch import Tensor
@@ -111,9 +112,13 @@ def diagnose(
 
 
 def pareto_k_hat(logweight_N: Tensor) -> float:
-    """Shape of the weights' right tail, fitted by arviz-stats (which takes minus log-weights)."""
-    _, k_hat = array_stats.psislw(-logweight_N.detach().cpu().double().numpy())
-    return float(k_hat)
+    """Shape of the weights' right tail, fitted by arviz-stats (which takes minus log-weights).
+
+    Infinite where nothing can be fitted: all the weight is on a few rollouts.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        _, k_hat = array_stats.psislw(-logweight_N.detach().cpu().double().numpy())
+    return float(k_hat) if np.isfinite(k_hat) else math.inf
 
 
 def _clip_fraction(logweight: Tensor, clip: float | None) -> float:

@@ -1,0 +1,205 @@
+"""Bias, coverage and width of every estimator on long responses with a known truth.
+
+The Markov policy's responses have mean length 78, a tenth of them cut at the horizon of 200, and
+its entropy, slope, curvature and change are exact. Coverage is judged by an exact binomial test;
+bias by a z-score; widths against t times the true spread of the estimator over the replicates.
+"""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from entropy_experiments import (
+    curvature,
+    entropy_level,
+    first_order,
+    measured_many,
+    resampled,
+)
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.types.estimate import MIN_PROMPTS
+from oracles.markov import MarkovPolicy
+from tolerances import FALSE_ALARM
+
+ETA = 0.01
+ALL_IN_ONE = 10_000
+"""A microbatch larger than any batch: one pass, no packing."""
+
+
+def replicate(policy, direction, prompts, per_prompt, seed):
+    """Every estimate of one fresh sample, by name, beside its truth."""
+    generator = torch.Generator().manual_seed(seed)
+    rollouts = policy.draw(prompts, per_prompt, generator)
+    base = score_all(policy, policy.params, rollouts, microbatch=ALL_IN_ONE)
+    common = {"microbatch": ALL_IN_ONE, "base": base}
+    found = {"level": entropy_level(policy, rollouts, **common)}
+    for form in ("matched", "to_go"):
+        found[form] = first_order(policy, rollouts, direction, form=form, repackings=0, **common)
+    for form in ("snis", "per_decision"):
+        (found[form],) = measured_many(
+            policy, rollouts, {"v": direction}, [ETA], form=form, repackings=0, **common
+        ).values()
+    return found
+
+
+def truths(policy, direction):
+    level, slope, _ = policy.exact_taylor(direction)
+    change = policy.exact_change(direction, ETA)
+    return {
+        "level": level,
+        "matched": slope,
+        "to_go": slope,
+        "snis": change,
+        "per_decision": change,
+    }
+
+
+def summarise(samples, truth, prompts):
+    """Bias z-score, coverage, and half-width relative to the ideal, of one estimator."""
+    n = len(samples)
+    values = torch.tensor([s.value for s in samples], dtype=torch.float64)
+    spread = float(values.std())
+    out = {
+        "bias_z": (float(values.mean()) - truth) / (spread / math.sqrt(n)),
+        "bias_share": (float(values.mean()) - truth) / spread,
+        "spread": spread,
+        "refused": sum(any("k-hat" in why for why in s.why_not) for s in samples) / n,
+    }
+    if prompts >= MIN_PROMPTS:
+        halves = torch.tensor([s.interval[1] - s.interval[0] for s in samples]) / 2
+        out["coverage"] = sum(s.covers(truth) for s in samples) / n
+        out["width"] = float(halves.median()) / (float(stats.t.ppf(0.975, prompts - 1)) * spread)
+    return out
+
+
+def check(prompts, per_prompt, replicates, *, policy_seed=0):
+    policy = MarkovPolicy.random(policy_seed)
+    direction = policy.direction(10 + policy_seed)
+    runs = [replicate(policy, direction, prompts, per_prompt, seed) for seed in range(replicates)]
+    report = {}
+    for name, truth in truths(policy, direction).items():
+        samples = [run[name] for run in runs]
+        found = report[name] = summarise(samples, truth, prompts)
+        # The jackknife removes bias of order 1/N; what may be left is small beside the spread.
+        assert abs(found["bias_share"]) < 4 / math.sqrt(replicates) + 0.05, (name, found)
+        assert found["refused"] < 0.02, (name, found)
+        if prompts < MIN_PROMPTS:
+            assert all(s.interval is None and not s.trusted for s in samples)
+            continue
+        covered = round(found["coverage"] * replicates)
+        p_value = stats.binomtest(covered, replicates, 0.95).pvalue
+        assert p_value > FALSE_ALARM, (name, found, p_value)
+        assert found["width"] < 1.3, (name, found)
+    print(f"\n{prompts} prompts x {per_prompt}, {replicates} replicates")
+    for name, found in report.items():
+        print(f"  {name:13s}", {key: round(value, 4) for key, value in found.items()})
+    return report
+
+
+def test_coverage_of_a_small_sample():
+    """N = 32 in 8 prompts, 2,000 replicates: the hardest case that still has an interval."""
+    check(8, 4, 2000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prompts", "per_prompt"),
+    [(4, 8), (16, 2), (32, 1), (4, 16), (8, 8), (16, 4), (64, 1), (8, 32), (16, 16), (64, 4)],
+)
+def test_coverage(prompts, per_prompt):
+    """N = 32, 64 and 256 over 4 to 64 prompts."""
+    check(prompts, per_prompt, 2000)
+
+
+@pytest.mark.slow
+def test_coverage_of_another_policy():
+    check(16, 4, 2000, policy_seed=3)
+
+
+@pytest.mark.parametrize("prompts", ["population", "fixed"])
+def test_curvature_is_unbiased(prompts):
+    """200 replicates: within 4 standard errors of the exact second derivative."""
+    policy = MarkovPolicy.random(0)
+    direction = policy.direction(10)
+    truth = policy.exact_taylor(direction)[2]
+    values = []
+    for seed in range(200):
+        rollouts = policy.draw(16, 4, torch.Generator().manual_seed(seed))
+        found = curvature(
+            policy,
+            rollouts,
+            direction,
+            prompts=prompts,
+            repackings=0,
+            microbatch=ALL_IN_ONE,
+        )
+        values.append(found.value)
+    values = torch.tensor(values, dtype=torch.float64)
+    z = (float(values.mean()) - truth) / (float(values.std()) / math.sqrt(len(values)))
+    assert abs(z) < 4
+
+
+def test_fixed_prompts_ignore_the_spread_between_prompts():
+    """For a fixed set the truth is that set's own entropy, and the interval covers it."""
+    policy = MarkovPolicy.random(2, spread=1.5)
+    start_N = torch.tensor([1, 2, 5]).repeat_interleave(4)
+    prompt_N = torch.arange(3).repeat_interleave(4)
+    entropy, tokens = policy.exact(policy.params, starts=[1, 2, 5])
+    truth = float(entropy / tokens)
+    covered, n = 0, 1000
+    for seed in range(n):
+        rollouts = policy.sample(
+            policy.params, start_N, prompt_N, torch.Generator().manual_seed(seed)
+        )
+        found = entropy_level(policy, rollouts, prompts="fixed", microbatch=ALL_IN_ONE)
+        covered += found.covers(truth)
+    assert stats.binomtest(covered, n, 0.95).pvalue > FALSE_ALARM, covered / n
+
+
+def test_resampled_agrees():
+    """Fresh rollouts of the changed policy cover the exact change, and the measurement."""
+    policy = MarkovPolicy.random(0)
+    direction, eta, n = policy.direction(10), 0.05, 300
+    truth = policy.exact_change(direction, eta)
+    covered = agree = 0
+    for seed in range(n):
+        generator = torch.Generator().manual_seed(seed)
+        start_P = torch.randint(1, policy.vocabulary, (32,), generator=generator)
+        prompt_N = torch.arange(32).repeat_interleave(4)
+
+        def sampler(params, generator, start_P=start_P, prompt_N=prompt_N):
+            return policy.sample(params, start_P[prompt_N], prompt_N, generator)
+
+        rollouts = sampler(policy.params, generator)
+        fresh = resampled(
+            policy,
+            sampler,
+            direction,
+            eta,
+            generator=generator,
+            base=rollouts,
+            microbatch=ALL_IN_ONE,
+        )
+        (by_weights,) = measured_many(
+            policy, rollouts, {"v": direction}, [eta], repackings=0, microbatch=ALL_IN_ONE
+        ).values()
+        covered += fresh.covers(truth)
+        agree += (fresh - by_weights).covers(0.0)
+    assert stats.binomtest(covered, n, 0.95).pvalue > FALSE_ALARM, covered / n
+    assert stats.binomtest(agree, n, 0.95).pvalue > FALSE_ALARM, agree / n
+
+
+def test_coverage_has_teeth():
+    """Treating rollouts of a prompt as independent prompts gives intervals that miss."""
+    from dataclasses import replace
+
+    policy = MarkovPolicy.random(2, spread=1.5, horizon=3)  # short: the prompt decides much
+    truth = float(policy.exact_entropy())
+    missed, n = 0, 400
+    for seed in range(n):
+        rollouts = policy.draw(8, 8, torch.Generator().manual_seed(seed))
+        naive = replace(rollouts, prompt_N=torch.arange(len(rollouts)))
+        missed += not entropy_level(policy, naive, microbatch=ALL_IN_ONE).covers(truth)
+    assert stats.binomtest(n - missed, n, 0.95).pvalue < FALSE_ALARM
