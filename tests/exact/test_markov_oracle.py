@@ -1,4 +1,4 @@
-"""The Markov oracle's recursion against listing every response, at a horizon where both can be done."""
+"""The Markov oracle's recursion against listing every response, where both can be done."""
 
 from types import SimpleNamespace
 

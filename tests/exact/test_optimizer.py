@@ -115,7 +115,7 @@ def test_parts_sum_to_the_step(name):
     assert norm(exact) <= PARTS * norm(direction.total)
 
 
-@pytest.mark.parametrize("name", ["adam-plain", "adam-coupled", "sgd-nesterov"])
+@pytest.mark.parametrize("name", STEPPERS)
 def test_gradient_part_is_the_preconditioned_gradient(name):
     rebuild, make = STEPPERS[name]
     params, gradient, state = world(torch.float64, make, 3)

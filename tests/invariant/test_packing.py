@@ -127,10 +127,8 @@ def test_loss_gradient(oracle, how):
     packed, rows_N = repack(rollouts, how)
 
     def widen(x_NS):
-        wide_NS = torch.nn.functional.pad(
-            x_NS[rows_N], (how["left"], how["right"]), value=torch.nan
-        )
-        return wide_NS  # NaN in the padding must not reach a number
+        # NaN in the padding must not reach a number.
+        return torch.nn.functional.pad(x_NS[rows_N], (how["left"], how["right"]), value=torch.nan)
 
     moved = UpdateBatch(
         rollouts=packed,

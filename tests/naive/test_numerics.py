@@ -236,17 +236,15 @@ def test_jackknife_is_leave_one_out(prompts):
         ]
         return torch.stack(means).sum(0)
 
-    plug_in = float(ratio(*sums_NM.mean(0)))
+    value = float(ratio(*sums_NM.mean(0)))
     if prompts == "population":
         units = [prompt_N == p for p in prompt_N.unique()]
         shares = [float(unit.double().mean()) for unit in units]
-        sizes = [len(units)] * len(units)
     else:
         units = [torch.arange(13) == i for i in range(13)]
-        sizes = [int((prompt_N == p).sum()) for p in prompt_N]
-        shares = [1 / size for size in sizes]
+        shares = [1 / int((prompt_N == p).sum()) for p in prompt_N]
     values = [
-        (1 - share) * (plug_in - float(ratio(*mean_without(~unit))))
+        (1 - share) * (value - float(ratio(*mean_without(~unit))))
         for unit, share in zip(units, shares)
     ]
     got = estimate.influences[0].value_C.tolist()
@@ -259,10 +257,14 @@ def test_jackknife_is_leave_one_out(prompts):
         centre = sum(mine) / len(mine)
         variance += len(mine) / (len(mine) - 1) * sum((v - centre) ** 2 for v in mine)
     assert estimate.stderr == pytest.approx(math.sqrt(variance), rel=1e-10)
-    freedom = len(units) - len(set(strata))
-    half = stats.t.ppf(0.975, freedom) * estimate.stderr
+    half = stats.t.ppf(0.975, estimate.influences[0].variance()[1]) * estimate.stderr
     assert estimate.interval == pytest.approx((estimate.value - half, estimate.value + half))
-    del sizes
+    per_prompt = {}
+    for prompt, v in zip(
+        prompt_N.unique().tolist() if prompts == "population" else prompt_N.tolist(), values
+    ):
+        per_prompt[prompt] = per_prompt.get(prompt, 0.0) + v
+    assert estimate.per_prompt == pytest.approx(per_prompt)
 
 
 def test_jackknife_of_a_mean_is_the_textbook_standard_error():
@@ -272,17 +274,41 @@ def test_jackknife_of_a_mean_is_the_textbook_standard_error():
     assert estimate.bias == pytest.approx(0.0, abs=1e-14)
 
 
-def test_bias_above_a_quarter_of_the_stderr_is_subtracted():
+def test_bias_is_reported_and_not_subtracted():
     """x^2 of a mean is biased by var / n, and the jackknife knows."""
     noisy = draw(12, 1, scale=10.0)
     rollouts = simple_rollouts(torch.arange(12))
     estimate = by_prompt(lambda m: m**2, noisy - noisy.mean(), rollouts, Estimand())
-    true_bias = float(noisy.var() / 12)
-    assert estimate.bias == pytest.approx(true_bias, rel=1e-10)
-    assert estimate.plug_in == pytest.approx(0.0, abs=1e-12)
-    assert estimate.value == pytest.approx(-true_bias, rel=1e-10)
-    calm = by_prompt(lambda m: m**2, noisy + 1000, rollouts, Estimand())
-    assert calm.value == calm.plug_in
+    assert estimate.bias == pytest.approx(float(noisy.var() / 12), rel=1e-10)
+    assert estimate.value == pytest.approx(0.0, abs=1e-12)
+
+
+def test_degrees_of_freedom_fall_with_heavy_tails():
+    """Normal units have nearly n - 1; one unit that is all the spread leaves two."""
+    normal = by_prompt(lambda m: m, draw(2000, 1), simple_rollouts(torch.arange(2000)), Estimand())
+    assert 0.9 * 1999 < normal.influences[0].variance()[1] <= 1999
+    lonely = torch.zeros(40, 1, dtype=torch.float64)
+    lonely[7] = 1.0
+    rollouts = simple_rollouts(torch.arange(40))
+    found = by_prompt(lambda m: m, lonely, rollouts, Estimand(), check_tail=True)
+    freedom = found.influences[0].variance()[1]
+    assert 2 < freedom < 2.2
+    half = stats.t.ppf(0.975, freedom) * found.stderr
+    assert found.interval == pytest.approx((found.value - half, found.value + half))
+    assert not found.trusted
+    assert "prompt 7 carries 9" in found.why_not[0]
+    assert by_prompt(lambda m: m, lonely, rollouts, Estimand()).trusted
+
+
+def test_degrees_of_freedom_of_a_fixed_set_are_satterthwaite():
+    """One prompt ten times as noisy as seven others: its n - 1 is nearly all there is."""
+    prompt_N = torch.arange(8).repeat_interleave(6)
+    noise = draw(48, 1) * torch.where(prompt_N == 0, 10.0, 1.0)[:, None]
+    estimand = Estimand(prompts="fixed")
+    found = by_prompt(lambda m: m, noise, simple_rollouts(prompt_N), estimand)
+    assert 4 < found.influences[0].variance()[1] < 12
+    even = by_prompt(lambda m: m, draw(48, 1), simple_rollouts(prompt_N), estimand)
+    assert 25 < even.influences[0].variance()[1] <= 40
 
 
 @pytest.mark.parametrize("prompts", ["population", "fixed"])
@@ -301,9 +327,7 @@ def test_bootstrap_agrees_with_the_jackknife(prompts):
         replicates=4000,
         generator=torch.Generator().manual_seed(0),
     )
-    # Resampling three rollouts with replacement has 2/3 of their variance.
-    shrink = 1.0 if prompts == "population" else math.sqrt(2 / 3)
-    assert float(values.std()) == pytest.approx(shrink * estimate.stderr, rel=0.1)
+    assert float(values.std()) == pytest.approx(estimate.stderr, rel=0.1)
     low, high = percentile_interval(values)
     assert low < estimate.value < high
 
@@ -328,8 +352,10 @@ def test_estimates_of_disjoint_prompts_are_independent():
     a = by_prompt(lambda m: m, draw(30, 1), simple_rollouts(torch.arange(30)), Estimand())
     b = by_prompt(lambda m: m, draw(12, 1), simple_rollouts(torch.arange(12) + 100), Estimand())
     assert (a - b).stderr == pytest.approx(math.hypot(a.stderr, b.stderr))
-    welch = stats.ttest_ind(draw(30), draw(12), equal_var=False).confidence_interval()
-    assert (a - b).interval == pytest.approx((welch.low, welch.high), rel=1e-6)
+    (va, fa), (vb, fb) = (e.influences[0].variance() for e in (a, b))
+    welch = (va + vb) ** 2 / (va**2 / fa + vb**2 / fb)
+    half = stats.t.ppf(0.975, welch) * (a - b).stderr
+    assert (a - b).interval[1] - (a - b).value == pytest.approx(half)
 
 
 @pytest.mark.parametrize("per_decision", [False, True])
@@ -341,16 +367,17 @@ def test_weight_diagnostics_by_loops(per_decision):
     n = len(rollouts)
     ratios = [logratio_NS[i][rollouts.response_NS[i]].tolist() for i in range(n)]
     longest = max(map(len, ratios))
-    lengths = range(longest + 1) if per_decision else [longest]
-    ess = []
-    for k in lengths:
-        weights = [math.exp(sum(r[:k])) for r in ratios]
-        ess.append(sum(weights) ** 2 / sum(w * w for w in weights))
-    assert found.ess == pytest.approx(min(ess), rel=INVARIANT * 100)
-    worst = list(lengths)[ess.index(min(ess))]
-    weights = [math.exp(sum(r[:worst])) for r in ratios]
-    assert found.w_max == pytest.approx(max(weights) / (sum(weights) / n))
-    assert found.w_min == pytest.approx(min(weights) / (sum(weights) / n))
+    if per_decision:  # the prefix weights of those who have a token at each position
+        at = [[math.exp(sum(r[:k])) for r in ratios if len(r) > k] for k in range(longest)]
+        at = [weights for weights in at if len(weights) >= 0.1 * n]
+    else:
+        at = [[math.exp(sum(r)) for r in ratios]]
+    fractions = [sum(w) ** 2 / sum(x * x for x in w) / len(w) for w in at]
+    assert found.ess == pytest.approx(n * min(fractions), rel=INVARIANT * 100)
+    weights = at[fractions.index(min(fractions))]
+    mean = sum(weights) / len(weights)
+    assert found.w_max == pytest.approx(max(weights) / mean)
+    assert found.w_min == pytest.approx(min(weights) / mean)
     totals = [math.exp(sum(r)) for r in ratios]
     kl = sum(w * math.log(w) - w + 1 for w in totals) / n
     assert found.kl == pytest.approx(kl)
@@ -393,4 +420,4 @@ def test_jackknife_value_and_estimate_agree():
     rollouts = simple_rollouts(torch.arange(10))
     sums_NM = torch.stack([draw(10), draw(10, seed=1).abs() + 1], 1)
     value, _ = jackknife(ratio, sums_NM, rollouts, Estimand())
-    assert value == by_prompt(ratio, sums_NM, rollouts, Estimand()).plug_in
+    assert value == by_prompt(ratio, sums_NM, rollouts, Estimand()).value

@@ -52,9 +52,6 @@ class MarkovPolicy:
         empty_NS = params["table"].new_zeros(rollouts.tokens_NS.shape)
         return Scores(*(empty_NS.index_put((rows_T, columns_T), x_T) for x_T in found))
 
-    def support(self, params: Params, rollouts: Rollouts) -> Tensor:
-        raise AssertionError("a full softmax has no support to ask for")
-
     def sample(self, params: Params, start_N: Tensor, prompt_N: Tensor, generator) -> Rollouts:
         """One rollout for every start token; the start is the whole prompt."""
         law_VV = (params["table"] / self.temperature).softmax(-1).cumsum(-1)

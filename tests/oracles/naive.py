@@ -73,7 +73,7 @@ def slope_formula(policy: Any, rollouts: Rollouts, v: Params, *, form: str) -> f
         return plain_scores(policy, moved, rollouts)
 
     found, slopes = torch.func.jvp(at, (e,), (torch.ones_like(e),))
-    l, h = (rows(x, rollouts) for x in found)
+    h = rows(found[1], rollouts)
     dl, dh = (rows(x, rollouts) for x in slopes)
     w = rollouts.weight_N
     tokens = sum(w[i] * len(h[i]) for i in range(len(w)))
@@ -83,7 +83,7 @@ def slope_formula(policy: Any, rollouts: Rollouts, v: Params, *, form: str) -> f
         if form == "matched":
             total = total + w[i] * (sum(dh[i]) + (sum(h[i]) - level * len(h[i])) * sum(dl[i]))
         else:
-            for k in range(len(l[i])):
+            for k in range(len(h[i])):
                 to_go = sum((x - level for x in h[i][k + 1 :]), 0.0)
                 total = total + w[i] * (dh[i][k] + to_go * dl[i][k])
     return float(total / tokens)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from entropy_experiments.numerics.entropy import nucleus_fingerprint, response_scores
+from entropy_experiments.numerics.entropy import response_scores, response_support
 from entropy_experiments.types import Params, Rollouts, Scores
 
 
@@ -95,9 +95,11 @@ class TransformerPolicy:
         )
 
     def support(self, params: Params, rollouts: Rollouts) -> Tensor:
-        logits_NSV = self.logits(params, rollouts.tokens_NS, rollouts.attention_NS)
-        rows_T, columns_T = rollouts.response_NS.nonzero(as_tuple=True)
-        found_T = nucleus_fingerprint(
-            logits_NSV[rows_T, columns_T - 1], temperature=self.temperature, top_p=self.top_p
+        return response_support(
+            self._hidden(params, rollouts.tokens_NS, rollouts.attention_NS),
+            params["head.weight"],
+            rollouts,
+            bias_V=params["head.bias"],
+            temperature=self.temperature,
+            top_p=self.top_p,
         )
-        return torch.zeros_like(rollouts.tokens_NS).index_put((rows_T, columns_T), found_T)

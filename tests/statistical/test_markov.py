@@ -179,7 +179,8 @@ def test_resampled_agrees():
             direction,
             eta,
             generator=generator,
-            base=rollouts,
+            base_rollouts=rollouts,
+            repackings=0,
             microbatch=ALL_IN_ONE,
         )
         (by_weights,) = measured_many(

@@ -22,6 +22,8 @@ from entropy_experiments.estimate.ratio import (
     drawn_with,
     payload,
     ratio_sums,
+    score_all,
+    stale_reasons,
     taylor,
 )
 from entropy_experiments.numerics.derivatives import How, pushforward2
@@ -30,7 +32,6 @@ from entropy_experiments.types import (
     Direction,
     Estimand,
     Estimate,
-    Params,
     Policy,
     Rollouts,
     Scores,
@@ -63,6 +64,11 @@ def curvature(
     """
     check_direction(policy, direction)
     whole(rollouts)
+    if policy.top_p < 1:
+        raise ValueError(
+            f"Curvature of a top_p = {policy.top_p:g} law: the differences it is made of would "
+            "step over changes of the support. It is defined for the full softmax, top_p = 1."
+        )
     estimand = slope_estimand(
         policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
     )
@@ -72,13 +78,20 @@ def curvature(
         return jackknife(_curvature, sums_NM, packed, estimand)[0]
 
     sums_NM = _sums(policy, rollouts, direction, estimand, mode, microbatch)
-    slope = by_prompt(_slope, sums_NM, rollouts, estimand)
+    here = jackknife(_curvature, sums_NM, rollouts, estimand)[0]
+    base = None
+    if rollouts.behaviour_logprob_NS is not None:
+        base = score_all(policy, policy.params, rollouts, microbatch=microbatch)
+    doubts = stale_reasons(base, rollouts, estimand)
+    slope = by_prompt(_slope, sums_NM, rollouts, estimand, why_not=doubts, check_tail=True)
     found = by_prompt(
         _curvature,
         sums_NM,
         rollouts,
         estimand,
-        noise_floor=spread(value_of, rollouts, microbatch, count=repackings),
+        noise_floor=spread(value_of, here, rollouts, microbatch, count=repackings),
+        why_not=doubts,
+        check_tail=True,
     )
     worst = max((abs(end) for end in found.interval or ()), default=None)
     diagnostics = {
@@ -105,32 +118,20 @@ def _sums(
     microbatch: int,
 ) -> Tensor:
     """Per rollout: A, B, A', B', A'', B''."""
-    v = direction.total
-    out = torch.zeros(len(rollouts), 6, dtype=torch.float64, device=rollouts.tokens_NS.device)
+    v, out_NM = direction.total, rollouts.weight_N.new_zeros(len(rollouts), 6)
     for rows_N, columns, part in rollouts.split(microbatch):
-
-        def score(params: Params, part: Rollouts = part) -> Scores:
-            return policy.score(params, part)
-
-        orders = pushforward2(score, policy.params, v, how=mode)
+        orders = pushforward2(lambda params: policy.score(params, part), policy.params, v, how=mode)
         check_scores(orders[0], part, rows_N, columns)
         zeroth, first, second = (Scores(*(x.double() for x in order)) for order in orders)
         moved_NS = zeroth.logprob_NS - drawn_with(zeroth, part)
 
-        def path(
-            e: Tensor,
-            zeroth=zeroth,
-            first=first,
-            second=second,
-            moved_NS=moved_NS,
-            part=part,
-        ) -> tuple[Tensor, Tensor]:
+        def path(e: Tensor) -> tuple[Tensor, Tensor]:
             bend_l, bend_h = (e * a + e**2 / 2 * b for a, b in zip(first, second, strict=True))
             scores = Scores(zeroth.logprob_NS + bend_l, zeroth.entropy_NS + bend_h)
             return ratio_sums(payload(scores, estimand), moved_NS + bend_l, part, estimand)
 
-        out[rows_N] = torch.stack(taylor(path, zeroth.logprob_NS), dim=1)
-    return out
+        out_NM[rows_N] = torch.stack(taylor(path, zeroth.logprob_NS), dim=1)
+    return out_NM
 
 
 def _slope(a: Tensor, b: Tensor, da: Tensor, db: Tensor, dda: Tensor, ddb: Tensor) -> Tensor:

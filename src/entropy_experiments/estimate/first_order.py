@@ -8,7 +8,7 @@ matched is the derivative of the snis measurement, to_go that of the per_decisio
 
 The first term is *direct*: the same states, flatter or sharper choices. The second is the *state*
 term: other states visited. Both are derivatives of `ratio_sums`, so neither form is written out
-here; tests/naive holds the formulas above against it.
+here; tests/exact holds the formulas above against it.
 
 Forward modes give per-rollout terms, hence standard errors. Reverse mode gives g_H, one gradient
 that serves every direction.
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.baseline import cross_fitted_baseline
+from entropy_experiments.estimate.gradient import Term, entropy_gradient
 from entropy_experiments.estimate.noise import REPACKINGS, spread
 from entropy_experiments.estimate.ratio import (
     check_scores,
@@ -30,8 +31,9 @@ from entropy_experiments.estimate.ratio import (
     payload,
     ratio_sums,
     score_all,
+    stale_reasons,
 )
-from entropy_experiments.numerics.derivatives import How, dot, dual, pullback, pushforward
+from entropy_experiments.numerics.derivatives import How, dot, dual, pushforward
 from entropy_experiments.numerics.sums import by_prompt, jackknife, whole
 from entropy_experiments.types import (
     Attribution,
@@ -48,7 +50,6 @@ from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
 SlopeForm = Literal["matched", "to_go"]
 PAIRED_WITH: dict[SlopeForm, Form] = {"matched": "snis", "to_go": "per_decision"}
-Term = Literal["total", "direct", "state"]
 
 
 def first_order(
@@ -70,8 +71,9 @@ def first_order(
     """dH per unit learning rate; `eta * first_order(...)` predicts a step.
 
     `diagnostics` holds the direct and state terms. `baseline` subtracts from a_ik what other
-    prompts say it should be given the prefix: less variance, the same expectation, but no longer
-    the derivative of the measurement on this very sample.
+    prompts say it should be given the prefix: the same expectation, but no longer the derivative
+    of the measurement on this very sample. `base`, the scores at theta, is used where they are
+    needed and not a by-product of differentiating (reverse mode, baseline, stale rollouts).
     """
     check_direction(policy, direction)
     whole(rollouts)
@@ -83,32 +85,57 @@ def first_order(
             f"baseline=True with form={form!r}, mode={mode!r}; it is defined for the to_go form in "
             "a forward mode."
         )
-    if mode == "reverse":
-        g_H = entropy_gradient(
-            policy, rollouts, estimand=estimand, microbatch=microbatch, base=base
+    if mode == "central" and policy.top_p < 1:
+        raise ValueError(
+            f"mode='central' with top_p = {policy.top_p:g}: a difference would step over changes "
+            "of the truncated law's support. Use mode='jvp', which keeps the support."
         )
-        slope = dot(g_H, direction.total)
-        return Estimate.build(plug_in=slope, estimand=estimand, diagnostics={"gradient": g_H})
+    if base is None and (rollouts.behaviour_logprob_NS is not None or mode == "reverse"):
+        base = score_all(policy, policy.params, rollouts, microbatch=microbatch)
+    doubts = stale_reasons(base, rollouts, estimand)
+    v = direction.total
+    if mode == "reverse":
+
+        def slope_of(
+            packed: Rollouts, size: int, shared: Scores | None = None, term: Term = "total"
+        ) -> float:
+            g_H = entropy_gradient(
+                policy, packed, estimand=estimand, term=term, microbatch=size, base=shared
+            )
+            return dot(g_H, v)
+
+        total = slope_of(rollouts, microbatch, base)
+        direct = slope_of(rollouts, microbatch, base, "direct")
+        return Estimate.build(
+            value=total,
+            estimand=estimand,
+            noise_floor=spread(slope_of, total, rollouts, microbatch, count=repackings),
+            diagnostics={"direct": direct, "state": total - direct},
+            why_not=doubts,
+        )
 
     def sums_of(packed: Rollouts, size: int, shared: Scores | None = None) -> Tensor:
-        return _sums(policy, packed, direction, estimand, mode, baseline, size, shared)
+        return _sums(policy, packed, v, estimand, mode, baseline, size, shared)
 
     def value_of(packed: Rollouts, size: int) -> float:
         return jackknife(_slope, sums_of(packed, size), packed, estimand)[0]
 
     sums_NM = sums_of(rollouts, microbatch, base)
+    here = jackknife(_slope, sums_NM, rollouts, estimand)[0]
     return by_prompt(
         _slope,
         sums_NM,
         rollouts,
         estimand,
-        noise_floor=spread(value_of, rollouts, microbatch, count=repackings),
+        noise_floor=spread(value_of, here, rollouts, microbatch, count=repackings),
         diagnostics={
             "direct": by_prompt(_direct, sums_NM, rollouts, estimand),
             "state": by_prompt(_state, sums_NM, rollouts, estimand),
             "tokens_N": rollouts.tokens_N,
-            "truncated": float(rollouts.truncated_N.double().mean()),
+            "truncated": rollouts.truncated_share,
         },
+        why_not=doubts,
+        check_tail=True,
     )
 
 
@@ -117,60 +144,12 @@ def first_order_by_part(
 ) -> Attribution:
     """The slope along the whole direction and along each of its parts, on the same rollouts."""
     total = first_order(policy, rollouts, direction, **options)
+    options["repackings"] = 0  # the total's noise floor serves its lines
     lines = {
         part: first_order(policy, rollouts, direction.only(part), **options)
         for part in direction.parts
     }
     return Attribution.of(total, lines)
-
-
-def entropy_gradient(
-    policy: Policy,
-    rollouts: Rollouts,
-    *,
-    estimand: Estimand,
-    term: Term = "total",
-    microbatch: int = 8,
-    base: Scores | None = None,
-) -> Params:
-    """g_H by one backward over E: its dot product with any direction is the slope along it."""
-    base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
-    worth = entropy_coefficients(base, rollouts, estimand, term=term)
-    total: dict[str, Tensor] = {}
-    for rows_N, columns, part in rollouts.split(microbatch):
-        worth_l, worth_h = (x_NS[rows_N, columns] for x_NS in worth)
-
-        def surrogate(params: Params, part=part, worth_l=worth_l, worth_h=worth_h) -> Tensor:
-            l_NS, h_NS = policy.score(params, part)
-            return (worth_l.to(l_NS.dtype) * l_NS + worth_h.to(h_NS.dtype) * h_NS).sum()
-
-        for name, grad in pullback(surrogate, policy.params)[1].items():
-            total[name] = grad if name not in total else total[name] + grad
-    return total
-
-
-def entropy_coefficients(
-    base: Scores, rollouts: Rollouts, estimand: Estimand, *, term: Term = "total"
-) -> Scores:
-    """dH/dl_ik and dH/dh_ik at the probed policy: (w_i a_ik, w_i) / sum w T, for the to-go form."""
-    leaves = Scores(*(x_NS.detach().requires_grad_() for x_NS in base))
-    with torch.enable_grad():
-        paid_NS = payload(leaves, estimand)
-        moved_NS = leaves.logprob_NS - drawn_with(base, rollouts)
-        if term == "direct":
-            moved_NS = moved_NS.detach()
-        if term == "state":
-            paid_NS = paid_NS.detach()
-        top_N, bottom_N = ratio_sums(paid_NS, moved_NS, rollouts, estimand)
-        weight_N = rollouts.weight_N
-        value = (weight_N * top_N).sum() / (weight_N * bottom_N).sum()
-    grads = torch.autograd.grad(value, leaves, allow_unused=True)
-    return Scores(
-        *(
-            torch.zeros_like(leaf) if grad is None else grad
-            for leaf, grad in zip(leaves, grads, strict=True)
-        )
-    )
 
 
 def slope_estimand(
@@ -198,7 +177,7 @@ def slope_estimand(
 def _sums(
     policy: Policy,
     rollouts: Rollouts,
-    direction: Direction,
+    v: Params,
     estimand: Estimand,
     mode: How,
     baseline: bool,
@@ -206,25 +185,23 @@ def _sums(
     base: Scores | None,
 ) -> Tensor:
     """Per rollout: direct and state part of A', then B', A and B."""
-    v, out = direction.total, torch.zeros(len(rollouts), 5, dtype=torch.float64)
-    out = out.to(rollouts.tokens_NS.device)
+    out_NM = rollouts.weight_N.new_zeros(len(rollouts), 5)
     expected_NS = None
     if baseline:
         base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
         expected_NS = cross_fitted_baseline(base, rollouts, estimand)
     for rows_N, columns, part in rollouts.split(microbatch):
-
-        def score(params: Params, part: Rollouts = part) -> Scores:
-            return policy.score(params, part)
-
-        found, slope = pushforward(score, policy.params, v, how=mode)
+        found, slope = pushforward(
+            lambda params: policy.score(params, part), policy.params, v, how=mode
+        )
         found = Scores(*(x_NS.double() for x_NS in check_scores(found, part, rows_N, columns)))
         slope = Scores(*(x_NS.double() for x_NS in slope))
         columns_NM = _columns(found, slope, part, estimand)
         if expected_NS is not None:
-            columns_NM[:, 1] -= (expected_NS[rows_N, columns] * slope.logprob_NS).sum(1)
-        out[rows_N] = columns_NM
-    return out
+            spared_NS = expected_NS[rows_N, columns] * slope.logprob_NS
+            columns_NM[:, 1] -= torch.where(part.response_NS, spared_NS, 0.0).sum(1)
+        out_NM[rows_N] = columns_NM
+    return out_NM
 
 
 def _columns(found: Scores, slope: Scores, part: Rollouts, estimand: Estimand) -> Tensor:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from entropy_experiments.estimate.noise import REPACKINGS, repackings
+from entropy_experiments.estimate.noise import REPACKINGS, repackings_of, spread
 from entropy_experiments.estimate.ratio import (
     drawn_with,
     estimand_of,
@@ -24,14 +24,16 @@ from entropy_experiments.estimate.ratio import (
     ratio,
     ratio_sums,
     score_all,
+    stale_reasons,
 )
-from entropy_experiments.numerics.derivatives import shifted
-from entropy_experiments.numerics.sums import by_prompt
+from entropy_experiments.numerics.derivatives import norm, shifted
+from entropy_experiments.numerics.sums import by_prompt, jackknife
 from entropy_experiments.numerics.weights import diagnose
 from entropy_experiments.types import (
     Direction,
     Estimand,
     Estimate,
+    NucleusPolicy,
     Params,
     Policy,
     Rollouts,
@@ -39,6 +41,8 @@ from entropy_experiments.types import (
     check_direction,
 )
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
+
+MAX_STEP_ROUNDING = 0.05
 
 
 class Case(NamedTuple):
@@ -60,15 +64,33 @@ def entropy_level(
     horizon: int | None = None,
     microbatch: int = 8,
     base: Scores | None = None,
+    repackings: int = 0,
 ) -> Estimate:
     """H of the policy itself."""
     estimand = estimand_of(
         policy, prompts=prompts, unit=unit, form=form, entropy=entropy, horizon=horizon
     )
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
-    logratio_NS = base.logprob_NS - drawn_with(base, rollouts)
-    sums_N = ratio_sums(payload(base, estimand), logratio_NS, rollouts, estimand)
-    return by_prompt(ratio, torch.stack(sums_N, 1), rollouts, estimand)
+
+    def sums_of(scores: Scores, packed: Rollouts) -> Tensor:
+        moved_NS = scores.logprob_NS - drawn_with(scores, packed)
+        return torch.stack(ratio_sums(payload(scores, estimand), moved_NS, packed, estimand), 1)
+
+    def value_of(packed: Rollouts, size: int) -> float:
+        scores = score_all(policy, policy.params, packed, microbatch=size)
+        return jackknife(ratio, sums_of(scores, packed), packed, estimand)[0]
+
+    sums_NM = sums_of(base, rollouts)
+    here = jackknife(ratio, sums_NM, rollouts, estimand)[0]
+    return by_prompt(
+        ratio,
+        sums_NM,
+        rollouts,
+        estimand,
+        noise_floor=spread(value_of, here, rollouts, microbatch, count=repackings),
+        why_not=stale_reasons(base, rollouts, estimand),
+        diagnostics={"truncated": rollouts.truncated_share},
+    )
 
 
 def measured(
@@ -105,7 +127,10 @@ def measured_many(
     if form == "resampled":
         raise ValueError("form='resampled' is another function: estimate.resampled.resampled.")
     if rollouts.behaviour_logprob_NS is not None and policy.top_p < 1:
-        raise ValueError("Rollouts of another policy cannot be reweighted under a top_p law.")
+        raise ValueError(
+            "Rollouts with behaviour_logprob_NS under a top_p law: their support may differ from "
+            "the policy's, and no weight repairs that. Draw them from the policy itself."
+        )
     estimand = estimand_of(
         policy, prompts=prompts, unit=unit, form=form, entropy=entropy, horizon=horizon
     )
@@ -118,20 +143,25 @@ def measured_many(
         check_direction(policy, direction)
 
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
-    floors = {
-        clip: _noise_floor(policy, rollouts, base, estimand, clip, microbatch, repackings)
-        for clip in clips
-    }
+    floors = _noise_floors(policy, rollouts, base, estimand, clips, microbatch, repackings)
+    support_NS = _support(policy, policy.params, rollouts, microbatch)
     out: dict[Case, Estimate] = {}
     for name, direction in directions.items():
         total = direction.total
         for eta in steps:
             params = shifted(policy.params, total, eta)
-            _refuse_moved_support(policy, params, rollouts, eta)
+            rounding = step_rounding(policy.params, params, total, eta)
+            _refuse_moved_support(policy, params, rollouts, microbatch, support_NS, eta)
             moved = score_all(policy, params, rollouts, microbatch=microbatch)
             for clip in clips:
                 out[Case(name, eta, clip)] = change(
-                    base, moved, rollouts, estimand, clip=clip, noise_floor=floors[clip]
+                    base,
+                    moved,
+                    rollouts,
+                    estimand,
+                    clip=clip,
+                    noise_floor=floors[clip],
+                    step_rounding=rounding,
                 )
     return out
 
@@ -144,6 +174,7 @@ def change(
     *,
     clip: float | None = None,
     noise_floor: float | None = None,
+    step_rounding: float = 0.0,
 ) -> Estimate:
     """H under `moved` minus H under `base`, scores of the same rollouts at two parameters."""
     sums_N4, moved_NS = _change_sums(base, moved, rollouts, estimand, clip)
@@ -158,21 +189,28 @@ def change(
         )
     weights = diagnose(moved_NS, rollouts, per_decision=estimand.form == "per_decision", clip=clip)
     inside_NS = rollouts.response_NS
+    doubts = list(weights.why_not)
+    if step_rounding > MAX_STEP_ROUNDING:
+        doubts.append(
+            f"{step_rounding:.0%} of the step is lost when theta + eta v is stored: the "
+            "parameters' dtype is too coarse for this eta"
+        )
     return by_prompt(
         _difference,
         sums_N4,
         rollouts,
         estimand,
         noise_floor=noise_floor,
-        why_not=weights.why_not,
+        why_not=doubts,
         diagnostics={
             "weights": weights,
+            "step_rounding": step_rounding,
             "clip": clip,
             "integrand_N": new_top_N / new_N.sum() - old_top_N / old_N.sum(),
             "entropy_N": torch.where(inside_NS, payload(moved, estimand), 0.0).sum(1),
             "entropy_base_N": torch.where(inside_NS, payload(base, estimand), 0.0).sum(1),
             "tokens_N": rollouts.tokens_N,
-            "truncated": float(rollouts.truncated_N.double().mean()),
+            "truncated": rollouts.truncated_share,
         },
     )
 
@@ -196,32 +234,65 @@ def _difference(new_top: Tensor, new: Tensor, old_top: Tensor, old: Tensor) -> T
     return new_top / new - old_top / old
 
 
-def _noise_floor(
+def step_rounding(before: Params, after: Params, v: Params, eta: float) -> float:
+    """Share of eta v that stored parameters do not show: |after - before - eta v| / |eta v|."""
+    wanted = {name: eta * value.double() for name, value in v.items()}
+    lost = {
+        name: after[name].double() - theta.detach().double() - wanted[name]
+        for name, theta in before.items()
+    }
+    size = norm(wanted)
+    return norm(lost) / size if size else 0.0
+
+
+def _noise_floors(
     policy: Policy,
     rollouts: Rollouts,
     base: Scores,
     estimand: Estimand,
-    clip: float | None,
+    clips: Sequence[float | None],
     microbatch: int,
     count: int,
-) -> float | None:
-    """Root mean square of the "change" between packings at unchanged parameters."""
-    squares = []
-    for packing in repackings(rollouts, microbatch, count=count):
+) -> dict[float | None, float | None]:
+    """Root mean square of the "change" between packings at unchanged parameters, by clip."""
+    squares: dict[float | None, list[float]] = {clip: [] for clip in clips}
+    for packing in repackings_of(rollouts, microbatch, count=count):
         again = score_all(policy, policy.params, packing.rollouts, microbatch=packing.microbatch)
-        width = rollouts.tokens_NS.shape[1]
-        again = Scores(*(packing.restored(x_NS)[:, :width] for x_NS in again))
-        sums_N4, _ = _change_sums(base, again, rollouts, estimand, clip)
-        means = (rollouts.weight_N[:, None] * sums_N4).sum(0)
-        squares.append(float(_difference(*means)) ** 2)
-    return (sum(squares) / count) ** 0.5 if squares else None
+        again = Scores(*(packing.restored(x_NS) for x_NS in again))
+        for clip in clips:
+            sums_N4, _ = _change_sums(base, again, rollouts, estimand, clip)
+            means = (rollouts.weight_N[:, None] * sums_N4).sum(0)
+            squares[clip].append(float(_difference(*means)) ** 2)
+    return {clip: (sum(s) / count) ** 0.5 if count else None for clip, s in squares.items()}
 
 
-def _refuse_moved_support(policy: Policy, params: Params, rollouts: Rollouts, eta: float) -> None:
+def _support(policy: Policy, params: Params, rollouts: Rollouts, microbatch: int) -> Tensor | None:
+    """Fingerprints of the top-p supports; None for the full softmax."""
     if policy.top_p >= 1:
-        return
+        return None
+    if not isinstance(policy, NucleusPolicy):
+        raise TypeError(
+            f"The policy has top_p = {policy.top_p:g} but no method `support`, without which a "
+            "moved support would go unseen. See numerics.entropy.response_support."
+        )
+    out_NS = torch.zeros_like(rollouts.tokens_NS)
     with torch.no_grad():
-        here_NS, there_NS = (policy.support(p, rollouts) for p in (policy.params, params))
+        for rows_N, columns, part in rollouts.split(microbatch):
+            out_NS[rows_N, columns] = policy.support(params, part)
+    return out_NS
+
+
+def _refuse_moved_support(
+    policy: Policy,
+    params: Params,
+    rollouts: Rollouts,
+    microbatch: int,
+    here_NS: Tensor | None,
+    eta: float,
+) -> None:
+    there_NS = _support(policy, params, rollouts, microbatch)
+    if here_NS is None or there_NS is None:
+        return
     moved = rollouts.response_NS & (here_NS != there_NS)
     if moved.any():
         raise ValueError(

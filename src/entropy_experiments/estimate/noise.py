@@ -27,16 +27,17 @@ class Repacking:
     microbatch: int
     rows_N: Tensor
     left: int
+    width: int
 
     def restored(self, x_NS: Tensor) -> Tensor:
         """Values of the repacked rollouts, back in the original order and columns."""
-        width = x_NS.shape[1] - self.left
-        out_NS = torch.empty_like(x_NS[:, self.left :])
-        out_NS[self.rows_N] = x_NS[:, self.left : self.left + width]
+        inside_NS = x_NS[:, self.left : self.left + self.width]
+        out_NS = torch.empty_like(inside_NS)
+        out_NS[self.rows_N] = inside_NS
         return out_NS
 
 
-def repackings(
+def repackings_of(
     rollouts: Rollouts, microbatch: int, *, count: int, generator: torch.Generator | None = None
 ) -> Iterator[Repacking]:
     """`count` random repackings, from a fixed seed unless a generator is given."""
@@ -50,21 +51,22 @@ def repackings(
         left = draw(MAX_PADDING + 1)
         packed = rollouts.take(rows_N).padded(left, draw(MAX_PADDING + 1))
         size = 1 + draw(max(1, 2 * microbatch))
-        yield Repacking(rollouts=packed, microbatch=size, rows_N=rows_N, left=left)
+        width = rollouts.tokens_NS.shape[1]
+        yield Repacking(rollouts=packed, microbatch=size, rows_N=rows_N, left=left, width=width)
 
 
 def spread(
     estimator: Callable[[Rollouts, int], float],
+    here: float,
     rollouts: Rollouts,
     microbatch: int,
     *,
     count: int,
     generator: torch.Generator | None = None,
 ) -> float | None:
-    """Root mean square difference from the given packing; None if count is 0."""
+    """Root mean square difference from `here`, the value as first packed; None if count is 0."""
     if count == 0:
         return None
-    here = estimator(rollouts, microbatch)
-    packings = repackings(rollouts, microbatch, count=count, generator=generator)
+    packings = repackings_of(rollouts, microbatch, count=count, generator=generator)
     squares = [(estimator(p.rollouts, p.microbatch) - here) ** 2 for p in packings]
     return (sum(squares) / count) ** 0.5

@@ -22,9 +22,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from entropy_experiments.numerics.derivatives import dual
+from entropy_experiments.numerics.derivatives import dual, require_full_precision
 from entropy_experiments.numerics.sums import whole
-from entropy_experiments.numerics.weights import per_decision_logweights, snis_logweights
+from entropy_experiments.numerics.weights import (
+    diagnose,
+    per_decision_logweights,
+    snis_logweights,
+)
 from entropy_experiments.types import Estimand, Params, Policy, Rollouts, Scores
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
@@ -87,6 +91,15 @@ def drawn_with(base: Scores, rollouts: Rollouts) -> Tensor:
     return rollouts.behaviour_logprob_NS.to(base.logprob_NS.dtype)
 
 
+def stale_reasons(base: Scores | None, rollouts: Rollouts, estimand: Estimand) -> tuple[str, ...]:
+    """Doubts about rollouts that another policy drew: their weights at theta itself."""
+    if base is None or rollouts.behaviour_logprob_NS is None:
+        return ()
+    logratio_NS = base.logprob_NS - drawn_with(base, rollouts)
+    found = diagnose(logratio_NS, rollouts, per_decision=estimand.form == "per_decision")
+    return tuple(f"stale rollouts: {reason}" for reason in found.why_not)
+
+
 def ratio(top: Tensor, bottom: Tensor) -> Tensor:
     return top / bottom
 
@@ -101,6 +114,7 @@ def taylor(f: Callable[[Tensor], tuple[Tensor, Tensor]], like: Tensor) -> tuple[
 def score_all(policy: Policy, params: Params, rollouts: Rollouts, *, microbatch: int) -> Scores:
     """Scores of every rollout in fp64, without gradients. The pass that others share."""
     whole(rollouts)
+    require_full_precision(params)
     out = [
         torch.zeros(rollouts.tokens_NS.shape, dtype=torch.float64, device=rollouts.tokens_NS.device)
         for _ in Scores._fields

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from entropy_experiments.estimate.measured import entropy_level
+from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.types import (
     Direction,
@@ -34,16 +35,17 @@ def resampled(
     eta: float,
     *,
     generator: torch.Generator,
-    base: Rollouts | None = None,
+    base_rollouts: Rollouts | None = None,
+    repackings: int = REPACKINGS,
     **options,
 ) -> Estimate:
     """H(theta + eta v) - H(theta), each on rollouts of its own policy.
 
-    `base` are rollouts of theta, drawn here if not given; options are those of `entropy_level`.
+    `base_rollouts` are of theta, drawn here if not given; options are those of `entropy_level`.
     """
     check_direction(policy, direction)
     params = shifted(policy.params, direction.total, eta)
-    before = base if base is not None else sampler(policy.params, generator)
+    before = sampler(policy.params, generator) if base_rollouts is None else base_rollouts
     after = sampler(params, generator)
     for drawn in (before, after):
         if drawn.behaviour_logprob_NS is not None:
@@ -51,15 +53,11 @@ def resampled(
                 "The sampler gave behaviour_logprob_NS; expected rollouts drawn from the very "
                 "parameters it was called with, which need no weights."
             )
-    options = {**options, "form": "resampled"}
+    options = {**options, "form": "resampled", "repackings": repackings}
     moved = entropy_level(_At(policy, params), after, **options)
     level = entropy_level(policy, before, **options)
     found = moved - level
-    truncated = {
-        "truncated": float(after.truncated_N.double().mean()),
-        "truncated_base": float(before.truncated_N.double().mean()),
-    }
-    return replace(found, diagnostics={"H": moved, "H_base": level, **truncated})
+    return replace(found, diagnostics={"H": moved, "H_base": level})
 
 
 class _At:
@@ -73,6 +71,3 @@ class _At:
 
     def score(self, params: Params, rollouts: Rollouts) -> Scores:
         return self._policy.score(params, rollouts)
-
-    def support(self, params: Params, rollouts: Rollouts) -> torch.Tensor:
-        return self._policy.support(params, rollouts)

@@ -17,7 +17,7 @@ over double_backward needs (torch 2.13; tests/contract holds both facts). Five p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -103,20 +103,51 @@ def pullback(f: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, dic
     return value.detach(), dict(zip(leaves, (g for g in grads if g is not None), strict=True))
 
 
+def pullback_sum(
+    parts: Iterable[Callable[[Params], Tensor]], params: Params
+) -> tuple[float, dict[str, Tensor], int]:
+    """Value and gradient of a sum of scalars, one graph at a time; and how many there were."""
+    value, count, total = 0.0, 0, {}
+    for part in parts:
+        one, grads = pullback(part, params)
+        value, count = value + float(one), count + 1
+        for name, grad in grads.items():
+            # Half-precision gradients of many microbatches are added in fp32.
+            grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            total[name] = total[name] + grad if name in total else grad
+    return value, total, count
+
+
 def dual(f: Callable[..., Any], at: tuple[Any, ...], along: tuple[Any, ...]) -> tuple[Any, Any]:
     """torch.func.jvp, whose declared type also allows for auxiliary outputs."""
     value, slope = jvp(f, at, along)[:2]
     return value, slope
 
 
+def require_full_precision(params: Params) -> None:
+    """fp32 means fp32: entropy changes are smaller than what TF32 drops."""
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest" and any(p.dtype == torch.float32 for p in params.values()):
+        raise RuntimeError(
+            f"float32 matrix products run at precision {precision!r}, which drops digits that "
+            "entropy changes need; expected 'highest'. Call "
+            "torch.set_float32_matmul_precision('highest')."
+        )
+
+
 def shifted(params: Params, v: Params, step: float) -> dict[str, Tensor]:
-    """Theta + step v."""
-    return {name: value + step * v[name] for name, value in params.items()}
+    """theta + step v, in the parameters' own dtype."""
+    return {
+        name: value.detach() + step * v[name].detach().to(value.dtype)
+        for name, value in params.items()
+    }
 
 
 def dot(a: Params, b: Params) -> float:
     """Inner product, accumulated in fp64."""
-    return sum(float((x.double() * b[name].double()).sum()) for name, x in a.items())
+    return sum(
+        float((x.detach().double() * b[name].detach().double()).sum()) for name, x in a.items()
+    )
 
 
 def norm(params: Params) -> float:

@@ -16,7 +16,6 @@ parameter settings share a support; where they do not, the entropy jumps and no 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,9 +39,10 @@ def token_scores(
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob, entropy) of T tokens given their logits, which are already in memory."""
+    size = chunk or _chunk_size(logits_TV.shape[-1])
     parts = [
-        _LogitScores.apply(logits_TV[rows], token_T[rows], temperature, top_p)
-        for rows in _chunks(len(token_T), logits_TV.shape[-1], chunk)
+        _LogitScores.apply(logits_CV, token_C, temperature, top_p)
+        for logits_CV, token_C in zip(logits_TV.split(size), token_T.split(size), strict=True)
     ]
     return _join(parts)
 
@@ -57,10 +57,17 @@ def token_scores_from_hidden(
     top_p: float = 1.0,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same through the LM head, one chunk of logits at a time."""
+    """The same through the LM head, one chunk of logits at a time.
+
+    Half-precision states and heads are multiplied in fp32: logits rounded to bf16 would cost
+    hundredths of a nat.
+    """
+    hidden_TD, head_VD = _full(hidden_TD), _full(head_VD)
+    bias_V = None if bias_V is None else _full(bias_V)
+    size = chunk or _chunk_size(head_VD.shape[0])
     parts = [
-        _HeadScores.apply(hidden_TD[rows], head_VD, bias_V, token_T[rows], temperature, top_p)
-        for rows in _chunks(len(token_T), head_VD.shape[0], chunk)
+        _HeadScores.apply(hidden_CD, head_VD, bias_V, token_C, temperature, top_p)
+        for hidden_CD, token_C in zip(hidden_TD.split(size), token_T.split(size), strict=True)
     ]
     return _join(parts)
 
@@ -108,11 +115,31 @@ def nucleus_fingerprint(logits_TV: Tensor, *, temperature: float, top_p: float) 
     generator = torch.Generator().manual_seed(vocabulary)
     # Random 62-bit names, added with wrap-around: two supports collide with probability 2^-62.
     name_V = torch.randint(2**62, (vocabulary,), generator=generator).to(logits_TV.device)
-    parts = []
-    for rows in _chunks(logits_TV.shape[0], vocabulary, None):
-        inside_TV = nucleus(_at_temperature(logits_TV[rows], temperature), top_p)
-        parts.append(torch.where(inside_TV, name_V, 0).sum(-1))
-    return torch.cat(parts)
+    inside_TV = nucleus(_at_temperature(logits_TV, temperature), top_p)
+    return torch.where(inside_TV, name_V, 0).sum(-1)
+
+
+def response_support(
+    hidden_NSD: Tensor,
+    head_VD: Tensor,
+    rollouts: Rollouts,
+    *,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    top_p: float,
+) -> Tensor:
+    """[N, S] fingerprints of the response positions' supports, as `response_scores` sees them."""
+    rows_T, columns_T = rollouts.response_NS.nonzero(as_tuple=True)
+    hidden_TD, head_VD = _full(hidden_NSD[rows_T, columns_T - 1]), _full(head_VD)
+    found_T = torch.cat(
+        [
+            nucleus_fingerprint(
+                _logits(hidden_CD, head_VD, bias_V), temperature=temperature, top_p=top_p
+            )
+            for hidden_CD in hidden_TD.split(_chunk_size(head_VD.shape[0]))
+        ]
+    )
+    return torch.zeros_like(rollouts.tokens_NS).index_put((rows_T, columns_T), found_T)
 
 
 class _LogitScores(torch.autograd.Function):
@@ -196,18 +223,22 @@ class _HeadScores(torch.autograd.Function):
 
 
 def _logits(hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    logits_TV = hidden_TD @ head_VD.mT
+    with torch.autocast(hidden_TD.device.type, enabled=False):
+        logits_TV = hidden_TD @ head_VD.mT
     return logits_TV if bias_V is None else logits_TV + bias_V
 
 
+def _full(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def _at_temperature(logits_TV: Tensor, temperature: float) -> Tensor:
-    if logits_TV.dtype in (torch.float16, torch.bfloat16):
-        logits_TV = logits_TV.float()
+    logits_TV = _full(logits_TV)
     return logits_TV if temperature == 1.0 else logits_TV / temperature
 
 
 def _shifted(logits_TV: Tensor, temperature: float, top_p: float) -> Tensor:
-    """D = z - max z, with everything outside the law's support far below."""
+    """d = z - max z, with everything outside the law's support far below."""
     z_TV = _at_temperature(logits_TV, temperature)
     d_TV = (z_TV - z_TV.amax(-1, keepdim=True)).clamp_min(FAR_BELOW)
     if top_p < 1.0:
@@ -228,7 +259,7 @@ def _scores(
 
 
 def _law(logits_TV: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
-    """P and log p + h, from which both derivative rules follow."""
+    """p and log p + h, from which both derivative rules follow."""
     d_TV = _shifted(logits_TV, temperature, top_p)
     logp_TV = d_TV - d_TV.exp().sum(-1, keepdim=True).log()
     p_TV = logp_TV.exp()
@@ -262,9 +293,8 @@ def _at(x_TV: Tensor, token_T: Tensor) -> Tensor:
     return x_TV.gather(-1, token_T[:, None]).squeeze(-1)
 
 
-def _chunks(tokens: int, vocabulary: int, chunk: int | None) -> Iterator[slice]:
-    size = chunk or max(1, CHUNK_BYTES // (4 * vocabulary))
-    return (slice(start, start + size) for start in range(0, tokens, size))
+def _chunk_size(vocabulary: int) -> int:
+    return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 
 def _join(parts: list[Any]) -> tuple[Tensor, Tensor]:

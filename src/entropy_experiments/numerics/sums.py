@@ -16,6 +16,11 @@ Statistic = Callable[..., Tensor]
 """A smooth function of M means, written elementwise: it must accept tensors of any one shape."""
 
 
+TAIL_UNITS = 20
+TAIL_FREEDOM = 3.0
+"""Fewer effective degrees of freedom than this among 20 or more units: one unit is the estimate."""
+
+
 def later(x_NS: Tensor) -> Tensor:
     """Sum over the positions strictly after each one."""
     return pad(x_NS.flip(1).cumsum(1).flip(1)[:, 1:], (0, 1))
@@ -35,6 +40,7 @@ def by_prompt(
     noise_floor: float | None = None,
     diagnostics: Mapping[str, Any] | None = None,
     why_not: Iterable[str] = (),
+    check_tail: bool = False,
 ) -> Estimate:
     """`statistic` of the weighted means of `sums_NM`, with a jackknife over prompts.
 
@@ -42,24 +48,24 @@ def by_prompt(
     the prompt's weight, so that only the spread within prompts counts.
     """
     whole(rollouts)
-    plug_in, influence = jackknife(statistic, sums_NM, rollouts, estimand)
+    value, influence = jackknife(statistic, sums_NM, rollouts, estimand)
     return Estimate.build(
-        plug_in=plug_in,
+        value=value,
         estimand=estimand,
         influences=(influence,),
         noise_floor=noise_floor,
         diagnostics=diagnostics,
-        why_not=(*why_not, *tail_check(influence)),
+        why_not=(*why_not, *(tail_check(influence) if check_tail else ())),
     )
 
 
 def jackknife(
     statistic: Statistic, sums_NM: Tensor, rollouts: Rollouts, estimand: Estimand
 ) -> tuple[float, Influence]:
-    """Plug-in value and influence values; see `types.estimate` for the formula."""
+    """The statistic and its influence values; see `types.estimate` for the formula."""
     weight_C, mean_CM, prompt_C, stratum_C = _units(sums_NM, rollouts, estimand)
     mean_M = (weight_C[:, None] * mean_CM).sum(0)
-    plug_in = statistic(*mean_M)
+    value = statistic(*mean_M)
 
     _, index_C = torch.unique(stratum_C, return_inverse=True)
     zeros = torch.zeros(int(index_C.max()) + 1, dtype=weight_C.dtype, device=weight_C.device)
@@ -76,15 +82,14 @@ def jackknife(
     odds_C = torch.where(alone_C, 0.0, weight_C / (stratum_weight_C - weight_C))
     shift_CM = (stratum_weight_C * odds_C)[:, None] * (mean_CM - stratum_mean_CM)
     without_C = statistic(*(mean_M - shift_CM).unbind(1))
-    value_C = (1 - weight_C / stratum_weight_C) * (plug_in - without_C)
+    value_C = (1 - weight_C / stratum_weight_C) * (value - without_C)
     influence = Influence(
         value_C=value_C,
         prompt_C=prompt_C,
         stratum_C=stratum_C,
         sample=rollouts.fingerprint,
-        drawn=bool((rollouts.weight_N == rollouts.weight_N[0]).all()),
     )
-    return float(plug_in), influence
+    return float(value), influence
 
 
 def bootstrap(
@@ -97,20 +102,19 @@ def bootstrap(
     generator: torch.Generator,
 ) -> Tensor:
     """Values of the statistic on resampled prompts (fixed set: resampled rollouts of each)."""
-    weight_C, mean_CM, _, stratum_C = _units(sums_NM, rollouts, estimand)
+    weight_C, mean_CM, _, stratum_C = (x.cpu() for x in _units(sums_NM, rollouts, estimand))
     total = torch.zeros(replicates, mean_CM.shape[1], dtype=mean_CM.dtype)
-    mass = torch.zeros(replicates, dtype=mean_CM.dtype)
     for stratum in stratum_C.unique():
-        rows = (stratum_C == stratum).nonzero().squeeze(1).cpu()
-        n = len(rows)
+        rows = stratum_C == stratum
+        w, x, n = weight_C[rows], mean_CM[rows], int(rows.sum())
+        centre = (w[:, None] * x).sum(0) / w.sum()
         drawn = torch.randint(n, (replicates, n), generator=generator)
-        picked_w = weight_C.cpu()[rows][drawn]
-        picked_x = mean_CM.cpu()[rows][drawn]
-        # Each stratum keeps its weight, whatever was drawn in it.
-        scale = weight_C.cpu()[rows].sum() / picked_w.sum(1)
-        total += scale[:, None] * (picked_w[:, :, None] * picked_x).sum(1)
-        mass += scale * picked_w.sum(1)
-    return statistic(*(total / mass[:, None]).unbind(1))
+        picked = (w[drawn][:, :, None] * x[drawn]).sum(1) / w[drawn].sum(1)[:, None]
+        # Drawing n of n with replacement has (n - 1) / n of the variance; and each stratum keeps
+        # its weight, whatever was drawn in it.
+        stretch = (n / (n - 1)) ** 0.5 if n > 1 else 1.0
+        total += w.sum() * (centre + stretch * (picked - centre))
+    return statistic(*total.unbind(1))
 
 
 def percentile_interval(values: Tensor, confidence: float = 0.95) -> tuple[float, float]:
@@ -119,19 +123,16 @@ def percentile_interval(values: Tensor, confidence: float = 0.95) -> tuple[float
     return low, high
 
 
-def tail_check(influence: Influence, *, units: int = 20, share: float = 0.5) -> tuple[str, ...]:
+def tail_check(influence: Influence) -> tuple[str, ...]:
     """A first-order number has no weights to inspect; one unit carrying it all is its warning."""
-    squares_C = influence.value_C**2
-    total = float(squares_C.sum())
-    if len(squares_C) < units or total == 0:
+    found = influence.variance()
+    if found is None or len(influence.value_C) < TAIL_UNITS or found[1] >= TAIL_FREEDOM:
         return ()
-    worst = int(squares_C.argmax())
-    fraction = float(squares_C[worst]) / total
-    if fraction <= share:
-        return ()
+    worst = int((influence.value_C**2).argmax())
+    share = float(influence.value_C[worst] ** 2 / (influence.value_C**2).sum())
     return (
-        f"prompt {int(influence.prompt_C[worst])} alone carries {fraction:.0%} of the squared "
-        "influence: the error bar rests on one prompt",
+        f"prompt {int(influence.prompt_C[worst])} carries {share:.0%} of the squared influence: "
+        "the error bar rests on it alone",
     )
 
 

@@ -2,8 +2,8 @@
 
     ESS = (sum W)^2 / sum W^2        samples needed = exp KL(new || old)
 
-Per decision there is a weight for every prefix, and the worst position counts. A rollout that has
-ended keeps its weight: the question is what share of the *sample* still speaks at each length.
+Per decision there is a weight for every prefix. At each position the rollouts that are still being
+written are asked, and the worst position that a tenth of all rollouts reach counts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from entropy_experiments.types import Rollouts
 
 K_HAT_MIN_ROLLOUTS = 100
 K_HAT_ESS_FRACTION = 0.99
-ESS_FRACTION_MIN = 0.1
+ESS_FRACTION_MIN = 0.5
+"""Below, intervals on the Markov policy stop covering (docs/LOG.md)."""
+REACHED = 0.1
 LOG_MAX = 700.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightDiagnostics:
+    rollouts: int
     ess: float
     ess_fraction: float
     w_max: float
@@ -39,11 +42,11 @@ class WeightDiagnostics:
     """None where it says nothing: fewer than 100 rollouts, or ESS/N above 0.99."""
     k_hat_limit: float
     logweight_N: Tensor
-    """The weights actually used (per decision: at the worst position), before any clipping."""
+    """Of whole responses, before any clipping."""
 
     @property
     def why_not(self) -> tuple[str, ...]:
-        n, reasons = len(self.logweight_N), []
+        n, reasons = self.rollouts, []
         if self.ess_fraction < ESS_FRACTION_MIN:
             reasons.append(
                 f"effective sample size {self.ess:.1f} of {n}: the step is too large for these "
@@ -77,37 +80,40 @@ def diagnose(
     logratio_NS: Tensor, rollouts: Rollouts, *, per_decision: bool, clip: float | None = None
 ) -> WeightDiagnostics:
     """Diagnostics of the weights that `snis` or `per_decision` uses for these log-ratios."""
-    base_N = rollouts.weight_N
+    base_N, response_NS = rollouts.weight_N, rollouts.response_NS
+    logratio_NS = torch.where(response_NS, logratio_NS, 0.0)
     total_N = snis_logweights(logratio_NS)
     # KL(new || old) = E_old[W log W]; subtracting W - 1, of mean 0, leaves no negative term.
     kl = float((base_N * (total_N.exp() * total_N - total_N.expm1())).sum())
     if per_decision:
-        compact_NS = _left_justified(logratio_NS, rollouts.response_NS)
-        candidates_NS = per_decision_logweights(compact_NS)
-        clipped = _clip_fraction(per_decision_logweights(logratio_NS)[rollouts.response_NS], clip)
+        logweight_NK, alive_NK = _by_position(logratio_NS, response_NS)
+        used = per_decision_logweights(logratio_NS)[response_NS]
     else:
-        candidates_NS = total_N[:, None]
-        clipped = _clip_fraction(total_N, clip)
-    used_NS = candidates_NS if clip is None else candidates_NS.clamp(-clip, clip)
-    share_NS = torch.softmax(used_NS + base_N.log()[:, None], 0)
-    uniformity = float((base_N**2).sum())
-    # Relative to the base weights' own ESS, so that exact probabilities in tests give fraction 1.
-    fraction_S = uniformity / (share_NS**2).sum(0)
-    worst = int(fraction_S.argmin())
-    fraction, n = min(1.0, float(fraction_S[worst])), len(base_N)
-    relative_N = share_NS[:, worst] / base_N.clamp_min(torch.finfo(base_N.dtype).tiny)
+        logweight_NK, used = total_N[:, None], total_N
+        alive_NK = torch.ones_like(logweight_NK, dtype=torch.bool)
+    clipped_NK = logweight_NK if clip is None else logweight_NK.clamp(-clip, clip)
+    base_NK = torch.where(alive_NK, base_N[:, None], 0.0)
+    share_NK = torch.softmax(clipped_NK + base_NK.log(), 0)
+    # Relative to the base weights' own ESS, so that exact probabilities in tests give 1.
+    fraction_K = (base_NK**2).sum(0) / base_NK.sum(0) ** 2 / (share_NK**2).sum(0)
+    reached_K = alive_NK.sum(0) >= REACHED * len(base_N)
+    worst = int(torch.where(reached_K, fraction_K, torch.inf).argmin())
+    alive_N = alive_NK[:, worst]
+    fraction, n = min(1.0, float(fraction_K[worst])), int(alive_N.sum())
+    relative_N = (share_NK[:, worst] * base_NK[:, worst].sum())[alive_N] / base_N[alive_N]
     consulted = n >= K_HAT_MIN_ROLLOUTS and fraction < K_HAT_ESS_FRACTION
     return WeightDiagnostics(
-        ess=fraction * n,
+        rollouts=len(base_N),
+        ess=fraction * len(base_N),
         ess_fraction=fraction,
         w_max=float(relative_N.max()),
         w_min=float(relative_N.min()),
-        clip_fraction=clipped,
+        clip_fraction=0.0 if clip is None else float((used.abs() > clip).double().mean()),
         kl=kl,
         samples_needed=math.exp(min(kl, LOG_MAX)),
-        k_hat=pareto_k_hat(used_NS[:, worst]) if consulted else None,
+        k_hat=pareto_k_hat(clipped_NK[alive_N, worst]) if consulted else None,
         k_hat_limit=min(1 - 1 / math.log10(max(n, 2)), 0.7),
-        logweight_N=candidates_NS[:, worst],
+        logweight_N=total_N,
     )
 
 
@@ -121,14 +127,9 @@ def pareto_k_hat(logweight_N: Tensor) -> float:
     return float(k_hat) if np.isfinite(k_hat) else math.inf
 
 
-def _clip_fraction(logweight: Tensor, clip: float | None) -> float:
-    return 0.0 if clip is None else float((logweight.abs() > clip).double().mean())
-
-
-def _left_justified(x_NS: Tensor, response_NS: Tensor) -> Tensor:
-    """Response entries moved to the front of their row, zeros behind: column k is token k."""
+def _by_position(logratio_NS: Tensor, response_NS: Tensor) -> tuple[Tensor, Tensor]:
+    """Prefix log-weights with column k for the k-th response token, and who has such a token."""
     order_NS = torch.argsort((~response_NS).to(torch.int8), dim=1, stable=True)
-    compact_NS = torch.where(response_NS, x_NS, 0.0).gather(1, order_NS)
-    # One column more, so that the last token's own ratio is in the final prefix weight.
-    width = int(response_NS.sum(1).max()) + 1
-    return torch.nn.functional.pad(compact_NS, (0, 1))[:, :width]
+    width = int(response_NS.sum(1).max())
+    order_NK = order_NS[:, :width]
+    return per_decision_logweights(logratio_NS.gather(1, order_NK)), response_NS.gather(1, order_NK)

@@ -33,6 +33,7 @@ from entropy_experiments.types.estimate import (
     combine,
 )
 from entropy_experiments.types.rollouts import (
+    NucleusPolicy,
     Params,
     Part,
     Policy,
@@ -48,6 +49,7 @@ __all__ = [
     "Estimand",
     "Estimate",
     "Influence",
+    "NucleusPolicy",
     "OptimizerState",
     "Params",
     "Part",

@@ -26,7 +26,8 @@ class Direction:
     parts: Mapping[str, Params]
     lr: float
     preconditioner: Params | None = None
-    """P in gradient = -P c g_L: what one unit of loss gradient becomes in this step."""
+    """P in gradient = -P c g_L: what one unit of loss gradient becomes in this step (negative for
+    an optimizer that maximizes)."""
     clip_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -159,7 +160,7 @@ def check_finite(what: str, params: Params) -> None:
 
 
 def check_direction(policy: Policy, direction: Direction) -> None:
-    check_params("direction", direction.total, policy.params)
+    check_params("direction", next(iter(direction.parts.values())), policy.params)
 
 
 def sum_of(tensors: Any) -> Tensor:

@@ -7,6 +7,12 @@ a time gives *influence values* I_c = (1 - w_c / W)(f - f_without_c), W the weig
 
 For a population of prompts the units are prompts in one stratum; for a fixed set of prompts they
 are rollouts, and each prompt is a stratum. Keeping the I_c is what gives `a - b` a paired interval.
+
+Intervals are Student's t. Its degrees of freedom are those of the variance *estimate*: n - 1 for
+well-behaved units, fewer where a few units carry most of it (their kurtosis tells), since a spread
+seen in a few units is itself uncertain. The bias is reported, not subtracted: subtracting it
+widens the spread by more than it centres it, and a value that was shifted in one line but not in
+another no longer adds up (docs/LOG.md has the numbers).
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import hypot, isfinite, sqrt
 from typing import Any, Literal
 
@@ -23,7 +30,7 @@ from torch import Tensor
 
 MIN_PROMPTS = 5
 CONFIDENCE = 0.95
-BIAS_SHARE_OF_STDERR = 0.25
+TINY = 1e-150
 
 Prompts = Literal["population", "fixed"]
 Unit = Literal["token", "sequence"]
@@ -77,32 +84,38 @@ class Influence:
     prompt_C: Tensor
     stratum_C: Tensor
     sample: str
-    drawn: bool = True
-    """False for exact probabilities: an enumeration is no sample and has no sampling bias."""
+    """Fingerprint of the rollouts."""
 
     @property
     def bias(self) -> float:
-        return -float(self.value_C.sum()) if self.drawn else 0.0
+        return -float(self.value_C.sum())
 
     @property
-    def counts(self) -> Tensor:
-        return torch.unique(self.stratum_C, return_counts=True)[1]
+    def prompts(self) -> int:
+        return len(self.prompt_C.unique())
 
-    @property
-    def degrees_of_freedom(self) -> int:
-        return int((self.counts - 1).sum())
-
-    @property
-    def variance(self) -> float | None:
-        """None where a stratum has a single unit: its spread cannot be seen."""
-        if bool((self.counts < 2).any()):
-            return None
+    def variance(self) -> tuple[float, float] | None:
+        """(variance, its degrees of freedom); None if a stratum has a single unit."""
         _, index_C, count = torch.unique(self.stratum_C, return_inverse=True, return_counts=True)
+        if bool((count < 2).any()):
+            return None
         count = count.to(self.value_C.dtype)
-        mean = torch.zeros_like(count).index_add(0, index_C, self.value_C) / count
-        squares_C = (self.value_C - mean[index_C]) ** 2
-        squares = torch.zeros_like(count).index_add(0, index_C, squares_C)
-        return float((squares * count / (count - 1)).sum())
+        free = count - 1
+
+        def total(x_C: Tensor) -> Tensor:
+            return torch.zeros_like(count).index_add(0, index_C, x_C)
+
+        squares_C = (self.value_C - (total(self.value_C) / count)[index_C]) ** 2
+        squares = total(squares_C)
+        part = squares * count / free
+        whole = float(part.sum())
+        if whole == 0:
+            return 0.0, float(free.sum())
+        kurtosis = count * total(squares_C**2) / squares.clamp_min(TINY) ** 2
+        # Satterthwaite: part^2 overestimates its own square by (free + 2) / free.
+        excess = ((kurtosis - 1) / 2).clamp_min(1.0)
+        spread = float((part**2 * excess / (free + (2 if len(count) > 1 else 0))).sum())
+        return whole, min(float(free.sum()), whole**2 / spread)
 
     @property
     def key(self) -> str:
@@ -125,61 +138,73 @@ class Estimate:
     estimand: Estimand
     influences: tuple[Influence, ...]
     """One per independent sample."""
-    plug_in: float
-    """The value before any bias was subtracted."""
     bias: float
+    """By the jackknife, of order 1/N; `value - bias` is less biased and more spread."""
     noise_floor: float | None
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
-    trusted: bool = True
-    why_not: tuple[str, ...] = ()
+    given_reasons: tuple[str, ...] = ()
+    """Doubts of whoever made the estimate, which a combination inherits."""
+    own_reasons: tuple[str, ...] = ()
+    """Doubts that follow from the numbers here, judged anew for a combination."""
+
+    @property
+    def why_not(self) -> tuple[str, ...]:
+        return (*self.given_reasons, *self.own_reasons)
+
+    @property
+    def trusted(self) -> bool:
+        return not self.why_not
 
     @classmethod
     def build(
         cls,
         *,
-        plug_in: float,
+        value: float,
         estimand: Estimand,
         influences: Iterable[Influence] = (),
         noise_floor: float | None = None,
         diagnostics: Mapping[str, Any] | None = None,
         why_not: Iterable[str] = (),
+        may_be_zero: bool = False,
     ) -> Estimate:
-        """Error bar, bias and trust from influence values. Bias above SE/4 is subtracted."""
-        influences, reasons = tuple(influences), list(why_not)
-        if not isfinite(plug_in):
+        """Error bar, bias and trust from influence values.
+
+        `may_be_zero`: a difference below the noise floor is agreement, not a reason for doubt.
+        """
+        influences, own = tuple(influences), []
+        if not isfinite(value):
             raise ValueError(
-                f"Estimate is {plug_in}; expected a finite number. The weights overflowed, or the "
+                f"Estimate is {value}; expected a finite number. The weights overflowed, or the "
                 "scores were not finite: take a smaller step."
             )
-        stderr, dof = _stderr(influences)
-        bias = sum(influence.bias for influence in influences)
-        value, interval = plug_in, None
-        if stderr is None:
-            reasons.append(_no_stderr(influences))
-        elif estimand.prompts == "population" and dof < MIN_PROMPTS - 1:
-            reasons.append(
-                f"{_prompts(influences)} prompts: an interval for a population needs at least "
-                f"{MIN_PROMPTS}"
+        stderr, free = _stderr(influences)
+        interval = None
+        few = min((i.prompts for i in influences), default=0)
+        if not influences:
+            own.append("reverse mode gives no per-rollout terms, hence no standard error")
+        elif estimand.prompts == "population" and few < MIN_PROMPTS:
+            own.append(
+                f"{few} prompt{'s' if few > 1 else ''}: an interval for a population needs at "
+                f"least {MIN_PROMPTS}"
             )
+        elif stderr is None:
+            own.append("a prompt of the fixed set has one rollout: no spread within it can be seen")
         else:
-            if abs(bias) > BIAS_SHARE_OF_STDERR * stderr:
-                value = plug_in - bias
-            half = float(stdtrit(dof, 0.5 + CONFIDENCE / 2)) * stderr
+            half = float(stdtrit(free, 0.5 + CONFIDENCE / 2)) * stderr
             interval = (value - half, value + half)
-        if noise_floor is not None and abs(value) < noise_floor:
-            reasons.append(f"|{value:.3g}| is below the noise floor {noise_floor:.3g}")
+        if noise_floor is not None and abs(value) < noise_floor and not may_be_zero:
+            own.append(f"|{value:.3g}| is below the noise floor {noise_floor:.3g}")
         return cls(
             value=value,
             stderr=stderr,
             interval=interval,
             estimand=estimand,
             influences=influences,
-            plug_in=plug_in,
-            bias=bias,
+            bias=sum(influence.bias for influence in influences),
             noise_floor=noise_floor,
             diagnostics=dict(diagnostics or {}),
-            trusted=not reasons,
-            why_not=tuple(dict.fromkeys(reasons)),
+            given_reasons=tuple(dict.fromkeys(why_not)),
+            own_reasons=tuple(own),
         )
 
     @property
@@ -207,6 +232,8 @@ class Estimate:
     def __rmul__(self, factor: float) -> Estimate:
         return combine([(factor, self)])
 
+    __mul__ = __rmul__
+
     def __neg__(self) -> Estimate:
         return combine([(-1.0, self)])
 
@@ -223,35 +250,34 @@ class Estimate:
 def combine(terms: Iterable[tuple[float, Estimate]]) -> Estimate:
     """A linear combination; estimates of the same sample are paired, others independent."""
     terms = list(terms)
-    first = terms[0][1]
-    for _, estimate in terms:
-        if not estimate.estimand.matches(first.estimand):
+    for (_, a), (_, b) in combinations(terms, 2):
+        if not a.estimand.matches(b.estimand):
             raise ValueError(
-                f"These estimates mean different things: {first.estimand} against "
-                f"{estimate.estimand}. Compare a slope with the measurement it differentiates."
+                f"These estimates mean different things: {a.estimand} against {b.estimand}. "
+                "Compare a slope with the measurement it differentiates."
             )
     blocks: dict[str, Influence] = {}
     for factor, estimate in terms:
         for influence in estimate.influences:
-            key = influence.key
             scaled_C = factor * influence.value_C
-            if key in blocks:
-                scaled_C = blocks[key].value_C + scaled_C
-            blocks[key] = replace(influence, value_C=scaled_C)
+            if influence.key in blocks:
+                scaled_C = blocks[influence.key].value_C + scaled_C
+            blocks[influence.key] = replace(influence, value_C=scaled_C)
+    if not all(estimate.influences for _, estimate in terms):
+        blocks = {}  # a term without an error bar leaves the combination without one
+    first = terms[0][1]
     if first.estimand.prompts == "population":
         _refuse_overlap(tuple(blocks.values()))
     floors = [abs(c) * e.noise_floor for c, e in terms if e.noise_floor is not None]
-    reasons = [reason for _, e in terms for reason in e.why_not if not _is_own(reason)]
-    form = next(
-        (e.estimand.form for _, e in terms if e.estimand.form != "resampled"), first.estimand.form
-    )
+    forms = [e.estimand.form for _, e in terms if e.estimand.form != "resampled"]
     return Estimate.build(
-        plug_in=sum(c * e.plug_in for c, e in terms),
-        estimand=replace(first.estimand, form=form),
+        value=sum(c * e.value for c, e in terms),
+        estimand=replace(first.estimand, form=forms[0] if forms else "resampled"),
         influences=blocks.values(),
         noise_floor=hypot(*floors) if floors else None,
-        diagnostics=first.diagnostics if len(terms) == 1 else {},
-        why_not=reasons,
+        diagnostics=_scaled(terms[0][0], first.diagnostics) if len(terms) == 1 else {},
+        why_not=[reason for _, e in terms for reason in e.given_reasons],
+        may_be_zero=len(terms) > 1,
     )
 
 
@@ -271,34 +297,22 @@ class Attribution:
 
 def _stderr(influences: tuple[Influence, ...]) -> tuple[float | None, float]:
     """Standard error and its degrees of freedom (Welch-Satterthwaite across samples)."""
-    if not influences:
+    found = [influence.variance() for influence in influences]
+    known = [pair for pair in found if pair is not None]
+    if not known or len(known) < len(found):
         return None, 0.0
-    variances = [influence.variance for influence in influences]
-    if any(v is None for v in variances):
-        return None, 0.0
-    known = [v for v in variances if v is not None]
-    total = sum(known)
-    freedom = [influence.degrees_of_freedom for influence in influences]
+    total = sum(variance for variance, _ in known)
     if total == 0 or len(known) == 1:
-        return sqrt(total), float(min(freedom))
-    return sqrt(total), total**2 / sum(v**2 / f for v, f in zip(known, freedom, strict=True))
+        return sqrt(total), min(free for _, free in known)
+    return sqrt(total), total**2 / sum(variance**2 / free for variance, free in known)
 
 
-def _no_stderr(influences: tuple[Influence, ...]) -> str:
-    if not influences:
-        return "reverse mode gives no per-rollout terms, hence no standard error"
-    if all(len(i.prompt_C.unique()) == 1 for i in influences):
-        return f"1 prompts: an interval for a population needs at least {MIN_PROMPTS}"
-    return "a prompt of the fixed set has one rollout only: no spread within it can be seen"
-
-
-def _prompts(influences: tuple[Influence, ...]) -> int:
-    return min(len(influence.prompt_C.unique()) for influence in influences)
-
-
-def _is_own(reason: str) -> bool:
-    """Reasons that `build` finds again for the combination itself."""
-    return "noise floor" in reason or "an interval for a population" in reason
+def _scaled(factor: float, diagnostics: Mapping[str, Any]) -> dict[str, Any]:
+    """Estimates among the diagnostics scale with the value; counts and weights do not."""
+    return {
+        name: factor * value if isinstance(value, Estimate) else value
+        for name, value in diagnostics.items()
+    }
 
 
 def _refuse_overlap(blocks: tuple[Influence, ...]) -> None:

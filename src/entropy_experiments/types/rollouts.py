@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,8 +40,13 @@ class Policy(Protocol):
 
     def score(self, params: Params, rollouts: Rollouts) -> Scores: ...
 
+
+@runtime_checkable
+class NucleusPolicy(Policy, Protocol):
+    """What a policy with top_p < 1 must offer besides."""
+
     def support(self, params: Params, rollouts: Rollouts) -> Tensor:
-        """[N, S] fingerprint of each position's top-p support; asked for only if top_p < 1."""
+        """[N, S] fingerprint of each position's top-p support (`entropy.response_support`)."""
         ...
 
 
@@ -141,6 +146,10 @@ class Rollouts:
         return self.response_NS.sum(1)
 
     @property
+    def truncated_share(self) -> float:
+        return float(self.weight_N[self.truncated_N].sum()) / self.share
+
+    @property
     def fingerprint(self) -> str:
         """Same tokens for the same prompts in the same order, however padded: same string."""
         digest = hashlib.sha256()
@@ -215,6 +224,8 @@ class UpdateBatch:
     ref_logprob_NS: Tensor | None = None
     microbatch_N: Tensor | None = None
     """Accumulation microbatch of each rollout: bnpo and TRL's entropy bonus depend on it."""
+    loss_NS: Tensor | None = None
+    """Response tokens the loss counts, if not all: a trainer may mask truncated rollouts."""
 
     def __post_init__(self) -> None:
         n, s = self.rollouts.tokens_NS.shape
@@ -227,6 +238,17 @@ class UpdateBatch:
             _expect("reward_N", self.reward_N, (n,), None)
         if self.microbatch_N is not None:
             _expect("microbatch_N", self.microbatch_N, (n,), torch.int64)
+        if self.loss_NS is not None:
+            _expect("loss_NS", self.loss_NS, (n, s), torch.bool)
+            if bool((self.loss_NS & ~self.rollouts.response_NS).any()):
+                raise ValueError(
+                    "loss_NS counts tokens that are not in the response; expected a part of "
+                    "response_NS."
+                )
+
+    @property
+    def counted_NS(self) -> Tensor:
+        return self.rollouts.response_NS if self.loss_NS is None else self.loss_NS
 
     def take(self, rows_N: Tensor, columns: slice) -> UpdateBatch:
         return UpdateBatch(
@@ -236,6 +258,7 @@ class UpdateBatch:
             old_logprob_NS=_take(self.old_logprob_NS, rows_N, columns),
             ref_logprob_NS=_take(self.ref_logprob_NS, rows_N, columns),
             microbatch_N=None if self.microbatch_N is None else self.microbatch_N[rows_N],
+            loss_NS=_take(self.loss_NS, rows_N, columns),
         )
 
 

@@ -30,12 +30,12 @@ from entropy_experiments.types import (
     UpdateBatch,
 )
 from entropy_experiments.types.direction import BASELINE_PARTS
-from entropy_experiments.update.gradient import clip_factor, loss_gradient
+from entropy_experiments.update.gradient import LossGradient, clip_factor, loss_gradient
 from entropy_experiments.update.objective import Objective
 from entropy_experiments.update.optimizer import direction_like, members
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class UpdateStats:
     """What was done on the way to the direction."""
 
@@ -48,6 +48,8 @@ class UpdateStats:
     part_norms: Mapping[str, float]
     shares: Mapping[str, Mapping[str, float]]
     """For every part, each parameter's share of its squared norm."""
+    found: LossGradient
+    """The gradient itself, and the update rollouts' scores."""
 
 
 def compute_update_vector_adamw(
@@ -94,6 +96,7 @@ def compute_update_vector_adamw(
             for part, params in direction.parts.items()
             if part_norms[part] > 0
         },
+        found=found,
     )
     return direction, direction.only(*BASELINE_PARTS), stats
 
@@ -115,8 +118,8 @@ def adamw_direction(
         t = float(state.get("step", 0.0)) + 1
         m = _moment(state, "exp_avg", name, theta)
         s = _moment(state, "exp_avg_sq", name, theta)
-        # The loss gradient as the optimizer sees it: clipped, and ascended if it maximizes.
-        seen = (-factor if group.maximize else factor) * g
+        sign = -1.0 if group.maximize else 1.0
+        seen = sign * factor * g
         coupled = 0.0 if group.decoupled else group.weight_decay
         s = b2 * s + (1 - b2) * (seen + coupled * theta) ** 2
         if group.amsgrad:
@@ -127,7 +130,7 @@ def adamw_direction(
         parts["momentum"][name] = -scale * b1 * m / den
         parts["decay"][name] = decay * theta
         parts["gradient"][name] = -p * seen
-        preconditioner[name] = p
+        preconditioner[name] = sign * p
     return direction_like(params, parts, optimizer.lr, preconditioner, factor)
 
 

@@ -17,7 +17,8 @@ from entropy_experiments.numerics.derivatives import dot, norm
 from entropy_experiments.types import AdamGroup, Direction, OptimizerState, Params
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
-MAX_ULP = 2.0
+MAX_ULP = 4.0
+"""torch's own update rounds that often; on parameters much larger than lr v the distance is 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ def optimizer_certificate(
     max_grad_norm: float | None = None,
 ) -> Certificate:
     """Replay the step with torch.optim and compare."""
+    params = {name: theta.detach() for name, theta in params.items()}
     at_one = _stepped(params, gradient, optimizer, max_grad_norm, lr=1.0)
     reference = {name: at_one[name].double() - theta.double() for name, theta in params.items()}
     rebuilt = direction.total

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from entropy_experiments.numerics.derivatives import pullback
+from entropy_experiments.numerics.derivatives import pullback_sum, require_full_precision
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import Params, Policy, Scores, UpdateBatch
 from entropy_experiments.types.direction import check_finite
@@ -28,36 +29,27 @@ def loss_gradient(
 ) -> LossGradient:
     """g_L, exact whatever the microbatch: normalisers are those of the whole batch."""
     whole(batch.rollouts)
+    require_full_precision(policy.params)
     weights = objective.token_weights(batch)
-    total: dict[str, Tensor] = {}
-    shape, loss, count = batch.rollouts.tokens_NS.shape, 0.0, 0
-    logprob_NS, entropy_NS = (
-        torch.zeros(shape, dtype=torch.float64, device=batch.rollouts.tokens_NS.device)
-        for _ in range(2)
+    scores = Scores(
+        *(torch.zeros_like(batch.rollouts.response_NS, dtype=torch.float64) for _ in range(2))
     )
-    for rows_N, columns, _ in batch.rollouts.split(microbatch):
+
+    def loss_of(rows_N: Tensor, columns: slice) -> Callable[[Params], Tensor]:
         part, part_weights = batch.take(rows_N, columns), weights.take(rows_N, columns)
 
-        def part_loss(
-            params: Params,
-            part: UpdateBatch = part,
-            part_weights=part_weights,
-            rows_N: Tensor = rows_N,
-            columns: slice = columns,
-        ) -> Tensor:
-            scores = policy.score(params, part.rollouts)
-            logprob_NS[rows_N, columns] = scores.logprob_NS.detach().double()
-            entropy_NS[rows_N, columns] = scores.entropy_NS.detach().double()
-            return objective.weighted(scores, part, part_weights)
+        def loss(params: Params) -> Tensor:
+            found = policy.score(params, part.rollouts)
+            for whole_NS, part_NS in zip(scores, found, strict=True):
+                whole_NS[rows_N, columns] = part_NS.detach().double()
+            return objective.weighted(found, part, part_weights)
 
-        value, grads = pullback(part_loss, policy.params)
-        for name, grad in grads.items():
-            total[name] = grad if name not in total else total[name] + grad
-        loss, count = loss + float(value), count + 1
-    check_finite("loss gradient", total)
-    return LossGradient(
-        gradient=total, loss=loss, scores=Scores(logprob_NS, entropy_NS), microbatches=count
-    )
+        return loss
+
+    parts = (loss_of(rows_N, columns) for rows_N, columns, _ in batch.rollouts.split(microbatch))
+    loss, gradient, count = pullback_sum(parts, policy.params)
+    check_finite("loss gradient", gradient)
+    return LossGradient(gradient=gradient, loss=loss, scores=scores, microbatches=count)
 
 
 def clip_factor(gradient: Params, max_grad_norm: float | None) -> tuple[float, float]:

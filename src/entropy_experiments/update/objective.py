@@ -7,10 +7,10 @@ masks alone and carry every normaliser, so a microbatch's share of the loss is e
     grpo        c = w_i / T_i                       loss_ik = -min(r A, clip(r) A) + beta KL
     dr_grpo     c = w_i / max_completion_length     r = exp(l - l_old), per token, or per sequence
     dapo        c = w_i / sum_j w_j T_j               the mean log-ratio of the rollout
-    bnpo        c = 1 / (microbatches * tokens of the microbatch)
-    e = 1 / (microbatches * tokens of the microbatch), for every loss, as TRL does
+    bnpo        c = w_i / (microbatches * sum over i's microbatch of w_j T_j)
+    e = the c of bnpo, for every loss, as TRL does
 
-w_i is 1/N in life. Because nothing else depends on the model, PPO clipping, KL and the entropy
+w_i is 1/N in life; T_i counts the tokens that the loss counts. Because nothing else depends on the model, PPO clipping, KL and the entropy
 bonus need no derivative of their own: `token_coefficients` differentiates two small arrays.
 """
 
@@ -68,14 +68,14 @@ class Objective:
         return self.weighted(scores, batch, self.token_weights(batch))
 
     def token_weights(self, batch: UpdateBatch) -> TokenWeights:
-        """C and e of the module docstring, zero outside the response."""
-        rollouts = batch.rollouts
-        weight_N, tokens_N = rollouts.weight_N, rollouts.tokens_N.to(rollouts.weight_N.dtype)
+        """c and e of the module docstring, zero where the loss does not count."""
+        weight_N, counted_NS = batch.rollouts.weight_N, batch.counted_NS
+        tokens_N = counted_NS.sum(1).to(weight_N.dtype)
         share_N = _microbatch_share(batch, tokens_N)
         if self.loss == "reinforce":
             per_token_N = weight_N
         elif self.loss == "grpo":
-            per_token_N = weight_N / tokens_N
+            per_token_N = weight_N / tokens_N.clamp_min(1.0)
         elif self.loss == "dr_grpo":
             assert self.max_completion_length is not None  # checked at construction
             per_token_N = weight_N / self.max_completion_length
@@ -83,20 +83,19 @@ class Objective:
             per_token_N = weight_N / (weight_N * tokens_N).sum()
         else:
             per_token_N = share_N
-        response_NS = rollouts.response_NS
 
         def spread(x_N: Tensor) -> Tensor:
-            return torch.where(response_NS, x_N[:, None], 0.0)
+            return torch.where(counted_NS, x_N[:, None], 0.0)
 
         return TokenWeights(spread(per_token_N), spread(share_N))
 
     def weighted(self, scores: Scores, batch: UpdateBatch, weights: TokenWeights) -> Tensor:
         """The loss of a batch, or of a part of one under the whole's weights."""
-        response_NS = batch.rollouts.response_NS
+        counted_NS = batch.counted_NS
         dtype = torch.promote_types(scores.logprob_NS.dtype, torch.float32)
-        logprob_NS = _inside(scores.logprob_NS, response_NS, dtype)
+        logprob_NS = _inside(scores.logprob_NS, counted_NS, dtype)
         policy_NS, entropy_NS = (w_NS.to(dtype) for w_NS in weights)
-        advantage_NS = _inside(batch.advantage_NS, response_NS, dtype)
+        advantage_NS = _inside(batch.advantage_NS, counted_NS, dtype)
         if self.loss == "reinforce":
             token_loss_NS = -advantage_NS * logprob_NS
         else:
@@ -109,18 +108,18 @@ class Objective:
             token_loss_NS = token_loss_NS + self.beta * self._kl(logprob_NS, batch, dtype)
         loss = (policy_NS * token_loss_NS).sum()
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * (entropy_NS * scores.entropy_NS.to(dtype)).sum()
+            bonus_NS = entropy_NS * _inside(scores.entropy_NS, counted_NS, dtype)
+            loss = loss - self.entropy_coef * bonus_NS.sum()
         return loss
 
     def _ratio(self, logprob_NS: Tensor, batch: UpdateBatch, dtype: torch.dtype) -> Tensor:
-        response_NS = batch.rollouts.response_NS
         if batch.old_logprob_NS is None:
             old_NS = logprob_NS.detach()
         else:
-            old_NS = _inside(batch.old_logprob_NS, response_NS, dtype)
+            old_NS = _inside(batch.old_logprob_NS, batch.counted_NS, dtype)
         logratio_NS = logprob_NS - old_NS
         if self.ratio == "sequence":
-            tokens_N1 = batch.rollouts.tokens_N[:, None].to(dtype)
+            tokens_N1 = batch.counted_NS.sum(1, keepdim=True).clamp_min(1).to(dtype)
             logratio_NS = (logratio_NS.sum(1, keepdim=True) / tokens_N1).expand_as(logratio_NS)
         return logratio_NS.exp()
 
@@ -130,7 +129,7 @@ class Objective:
                 f"beta is {self.beta} but the batch has no ref_logprob_NS: record the reference "
                 "model's log-probs, or set `update.beta` to 0."
             )
-        gap_NS = _inside(batch.ref_logprob_NS, batch.rollouts.response_NS, dtype) - logprob_NS
+        gap_NS = _inside(batch.ref_logprob_NS, batch.counted_NS, dtype) - logprob_NS
         if self.kl == "k1":
             return -gap_NS
         if self.kl == "k2":
@@ -154,14 +153,17 @@ def token_coefficients(objective: Objective, scores: Scores, batch: UpdateBatch)
 
 
 def _microbatch_share(batch: UpdateBatch, tokens_N: Tensor) -> Tensor:
-    """1 / (microbatches * tokens of the rollout's microbatch): a mean of microbatch means."""
+    """A mean of microbatch means: w_i over the weighted tokens of its microbatch."""
     if batch.microbatch_N is None:
         index_N = torch.zeros_like(batch.rollouts.prompt_N)
     else:
         _, index_N = torch.unique(batch.microbatch_N, return_inverse=True)
     count = int(index_N.max()) + 1
+    weight_N = batch.rollouts.weight_N
     totals = torch.zeros(count, dtype=tokens_N.dtype, device=tokens_N.device)
-    return 1 / (count * totals.index_add(0, index_N, tokens_N)[index_N])
+    totals = totals.index_add(0, index_N, weight_N * tokens_N)
+    # A microbatch without counted tokens contributes nothing, as in TRL.
+    return weight_N / (count * totals.clamp_min(torch.finfo(totals.dtype).tiny)[index_N])
 
 
 def _inside(x_NS: Tensor, response_NS: Tensor, dtype: torch.dtype) -> Tensor:

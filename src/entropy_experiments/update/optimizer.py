@@ -22,7 +22,7 @@ SGD_KEYS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize
 
 
 def read_state(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> OptimizerState:
-    """The state of a live Adam, AdamW or SGD; `names` are the tensors it was built with."""
+    """A copy of the state of an Adam, AdamW or SGD; `names` are the tensors it was built with."""
     name_of = {id(value): name for name, value in names.items()}
     groups: list[Any] = []
     state: dict[str, dict[str, Any]] = {}
@@ -36,7 +36,11 @@ def read_state(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) ->
         group_names = tuple(name_of[id(p)] for p in group["params"])
         groups.append(_group(optimizer, group, group_names))
         for name in group_names:
-            entry = {k: v for k, v in optimizer.state.get(names[name], {}).items() if v is not None}
+            entry = {
+                key: value.detach().clone() if isinstance(value, Tensor) else value
+                for key, value in optimizer.state.get(names[name], {}).items()
+                if value is not None
+            }
             if entry:
                 state[name] = entry
     return OptimizerState(groups=tuple(groups), state=state)

@@ -43,5 +43,5 @@ def sgd_direction(
         parts["momentum"][name] = -scale * of_buffer * past
         parts["decay"][name] = -scale * of_d * group.weight_decay * theta
         parts["gradient"][name] = -scale * of_d * sign * factor * g
-        preconditioner[name] = torch.full_like(theta, scale * of_d)
+        preconditioner[name] = torch.full_like(theta, scale * of_d * sign)
     return direction_like(params, parts, optimizer.lr, preconditioner, factor)
