@@ -46,6 +46,8 @@ _HOME = {
     "resampled": "estimate.resampled",
 }
 
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:

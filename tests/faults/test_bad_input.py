@@ -27,8 +27,10 @@ from entropy_experiments.types import AdamGroup, OptimizerState, check_params
 from entropy_experiments.update.adamw import adamw_direction
 from entropy_experiments.update.sgd import sgd_direction
 from oracles.cases import case, random_direction
+from oracles.enumeration import all_rollouts
 from oracles.markov import MarkovPolicy
 from oracles.tabular import TabularPolicy
+from oracles.transformer import TransformerPolicy
 
 
 @pytest.fixture
@@ -357,8 +359,6 @@ def test_top_p_support():
     """A truncated law: sloped on its frozen support, refused when the support moves."""
     wide = TabularPolicy.random(0, vocabulary=5, horizon=3)
     policy = replace(wide, top_p=0.8)
-    from oracles.enumeration import all_rollouts
-
     listed = all_rollouts(wide)
     with torch.no_grad():
         logp_N = policy.score(policy.params, listed).logprob_NS.sum(1)
@@ -404,3 +404,109 @@ def test_a_sampler_that_reuses_old_rollouts(oracle):
             0.1,
             generator=torch.Generator(),
         )
+
+
+def test_reduced_matmul_precision(oracle):
+    """fp32 at TF32 precision is refused; fp64 does not care."""
+    policy = TransformerPolicy(0, dtype=torch.float32)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(RuntimeError, match=r"set_float32_matmul_precision\('highest'\)"):
+            entropy_level(policy, oracle.rollouts)
+        entropy_level(oracle.policy, oracle.rollouts)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_stale_rollouts_that_cannot_speak_are_not_trusted():
+    policy = MarkovPolicy.random(0, horizon=60)
+    old = {"table": policy.params["table"] + 0.5 * policy.direction(3).total["table"]}
+    rollouts = policy.draw(16, 4, torch.Generator().manual_seed(0), params=old)
+    with torch.no_grad():
+        behaviour_NS = policy.score(old, rollouts).logprob_NS
+    stale = replace(rollouts, behaviour_logprob_NS=behaviour_NS)
+    for found in (
+        entropy_level(policy, stale),
+        first_order(policy, stale, policy.direction(1), repackings=0),
+        first_order(policy, stale, policy.direction(1), mode="reverse", repackings=0),
+        curvature(policy, stale, policy.direction(1), repackings=0),
+        measured(policy, stale, policy.direction(1), 0.001, repackings=0),
+    ):
+        assert any("effective sample size" in reason for reason in found.why_not)
+
+
+def test_truncated_laws_have_no_differences(oracle):
+    policy = replace(oracle.policy, top_p=0.9)
+    with pytest.raises(ValueError, match="step over changes of the truncated law"):
+        first_order(policy, oracle.rollouts, oracle.direction, mode="central")
+    with pytest.raises(ValueError, match=r"Curvature of a top_p = 0\.9 law"):
+        curvature(policy, oracle.rollouts, oracle.direction)
+    stale = replace(
+        oracle.rollouts, behaviour_logprob_NS=torch.zeros(oracle.rollouts.tokens_NS.shape)
+    )
+    with pytest.raises(ValueError, match="no weight repairs that"):
+        measured(policy, stale, oracle.direction, 0.1)
+    blind = MarkovPolicy.random(0, horizon=5)
+    blind.top_p = 0.9
+    rollouts = blind.draw(4, 1, torch.Generator().manual_seed(0))
+    with pytest.raises(TypeError, match="no method `support`"):
+        measured(blind, rollouts, blind.direction(0), 1e-9, repackings=0)
+
+
+def test_a_step_too_small_for_the_parameters_dtype():
+    policy = TransformerPolicy(0, dtype=torch.float32)
+    rollouts = all_rollouts(policy)
+    direction = random_direction(policy, 0)
+    found = measured(policy, rollouts, direction, 1e-7, prompts="fixed", repackings=0)
+    assert any("lost when theta + eta v is stored" in reason for reason in found.why_not)
+    fine = measured(policy, rollouts, direction, 1e-3, prompts="fixed", repackings=0)
+    assert fine.diagnostics["step_rounding"] < 1e-3
+
+
+def test_losses_count_response_tokens_only():
+    with pytest.raises(ValueError, match="loss_NS counts tokens that are not in the response"):
+        UpdateBatch(
+            rollouts=build(),
+            advantage_NS=torch.zeros(2, 4),
+            loss_NS=torch.ones(2, 4, dtype=torch.bool),
+        )
+
+
+def test_reasons_for_doubt_reach_the_verdict():
+    """Too many samples needed; below the noise floor; a difference below it is agreement."""
+    policy = TransformerPolicy(3, dtype=torch.float32, width=128)
+    rollouts = all_rollouts(policy)
+    direction = random_direction(policy, 3, size=0.05)
+    tiny = measured(policy, rollouts, direction, 1e-9, prompts="fixed")
+    assert any("below the noise floor" in reason for reason in tiny.why_not)
+    real = measured(policy, rollouts, direction, 1e-2, prompts="fixed")
+    assert not any("noise floor" in reason for reason in real.why_not)
+    assert not any("noise floor" in reason for reason in (real - real).why_not)
+    markov = MarkovPolicy.random(0, horizon=100)
+    few = markov.draw(6, 1, torch.Generator().manual_seed(0))
+    far = measured(markov, few, markov.direction(1), 0.6, repackings=0)
+    assert any("exp(KL)" in reason for reason in far.why_not)
+
+
+def test_reverse_mode_has_no_interval_and_gives_none(oracle):
+    fixed = {"prompts": "fixed", "repackings": 0}
+    call = (oracle.policy, oracle.rollouts, oracle.direction)
+    reverse = first_order(*call, mode="reverse", **fixed)
+    forward = first_order(*call, **fixed)
+    assert reverse.interval is None
+    assert (reverse - forward).stderr is None
+    assert "no standard error" in reverse.why_not[0]
+    terms = forward.diagnostics
+    assert reverse.diagnostics["direct"] == pytest.approx(terms["direct"].value, rel=1e-9)
+    assert reverse.diagnostics["state"] == pytest.approx(terms["state"].value, rel=1e-9)
+    scaled = 0.5 * forward
+    assert scaled.diagnostics["direct"].value == pytest.approx(0.5 * terms["direct"].value)
+
+
+def test_two_small_samples_do_not_make_a_population():
+    policy = MarkovPolicy.random(0, horizon=20)
+    a, b = (policy.draw(4, 4, torch.Generator().manual_seed(s)) for s in (0, 1))
+    b = replace(b, prompt_N=b.prompt_N + 100)
+    difference = entropy_level(policy, a) - entropy_level(policy, b)
+    assert difference.interval is None
+    assert "4 prompts" in difference.why_not[0]

@@ -137,6 +137,24 @@ def test_half_precision_logits_are_summed_in_fp32():
         assert float((got - want).abs().max()) < FP32_ENTROPY
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_heads_are_multiplied_in_fp32(autocast):
+    """bf16 states and head, fp32 states with a bf16 head: the error is that of fp32, not bf16."""
+    hidden_TD, head_VD = draw(6, 32).bfloat16(), draw(500, 32, seed=1).bfloat16()
+    token_T = torch.arange(6)
+    truth = plain(hidden_TD.double() @ head_VD.double().T, token_T)
+    with torch.autocast("cpu", enabled=autocast):
+        for states_TD in (hidden_TD, hidden_TD.float()):
+            leaf_TD = states_TD.clone().requires_grad_()
+            found = token_scores_from_hidden(leaf_TD, head_VD, token_T)
+            for got, want in zip(found, truth):
+                assert float((got.detach() - want).abs().max()) < FP32_ENTROPY
+            (g_TD,) = torch.autograd.grad(found[1].sum(), leaf_TD)
+            assert g_TD.dtype == states_TD.dtype
+    rounded = plain((hidden_TD @ head_VD.T).double(), token_T)
+    assert float((rounded[1] - truth[1]).abs().max()) > 100 * FP32_ENTROPY, "bf16 logits do err"
+
+
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0, 12.0])
 def test_fp32_entropy_at_a_large_vocabulary(spread):
     """152k tokens: 1e-5 nats, from logits that are flat, typical and sharp."""
@@ -260,9 +278,8 @@ def test_jackknife_is_leave_one_out(prompts):
     half = stats.t.ppf(0.975, estimate.influences[0].variance()[1]) * estimate.stderr
     assert estimate.interval == pytest.approx((estimate.value - half, estimate.value + half))
     per_prompt = {}
-    for prompt, v in zip(
-        prompt_N.unique().tolist() if prompts == "population" else prompt_N.tolist(), values
-    ):
+    owners = prompt_N.unique() if prompts == "population" else prompt_N
+    for prompt, v in zip(owners.tolist(), values):
         per_prompt[prompt] = per_prompt.get(prompt, 0.0) + v
     assert estimate.per_prompt == pytest.approx(per_prompt)
 

@@ -62,7 +62,7 @@ def all_rollouts(policy: Enumerable) -> Rollouts:
     )
     with torch.no_grad():
         logp_N, _ = _rollout_sums(policy, policy.params, rollouts)
-    return with_weights(rollouts, logp_N.exp() / policy.prompts)
+    return with_weights(rollouts, logp_N.double().exp() / policy.prompts)
 
 
 def with_weights(rollouts: Rollouts, weight_N: Tensor) -> Rollouts:

@@ -66,11 +66,11 @@ class TransformerPolicy:
         self.temperature, self.top_p, self.chunk = temperature, top_p, None
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.model = Backbone(vocabulary, prompts, horizon + 2 * prompts, width, 2).to(dtype)
+            self.model = Backbone(vocabulary, prompts, horizon + 2 * prompts, width, 2).double()
             for parameter in self.model.parameters():
                 # Larger than the default initialisation: laws far from uniform, real attention.
                 nn.init.normal_(parameter, std=0.5)
-        self.model.requires_grad_(False)
+        self.model.to(dtype).requires_grad_(False)
         self.params: Params = dict(self.model.named_parameters())
 
     def prompt_tokens(self, prompt: int) -> list[int]:

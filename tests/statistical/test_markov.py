@@ -204,3 +204,57 @@ def test_coverage_has_teeth():
         naive = replace(rollouts, prompt_N=torch.arange(len(rollouts)))
         missed += not entropy_level(policy, naive, microbatch=ALL_IN_ONE).covers(truth)
     assert stats.binomtest(n - missed, n, 0.95).pvalue < FALSE_ALARM
+
+
+def coverage_if_trusted(form, eta, prompts, per_prompt, replicates):
+    """(share trusted, coverage among those) at a step where the weights begin to matter."""
+    policy = MarkovPolicy.random(0)
+    direction = policy.direction(10)
+    truth = policy.exact_change(direction, eta)
+    trusted = covered = 0
+    for seed in range(replicates):
+        rollouts = policy.draw(prompts, per_prompt, torch.Generator().manual_seed(seed))
+        (found,) = measured_many(
+            policy,
+            rollouts,
+            {"v": direction},
+            [eta],
+            form=form,
+            repackings=0,
+            microbatch=ALL_IN_ONE,
+        ).values()
+        trusted += found.trusted
+        covered += found.trusted and found.covers(truth)
+    print(f"\n{form} eta {eta} {prompts}x{per_prompt}: trusted {trusted}, covered {covered}")
+    return trusted / replicates, covered / max(trusted, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompts", "per_prompt"), [(8, 4), (64, 4)])
+@pytest.mark.parametrize("form", ["snis", "per_decision"])
+def test_trust_protects_coverage(form, prompts, per_prompt):
+    """Weights worsen with eta; what is still called trusted covers at least 9 times in 10."""
+    shares = []
+    for eta in (0.03, 0.06, 0.1, 0.15, 0.3):
+        share, coverage = coverage_if_trusted(form, eta, prompts, per_prompt, 400)
+        shares.append(share)
+        if share > 0.25:  # fewer say little about coverage
+            assert coverage > 0.9, (eta, share, coverage)
+    assert shares[0] > 0.98, "a small step is trusted"
+    assert shares[-1] < 0.25, "a huge one is not"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["matched", "to_go"])
+def test_tail_check_rarely_alarms(form):
+    """Ordinary slopes of 32 prompts with one rollout each: refused in at most 5 of 100."""
+    policy = MarkovPolicy.random(0)
+    direction = policy.direction(10)
+    alarms = 0
+    for seed in range(400):
+        rollouts = policy.draw(32, 1, torch.Generator().manual_seed(seed))
+        found = first_order(
+            policy, rollouts, direction, form=form, repackings=0, microbatch=ALL_IN_ONE
+        )
+        alarms += not found.trusted
+    assert alarms <= 20

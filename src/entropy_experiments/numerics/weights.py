@@ -21,8 +21,9 @@ from entropy_experiments.types import Rollouts
 
 K_HAT_MIN_ROLLOUTS = 100
 K_HAT_ESS_FRACTION = 0.99
-ESS_FRACTION_MIN = 0.5
-"""Below, intervals on the Markov policy stop covering (docs/LOG.md)."""
+ESS_FLOOR = {"snis": 0.7, "per_decision": 0.2}
+"""ESS/N below which intervals on the Markov policy stop covering (docs/LOG.md). Per decision it is
+the worst position's, and most tokens have better weights."""
 REACHED = 0.1
 LOG_MAX = 700.0
 
@@ -32,6 +33,7 @@ class WeightDiagnostics:
     rollouts: int
     ess: float
     ess_fraction: float
+    ess_floor: float
     w_max: float
     """Largest and smallest weight relative to the mean weight."""
     w_min: float
@@ -47,7 +49,7 @@ class WeightDiagnostics:
     @property
     def why_not(self) -> tuple[str, ...]:
         n, reasons = self.rollouts, []
-        if self.ess_fraction < ESS_FRACTION_MIN:
+        if self.ess_fraction < self.ess_floor:
             reasons.append(
                 f"effective sample size {self.ess:.1f} of {n}: the step is too large for these "
                 "rollouts to speak for it"
@@ -106,6 +108,7 @@ def diagnose(
         rollouts=len(base_N),
         ess=fraction * len(base_N),
         ess_fraction=fraction,
+        ess_floor=ESS_FLOOR["per_decision" if per_decision else "snis"],
         w_max=float(relative_N.max()),
         w_min=float(relative_N.min()),
         clip_fraction=0.0 if clip is None else float((used.abs() > clip).double().mean()),

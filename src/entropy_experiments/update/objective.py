@@ -10,8 +10,9 @@ masks alone and carry every normaliser, so a microbatch's share of the loss is e
     bnpo        c = w_i / (microbatches * sum over i's microbatch of w_j T_j)
     e = the c of bnpo, for every loss, as TRL does
 
-w_i is 1/N in life; T_i counts the tokens that the loss counts. Because nothing else depends on the model, PPO clipping, KL and the entropy
-bonus need no derivative of their own: `token_coefficients` differentiates two small arrays.
+w_i is 1/N in life; T_i counts the tokens that the loss counts. Because nothing else depends on the
+model, PPO clipping, KL and the entropy bonus need no derivative of their own: `token_coefficients`
+differentiates two small arrays.
 """
 
 from __future__ import annotations
