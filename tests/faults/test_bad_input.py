@@ -473,7 +473,7 @@ def test_losses_count_response_tokens_only():
 
 
 def test_reasons_for_doubt_reach_the_verdict():
-    """Too many samples needed; below the noise floor; a difference below it is agreement."""
+    """A change below the noise floor is doubted; a difference below it is agreement."""
     policy = TransformerPolicy(3, dtype=torch.float32, width=128)
     rollouts = all_rollouts(policy)
     direction = random_direction(policy, 3, size=0.05)
@@ -482,10 +482,6 @@ def test_reasons_for_doubt_reach_the_verdict():
     real = measured(policy, rollouts, direction, 1e-2, prompts="fixed")
     assert not any("noise floor" in reason for reason in real.why_not)
     assert not any("noise floor" in reason for reason in (real - real).why_not)
-    markov = MarkovPolicy.random(0, horizon=100)
-    few = markov.draw(6, 1, torch.Generator().manual_seed(0))
-    far = measured(markov, few, markov.direction(1), 0.6, repackings=0)
-    assert any("exp(KL)" in reason for reason in far.why_not)
 
 
 def test_reverse_mode_has_no_interval_and_gives_none(oracle):

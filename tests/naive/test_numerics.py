@@ -402,6 +402,15 @@ def test_weight_diagnostics_by_loops(per_decision):
     assert found.k_hat is None, "62 rollouts are too few to ask"
 
 
+def test_samples_needed():
+    """One rollout that the new policy makes e^3 times likelier: three rollouts are too few."""
+    logratio_NS = torch.zeros(3, 2, dtype=torch.float64)
+    logratio_NS[0, 1] = 3.0
+    found = diagnose(logratio_NS, simple_rollouts(torch.arange(3), tokens=1), per_decision=False)
+    assert found.kl == pytest.approx((3 * math.e**3 - math.e**3 + 1) / 3)
+    assert any("exp(KL)" in reason and "3 were given" in reason for reason in found.why_not)
+
+
 def test_clip_fraction():
     rollouts = simple_rollouts(torch.arange(4), tokens=2)
     logratio_NS = torch.zeros(4, 3, dtype=torch.float64)
