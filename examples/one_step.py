@@ -23,7 +23,6 @@ from entropy_experiments import (
     UpdateBatch,
     compute_update_vector_adamw,
     curvature,
-    first_order,
     first_order_by_part,
     loss_gradient,
     measured_many,
@@ -142,12 +141,11 @@ def main() -> None:
 
     prompt_E = torch.arange(PROMPTS).repeat_interleave(24)
     rollouts = policy.sample(policy.params, prompt_E, generator)
-    common = {"microbatch": len(rollouts)}
-    slope = first_order(policy, rollouts, direction, **common)
-    by_part = first_order_by_part(policy, rollouts, direction, repackings=0, **common)
-    bend = curvature(policy, rollouts, direction, repackings=0, **common)
     etas = [LR * factor for factor in (0.125, 0.5, 1, 2, 4)]
-    changes = measured_many(policy, rollouts, {"step": direction}, etas, **common)
+    changes = measured_many(policy, rollouts, {"step": direction}, etas, microbatch=len(rollouts))
+    common = {"microbatch": len(rollouts), "repackings": 0}  # one noise floor will do
+    by_part = first_order_by_part(policy, rollouts, direction, **common)
+    slope, bend = by_part.total, curvature(policy, rollouts, direction, **common)
 
     def sampler(params: Params, generator: torch.Generator) -> Rollouts:
         return policy.sample(params, prompt_E, generator)

@@ -37,7 +37,7 @@ _HOME = {
     "Case": "estimate.measured",
     "curvature": "estimate.curvature",
     "entropy_gradient": "estimate.gradient",
-    "entropy_level": "estimate.measured",
+    "entropy_level": "estimate.level",
     "first_order": "estimate.first_order",
     "first_order_by_part": "estimate.first_order",
     "measured": "estimate.measured",

@@ -27,7 +27,7 @@ from entropy_experiments.estimate.ratio import (
     taylor,
 )
 from entropy_experiments.numerics.derivatives import How, pushforward2
-from entropy_experiments.numerics.sums import by_prompt, jackknife, whole
+from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import (
     Direction,
     Estimand,
@@ -75,10 +75,10 @@ def curvature(
 
     def value_of(packed: Rollouts, size: int) -> float:
         sums_NM = _sums(policy, packed, direction, estimand, mode, size)
-        return jackknife(_curvature, sums_NM, packed, estimand)[0]
+        return point(_curvature, sums_NM, packed)
 
     sums_NM = _sums(policy, rollouts, direction, estimand, mode, microbatch)
-    here = jackknife(_curvature, sums_NM, rollouts, estimand)[0]
+    here = point(_curvature, sums_NM, rollouts)
     base = None
     if rollouts.behaviour_logprob_NS is not None:
         base = score_all(policy, policy.params, rollouts, microbatch=microbatch)

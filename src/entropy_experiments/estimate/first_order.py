@@ -34,7 +34,7 @@ from entropy_experiments.estimate.ratio import (
     stale_reasons,
 )
 from entropy_experiments.numerics.derivatives import How, dot, dual, pushforward
-from entropy_experiments.numerics.sums import by_prompt, jackknife, whole
+from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import (
     Attribution,
     Direction,
@@ -118,10 +118,10 @@ def first_order(
         return _sums(policy, packed, v, estimand, mode, baseline, size, shared)
 
     def value_of(packed: Rollouts, size: int) -> float:
-        return jackknife(_slope, sums_of(packed, size), packed, estimand)[0]
+        return point(_slope, sums_of(packed, size), packed)
 
     sums_NM = sums_of(rollouts, microbatch, base)
-    here = jackknife(_slope, sums_NM, rollouts, estimand)[0]
+    here = point(_slope, sums_NM, rollouts)
     return by_prompt(
         _slope,
         sums_NM,

@@ -16,24 +16,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from entropy_experiments.estimate.noise import REPACKINGS, repackings_of, spread
+from entropy_experiments.estimate.noise import REPACKINGS, repackings_of
 from entropy_experiments.estimate.ratio import (
     drawn_with,
     estimand_of,
     payload,
-    ratio,
     ratio_sums,
     score_all,
-    stale_reasons,
 )
+from entropy_experiments.estimate.support import Support
 from entropy_experiments.numerics.derivatives import norm, shifted
-from entropy_experiments.numerics.sums import by_prompt, jackknife
+from entropy_experiments.numerics.sums import by_prompt, point
 from entropy_experiments.numerics.weights import diagnose
 from entropy_experiments.types import (
     Direction,
     Estimand,
     Estimate,
-    NucleusPolicy,
     Params,
     Policy,
     Rollouts,
@@ -51,46 +49,6 @@ class Case(NamedTuple):
     direction: str
     eta: float
     clip: float | None = None
-
-
-def entropy_level(
-    policy: Policy,
-    rollouts: Rollouts,
-    *,
-    form: Form = "per_decision",
-    unit: Unit = "token",
-    entropy: Entropy = "rao_blackwell",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
-    microbatch: int = 8,
-    base: Scores | None = None,
-    repackings: int = 0,
-) -> Estimate:
-    """H of the policy itself."""
-    estimand = estimand_of(
-        policy, prompts=prompts, unit=unit, form=form, entropy=entropy, horizon=horizon
-    )
-    base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
-
-    def sums_of(scores: Scores, packed: Rollouts) -> Tensor:
-        moved_NS = scores.logprob_NS - drawn_with(scores, packed)
-        return torch.stack(ratio_sums(payload(scores, estimand), moved_NS, packed, estimand), 1)
-
-    def value_of(packed: Rollouts, size: int) -> float:
-        scores = score_all(policy, policy.params, packed, microbatch=size)
-        return jackknife(ratio, sums_of(scores, packed), packed, estimand)[0]
-
-    sums_NM = sums_of(base, rollouts)
-    here = jackknife(ratio, sums_NM, rollouts, estimand)[0]
-    return by_prompt(
-        ratio,
-        sums_NM,
-        rollouts,
-        estimand,
-        noise_floor=spread(value_of, here, rollouts, microbatch, count=repackings),
-        why_not=stale_reasons(base, rollouts, estimand),
-        diagnostics={"truncated": rollouts.truncated_share},
-    )
 
 
 def measured(
@@ -144,14 +102,14 @@ def measured_many(
 
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
     floors = _noise_floors(policy, rollouts, base, estimand, clips, microbatch, repackings)
-    support_NS = _support(policy, policy.params, rollouts, microbatch)
+    support = Support(policy, rollouts, microbatch)
     out: dict[Case, Estimate] = {}
     for name, direction in directions.items():
         total = direction.total
         for eta in steps:
             params = shifted(policy.params, total, eta)
             rounding = step_rounding(policy.params, params, total, eta)
-            _refuse_moved_support(policy, params, rollouts, microbatch, support_NS, eta)
+            support.refuse_if_moved(params, eta)
             moved = score_all(policy, params, rollouts, microbatch=microbatch)
             for clip in clips:
                 out[Case(name, eta, clip)] = change(
@@ -261,42 +219,5 @@ def _noise_floors(
         again = Scores(*(packing.restored(x_NS) for x_NS in again))
         for clip in clips:
             sums_N4, _ = _change_sums(base, again, rollouts, estimand, clip)
-            means = (rollouts.weight_N[:, None] * sums_N4).sum(0)
-            squares[clip].append(float(_difference(*means)) ** 2)
+            squares[clip].append(point(_difference, sums_N4, rollouts) ** 2)
     return {clip: (sum(s) / count) ** 0.5 if count else None for clip, s in squares.items()}
-
-
-def _support(policy: Policy, params: Params, rollouts: Rollouts, microbatch: int) -> Tensor | None:
-    """Fingerprints of the top-p supports; None for the full softmax."""
-    if policy.top_p >= 1:
-        return None
-    if not isinstance(policy, NucleusPolicy):
-        raise TypeError(
-            f"The policy has top_p = {policy.top_p:g} but no method `support`, without which a "
-            "moved support would go unseen. See numerics.entropy.response_support."
-        )
-    out_NS = torch.zeros_like(rollouts.tokens_NS)
-    with torch.no_grad():
-        for rows_N, columns, part in rollouts.split(microbatch):
-            out_NS[rows_N, columns] = policy.support(params, part)
-    return out_NS
-
-
-def _refuse_moved_support(
-    policy: Policy,
-    params: Params,
-    rollouts: Rollouts,
-    microbatch: int,
-    here_NS: Tensor | None,
-    eta: float,
-) -> None:
-    there_NS = _support(policy, params, rollouts, microbatch)
-    if here_NS is None or there_NS is None:
-        return
-    moved = rollouts.response_NS & (here_NS != there_NS)
-    if moved.any():
-        raise ValueError(
-            f"At eta = {eta:g} the top_p = {policy.top_p:g} support changes at {int(moved.sum())} "
-            f"of {int(rollouts.response_NS.sum())} tokens: the entropy of a truncated law jumps "
-            "there and cannot be measured by reweighting. Use a smaller eta, or top_p = 1."
-        )

@@ -100,10 +100,6 @@ def stale_reasons(base: Scores | None, rollouts: Rollouts, estimand: Estimand) -
     return tuple(f"stale rollouts: {reason}" for reason in found.why_not)
 
 
-def ratio(top: Tensor, bottom: Tensor) -> Tensor:
-    return top / bottom
-
-
 def taylor(f: Callable[[Tensor], tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor, ...]:
     """(A, B, A', B', A'', B'') of a curve f(e) = (A, B) at e = 0."""
     zero, one = like.new_zeros(()), like.new_ones(())

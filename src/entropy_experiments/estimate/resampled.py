@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from entropy_experiments.estimate.measured import entropy_level
+from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.types import (

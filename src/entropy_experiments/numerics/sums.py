@@ -15,7 +15,6 @@ from entropy_experiments.types.rollouts import WEIGHT_TOLERANCE
 Statistic = Callable[..., Tensor]
 """A smooth function of M means, written elementwise: it must accept tensors of any one shape."""
 
-
 TAIL_UNITS = 20
 TAIL_FREEDOM = 3.0
 """Fewer effective degrees of freedom than this among 20 or more units: one unit is the estimate."""
@@ -57,6 +56,11 @@ def by_prompt(
         diagnostics=diagnostics,
         why_not=(*why_not, *(tail_check(influence) if check_tail else ())),
     )
+
+
+def point(statistic: Statistic, sums_NM: Tensor, rollouts: Rollouts) -> float:
+    """`statistic` of the weighted means, without an error bar."""
+    return float(statistic(*(rollouts.weight_N[:, None] * sums_NM).sum(0)))
 
 
 def jackknife(

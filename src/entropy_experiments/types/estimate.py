@@ -124,7 +124,7 @@ class Influence:
         ids = self.prompt_C.to("cpu", torch.int64).numpy().tobytes()
         # Prompts of a population pair up whatever was sampled for them; rollouts of a fixed
         # set pair up only with themselves.
-        name = "population" if one_stratum and len(self.prompt_C.unique()) > 1 else self.sample
+        name = "population" if one_stratum and self.prompts > 1 else self.sample
         return f"{name}:{hashlib.sha256(ids).hexdigest()[:16]}"
 
 
@@ -259,10 +259,10 @@ def combine(terms: Iterable[tuple[float, Estimate]]) -> Estimate:
     blocks: dict[str, Influence] = {}
     for factor, estimate in terms:
         for influence in estimate.influences:
-            scaled_C = factor * influence.value_C
-            if influence.key in blocks:
-                scaled_C = blocks[influence.key].value_C + scaled_C
-            blocks[influence.key] = replace(influence, value_C=scaled_C)
+            key, scaled_C = influence.key, factor * influence.value_C
+            if key in blocks:
+                scaled_C = blocks[key].value_C + scaled_C
+            blocks[key] = replace(influence, value_C=scaled_C)
     if not all(estimate.influences for _, estimate in terms):
         blocks = {}  # a term without an error bar leaves the combination without one
     first = terms[0][1]
@@ -316,12 +316,11 @@ def _scaled(factor: float, diagnostics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_overlap(blocks: tuple[Influence, ...]) -> None:
-    for i, a in enumerate(blocks):
-        for b in blocks[i + 1 :]:
-            shared = set(a.prompt_C.tolist()) & set(b.prompt_C.tolist())
-            if shared:
-                raise ValueError(
-                    f"These estimates share {len(shared)} of their prompts, not all: neither a "
-                    "paired nor an independent interval is right. Estimate both on the same "
-                    "prompts, or on disjoint ones."
-                )
+    for a, b in combinations(blocks, 2):
+        shared = set(a.prompt_C.tolist()) & set(b.prompt_C.tolist())
+        if shared:
+            raise ValueError(
+                f"These estimates share {len(shared)} of their prompts, not all: neither a paired "
+                "nor an independent interval is right. Estimate both on the same prompts, or on "
+                "disjoint ones."
+            )

@@ -1,0 +1,63 @@
+"""H itself: the entropy of the policy that is probed, per token or per sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.estimate.noise import spread
+from entropy_experiments.estimate.ratio import (
+    drawn_with,
+    estimand_of,
+    payload,
+    ratio_sums,
+    score_all,
+    stale_reasons,
+)
+from entropy_experiments.numerics.sums import by_prompt, point
+from entropy_experiments.types import Estimate, Policy, Rollouts, Scores
+from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
+
+
+def entropy_level(
+    policy: Policy,
+    rollouts: Rollouts,
+    *,
+    form: Form = "per_decision",
+    unit: Unit = "token",
+    entropy: Entropy = "rao_blackwell",
+    prompts: Prompts = "population",
+    horizon: int | None = None,
+    microbatch: int = 8,
+    base: Scores | None = None,
+    repackings: int = 0,
+) -> Estimate:
+    """H of the policy itself."""
+    estimand = estimand_of(
+        policy, prompts=prompts, unit=unit, form=form, entropy=entropy, horizon=horizon
+    )
+    base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
+
+    def sums_of(scores: Scores, packed: Rollouts) -> Tensor:
+        moved_NS = scores.logprob_NS - drawn_with(scores, packed)
+        return torch.stack(ratio_sums(payload(scores, estimand), moved_NS, packed, estimand), 1)
+
+    def value_of(packed: Rollouts, size: int) -> float:
+        scores = score_all(policy, policy.params, packed, microbatch=size)
+        return point(_ratio, sums_of(scores, packed), packed)
+
+    sums_NM = sums_of(base, rollouts)
+    here = point(_ratio, sums_NM, rollouts)
+    return by_prompt(
+        _ratio,
+        sums_NM,
+        rollouts,
+        estimand,
+        noise_floor=spread(value_of, here, rollouts, microbatch, count=repackings),
+        why_not=stale_reasons(base, rollouts, estimand),
+        diagnostics={"truncated": rollouts.truncated_share},
+    )
+
+
+def _ratio(top: Tensor, bottom: Tensor) -> Tensor:
+    return top / bottom
