@@ -15,8 +15,6 @@ from entropy_experiments.types import Rollouts, Scores, UpdateBatch
 from entropy_experiments.update.objective import Objective, token_coefficients
 from tolerances import TRL
 
-trl = pytest.importorskip("trl", minversion="1.16")
-
 MICROBATCHES, PER_MICROBATCH, PROMPT, WIDTH, MAX_LENGTH = 2, 4, 3, 9, 16
 N = MICROBATCHES * PER_MICROBATCH
 

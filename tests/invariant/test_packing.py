@@ -208,9 +208,21 @@ def test_any_lengths_go_through_every_stage(lengths, seed):
         response_NS=response_NS,
         prompt_N=torch.arange(len(lengths)),
     )
-    found = first_order(policy, rollouts, random_direction(policy, 1), **COMMON)
-    assert found.diagnostics["tokens_N"].tolist() == [r for _, r in lengths]
-    assert abs(found.value) < 1e3
+    direction = random_direction(policy, 1)
+    forward, reverse = (
+        first_order(policy, rollouts, direction, mode=mode, **COMMON) for mode in ("jvp", "reverse")
+    )
+    assert forward.diagnostics["tokens_N"].tolist() == [r for _, r in lengths]
+    assert_close(forward.value, reverse.value, 1e3 * INVARIANT)
+    eta = 1e-5
+    change = measured(policy, rollouts, direction, eta, **COMMON)
+    assert_close(change.value / eta, forward.value, 1e-2)
+    batch = UpdateBatch(
+        rollouts=rollouts, advantage_NS=torch.ones(rollouts.tokens_NS.shape, dtype=torch.float64)
+    )
+    found = loss_gradient(policy, batch, Objective(loss="reinforce"))
+    scores = policy.score(policy.params, rollouts)
+    assert_close(found.loss, -float(scores.logprob_NS.sum()) / len(lengths), INVARIANT)
 
 
 def test_doubling_the_batch_changes_nothing(oracle):
