@@ -106,7 +106,19 @@ def test_coverage_of_a_small_sample():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "per_prompt"),
-    [(4, 8), (16, 2), (32, 1), (4, 16), (8, 8), (16, 4), (64, 1), (8, 32), (16, 16), (64, 4)],
+    [
+        (4, 8),
+        (16, 2),
+        (32, 1),
+        (4, 16),
+        (5, 13),
+        (8, 8),
+        (16, 4),
+        (64, 1),
+        (8, 32),
+        (16, 16),
+        (64, 4),
+    ],
 )
 def test_coverage(prompts, per_prompt):
     """N = 32, 64 and 256 over 4 to 64 prompts."""
