@@ -5,7 +5,7 @@ With z = logits / temperature, d = z - max z, e = exp d, s = sum e:
     h = log s - sum(e d) / s        l_y = d_y - log s
     dh/dz = -p (log p + h)          dl_y/dz = onehot_y - p
 
-This form of h errs 1e-6 in fp32 at a 152k vocabulary, where the textbook ones err up to 5e-3.
+In fp32 at a 152k vocabulary this form of h errs below 1e-5, where -sum p log p errs 1e-4.
 Logits of half precision go to fp32 first. Work is done in chunks of tokens, and each chunk's
 derivative rule recomputes its logits, so that [N, S, V] is never in memory.
 
