@@ -5,9 +5,10 @@ import pytest
 import torch
 from arviz_stats.base.array import array_stats
 from torch.func import jvp
-from torch.nn.functional import layer_norm
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
-from entropy_experiments.numerics.derivatives import _double_backward, pushforward2
+from entropy_experiments.numerics.derivatives import _double_backward, pushforward, pushforward2
 from entropy_experiments.numerics.entropy import token_scores
 from entropy_experiments.numerics.weights import pareto_k_hat
 
@@ -69,3 +70,21 @@ def test_arviz_takes_minus_log_weights():
         assert abs(pareto_k_hat(torch.from_numpy(logweights)) - shape) < 0.15
         _, wrong = array_stats.psislw(logweights)
         assert wrong < 0
+
+
+@pytest.mark.parametrize("how", ["jvp", "double_backward"])
+def test_fused_attention_cannot_be_differentiated_and_says_what_to_do(how):
+    """On CPU neither forward mode nor a double backward exists; the MATH kernel has both."""
+    generator = torch.Generator().manual_seed(0)
+    q, v = (torch.randn(1, 2, 8, 4, generator=generator) for _ in range(2))
+
+    def attend(params):
+        return scaled_dot_product_attention(params["q"], params["q"], params["q"])
+
+    with pytest.raises((NotImplementedError, RuntimeError)) as caught:
+        pushforward(attend, {"q": q}, {"q": v}, how=how)
+    assert any("attn_implementation='eager'" in note for note in caught.value.__notes__)
+    with sdpa_kernel(SDPBackend.MATH):
+        _, slope = pushforward(attend, {"q": q}, {"q": v}, how=how)
+    _, difference = pushforward(attend, {"q": q}, {"q": v}, how="central")
+    assert torch.allclose(slope, difference, atol=1e-3)

@@ -16,6 +16,7 @@ from entropy_experiments import (
     curvature,
     entropy_level,
     first_order,
+    first_order_by_part,
     measured,
     measured_many,
     observed,
@@ -162,7 +163,7 @@ def test_direction_from_another_model(oracle, estimator):
 
 def test_directions():
     ones = {"a": torch.ones(2)}
-    with pytest.raises(ValueError, match=r"learning rate 0.0; expected a positive.*update\.lr"):
+    with pytest.raises(ValueError, match=r"learning rate 0.0; expected a positive.* `lr`"):
         Direction(parts={"gradient": ones}, lr=0.0)
     with pytest.raises(ValueError, match="no parts"):
         Direction(parts={}, lr=1.0)
@@ -236,7 +237,7 @@ def test_optimizers():
         adamw_direction(params, {"a": torch.ones(3)}, adam(params))
     with pytest.raises(ValueError, match=r"missing \['b'\], unknown \['z'\]"):
         adamw_direction(params, gradient, adam(params, names=("a", "z")))
-    with pytest.raises(ValueError, match=r"learning rate is 0\.0.*update\.lr"):
+    with pytest.raises(ValueError, match=r"learning rate is 0\.0.* `lr`"):
         adamw_direction(params, gradient, adam(params, lr=0.0))
     with pytest.raises(ValueError, match="type AdamGroup; expected SGDGroup"):
         sgd_direction(params, gradient, adam(params))
@@ -281,7 +282,7 @@ def test_equal_rewards_without_a_baseline(oracle):
 def test_objectives(oracle):
     with pytest.raises(ValueError, match="loss is 'ppo'; expected one of"):
         Objective(loss="ppo")
-    with pytest.raises(ValueError, match=r"update\.max_completion_length"):
+    with pytest.raises(ValueError, match=r"Objective\(max_completion_length="):
         Objective(loss="dr_grpo")
     rollouts = oracle.rollouts
     batch = UpdateBatch(rollouts=rollouts, advantage_NS=torch.zeros(rollouts.tokens_NS.shape))
@@ -326,7 +327,7 @@ def test_few_prompts_have_no_population_interval():
     found = entropy_level(policy, rollouts)
     assert found.interval is None
     assert not found.trusted
-    assert "4 prompts: an interval for a population needs at least 5" in found.why_not
+    assert "4 prompts: an interval for a population needs at least 5" in found.why_not[0]
     with pytest.raises(ValueError, match="has no interval: 4 prompts"):
         found.covers(1.0)
     assert entropy_level(policy, rollouts, prompts="fixed").interval is not None
@@ -506,3 +507,70 @@ def test_two_small_samples_do_not_make_a_population():
     difference = entropy_level(policy, a) - entropy_level(policy, b)
     assert difference.interval is None
     assert "4 prompts" in difference.why_not[0]
+
+
+def test_a_score_that_ignores_its_parameters(oracle):
+    class Deaf(TabularPolicy):
+        def score(self, params, rollouts):
+            return super().score(self.params, rollouts)
+
+    deaf = Deaf(**vars(oracle.policy))
+    with pytest.raises(ValueError, match="functional_call"):
+        first_order(deaf, oracle.rollouts, oracle.direction, repackings=0)
+    with pytest.raises(ValueError, match="functional_call"):
+        measured(deaf, oracle.rollouts, oracle.direction, 0.1, repackings=0)
+    still = Direction(parts={"decay": {"table": torch.zeros_like(deaf.params["table"])}}, lr=1.0)
+    assert measured(deaf, oracle.rollouts, still, 0.1, prompts="fixed", repackings=0).value == 0.0
+
+
+def test_dropout_left_on(oracle):
+    class Moody(TabularPolicy):
+        def score(self, params, rollouts):
+            return Scores(*(x + 0.1 * torch.rand(()) for x in super().score(params, rollouts)))
+
+    moody = Moody(**vars(oracle.policy))
+    for call in (
+        lambda: entropy_level(moody, oracle.rollouts),
+        lambda: first_order(moody, oracle.rollouts, oracle.direction),
+        lambda: measured(moody, oracle.rollouts, oracle.direction, 0.1),
+        lambda: curvature(moody, oracle.rollouts, oracle.direction),
+    ):
+        with pytest.raises(ValueError, match=r"Is dropout on\? Call model\.eval\(\)"):
+            call()
+
+
+def test_things_of_the_wrong_kind(oracle):
+    policy, rollouts, direction = oracle.policy, oracle.rollouts, oracle.direction
+    batch = UpdateBatch(rollouts=rollouts, advantage_NS=torch.ones(rollouts.tokens_NS.shape))
+    leaf = torch.ones(2, requires_grad=True)
+    live = torch.optim.AdamW([leaf])
+    with pytest.raises(TypeError, match=r"Got a tuple as direction.*returns \(direction, base"):
+        first_order(policy, rollouts, (direction, None, None))
+    with pytest.raises(TypeError, match=r"Got a UpdateBatch as rollouts.*`\.rollouts`"):
+        first_order(policy, batch, direction)
+    with pytest.raises(TypeError, match="Got Rollouts as update batch"):
+        compute_update_vector_adamw(policy, rollouts, Objective(), adam(policy.params))
+    with pytest.raises(TypeError, match=r"Got a AdamW as optimizer.*read_state"):
+        compute_update_vector_adamw(policy, batch, Objective(), live)
+    with pytest.raises(TypeError, match=r"Got a list of names.*named_parameters"):
+        read_state(live, [leaf])
+    with pytest.raises(ValueError, match=r"mode='forward'; expected one of .*'reverse'"):
+        first_order(policy, rollouts, direction, mode="forward")
+
+
+def test_short_words_for_long_results(oracle):
+    found = first_order(
+        oracle.policy, oracle.rollouts, oracle.direction, prompts="fixed", repackings=0
+    )
+    assert len(repr(found)) < 200
+    assert float(found / 2) == found.value / 2
+    by_part = first_order_by_part(
+        oracle.policy, oracle.rollouts, oracle.direction, prompts="fixed", repackings=0
+    )
+    assert [line.split()[0] for line in str(by_part).splitlines()] == [
+        "total",
+        "momentum",
+        "decay",
+        "gradient",
+        "unexplained",
+    ]

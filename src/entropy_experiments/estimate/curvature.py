@@ -18,6 +18,7 @@ from torch import Tensor
 from entropy_experiments.estimate.first_order import SlopeForm, slope_estimand
 from entropy_experiments.estimate.noise import REPACKINGS, spread
 from entropy_experiments.estimate.ratio import (
+    check_repeatable,
     check_scores,
     drawn_with,
     payload,
@@ -64,6 +65,7 @@ def curvature(
     """
     check_direction(policy, direction)
     whole(rollouts)
+    check_repeatable(policy, rollouts)
     if policy.top_p < 1:
         raise ValueError(
             f"Curvature of a top_p = {policy.top_p:g} law: the differences it is made of would "

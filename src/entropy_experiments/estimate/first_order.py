@@ -16,7 +16,7 @@ that serves every direction.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ from entropy_experiments.estimate.baseline import cross_fitted_baseline
 from entropy_experiments.estimate.gradient import Term, entropy_gradient
 from entropy_experiments.estimate.noise import REPACKINGS, spread
 from entropy_experiments.estimate.ratio import (
+    check_repeatable,
     check_scores,
     drawn_with,
     estimand_of,
     payload,
     ratio_sums,
+    refuse_unmoved,
     score_all,
     stale_reasons,
 )
@@ -77,6 +79,7 @@ def first_order(
     """
     check_direction(policy, direction)
     whole(rollouts)
+    check_repeatable(policy, rollouts)
     estimand = slope_estimand(
         policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
     )
@@ -85,6 +88,8 @@ def first_order(
             f"baseline=True with form={form!r}, mode={mode!r}; it is defined for the to_go form in "
             "a forward mode."
         )
+    if mode not in (*get_args(How), "reverse"):
+        raise ValueError(f"mode={mode!r}; expected one of {(*get_args(How), 'reverse')}.")
     if mode == "central" and policy.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {policy.top_p:g}: a difference would step over changes "
@@ -121,6 +126,8 @@ def first_order(
         return point(_slope, sums_of(packed, size), packed)
 
     sums_NM = sums_of(rollouts, microbatch, base)
+    if not sums_NM[:, :3].any():
+        refuse_unmoved(v)
     here = point(_slope, sums_NM, rollouts)
     return by_prompt(
         _slope,

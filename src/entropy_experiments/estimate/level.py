@@ -7,6 +7,7 @@ from torch import Tensor
 
 from entropy_experiments.estimate.noise import spread
 from entropy_experiments.estimate.ratio import (
+    check_repeatable,
     drawn_with,
     estimand_of,
     payload,
@@ -14,7 +15,7 @@ from entropy_experiments.estimate.ratio import (
     score_all,
     stale_reasons,
 )
-from entropy_experiments.numerics.sums import by_prompt, point
+from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import Estimate, Policy, Rollouts, Scores
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
@@ -36,6 +37,8 @@ def entropy_level(
     estimand = estimand_of(
         policy, prompts=prompts, unit=unit, form=form, entropy=entropy, horizon=horizon
     )
+    whole(rollouts)
+    check_repeatable(policy, rollouts)
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
 
     def sums_of(scores: Scores, packed: Rollouts) -> Tensor:

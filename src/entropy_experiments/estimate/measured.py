@@ -18,15 +18,17 @@ from torch import Tensor
 
 from entropy_experiments.estimate.noise import REPACKINGS, repackings_of
 from entropy_experiments.estimate.ratio import (
+    check_repeatable,
     drawn_with,
     estimand_of,
     payload,
     ratio_sums,
+    refuse_unmoved,
     score_all,
 )
 from entropy_experiments.estimate.support import Support
 from entropy_experiments.numerics.derivatives import norm, shifted
-from entropy_experiments.numerics.sums import by_prompt, point
+from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.numerics.weights import diagnose
 from entropy_experiments.types import (
     Direction,
@@ -99,6 +101,8 @@ def measured_many(
         steps = list(dict.fromkeys(sign * eta for eta in steps for sign in (1, -1)))
     for direction in directions.values():
         check_direction(policy, direction)
+    whole(rollouts)
+    check_repeatable(policy, rollouts)
 
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
     floors = _noise_floors(policy, rollouts, base, estimand, clips, microbatch, repackings)
@@ -111,6 +115,8 @@ def measured_many(
             rounding = step_rounding(policy.params, params, total, eta)
             support.refuse_if_moved(params, eta)
             moved = score_all(policy, params, rollouts, microbatch=microbatch)
+            if eta and rounding < 0.5 and torch.equal(moved.logprob_NS, base.logprob_NS):
+                refuse_unmoved(total)
             for clip in clips:
                 out[Case(name, eta, clip)] = change(
                     base,

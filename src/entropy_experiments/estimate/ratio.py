@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from entropy_experiments.numerics.derivatives import dual, require_full_precision
+from entropy_experiments.numerics.derivatives import dual, norm, require_full_precision
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.numerics.weights import (
     diagnose,
@@ -31,6 +31,9 @@ from entropy_experiments.numerics.weights import (
 )
 from entropy_experiments.types import Estimand, Params, Policy, Rollouts, Scores
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
+
+REPEATABLE = 1e-3
+"""Nats: far above what nondeterministic kernels do, far below dropout."""
 
 
 def estimand_of(
@@ -121,6 +124,30 @@ def score_all(policy: Policy, params: Params, rollouts: Rollouts, *, microbatch:
             for whole_NS, part_NS in zip(out, scores, strict=True):
                 whole_NS[rows_N, columns] = part_NS.double()
     return Scores(*out)
+
+
+def check_repeatable(policy: Policy, rollouts: Rollouts) -> None:
+    """Refuse a model that gives two answers: dropout, most often."""
+    shortest = int(rollouts.attention_NS.sum(1).argmin())
+    (_, _, one), *_ = rollouts.take(torch.tensor([shortest])).split(1)
+    with torch.no_grad():
+        first, again = (policy.score(policy.params, one).logprob_NS for _ in range(2))
+    gap = float(torch.where(one.response_NS, first - again, 0.0).abs().max())
+    if gap > REPEATABLE:
+        raise ValueError(
+            f"Policy.score gave log-probs {gap:.3g} apart for the same rollout and parameters; "
+            "expected the same twice. Is dropout on? Call model.eval()."
+        )
+
+
+def refuse_unmoved(v: Params) -> None:
+    """For scores that did not react to a step at all: an error, unless the step is zero."""
+    if norm(v) > 0:
+        raise ValueError(
+            "The scores do not change along the direction at all. Policy.score must compute with "
+            "the `params` it is given: torch.func.functional_call(model, params, ...), not "
+            "model(...)."
+        )
 
 
 def check_scores(scores: Scores, part: Rollouts, rows_N: Tensor, columns: slice) -> Scores:

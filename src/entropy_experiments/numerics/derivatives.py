@@ -4,9 +4,9 @@
     pullback:      the gradient of a scalar
 
 `jvp` is one forward pass with dual numbers. `double_backward` uses reverse mode only: J^T u is
-linear in u, and its derivative in u along v is J v; it works where forward mode does not (sdpa on
-CPU, FSDP2). `central` is two plain forwards, O(step^2) away from the truth and all that remains
-when a model cannot be differentiated twice.
+linear in u, and its derivative in u along v is J v. `central` is two plain forwards, O(step^2) away
+from the truth and all that remains when a model cannot be differentiated twice, as with fused
+attention kernels, which have neither forward mode nor a double backward.
 
 Second derivatives are five-point differences of exact first ones, four of them. Nesting torch's
 transforms instead would be exact in theory and silently wrong in practice: a jvp of a jvp drops
@@ -29,6 +29,11 @@ from entropy_experiments.types import Params, check_params
 
 How = Literal["jvp", "double_backward", "central"]
 
+FUSED_KERNEL_NOTE = (
+    "An operation of the model cannot be differentiated this way; fused attention on CPU is the "
+    "usual one. Load the model with attn_implementation='eager', or wrap the call in "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or use mode='central'."
+)
 FIVE_POINTS = (-2, -1, 1, 2)
 FIVE_POINT_SCALE = 0.15
 """Networks bend on a shorter scale than their parameters' norm: measured on the oracles."""
@@ -44,11 +49,16 @@ def pushforward(
 ) -> tuple[Any, Any]:
     """f(params) and its derivative along v, both with f's own structure of tensors."""
     params, v = _aligned(params, v)
-    if how == "jvp":
-        with torch.no_grad():
-            return dual(f, (params,), (v,))
-    if how == "double_backward":
-        return f(params), _double_backward(f, params, v)
+    if how in ("jvp", "double_backward"):
+        try:
+            if how == "double_backward":
+                return f(params), _double_backward(f, params, v)
+            with torch.no_grad():
+                return dual(f, (params,), (v,))
+        except (NotImplementedError, RuntimeError) as error:
+            if "not implemented" in str(error) or "forward AD" in str(error):
+                error.add_note(FUSED_KERNEL_NOTE)
+            raise
     if how == "central":
         step = step or central_step(params, v, power=1 / 3)
         with torch.no_grad():

@@ -85,10 +85,7 @@ def response_scores(
     top_p: float = 1.0,
     chunk: int | None = None,
 ) -> Scores:
-    """Scores of the response positions only: the state before a token predicts that token.
-
-    This is the one place where the shift by one happens.
-    """
+    """Scores of the response positions only: the state before a token predicts that token."""
     rows_T, columns_T = rollouts.response_NS.nonzero(as_tuple=True)
     logprob_T, entropy_T = token_scores_from_hidden(
         hidden_NSD[rows_T, columns_T - 1],

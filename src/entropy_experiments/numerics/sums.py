@@ -141,10 +141,16 @@ def tail_check(influence: Influence) -> tuple[str, ...]:
 
 
 def whole(rollouts: Rollouts) -> None:
+    if not isinstance(rollouts, Rollouts):
+        raise TypeError(
+            f"Got a {type(rollouts).__name__} as rollouts; expected Rollouts (an UpdateBatch has "
+            "them as `.rollouts`)."
+        )
     if abs(rollouts.share - 1.0) > WEIGHT_TOLERANCE:
         raise ValueError(
             f"These rollouts are a part of a batch (weight {rollouts.share:.6g}); expected the "
-            "whole, whose weights sum to one. Add the parts' sums first."
+            "whole, whose weights sum to one. To make a batch of a part, replace(part, "
+            "weight_N=None, share=1.0)."
         )
 
 

@@ -13,8 +13,9 @@ The shape legend, used as a suffix of every tensor's name in the package:
 | M | per-rollout sums that an estimator is made of |
 | C | clusters of an influence: prompts, or rollouts of a fixed set |
 
-`x_NS[n, s]` always speaks of token `s` and the distribution it was drawn from; the shift by one
-between a model's output and the token it predicts happens inside `Policy.score`, nowhere else.
+`x_NS[n, s]` always speaks of token `s` and the distribution it was drawn from. The shift by one
+between a model's output and the token it predicts is in `numerics.entropy` (`response_scores` and
+`response_support`, which a policy's `score` and `support` call) and nowhere else.
 """
 
 from entropy_experiments.types.direction import (

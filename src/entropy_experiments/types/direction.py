@@ -36,7 +36,7 @@ class Direction:
         if not (isfinite(self.lr) and self.lr > 0):
             raise ValueError(
                 f"Direction has learning rate {self.lr}; expected a positive number. A schedule "
-                "that ended stores 0: give the rate of the step in question (`update.lr`)."
+                "that ended stores 0: give the rate of the step in question as `lr`."
             )
         first = next(iter(self.parts.values()))
         for part, params in self.parts.items():
@@ -145,7 +145,7 @@ def check_params(what: str, got: Params, expected: Params) -> None:
         if got[name].shape != value.shape:
             raise ValueError(
                 f"{what} has shape {tuple(got[name].shape)} for {name!r}; expected "
-                f"{tuple(value.shape)}."
+                f"{tuple(value.shape)}. It belongs to a model of another size."
             )
 
 
@@ -160,6 +160,11 @@ def check_finite(what: str, params: Params) -> None:
 
 
 def check_direction(policy: Policy, direction: Direction) -> None:
+    if not isinstance(direction, Direction):
+        raise TypeError(
+            f"Got a {type(direction).__name__} as direction; expected a Direction. "
+            "compute_update_vector_adamw returns (direction, baseline, stats)."
+        )
     check_params("direction", next(iter(direction.parts.values())), policy.params)
 
 

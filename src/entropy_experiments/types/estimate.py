@@ -185,7 +185,7 @@ class Estimate:
         elif estimand.prompts == "population" and few < MIN_PROMPTS:
             own.append(
                 f"{few} prompt{'s' if few > 1 else ''}: an interval for a population needs at "
-                f"least {MIN_PROMPTS}"
+                f"least {MIN_PROMPTS} (prompts='fixed' speaks of these prompts only)"
             )
         elif stderr is None:
             own.append("a prompt of the fixed set has one rollout: no spread within it can be seen")
@@ -234,8 +234,17 @@ class Estimate:
 
     __mul__ = __rmul__
 
+    def __truediv__(self, divisor: float) -> Estimate:
+        return combine([(1 / divisor, self)])
+
+    def __float__(self) -> float:
+        return self.value
+
     def __neg__(self) -> Estimate:
         return combine([(-1.0, self)])
+
+    def __repr__(self) -> str:
+        return f"Estimate({self})"
 
     def __str__(self) -> str:
         bar = (
@@ -293,6 +302,10 @@ class Attribution:
     def of(cls, total: Estimate, lines: Mapping[str, Estimate]) -> Attribution:
         rest = [(1.0, total), *((-1.0, line) for line in lines.values())]
         return cls(total=total, lines=dict(lines), unexplained=combine(rest))
+
+    def __str__(self) -> str:
+        rows = {"total": self.total, **self.lines, "unexplained": self.unexplained}
+        return "\n".join(f"{name:12s} {estimate}" for name, estimate in rows.items())
 
 
 def _stderr(influences: tuple[Influence, ...]) -> tuple[float | None, float]:

@@ -264,14 +264,18 @@ class UpdateBatch:
 
 def _expect(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
     if tuple(value.shape) != shape:
+        per, hint = "rollout", ""
+        if len(shape) == 2:
+            per = "position of tokens_NS, prompt included"
+            hint = " One number per rollout fits after x_N[:, None].expand(tokens_NS.shape)."
         raise ValueError(
-            f"{name} has shape {tuple(value.shape)}; expected {shape}, one entry per "
-            f"{'rollout' if len(shape) == 1 else 'position of tokens_NS'}."
+            f"{name} has shape {tuple(value.shape)}; expected {shape}, one entry per {per}.{hint}"
         )
     if dtype is None and not value.is_floating_point():
         raise ValueError(f"{name} has dtype {value.dtype}; expected floating point.")
     if dtype is not None and value.dtype != dtype:
-        raise ValueError(f"{name} has dtype {value.dtype}; expected {dtype}.")
+        cast = {torch.bool: "bool", torch.int64: "long", torch.float64: "double"}[dtype]
+        raise ValueError(f"{name} has dtype {value.dtype}; expected {dtype}: call .{cast}() on it.")
 
 
 def _expect_finite(name: str, value_NS: Tensor, response_NS: Tensor) -> None:

@@ -14,7 +14,7 @@ coupled decay joins g after clipping and reaches theta through P. Arithmetic is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,15 +40,17 @@ class UpdateStats:
     """What was done on the way to the direction."""
 
     loss: float
+    step: float
+    """Steps the optimizer had made; 0 means that there was no state, hence no momentum."""
     grad_norm: float
     clipped_norm: float
     clip_factor: float
     microbatches: int
     precision: Mapping[str, str]
     part_norms: Mapping[str, float]
-    shares: Mapping[str, Mapping[str, float]]
+    shares: Mapping[str, Mapping[str, float]] = field(repr=False)
     """For every part, each parameter's share of its squared norm."""
-    found: LossGradient
+    found: LossGradient = field(repr=False)
     """The gradient itself, and the update rollouts' scores."""
 
 
@@ -79,6 +81,7 @@ def compute_update_vector_adamw(
     part_norms = {name: norm(part) for name, part in direction.parts.items()}
     stats = UpdateStats(
         loss=found.loss,
+        step=max((float(entry.get("step", 0)) for entry in optimizer.state.values()), default=0.0),
         grad_norm=grad_norm,
         clipped_norm=grad_norm * direction.clip_factor,
         clip_factor=direction.clip_factor,

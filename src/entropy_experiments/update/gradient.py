@@ -28,6 +28,11 @@ def loss_gradient(
     policy: Policy, batch: UpdateBatch, objective: Objective, *, microbatch: int = 8
 ) -> LossGradient:
     """g_L, exact whatever the microbatch: normalisers are those of the whole batch."""
+    if not isinstance(batch, UpdateBatch):
+        raise TypeError(
+            f"Got {type(batch).__name__} as update batch; expected an UpdateBatch, which has "
+            "advantages beside its rollouts."
+        )
     whole(batch.rollouts)
     require_full_precision(policy.params)
     weights = objective.token_weights(batch)

@@ -62,7 +62,7 @@ class Objective:
         if self.loss == "dr_grpo" and not self.max_completion_length:
             raise ValueError(
                 "dr_grpo divides by max_completion_length, which was not given: set "
-                "`update.max_completion_length` to the trainer's value."
+                "Objective(max_completion_length=...) to the trainer's value."
             )
 
     def __call__(self, scores: Scores, batch: UpdateBatch) -> Tensor:
@@ -128,7 +128,7 @@ class Objective:
         if batch.ref_logprob_NS is None:
             raise ValueError(
                 f"beta is {self.beta} but the batch has no ref_logprob_NS: record the reference "
-                "model's log-probs, or set `update.beta` to 0."
+                "model's log-probs, or set Objective(beta=0)."
             )
         gap_NS = _inside(batch.ref_logprob_NS, batch.counted_NS, dtype) - logprob_NS
         if self.kl == "k1":

@@ -23,6 +23,11 @@ SGD_KEYS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize
 
 def read_state(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> OptimizerState:
     """A copy of the state of an Adam, AdamW or SGD; `names` are the tensors it was built with."""
+    if not isinstance(names, Mapping):
+        raise TypeError(
+            f"Got a {type(names).__name__} of names; expected a mapping from name to tensor, such "
+            "as dict(model.named_parameters())."
+        )
     name_of = {id(value): name for name, value in names.items()}
     groups: list[Any] = []
     state: dict[str, dict[str, Any]] = {}
@@ -75,6 +80,11 @@ def members(
     params: Params, gradient: Params, optimizer: OptimizerState, kind: type
 ) -> Iterator[tuple[str, Any, float]]:
     """(name, group, lr_group / eta) of every parameter, after checking that all fit together."""
+    if not isinstance(optimizer, OptimizerState):
+        raise TypeError(
+            f"Got a {type(optimizer).__name__} as optimizer; expected an OptimizerState. Make one "
+            "of a torch optimizer with read_state(optimizer, dict(model.named_parameters()))."
+        )
     check_params("gradient", gradient, params)
     check_finite("gradient", gradient)
     wrong = [type(g).__name__ for g in optimizer.groups if not isinstance(g, kind)]
@@ -96,7 +106,7 @@ def members(
     if not optimizer.lr > 0:
         raise ValueError(
             f"The optimizer's learning rate is {optimizer.lr}: the last checkpoint of a schedule "
-            "stores 0. Give the rate of the step in question (`update.lr`)."
+            "stores 0. Give the first group the `lr` of the step in question."
         )
     for group in optimizer.groups:
         for name in group.names:
