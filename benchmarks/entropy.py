@@ -105,7 +105,7 @@ def peak_here(method: str, how: str, tokens: int, vocabulary: int) -> float:
 
 
 def error_of(method: str, data: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
-    """Largest error against fp64 arithmetic on the same fp32 logits, a few tokens at a time."""
+    """Largest error against fp64 arithmetic on fp32 logits, made anew one token at a time."""
     hidden_TD, head_VD, token_T = (x[:64] if x is not data[1] else x for x in data)
     found = METHODS[method](hidden_TD, head_VD, token_T)
     worst = [0.0, 0.0]
