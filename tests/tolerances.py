@@ -18,6 +18,17 @@ TRL = 1e-12
 """Our loss and token coefficients against TRL's, both in fp64."""
 FALSE_ALARM = 1e-4
 """Chance that a statistical test fails though all is well."""
+TRL_ADVANTAGE = 2e-5
+"""Advantages in fp32 against TRL's: the centred reward's rounding over a standard deviation."""
+SAMPLED_LOGPROB = 1e-5
+"""Log-probs recorded while decoding in fp32 (KV cache, left padding) against teacher forcing."""
+
+SCORES_FP32 = 1e-5
+"""Scores of tiny fp32 models, batched against one at a time, in nats."""
+SLOPES_FP32 = 2e-5
+"""Directional derivatives of the same by different methods, relative."""
+SLOPES_FP64 = 1e-7
+"""Central differences of a truly fp64 model against its exact slope; plain .double() misses 1e-4."""
 
 
 def assert_close(got: float, expected: float, tolerance: float) -> None:

@@ -35,6 +35,7 @@ _HOME = {
     "compute_update_vector_adamw": "update.adamw",
     "observed": "update.observed",
     "optimizer_certificate": "update.certificate",
+    "step_certificate": "update.certificate",
     "read_state": "update.optimizer",
     "Case": "estimate.measured",
     "curvature": "estimate.curvature",

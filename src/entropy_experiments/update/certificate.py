@@ -1,8 +1,12 @@
-"""The *optimizer* certificate: our arithmetic against torch's own, on the same gradient.
+"""Two certificates, never one word for both.
 
-torch steps copies of the parameters at learning rate 1 (relative error of the direction), and at
-the real rate (distance of theta + lr v from the stepped theta, in units in the last place). It says
-nothing about whether the gradient was the trainer's: that is the step certificate.
+*optimizer*: our arithmetic against torch's own, on the same gradient. torch steps copies of the
+parameters at learning rate 1 (relative error of the direction), and at the real rate (distance of
+theta + lr v from the stepped theta, in units in the last place). It says nothing about whether the
+gradient was the trainer's.
+
+*step*: the direction rebuilt from a checkpoint and a recorded batch against what the trainer really
+did, theta_{k+1} - theta_k. Stored parameters limit it to ulp(theta) / lr in each element.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from torch import Tensor
 
 from entropy_experiments.numerics.derivatives import dot, norm
 from entropy_experiments.types import AdamGroup, Direction, OptimizerState, Params
+from entropy_experiments.update.observed import observed
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 MAX_ULP = 4.0
@@ -69,6 +74,67 @@ def optimizer_certificate(
     )
 
 
+STEP_TOLERANCE = 1e-5
+"""Of the largest element of the direction; storage adds ulp(theta) / lr on top."""
+STEP_SHARE = 0.999
+STEP_COSINE = 1 - 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCertificate:
+    """How well a rebuilt step is the step that was made."""
+
+    share: float
+    """Of all elements, those within STEP_TOLERANCE of the largest plus ulp(theta) / lr."""
+    cosine: float
+    relative_error: float
+    elements: int
+    worst: str
+    """The parameter with the largest error."""
+
+    @property
+    def passed(self) -> bool:
+        return self.share >= STEP_SHARE and self.cosine >= STEP_COSINE
+
+    def __str__(self) -> str:
+        if self.passed:
+            return (
+                f"the step rebuilt here is the step that was made: {self.share:.2%} of "
+                f"{self.elements:,} elements to rounding, 1 - cosine {1 - self.cosine:.1e}"
+            )
+        return (
+            f"the step rebuilt here is NOT quite the step that was made: {self.share:.2%} of "
+            f"{self.elements:,} elements agree to rounding, cosine {self.cosine:.6f}, relative "
+            f"error {self.relative_error:.1%}, worst in {self.worst}. Dropout, autocast or another "
+            "loss than assumed would do that"
+        )
+
+
+def step_certificate(direction: Direction, before: Params, after: Params) -> StepCertificate:
+    """The rebuilt direction against (after - before) / lr."""
+    made, rebuilt = observed(before, after, direction.lr).total, direction.total
+    size = norm(made)
+    if size == 0:
+        raise ValueError(
+            "The parameters after the step equal those before it: no step was made (a skipped "
+            "step, or the same checkpoint twice). Expected the checkpoint that follows."
+        )
+    largest = max(float(value.abs().max()) for value in made.values())
+    gap = {name: (rebuilt[name].double() - value.double()).abs() for name, value in made.items()}
+    within = {
+        name: gap[name] <= STEP_TOLERANCE * largest + _spacing(before[name]) / direction.lr
+        for name in made
+    }
+    elements = sum(value.numel() for value in made.values())
+    return StepCertificate(
+        share=sum(int(good.sum()) for good in within.values()) / elements,
+        cosine=dot(rebuilt, made) / (norm(rebuilt) * size),
+        relative_error=norm(gap) / size,
+        elements=elements,
+        worst=max(gap, key=lambda name: float(gap[name].max())),
+    )
+
+
 def _stepped(
     params: Params,
     gradient: Params,
@@ -112,5 +178,10 @@ def _torch_kind(optimizer: OptimizerState) -> Any:
 def _ulps(stepped: Tensor, ours: Tensor, summands: list[Tensor]) -> float:
     """Largest distance, in the spacing of floats at the size of theta and what is added to it."""
     size = torch.stack(summands).abs().sum(0)
-    spacing = torch.nextafter(size, torch.full_like(size, torch.inf)) - size
-    return float(((stepped - ours).abs() / spacing).max())
+    return float(((stepped - ours).abs() / _spacing(size)).max())
+
+
+def _spacing(x: Tensor) -> Tensor:
+    """Distance to the next float: one unit in the last place."""
+    size = x.detach().abs()
+    return torch.nextafter(size, torch.full_like(size, torch.inf)) - size

@@ -1,0 +1,89 @@
+"""`entropy-probe config`: templates, the schema, and a check before a long run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from entropy_experiments.cli.endings import ending
+
+app = typer.Typer(
+    help="Print a template or the schema; check a file without running it.",
+    epilog="\b\nExamples:\n"
+    "  entropy-probe config template --list\n"
+    "  entropy-probe config template --out my.yaml\n"
+    "  entropy-probe config check my.yaml --set batch_config.B_E=256\n"
+    "  entropy-probe config schema > schema.json",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value; may be repeated."),
+]
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  entropy-probe config template                    every key, explained\n"
+    "  entropy-probe config template test_deltaH1       small and quick\n"
+    "  entropy-probe config template --out my.yaml      into a file"
+)
+def template(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Which template; --list names them.")
+    ] = "config_template.yaml",
+    out: Annotated[Path | None, typer.Option("--out", help="Write to this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="Print the names only.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print a configuration to start from."""
+    with ending(debug=debug):
+        from entropy_experiments.config import template_names, template_text
+
+        if names:
+            typer.echo("\n".join(template_names()))
+            return
+        text = template_text(name)
+        if out is None:
+            typer.echo(text, nl=False)
+            return
+        if out.exists() and not force:
+            raise ValueError(f"{out} exists. Choose another name, or overwrite it with --force.")
+        out.write_text(text, "utf-8")
+        typer.echo(f"{out} written. Run it: entropy-probe run --config {out}", err=True)
+
+
+@app.command(epilog="\b\nExample:\n  entropy-probe config schema > schema.json")
+def schema(debug: Debug = False) -> None:
+    """Print the JSON schema of a configuration, for editors."""
+    with ending(debug=debug):
+        from entropy_experiments.config import json_schema
+
+        typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  entropy-probe config check my.yaml\n"
+    "  entropy-probe config check my.yaml --set importance.is_mode=per_decision"
+)
+def check(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="YAML file or name of a template.")],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Validate a configuration; print the keys read under another name or without effect."""
+    with ending(debug=debug):
+        from entropy_experiments.config import load_config
+
+        found = load_config(file).with_overrides(overrides or [])
+        typer.echo(f"{found.source}: valid.")
+        for note in found.notes:
+            typer.echo(f"  note: {note}")

@@ -1,0 +1,58 @@
+"""How a command ends when something is wrong.
+
+A ValueError (or MemoryError) that this package raised itself is about the user's input, and its
+message says what to do: no traceback, exit code 2. The same from inside a library is our bug:
+traceback, exit code 1.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+import entropy_experiments
+
+UNEXPECTED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+PACKAGE = Path(entropy_experiments.__file__).parent
+
+
+@contextmanager
+def ending(
+    *, debug: bool, interrupted: Callable[[], str] = lambda: "Interrupted."
+) -> Iterator[None]:
+    """Exceptions become messages and exit codes. `interrupted` says what Ctrl-C leaves behind."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"\n{interrupted()}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        raise
+    except (ValueError, MemoryError, OSError) as failure:
+        if debug or not _ours(failure):
+            _unexpected(failure)
+            raise typer.Exit(BAD_INPUT if _ours(failure) else UNEXPECTED) from None
+        typer.echo(f"Error: {failure}", err=True)
+        raise typer.Exit(BAD_INPUT) from None
+    except typer.Exit:
+        raise
+    except Exception as failure:
+        _unexpected(failure)
+        raise typer.Exit(UNEXPECTED) from None
+
+
+def _ours(failure: BaseException) -> bool:
+    """About the input: about a file, or raised by a line of this package."""
+    if isinstance(failure, OSError):
+        return True
+    frames = traceback.extract_tb(failure.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+
+
+def _unexpected(failure: BaseException) -> None:
+    traceback.print_exception(failure, file=sys.stderr)

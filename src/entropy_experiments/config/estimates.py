@@ -1,0 +1,209 @@
+"""Sections that say what is computed, and with which memory and precision."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from entropy_experiments.config.fields import (
+    Count,
+    Dtype,
+    Many,
+    Path,
+    Positive,
+    Section,
+    Some,
+)
+
+SWEEP = (1 / 8, 1 / 2, 1.0, 2.0, 4.0)
+"""Step sizes of a sweep without eta_list, in units of the learning rate."""
+
+IsMode = Literal["snis", "per_decision"]
+BatchKind = Literal[
+    "update", "evaluation", "prompt_ids", "custom_prompts", "custom_sequence", "from_file"
+]
+
+
+class ProbeRework(Section):
+    """Phases 1 to 3: the first-order prediction."""
+
+    compute_delta_h1: bool = True
+    """false skips phases 1 to 3, the prediction."""
+    master_seed: Annotated[int, Field(ge=0)] = 0
+    """Every random number of a run follows from this."""
+
+
+class Importance(Section):
+    """Phase 5: the measured change."""
+
+    enabled: bool = True
+    """false skips phase 5, the measurement."""
+    is_mode: IsMode = "snis"
+    """Weights of whole responses (snis) or of each token's past (per_decision, less variance)."""
+    report_per_token: bool | None = None
+    """true is approx_delta_h.normalize: per_token, false is per_sequence."""
+    clip_c: Positive | None = None
+    """Log-weights are clipped to +-clip_c. null: not clipped."""
+
+
+class Estimator(Section):
+    """At which step sizes, and which entropy."""
+
+    eta_list: Some[Positive] | None = None
+    """Step sizes of a sweep, as absolute learning rates.
+    null: the learning rate times 1/8, 1/2, 1, 2, 4."""
+    eta_sweep: bool | None = None
+    """Measure at every step size of the sweep. null: if eta_list is given."""
+    single_eta: Positive | None = None
+    """The one step size without a sweep. null: the learning rate."""
+    use_simple_entropy_for_x: bool = False
+    """Surprisal of the token drawn instead of the entropy of its distribution; noisier."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Estimator:
+        if self.eta_list is not None and len(set(self.eta_list)) < len(self.eta_list):
+            raise ValueError(
+                f"estimator.eta_list repeats a step size (got {list(self.eta_list)}). Give each "
+                "once; repeats are experiment.repeats."
+            )
+        return self
+
+    def etas(self, lr: float) -> tuple[float, ...]:
+        """The step sizes to measure at, for a step of learning rate `lr`."""
+        sweep = self.eta_list is not None if self.eta_sweep is None else self.eta_sweep
+        if sweep:
+            return self.eta_list or tuple(lr * factor for factor in SWEEP)
+        return (self.single_eta or lr,)
+
+
+class ApproxDeltaH(Section):
+    """How the first-order prediction is computed."""
+
+    method: Literal["jvp", "reverse", "central", "double_backward"] = "jvp"
+    """Forward derivative (jvp), one gradient for all directions without per-rollout terms
+    (reverse), differences of two steps (central), or two backward passes (double_backward)."""
+    normalize: Literal["per_token", "per_sequence"] = "per_token"
+    """Unit of every entropy: nats per token, or per response."""
+    microbatch_size: Count | None = None
+    """Same as memory_config.microbatch_size."""
+    baseline: bool = False
+    """Subtract a cross-fitted baseline in the state term: less variance, per_decision only."""
+    variance: bool = True
+    """Standard errors and intervals."""
+    curvature: bool = True
+    """Second-order term and the range over which the line is straight."""
+
+    @model_validator(mode="after")
+    def _forward(self) -> ApproxDeltaH:
+        if self.baseline and self.method == "reverse":
+            raise ValueError(
+                "approx_delta_h.baseline is true with approx_delta_h.method 'reverse', which has "
+                "no per-rollout terms to subtract it from. Use method: jvp, or baseline: false."
+            )
+        return self
+
+
+class TrueDeltaH(Section):
+    """How the change is measured; names of document 004 for settings of other sections."""
+
+    enabled: bool | None = None
+    """Same as importance.enabled."""
+    is_mode: IsMode | None = None
+    """Same as importance.is_mode."""
+    report_per_token: bool | None = None
+    """Same as importance.report_per_token."""
+    clip_c: Positive | None = None
+    """Same as importance.clip_c."""
+    microbatch_size: Count | None = None
+    """Same as memory_config.microbatch_size."""
+    tf_batch_size: Count | None = None
+    """Same as generation.tf_batch_size; raise it when memory allows."""
+
+
+class MemoryConfig(Section):
+    """Memory against speed. Nothing here changes a number beyond the last digits."""
+
+    microbatch_size: Count = 2
+    """Sequences per pass with gradient. The first thing to lower when memory runs out."""
+    gradient_checkpointing: bool = False
+    """Recompute activations instead of keeping them."""
+
+
+class Precision(Section):
+    """Precision of the arithmetic."""
+
+    runtime_dtype: Dtype | None = None
+    """Same as checkpoint.dtype."""
+    entropy_dtype: Literal["auto", "float32", "float64"] = "auto"
+    """Precision of log-probabilities and entropies. auto: at least float32."""
+    allow_tf32: bool = False
+    """Let a GPU round matrix products to 10 bits. Small changes then drown in noise."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """torch.set_float32_matmul_precision; anything but highest is TF32 or less."""
+
+    @model_validator(mode="after")
+    def _agreed(self) -> Precision:
+        if not self.allow_tf32 and self.matmul_precision != "highest":
+            raise ValueError(
+                f"precision.matmul_precision is {self.matmul_precision!r}, which turns TF32 on, "
+                "and precision.allow_tf32 is false. Set matmul_precision: highest, or allow_tf32: "
+                "true if the lost digits do not matter."
+            )
+        return self
+
+
+class Workspace(Section):
+    """The update batch of an influence study."""
+
+    kind: BatchKind = "update"
+    """Where the update batch comes from."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """What that kind needs: prompt ids, texts, a file, ..."""
+    load_path: Path | None = None
+    """Workspace saved by an earlier study."""
+    save_path: Path | None = None
+    """Where to save this one."""
+
+
+class BatchRequest(Section):
+    """One evaluation batch of an influence study."""
+
+    kind: BatchKind = "evaluation"
+    """Where the evaluation batch comes from."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """What that kind needs: prompt ids, texts, a file, ..."""
+
+
+class Influence(Section):
+    """Which rollouts and tokens moved the entropy. Read by the influence study."""
+
+    workspace: Workspace = Workspace()
+    """The update batch."""
+    evaluation_requests: Many[BatchRequest] = (BatchRequest(),)
+    """The evaluation batches: a list of {kind, params}."""
+    etas: Some[Positive] | None = None
+    """Step sizes; the first is the reference. null: the learning rate."""
+    per_sequence_etas: Some[Positive] | None = None
+    """Step sizes of the measurement rollout by rollout. null: as etas."""
+    grad_chunk_size: Count = 1
+    """Directions per pass over the evaluation batch."""
+    microbatch_size: Count | None = None
+    """Same as memory_config.microbatch_size."""
+
+
+class Experiment(Section):
+    """Sweeps and repeats. Read by EntropyMeasurements."""
+
+    compute_true: bool = True
+    """Measure."""
+    compute_linear: bool = True
+    """Predict to first order."""
+    compute_linquad: bool = False
+    """Predict to second order."""
+    eta_list: Some[Positive] | None = None
+    """Same as estimator.eta_list."""
+    repeats: Count = 1
+    """Fresh E and U batches this many times."""
+    clip_overrides: Many[Positive | None] = ()
+    """Measure under each of these clip_c as well."""

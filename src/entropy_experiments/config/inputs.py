@@ -1,0 +1,157 @@
+"""Sections that say what is probed: checkpoint, prompts, sampling, and how training made its step.
+
+None in `update` means *not given*: the probe then reads the value from the files of training, and
+where they are silent assumes one and lists it in the verdict.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from entropy_experiments.config.fields import (
+    Count,
+    Dtype,
+    Names,
+    NotNegative,
+    Number,
+    Path,
+    Positive,
+    Section,
+    Some,
+    Text,
+)
+
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?")
+
+
+class Checkpoint(Section):
+    """Which policy is probed."""
+
+    checkpoint_path: Path | None = None
+    """Folder step_N, step_N/model or checkpoint-N. null: the policy shipped with the package."""
+    adapter_path: Path | None = None
+    """LoRA adapter, if it lies elsewhere than in checkpoint_path."""
+    optimizer_path: Path | None = None
+    """optimizer.pt, if it lies elsewhere than in checkpoint_path or one level above."""
+    base: Text | None = None
+    """Base model of an adapter: folder, hub name or .gguf file. null: what the adapter names."""
+    backbone: Text | None = None
+    """Short name of a base model: qwen2_5_15, smollm2, ... `base` says the same in full."""
+    dtype: Dtype = "auto"
+    """Precision of the weights in memory. auto: as stored."""
+    device_map: Text = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+
+class BatchConfig(Section):
+    """Which prompts: E says what the step does to entropy, U makes the step."""
+
+    dataset_name: Text | None = None
+    """gsm8k_r1_template, gsm8k, countdown, countdown_r1_template, jsonl or reasoning_gym:<name>.
+    null: what training recorded beside the checkpoint, else gsm8k_r1_template."""
+    dataset_path: Path | None = None
+    """Local JSONL file to read the problems from."""
+    split: Text | None = None
+    """Split of both batches, unless E_split or U_split says otherwise."""
+    E_split: Text | None = None
+    """Split of the evaluation prompts."""
+    U_split: Text | None = None
+    """Split of the update prompts."""
+    B_E: Annotated[int, Field(ge=2)] = 64
+    """Evaluation prompts, one response each; intervals are over these prompts."""
+    B_U: Count = 16
+    """Update prompts, G responses each; never the same prompts as E."""
+    G: Annotated[int, Field(ge=2)] = 8
+    """Responses per update prompt: the group that advantages compare."""
+    filter_zero_advantage_prompts: bool = True
+    """Draw another prompt for a group whose rewards are all equal."""
+    advantage_filter_tol: NotNegative = 1e-8
+    """Advantages below this count as zero for the filter."""
+    max_resample_attempts: Annotated[int, Field(ge=0)] = 5
+    """How many times the filter draws again before it warns and goes on."""
+
+
+class Generation(Section):
+    """How responses are drawn."""
+
+    temperature: Positive | None = None
+    """Sampling temperature; part of the policy. null: training's, else 1.0."""
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass. 1.0 is the full softmax."""
+    max_new_tokens: Count | None = None
+    """Longest response. null: training's max_completion_length."""
+    gen_batch_size: Count = 64
+    """Responses sampled at a time. Memory and speed only, never a number."""
+    tf_batch_size: Count | None = None
+    """Sequences per pass without gradient. null: eight times memory_config.microbatch_size."""
+    stop: Names = ()
+    """Texts that end a response."""
+
+
+class Update(Section):
+    """How training made its step. null: read from entropy_probe.json or a TRL YAML, or assumed."""
+
+    loss: Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo"] | None = None
+    """Training loss (TRL's loss_type)."""
+    advantage: Literal["group", "batch", "none"] | None = None
+    """What rewards are scaled by (TRL's scale_rewards)."""
+    ratio: Literal["token", "sequence"] | None = None
+    """Importance ratio per token, or per sequence as in GSPO."""
+    clip_low: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Ratios are clipped at 1 - clip_low (TRL's epsilon). 1 never clips."""
+    clip_high: NotNegative | None = None
+    """Ratios are clipped at 1 + clip_high (TRL's epsilon_high). A large number never clips."""
+    beta: NotNegative | None = None
+    """Weight of the KL term against the reference policy."""
+    entropy_coef: Number | None = None
+    """Weight of the entropy bonus."""
+    max_grad_norm: NotNegative | None = None
+    """Gradient norm is clipped to this. 0 never clips."""
+    max_completion_length: Count | None = None
+    """Longest response in training; dr_grpo divides by it."""
+    num_iterations: Count | None = None
+    """Optimizer passes over one batch of rollouts."""
+    lr: Positive | None = None
+    """Learning rate of the step. null: the one stored in the optimizer's groups."""
+    amp_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Autocast precision of training. float32: none."""
+    batch: Literal["auto", "recorded", "drawn"] = "auto"
+    """The update batch that training recorded, or a drawn one. auto: recorded if there is one."""
+
+
+class Reward(Section):
+    """What a response earns."""
+
+    functions: Annotated[Names, Field(min_length=1)] | None = None
+    """math_verify, answer_exact, format, countdown or your own module:function.
+    null: what training recorded, else those of the dataset."""
+    weights: Some[Number] | None = None
+    """One weight per function. null: all 1."""
+
+    @model_validator(mode="after")
+    def _paired(self) -> Reward:
+        for name in self.functions or ():
+            if not FUNCTION.fullmatch(name):
+                raise ValueError(
+                    f"reward.functions has {name!r}; expected a name or module:function. "
+                    "Nothing of it was imported."
+                )
+        if self.weights is not None and len(self.weights) != len(self.functions or ()):
+            raise ValueError(
+                f"reward.weights has {len(self.weights)} numbers for "
+                f"{len(self.functions or ())} reward.functions. Give one weight per function."
+            )
+        return self
+
+
+class RolloutFiles(Section):
+    """Rollouts kept on disk: an interrupted run continues, another run reuses them."""
+
+    save: Path | None = None
+    """Folder where finished rollouts and both batches are kept. null: a run can still continue from
+    finished rollouts, which then lie in `rollouts` below detailed_logging.output_directory."""
+    load: Path | None = None
+    """Folder of an earlier run whose rollouts are used instead of drawing new ones."""

@@ -1,0 +1,144 @@
+"""What is wrong with a configuration, in words: where, what was got, what was expected."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from entropy_experiments.config.aliases import ALIASES, MISSING, RETIRED, look, shown
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. `problems` has one line for each thing wrong."""
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        self.source, self.problems = source, tuple(problems)
+        if len(self.problems) == 1:
+            text = f"{source}: {self.problems[0]}"
+        else:
+            text = f"{source}: {len(self.problems)} problems.\n" + "\n".join(
+                f"  {problem}" for problem in self.problems
+            )
+        super().__init__(text)
+
+
+EXPECTED = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "finite_number": "a finite number",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of keys and values",
+    "model_type": "a section, that is keys with values below it",
+    "greater_than": "a value greater than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "a value less than {lt}",
+    "less_than_equal": "{le} or less",
+    "too_short": "a list of at least {min_length}",
+    "string_too_short": "some text, or null",
+}
+
+
+def describe(
+    error: ErrorDetails, fields: Mapping[str, Any], origin: Mapping[str, str]
+) -> tuple[str, str]:
+    """(dotted key the user wrote, what is wrong with it)."""
+    key, item = _key(error["loc"])
+    if error["type"] == "extra_forbidden":
+        return key, f"unknown key. {nearest(key, fields)}"
+    key = origin.get(key, key) + item
+    got = error["input"]
+    if error["type"] == "value_error":
+        return key, str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
+    if error["type"] == "literal_error":
+        options = [text.strip(" '") for text in _options(error)]
+        close = _close(got, options) if isinstance(got, str) else []
+        expected = "one of " + ", ".join(options)
+        return key, f"got {shown(got)}, expected {expected}." + (
+            f" Did you mean {close[0]}?" if close else ""
+        )
+    if error["type"] not in EXPECTED:
+        return key, f"got {shown(got)}: {error['msg']}."
+    message = (
+        f"got {shown(got)}, expected {EXPECTED[error['type']].format(**error.get('ctx', {}))}."
+    )
+    if isinstance(got, str) and error["type"] in {"int_type", "float_type", "bool_type"}:
+        message += " Remove the quotes." if _number_or_bool(got) else ""
+    return key, message
+
+
+def nearest(key: str, fields: Mapping[str, Any]) -> str:
+    """A sentence that names the known key closest to an unknown one."""
+    *parents, leaf = key.split(".")
+    section = ".".join(parents)
+    dotted = [*every_key(fields)]
+    if not section:
+        dotted += list(fields)
+    siblings = look(fields, section) if section else fields
+    siblings = list(siblings) if isinstance(siblings, Mapping) else []
+    elsewhere = [known for known in dotted if known.rsplit(".", 1)[-1].lower() == leaf.lower()]
+    inside = [known for known in elsewhere if known.rpartition(".")[0] == section]
+    if inside or elsewhere:
+        return f"Did you mean {(inside or elsewhere)[0]}?"
+    prefix = f"{section}." if section else ""
+    if close := _close(leaf, siblings):
+        return f"Did you mean {prefix}{close[0]}?"
+    if close := _close(leaf, [known.rsplit(".", 1)[-1] for known in dotted], cutoff=0.75):
+        return f"Did you mean {next(k for k in dotted if k.rsplit('.', 1)[-1] == close[0])}?"
+    if close := _close(key, dotted):
+        return f"Did you mean {close[0]}?"
+    what = f"Keys of {section}" if section else "Sections"
+    return f"{what}: {', '.join(siblings)}."
+
+
+def every_key(fields: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+    """Dotted keys of all leaves."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from every_key(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def explained(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Accepted keys that are no fields, with what becomes of them."""
+    moved = {
+        alias.spelling: f"Read as {alias.canonical}."
+        for alias in ALIASES
+        if look(fields, alias.spelling) is MISSING
+    }
+    return moved | {key: f"Has no effect: {why}." for key, why in RETIRED.items()}
+
+
+def _key(loc: tuple[int | str, ...]) -> tuple[str, str]:
+    """`("estimator", "eta_list", 2)` is ("estimator.eta_list", "[2]")."""
+    names = [part for part in loc if isinstance(part, str)]
+    place = next((i for i, part in enumerate(loc) if isinstance(part, int)), len(loc))
+    item = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc[place:])
+    return ".".join(names[:place]), item
+
+
+def _options(error: ErrorDetails) -> list[str]:
+    return error.get("ctx", {})["expected"].replace(" or ", ", ").split(", ")
+
+
+def _close(word: str, options: Sequence[str], cutoff: float = 0.6) -> list[str]:
+    lower = {option.lower(): option for option in options}
+    found = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=cutoff)
+    return [lower[name] for name in found]
+
+
+def _number_or_bool(text: str) -> bool:
+    if text.lower() in {"true", "false"}:
+        return True
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

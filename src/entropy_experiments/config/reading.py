@@ -1,0 +1,126 @@
+"""From a file, a name of a template or a plain dict to a `Config`; and back to YAML."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from entropy_experiments.config.fields import Section
+from entropy_experiments.config.model import Config, validated
+from entropy_experiments.config.problems import ConfigError
+from entropy_experiments.config.yaml_dialect import parse_text
+
+DEFAULT_TEMPLATE = "detailed_logging_example.yaml"
+"""What a command runs without --config: the quick start, on the policy in the package."""
+
+TEMPLATE_FOLDERS = {"", ".", "configs", "entropy_experiments/configs", "rl_training/cfg"}
+"""Folders under which the documents name the templates; they need not exist."""
+
+
+def parse_config(mapping: Mapping[str, Any], *, source: str = "config") -> Config:
+    """A plain nested dict, as full or as empty as you like."""
+    if isinstance(mapping, Config):
+        return mapping
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(source, [f"got a {type(mapping).__name__}, expected a dict of sections."])
+    return validated(mapping, source=source, where={})
+
+
+def load_config(path: str | Path | None = None) -> Config:
+    """A YAML file; a template's name where no such file exists; without path, the quick start."""
+    source, text = _read(DEFAULT_TEMPLATE if path is None else path)
+    mapping, lines = parse_text(text, source=source)
+    return validated(mapping, source=source, where=lines)
+
+
+def template_names() -> tuple[str, ...]:
+    folder = resources.files("entropy_experiments") / "configs"
+    return tuple(sorted(file.name for file in folder.iterdir() if file.name.endswith(".yaml")))
+
+
+def template_text(name: str) -> str:
+    """The text of a template, comments and all."""
+    wanted = name if name.endswith(".yaml") else f"{name}.yaml"
+    if wanted not in template_names():
+        raise ConfigError(
+            "template", [f"got {name!r}, expected one of {', '.join(template_names())}."]
+        )
+    return (resources.files("entropy_experiments") / "configs" / wanted).read_text("utf-8")
+
+
+def template(name: str = DEFAULT_TEMPLATE) -> dict[str, Any]:
+    """A template as a plain dict, to change and hand to `parse_config` or OfflineEntropyProbe."""
+    return parse_text(template_text(name), source=name)[0]
+
+
+def config_yaml(config: Config) -> str:
+    """Every key of a configuration as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.dump(), sort_keys=False, allow_unicode=True, width=100)
+
+
+HEADING = """
+Every key, with its default. Copy what you need: all sections and all keys are optional.
+
+Check a copy with `entropy-probe config check FILE`, run it with `entropy-probe run --config FILE`.
+As it stands it probes the small policy shipped with the package. "Same as" keys are second names
+of one setting: leave them null, or make them agree.
+
+This file is written from the descriptions in entropy_experiments.config and tested against them.
+"""
+
+
+def documented_yaml() -> str:
+    """Every key with its default and its description: the text of config_template.yaml."""
+    blocks = [_comment(HEADING, "")]
+    for name, info in Config.model_fields.items():
+        section = info.default
+        blocks.append("\n".join([_comment(type(section).__doc__, ""), f"{name}:", *_keys(section)]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _keys(section: Section, indent: str = "  ") -> list[str]:
+    lines = []
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        lines.append(_comment(info.description, indent))
+        if isinstance(value, Section):
+            lines += [f"{indent}{name}:", *_keys(value, indent + "  ")]
+            continue
+        plain = section.model_dump(mode="json", include={name})[name]
+        flow = yaml.safe_dump(plain, default_flow_style=True, width=1000)
+        lines.append(f"{indent}{name}: {flow.removesuffix('...' + chr(10)).strip()}")
+    return lines
+
+
+def _comment(text: str | None, indent: str) -> str:
+    paragraphs = (text or "").strip().split("\n\n")
+    mark = f"{indent}# "
+    return f"\n{mark.rstrip()}\n".join(
+        textwrap.fill(" ".join(p.split()), 100, initial_indent=mark, subsequent_indent=mark)
+        for p in paragraphs
+    )
+
+
+def _read(path: str | Path) -> tuple[str, str]:
+    """(name for messages, text)."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        raise ConfigError(str(path), ["is a folder, expected a YAML file."])
+    if file.exists():
+        try:
+            return str(path), file.read_text("utf-8")
+        except UnicodeDecodeError:
+            raise ConfigError(str(path), ["is not text in UTF-8, expected YAML."]) from None
+    pure = PurePath(path)
+    name = pure.name if pure.suffix else f"{pure.name}.yaml"
+    if pure.parent.as_posix() in TEMPLATE_FOLDERS and name in template_names():
+        return f"{name} (template of the package)", template_text(name)
+    raise FileNotFoundError(
+        f"Configuration not found: {path}. Templates of the package, which need no folder: "
+        f"{', '.join(template_names())}."
+    )

@@ -1,0 +1,111 @@
+"""A whole run: every recorded step predicted and measured, and fresh rollouts at each checkpoint.
+
+The fresh line needs no weights and no derivative: it is the check on the two others. Because every
+checkpoint is asked the same prompts, sums and differences along the run have paired intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from entropy_experiments.config import Config
+from entropy_experiments.estimate.first_order import first_order
+from entropy_experiments.estimate.level import entropy_level
+from entropy_experiments.estimate.measured import measured
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.probe_inputs import Sampler, gather, measuring, opened, prompts_of
+from entropy_experiments.rollouts.store import load_update_batch
+from entropy_experiments.trajectory import embedded_trajectory, steps_of
+from entropy_experiments.types import Estimate
+from entropy_experiments.types.estimate import combine
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrajectoryStep:
+    """One checkpoint: its entropy, and what the recorded update after it does."""
+
+    name: str
+    step: int
+    level: Estimate
+    predicted: Estimate
+    measured: Estimate
+    reward: float | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trajectory:
+    steps: tuple[TrajectoryStep, ...]
+    last: Estimate
+    """Entropy after the last update, where the checkpoint after it was kept."""
+
+    @property
+    def predicted(self) -> Estimate:
+        return combine([(1.0, step.predicted) for step in self.steps])
+
+    @property
+    def measured(self) -> Estimate:
+        return combine([(1.0, step.measured) for step in self.steps])
+
+    @property
+    def fresh(self) -> Estimate:
+        """Last minus first, each on rollouts of its own: slow, and obviously right."""
+        return self.last - self.steps[0].level
+
+
+def probe_trajectory(
+    config: Config,
+    folder: str | Path | None = None,
+    *,
+    say: Callable[[TrajectoryStep], None] | None = None,
+) -> Trajectory:
+    """Every step of a run whose checkpoints are consecutive and whose batches were recorded."""
+    folder = embedded_trajectory() if folder is None else Path(folder)
+    paths = steps_of(folder)
+    numbers = [int(path.name.removeprefix("checkpoint-").removeprefix("step_")) for path in paths]
+    if len(paths) < 2 or numbers != list(range(numbers[0], numbers[0] + len(paths))):
+        raise ValueError(
+            f"{folder} has the checkpoints {numbers}; expected two or more consecutive steps "
+            "(folders checkpoint-N or step_N), since changes are summed along the run."
+        )
+    config = config.with_overrides(["update.batch=recorded"])
+    # The same prompts at every checkpoint, so that changes along the run are paired.
+    avoid = set[tuple[int, ...]]().union(*(_update_prompts(path) for path in paths[:-1]))
+    steps: list[TrajectoryStep] = []
+    for path, number in zip(paths[:-1], numbers):
+        steps.append(_probed(config, path, number, avoid))
+        if say is not None:
+            say(steps[-1])
+    return Trajectory(steps=tuple(steps), last=_last_level(config, paths[-1], avoid))
+
+
+def _probed(config: Config, path: Path, number: int, avoid: set[tuple[int, ...]]) -> TrajectoryStep:
+    inputs = gather(config, path, avoid=avoid)
+    policy, rollouts, common = inputs.policy, inputs.evaluation, inputs.measuring
+    direction, _ = inputs.step()
+    base = score_all(policy, policy.params, rollouts, microbatch=common["microbatch"])
+    shared = {"base": base, "repackings": 0}
+    slope = first_order(policy, rollouts, direction, **shared, **inputs.predicting)
+    reward_N = inputs.update.reward_N
+    return TrajectoryStep(
+        name=inputs.checkpoint.name,
+        step=number,
+        level=entropy_level(policy, rollouts, **shared, **common),
+        predicted=inputs.lr * slope,
+        measured=measured(policy, rollouts, direction, inputs.lr, **shared, **common),
+        reward=None if reward_N is None else float(reward_N.double().mean()),
+    )
+
+
+def _last_level(config: Config, path: Path, avoid: set[tuple[int, ...]]) -> Estimate:
+    """No update follows the last checkpoint; only its entropy is asked."""
+    sampler = Sampler(config, opened(config, path))
+    return entropy_level(
+        sampler.policy, sampler.evaluation(avoid), **measuring(config, sampler.horizon)
+    )
+
+
+def _update_prompts(path: Path) -> set[tuple[int, ...]]:
+    batch, _ = load_update_batch(path / "update_batch")
+    return prompts_of(batch.rollouts)

@@ -1,0 +1,233 @@
+"""One checkpoint: what does its next update do to the policy's entropy?
+
+    phase 0      evaluation rollouts E are drawn; the update batch U is the recorded one, or drawn
+    phase 1-3    the step is rebuilt from the optimizer's state; predicted: lr * slope of H
+    phase 5      measured: the same rollouts, reweighted to speak for the updated policy
+
+(The phases have the numbers of the earlier probe, which had a fourth.) Model, optimizer and random
+state are left exactly as they were; finished rollouts are on disk as soon as they are drawn, so
+that an interrupted run continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from entropy_experiments.config import Config, load_config, parse_config
+from entropy_experiments.estimate.curvature import curvature
+from entropy_experiments.estimate.first_order import first_order_by_part
+from entropy_experiments.estimate.level import entropy_level
+from entropy_experiments.estimate.measured import measured_many
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.policy.load import load_checkpoint
+from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.probe_inputs import ProbeInputs, gather, timed
+from entropy_experiments.report.findings import Findings, results_of
+from entropy_experiments.report.logs import DetailedLogger
+from entropy_experiments.report.verdict import verdict
+from entropy_experiments.rollouts.store import write_whole
+from entropy_experiments.trajectory import following, provenance
+from entropy_experiments.types import Attribution, Direction, Estimate, Scores
+from entropy_experiments.types.direction import AdamGroup
+from entropy_experiments.update.certificate import StepCertificate, step_certificate
+
+
+class OfflineEntropyProbe:
+    """Predicts, measures and explains the entropy change of a checkpoint's next update.
+
+    probe = OfflineEntropyProbe.from_config_file("configs/test_deltaH1.yaml")
+    results = probe.run_mixed_probe("path/to/checkpoint-340")
+    print("\\n".join(results["verdict"]))
+    """
+
+    def __init__(
+        self, config: Config | Mapping[str, Any] | None = None, *, quiet: bool = False
+    ) -> None:
+        self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self._quiet = quiet
+
+    @classmethod
+    def from_config_file(cls, path: str | Path, *, quiet: bool = False) -> OfflineEntropyProbe:
+        """Any YAML file; the names of the package's own templates work from any folder."""
+        return cls(load_config(path), quiet=quiet)
+
+    def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> dict[str, Any]:
+        """Results under the names of the documents; prints where the log is."""
+        found, decode = self.findings(checkpoint_path)
+        results = results_of(found)
+        results["verdict"] = verdict(found)
+        log = DetailedLogger(self.config).write(found, decode)
+        if log is not None:
+            results["log_path"] = str(log)
+            self._say(f"log: {log}")
+        if self.config.output.results_path is not None:
+            path = Path(self.config.output.results_path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(results, indent=1, allow_nan=False).encode())
+        return results
+
+    def findings(self, checkpoint_path: str | Path | None = None) -> tuple[Findings, Any]:
+        """(what was found, the tokenizer's decode): the numbers as Estimates, for further use."""
+        with _full_precision(self.config), _memory_advice():
+            inputs = gather(self.config, checkpoint_path, say=None if self._quiet else self._say)
+            return self._probe(inputs), inputs.checkpoint.tokenizer.decode
+
+    def _probe(self, inputs: ProbeInputs) -> Findings:
+        policy, rollouts, timing = inputs.policy, inputs.evaluation, inputs.timing
+        with timed(timing, "update"):
+            direction, stats = inputs.step()
+        with timed(timing, "base"):
+            base = score_all(
+                policy, policy.params, rollouts, microbatch=inputs.measuring["microbatch"]
+            )
+        level = entropy_level(policy, rollouts, base=base, **inputs.measuring)
+        predicted, bend, linear_range = self._predict(inputs, direction, base)
+        measured = self._measure(inputs, direction, base)
+        certificate, absent = self._certificate(inputs, direction)
+        notes = list(inputs.notes)
+        if stats.part_norms["gradient"] == 0:
+            notes.append(
+                "every group of the update batch has equal rewards: the update is momentum and "
+                "weight decay alone"
+            )
+            predicted = predicted and _doubted(predicted)
+        timing["total"] = sum(timing.values())
+        group = inputs.optimizer.groups[0]
+        return Findings(
+            checkpoint=inputs.checkpoint.name,
+            step=inputs.checkpoint.step,
+            base=inputs.checkpoint.base,
+            lr=inputs.lr,
+            momentum_decay=group.betas[0] if isinstance(group, AdamGroup) else group.momentum,
+            level=level,
+            predicted=predicted,
+            bend=bend,
+            linear_range=linear_range,
+            measured=measured,
+            real=inputs.real,
+            certificate=certificate,
+            certificate_absent=absent,
+            stats=stats,
+            evaluation=rollouts,
+            evaluation_scores=base,
+            update=inputs.update,
+            assumed=inputs.facts.assumed,
+            read={name: source for name, source in inputs.facts.sources.items() if source},
+            not_verifiable=inputs.checkpoint.not_verifiable,
+            notes=tuple(notes),
+            timing=timing,
+            provenance={
+                **provenance(),
+                "precision": dict(stats.precision),
+                "files": dict(inputs.checkpoint.hashes),
+                "evaluation_rollouts": rollouts.fingerprint,
+                "update_rollouts": inputs.update.rollouts.fingerprint,
+                "training_facts": {k: v for k, v in inputs.facts.values.items() if v is not None},
+                "coverage": dict(inputs.checkpoint.coverage),
+            },
+        )
+
+    def _predict(
+        self, inputs: ProbeInputs, direction: Direction, base: Scores
+    ) -> tuple[Attribution | None, Estimate | None, float | None]:
+        """Phases 1 to 3, in units of the step: lr times the slope, lr^2 / 2 times the curvature."""
+        if not self.config.probe_rework.compute_delta_h1:
+            return None, None, None
+        asked, lr = self.config.approx_delta_h, inputs.lr
+        rollouts, policy, options = inputs.evaluation, inputs.policy, inputs.predicting
+        with timed(inputs.timing, "first_order"):
+            slope = first_order_by_part(
+                policy, rollouts, direction, baseline=asked.baseline, base=base, **options
+            )
+        self._say(f"phase 1-3: predicted ({inputs.timing['first_order']:.1f} s)")
+        predicted = Attribution.of(
+            lr * slope.total, {name: lr * line for name, line in slope.lines.items()}
+        )
+        if not asked.curvature or asked.method == "reverse" or policy.top_p < 1:
+            return predicted, None, None
+        with timed(inputs.timing, "curvature"):
+            bend = curvature(policy, rollouts, direction, repackings=0, **options)
+        return predicted, lr**2 / 2 * bend, bend.diagnostics["linear_range"]
+
+    def _measure(
+        self, inputs: ProbeInputs, direction: Direction, base: Scores
+    ) -> dict[float, Estimate] | None:
+        """Phase 5: the measured change at every eta."""
+        if not self.config.importance.enabled:
+            return None
+        etas = dict.fromkeys((inputs.lr, *self.config.estimator.etas(inputs.lr)))
+        with timed(inputs.timing, "measured"):
+            found = measured_many(
+                inputs.policy,
+                inputs.evaluation,
+                {"step": direction},
+                etas,
+                base=base,
+                clips=(self.config.importance.clip_c,),
+                **inputs.measuring,
+            )
+        self._say(f"phase 5: measured ({inputs.timing['measured']:.1f} s)")
+        return {case.eta: change for case, change in found.items()}
+
+    def _certificate(
+        self, inputs: ProbeInputs, direction: Direction
+    ) -> tuple[StepCertificate | None, str]:
+        """The rebuilt step against the checkpoint that followed, where both are known."""
+        if not inputs.real:
+            return None, "the update is hypothetical, nobody made this step"
+        later = following(inputs.checkpoint.path)
+        if later is None:
+            return None, "the checkpoint one step later is not beside this one"
+        asked = self.config.checkpoint
+        after = load_checkpoint(
+            later,
+            base=asked.base,
+            backbone=asked.backbone,
+            dtype=asked.dtype,
+            device_map=asked.device_map,
+            need_optimizer=False,
+        )
+        params = SequenceProcessor(after.model).params
+        return step_certificate(direction, inputs.policy.params, params), ""
+
+    def _say(self, line: str) -> None:
+        if not self._quiet:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _doubted(predicted: Attribution) -> Attribution:
+    """The gradient's line of a batch without any advantage says nothing about such batches."""
+    doubt = ("no group of the update batch has an advantage",)
+    line = replace(predicted.lines["gradient"], given_reasons=doubt)
+    return replace(predicted, lines={**predicted.lines, "gradient": line})
+
+
+@contextmanager
+def _full_precision(config: Config) -> Iterator[None]:
+    """fp32 means fp32, and afterwards whatever it was."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(config.precision.matmul_precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _memory_advice() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(
+            f"Out of memory: {error}. Lower memory_config.microbatch_size (and "
+            "generation.gen_batch_size), then batch_config.B_E, B_U and G; or set "
+            "memory_config.gradient_checkpointing: true."
+        ) from error

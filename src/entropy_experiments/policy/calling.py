@@ -1,0 +1,145 @@
+"""The conditions under which a model is called, and nothing of it changed afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from entropy_experiments.types import Params
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The transformers model inside a PeftModel, or the model itself."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if callable(inner) else model
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; outside, each module's own mode again."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def math_attention() -> Any:
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+@contextmanager
+def differentiated_fully(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """DoRA layers whose norm is a function of the parameters, as in truth it is.
+
+    DoRA *trains* as if ||W + BA|| were constant (peft detaches it), but moving the parameters
+    moves it: the slope of anything along an update needs its derivative.
+    """
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(_forward_as(layer, _undetached(layer.forward)))
+        yield
+
+
+def dora_layers(model: nn.Module) -> tuple[nn.Module, ...]:
+    try:
+        from peft.tuners.lora.dora import DoraLinearLayer
+    except ImportError:  # without peft there are no adapters
+        return ()
+    return tuple(m for m in model.modules() if isinstance(m, DoraLinearLayer))
+
+
+class _DetachKeeps(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.detach else func(*args, **(kwargs or {}))
+
+
+def _undetached(own_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _DetachKeeps():
+            return own_forward(*args, **kwargs)
+
+    return forward
+
+
+@contextmanager
+def recomputed(layers: Sequence[nn.Module], dora: Sequence[nn.Module]) -> Iterator[None]:
+    """Layers whose activations are made again in backward (non-reentrant checkpointing).
+
+    transformers' own switch works in training mode only, and would recompute with the model's
+    parameters: by the time of backward, functional_call has put those back. So each layer takes
+    along the parameters it was called with.
+    """
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(_forward_as(layer, _recomputing(layer, layer.forward, dora)))
+        yield
+
+
+def checkpointable_layers(model: nn.Module) -> tuple[nn.Module, ...]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = tuple(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+    if not layers:
+        raise ValueError(
+            f"{type(causal_lm(model)).__name__} has no layers that transformers can checkpoint. "
+            "Set memory_config.gradient_checkpointing to false and use smaller microbatches."
+        )
+    return layers
+
+
+class _Bare(nn.Module):
+    """A layer's own forward under another roof, so that functional_call can feed its parameters."""
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.own_forward = layer, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own_forward(*args, **kwargs)
+
+
+def _recomputing(
+    layer: nn.Module, own_forward: Callable[..., Any], dora: Sequence[nn.Module]
+) -> Callable[..., Any]:
+    bare, first = _Bare(layer, own_forward), True
+    within = [module for module in layer.modules() if module in dora]
+
+    def run(params: Params, args: Any, kwargs: Any) -> Any:
+        nonlocal first
+        # The first time, these conditions hold already; in backward they are long over.
+        again, first = () if first else within, False
+        with evaluating(layer), math_attention(), differentiated_fully(again):
+            return functional_call(bare, dict(params), args, kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        params = {f"layer.{name}": value for name, value in layer.named_parameters()}
+        return checkpoint(run, params, args, kwargs, use_reentrant=False, preserve_rng_state=False)
+
+    return forward
+
+
+@contextmanager
+def _forward_as(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    object.__setattr__(module, "forward", forward)
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            object.__setattr__(module, "forward", before)

@@ -1,0 +1,270 @@
+"""Which files make up a checkpoint, whoever wrote it.
+
+| writer | weights | optimizer |
+|---|---|---|
+| HF Trainer, TRL | `checkpoint-N/` | `checkpoint-N/optimizer.pt` |
+| older runs of this project | `step_N/model/` | `step_N/optimizer.pt` |
+| Accelerate | `model.safetensors`, often without config.json | `optimizer.bin` |
+
+Nothing is loaded here. Formats that only unsafe pickle can read (DeepSpeed, verl, DCP) are refused
+with the command that converts them; training_args.bin is never looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+MODEL_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+PARAM_NAMES = "optimizer_param_names.json"
+TRAINER_STATE = "trainer_state.json"
+RECORDED = "update_batch"
+INSIDE = ("model", "adapter", "adapter_model")
+STEP = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d+)$")
+EXPECTED = (
+    f"{ADAPTER_CONFIG} with {ADAPTER_WEIGHTS[0]} (LoRA), or {MODEL_CONFIG} with {MODEL_WEIGHTS[0]} "
+    "(full), here or in model/"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where everything is; paths that are not None exist."""
+
+    root: Path
+    """The folder the user named."""
+    weights: Path
+    """The folder with the weights and their config."""
+    kind: Literal["lora", "full"]
+    files: tuple[Path, ...]
+    """Weight files, all shards."""
+    optimizer: Path | None
+    param_names: Path | None
+    step: int | None
+    recorded: Path | None
+
+    @property
+    def name(self) -> str:
+        return self.root.name if self.step is None else f"step_{self.step}"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where to look for what belongs to the checkpoint, nearest first."""
+        return tuple(dict.fromkeys((self.weights, self.root, self.root.parent)))
+
+
+def find_checkpoint(
+    path: Path | str,
+    *,
+    adapter_path: Path | str | None = None,
+    optimizer_path: Path | str | None = None,
+) -> Layout:
+    root = Path(path).expanduser()
+    if root.is_file():
+        root = root.parent
+    if not root.is_dir():
+        raise FileNotFoundError(
+            f"Checkpoint not found: {root} is not a folder. Expected one with {EXPECTED}."
+        )
+    _refuse_foreign(root)
+    weights = _weights_folder(root, adapter_path)
+    _refuse_half_written(weights)
+    _refuse_half_written(root)
+    kind = "lora" if (weights / ADAPTER_CONFIG).is_file() else "full"
+    optimizer = _optimizer(root, weights, optimizer_path)
+    return Layout(
+        root=root,
+        weights=weights,
+        kind=kind,
+        files=_weight_files(weights, ADAPTER_WEIGHTS if kind == "lora" else MODEL_WEIGHTS),
+        optimizer=optimizer,
+        param_names=_first(
+            folder / PARAM_NAMES
+            for folder in (*((optimizer.parent,) if optimizer else ()), root, weights)
+        ),
+        step=_step(root, weights),
+        recorded=_first(
+            (
+                weights / RECORDED,
+                root / RECORDED,
+                root.parent / "update_batches" / root.name,
+            )
+        ),
+    )
+
+
+def missing_optimizer(layout: Layout) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"No optimizer state for {layout.root}: expected {' or '.join(OPTIMIZERS)} there or beside "
+        "the weights. Without it there is no momentum and the step is another one: set "
+        "checkpoint.optimizer_path to the file, or save checkpoints without `save_only_model`."
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} is not valid JSON ({error}). The file was truncated or edited by hand: "
+            "restore it, or use an earlier checkpoint."
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}; expected a JSON object.")
+    return found
+
+
+def _weights_folder(root: Path, adapter_path: Path | str | None) -> Path:
+    if adapter_path is not None:
+        folder = _as_folder(adapter_path, root)
+        if not _has_weights(folder):
+            raise FileNotFoundError(
+                f"Checkpoint not found: checkpoint.adapter_path is {folder}, which has none of the "
+                f"expected files. Expected {EXPECTED}."
+            )
+        return folder
+    for folder in (root, *(root / name for name in INSIDE)):
+        if _has_weights(folder):
+            return folder
+    inside = sorted(p.name for p in root.iterdir() if p.is_dir() and STEP.search(p.name))
+    hint = f" It holds {', '.join(inside[:8])}: give one of those." if inside else ""
+    raise FileNotFoundError(
+        f"Checkpoint not found: {root} has none of the expected files. Expected {EXPECTED}.{hint}"
+    )
+
+
+def _has_weights(folder: Path) -> bool:
+    config = folder / ADAPTER_CONFIG
+    if config.is_file():
+        if not any((folder / name).is_file() for name in ADAPTER_WEIGHTS):
+            raise FileNotFoundError(
+                f"Checkpoint not found: {folder} has {ADAPTER_CONFIG} but no weights. Expected "
+                f"{ADAPTER_WEIGHTS[0]} beside it; the folder is half-written or was pruned."
+            )
+        return True
+    adapter = _first(folder / name for name in ADAPTER_WEIGHTS)
+    if adapter is not None:
+        raise FileNotFoundError(
+            f"Checkpoint not found: {adapter} has no {ADAPTER_CONFIG} beside it. Expected both: "
+            "rank and alpha are in the config alone."
+        )
+    return any((folder / name).is_file() for name in MODEL_WEIGHTS)
+
+
+def _weight_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...]:
+    first = next(folder / name for name in names if (folder / name).is_file())
+    if not first.name.endswith(".index.json"):
+        return (first,)
+    shards = read_json(first).get("weight_map", {})
+    files = tuple(folder / name for name in sorted(set(shards.values())))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise FileNotFoundError(
+            f"{first} names {len(files)} shards of which {missing} are missing. Expected all of "
+            "them beside it; the folder is half-written or was copied in part."
+        )
+    return files
+
+
+def _refuse_half_written(folder: Path) -> None:
+    """The Trainer writes trainer_state.json last, and its folders are not atomic."""
+    if not re.fullmatch(r"checkpoint-\d+", folder.name):
+        return
+    state = folder / TRAINER_STATE
+    if not state.is_file():
+        raise FileNotFoundError(
+            f"{folder} is half-written: {TRAINER_STATE}, which the Trainer writes last, is "
+            "missing. Training stopped while saving: use an earlier checkpoint."
+        )
+    read_json(state)
+
+
+def _refuse_foreign(root: Path) -> None:
+    for folder in (root, root / "actor"):
+        if not folder.is_dir():
+            continue
+        if any(folder.glob("model_world_size_*_rank_*.pt")):
+            raise ValueError(
+                f"{folder} holds verl shards (model_world_size_*_rank_*.pt), which only unsafe "
+                "pickle can read. Convert them: python -m verl.model_merger merge --backend fsdp "
+                f"--local_dir {folder} --target_dir {folder}/hf, and give {folder}/hf."
+            )
+    shards = _first(
+        path
+        for pattern in ("zero_pp_rank_*", "mp_rank_*", "*/zero_pp_rank_*", "global_step*")
+        for path in root.glob(pattern)
+        if not (path / "actor").is_dir()  # verl names its folders so, too
+    )
+    # A Trainer under DeepSpeed may leave readable weights beside shards; both are then needed.
+    readable = _first(root / name for name in (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS))
+    if shards is not None and not (readable and _first(root / name for name in OPTIMIZERS)):
+        raise ValueError(
+            f"{root} holds DeepSpeed shards ({shards.name}), which only unsafe pickle can read. "
+            f"Convert the weights: python {root}/zero_to_fp32.py {root} {root}/model "
+            "--safe_serialization; the optimizer: python -m deepspeed.checkpoint.ds_to_universal "
+            f"--input_folder {root} --output_folder {root}/universal, collected by name into one "
+            "optimizer.pt."
+        )
+    sharded = _first(root.glob("*/*.distcp"))
+    if sharded is not None:
+        raise ValueError(
+            f"{sharded.parent} is an FSDP checkpoint in DCP shards, whose metadata is pickle. "
+            f"Convert it: accelerate merge-weights {sharded.parent} {root}/model (weights); "
+            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{sharded.parent} {root}/optimizer.pt (optimizer)."
+        )
+
+
+def _optimizer(root: Path, weights: Path, given: Path | str | None) -> Path | None:
+    if given is not None:
+        path = Path(given).expanduser()
+        if not path.exists() and (root / path).exists():
+            path = root / path
+        file = path if path.is_file() else _first(path / name for name in OPTIMIZERS)
+        if file is None:
+            raise FileNotFoundError(
+                f"Optimizer not found: checkpoint.optimizer_path is {path}. Expected a file, or a "
+                f"folder with {' or '.join(OPTIMIZERS)}."
+            )
+        return file
+    folders = [weights, root]
+    if weights.name in INSIDE:
+        folders.append(weights.parent)
+    return _first(folder / name for folder in folders for name in OPTIMIZERS)
+
+
+def _as_folder(path: Path | str, root: Path) -> Path:
+    folder = Path(path).expanduser()
+    if not folder.exists() and (root / folder).exists():
+        folder = root / folder
+    return folder.parent if folder.is_file() else folder
+
+
+def _step(root: Path, weights: Path) -> int | None:
+    state = _first(folder / TRAINER_STATE for folder in (weights, root))
+    if state is not None:
+        step = read_json(state).get("global_step")
+        if isinstance(step, int):
+            return step
+    # `.` and a trailing slash have no name of their own.
+    for folder in (root.resolve(), weights.resolve(), weights.resolve().parent):
+        match = STEP.search(folder.name)
+        if match:
+            return int(match[1])
+    return None
+
+
+def _first(paths: Iterator[Path] | tuple[Path, ...] | Any) -> Path | None:
+    return next((path for path in paths if path.exists()), None)

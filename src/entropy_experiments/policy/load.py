@@ -1,0 +1,267 @@
+"""A checkpoint on disk becomes a model, a tokenizer, an optimizer's memory and what is known.
+
+Anything that would silently be another model is refused before any compute: NaN, missing, extra or
+misshapen tensors, unknown config keys, an optimizer that does not fit. What the files cannot tell
+is listed in `not_verifiable`. Loading leaves the global RNG and default dtype as they were.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from entropy_experiments.policy.adapter import adapter_notes, load_adapter, read_adapter_config
+from entropy_experiments.policy.base import (
+    Base,
+    check_finite_weights,
+    check_loaded,
+    check_safetensors,
+    find_base,
+    load_causal_lm,
+    load_tokenizer,
+    model_config,
+    sha256,
+)
+from entropy_experiments.policy.facts import read_facts
+from entropy_experiments.policy.layout import (
+    ADAPTER_CONFIG,
+    MODEL_CONFIG,
+    Layout,
+    find_checkpoint,
+    missing_optimizer,
+)
+from entropy_experiments.policy.optimizer_state import load_safely, read_optimizer_state
+from entropy_experiments.policy.precision import true_float64
+from entropy_experiments.types import OptimizerState
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """Everything read from a checkpoint; `model` is in eval mode, and what training moves requires
+    a gradient."""
+
+    model: Any
+    tokenizer: Any
+    kind: Literal["lora", "full"]
+    step: int | None
+    path: Path
+    name: str
+    """For log files: step_N, or the folder's name."""
+    base: str
+    """Which base, and in which precision, in words."""
+    optimizer: OptimizerState | None
+    lr: float | None
+    """The stored rate of the *next* step; 0 after the last step of a schedule."""
+    facts: Mapping[str, Any]
+    fact_sources: Mapping[str, str]
+    coverage: Mapping[str, Any]
+    not_verifiable: tuple[str, ...]
+    recorded: Path | None
+    """Folder of a recorded update batch."""
+    optimizer_path: Path | None
+    hashes: Mapping[str, str]
+    """sha256 of every file read."""
+
+
+def load_checkpoint(
+    path: Path | str,
+    *,
+    base: str | Path | None = None,
+    backbone: str | None = None,
+    adapter_path: Path | str | None = None,
+    optimizer_path: Path | str | None = None,
+    dtype: str = "auto",
+    device_map: Any = "auto",
+    need_optimizer: bool = True,
+) -> Checkpoint:
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(
+            f"checkpoint.dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}. Choose one."
+        )
+    layout = find_checkpoint(path, adapter_path=adapter_path, optimizer_path=optimizer_path)
+    if need_optimizer and layout.optimizer is None:
+        raise missing_optimizer(layout)
+    facts, sources, fact_files = read_facts(layout.folders)
+    given = None if base is None else str(base)
+    cuda = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=cuda):
+        build = _lora if layout.kind == "lora" else _full
+        model, found, words, notes = build(layout, given, backbone, dtype, device_map, facts)
+        if dtype == "float64":
+            true_float64(model)
+    model.eval()
+    tokenizer = load_tokenizer(
+        [layout.weights, layout.root, *([found.location] if found else [])], model
+    )
+    optimizer, coverage = None, {}
+    if layout.optimizer is not None:
+        optimizer, coverage = read_optimizer_state(
+            layout.optimizer, model, names_path=layout.param_names
+        )
+    return Checkpoint(
+        model=model,
+        tokenizer=tokenizer,
+        kind=layout.kind,
+        step=layout.step,
+        path=layout.root,
+        name=layout.name,
+        base=words,
+        optimizer=optimizer,
+        lr=None if optimizer is None else optimizer.lr,
+        facts=facts,
+        fact_sources=sources,
+        coverage={k: v for k, v in coverage.items() if k != "not_verifiable"},
+        not_verifiable=(*notes, *coverage.get("not_verifiable", ())),
+        recorded=layout.recorded,
+        optimizer_path=layout.optimizer,
+        hashes=_hashes(layout, found, fact_files),
+    )
+
+
+def _lora(
+    layout: Layout,
+    base: str | None,
+    backbone: str | None,
+    dtype: str,
+    device_map: Any,
+    facts: Mapping[str, Any],
+) -> tuple[Any, Base, str, tuple[str, ...]]:
+    config = read_adapter_config(layout.weights)
+    check_safetensors(layout.files)
+    found = find_base(
+        layout, base=base, backbone=backbone, recorded=config.get("base_model_name_or_path")
+    )
+    files = sorted(found.folder.glob("*.safetensors")) if found.folder else []
+    check_safetensors(files)
+    quantization, words = _quantization(found, facts, device_map)
+    plain, info = load_causal_lm(
+        found.location,
+        dtype=_dtype(dtype, device_map),
+        device_map=_device_map(device_map),
+        quantization=quantization,
+    )
+    # A base may carry heads of other tasks; what its language model needs must be there.
+    check_loaded(found.location, info, extra_allowed=True)
+    check_finite_weights(found.location, plain, files)
+    model = load_adapter(plain, layout, config)
+    return model, found, f"{found.words}, {_precision(plain)}{words}", adapter_notes(config)
+
+
+def _full(
+    layout: Layout,
+    base: str | None,
+    backbone: str | None,
+    dtype: str,
+    device_map: Any,
+    facts: Mapping[str, Any],
+) -> tuple[Any, Base | None, str, tuple[str, ...]]:
+    check_safetensors(layout.files)
+    for file in layout.files:
+        if file.suffix == ".bin":
+            load_safely(file)
+    found, config = None, None
+    if not (layout.weights / MODEL_CONFIG).is_file():
+        # Accelerate saves weights alone.
+        found = find_base(layout, base=base, backbone=backbone, recorded=None)
+        config = model_config(found.location)
+    elif base is not None or backbone is not None:
+        found = find_base(layout, base=base, backbone=backbone, recorded=None)
+    wanted = _dtype(dtype, device_map)
+    model, info = load_causal_lm(
+        layout.weights,
+        # All of a full fine-tune is trained, and what is trained is fp32 unless asked otherwise.
+        dtype=torch.float32 if wanted == "auto" else wanted,
+        device_map=_device_map(device_map),
+        config=config,
+    )
+    check_loaded(_weights_name(layout), info, extra_allowed=False)
+    check_finite_weights(_weights_name(layout), model, layout.files)
+    model.requires_grad_(True)
+    words = f"none: a full fine-tune, {_precision(model)}"
+    if config is not None and found is not None:
+        words = f"none: a full fine-tune, with the config of {found.words}, {_precision(model)}"
+    return model, found, words, ()
+
+
+def _weights_name(layout: Layout) -> Path:
+    return layout.files[0] if len(layout.files) == 1 else layout.weights
+
+
+def _on_cuda(device_map: Any) -> bool:
+    return torch.cuda.is_available() and device_map != "cpu"
+
+
+def _dtype(dtype: str, device_map: Any) -> torch.dtype | str:
+    if dtype == "auto":
+        return "auto" if _on_cuda(device_map) else torch.float32
+    # fp64 is made of fp32 after loading, by true_float64.
+    return torch.float32 if dtype == "float64" else DTYPES[dtype]
+
+
+def _device_map(device_map: Any) -> Any:
+    if device_map in ("cpu", None) or (device_map == "auto" and not torch.cuda.is_available()):
+        return None
+    if device_map == "auto" and torch.cuda.device_count() == 1:
+        return {"": "cuda:0"}
+    return device_map
+
+
+def _quantization(found: Base, facts: Mapping[str, Any], device_map: Any) -> tuple[Any, str]:
+    """Settings for a 4- or 8-bit base where training had one and this machine can; and words."""
+    stored = getattr(model_config(found.location), "quantization_config", None)
+    able = _on_cuda(device_map) and importlib.util.find_spec("bitsandbytes") is not None
+    if stored is not None and not able:
+        raise ValueError(
+            f"The base {found.location} is stored quantised, which needs a GPU and bitsandbytes; "
+            "this machine offers neither or one of them. Set checkpoint.base to the unquantised "
+            "model: the result then says that the base is not the one training used."
+        )
+    bits = 4 if facts.get("load_in_4bit") else 8 if facts.get("load_in_8bit") else None
+    if stored is not None or bits is None:
+        return None, ", quantised as stored" if stored is not None else ""
+    if not able:
+        return None, f" and unquantised, though training used it in {bits} bit"
+    from transformers import BitsAndBytesConfig
+
+    settings = (
+        # TRL's defaults; the files do not say more.
+        BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        if bits == 4
+        else BitsAndBytesConfig(load_in_8bit=True)
+    )
+    return settings, f", quantised to {bits} bit"
+
+
+def _precision(model: Any) -> str:
+    kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    return "/".join(sorted(kinds))
+
+
+def _hashes(layout: Layout, found: Base | None, fact_files: list[Path]) -> dict[str, str]:
+    files = [*layout.files, *fact_files]
+    files += [layout.weights / name for name in (ADAPTER_CONFIG, MODEL_CONFIG)]
+    files += [file for file in (layout.optimizer, layout.param_names) if file is not None]
+    if found is not None and found.folder is not None:
+        files += [found.folder / MODEL_CONFIG, *sorted(found.folder.glob("*.safetensors"))]
+    return {
+        os.path.relpath(file, layout.root): sha256(file)
+        for file in dict.fromkeys(files)
+        if file.is_file()
+    }

@@ -1,0 +1,275 @@
+"""Teacher forcing of a transformers causal LM, as a function of its trainable parameters.
+
+Rollouts are moved to the left edge first, so that all padding is on the right. A causal model then
+never looks at padding, needs no mask, and gives every rollout the positions 0, 1, 2, ...: a batch
+gives the numbers of one rollout at a time. The scores come back where the tokens were.
+
+Attention runs through torch's MATH kernel. Fused kernels have neither forward mode nor a double
+backward, and eager attention casts its softmax to fp32, which would end fp64.
+
+The decoder's hidden states meet the LM head at response positions only, inside `response_scores`.
+That is right where logits are `head(hidden)` and nothing else; where they are not (an adapter on
+the head, Gemma's soft cap, Granite's scaling; found out once, at construction) the model makes its
+own logits for the whole microbatch.
+
+The model is never changed: parameters travel through `functional_call`, and training mode, which
+is off during a call, is put back module by module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import get_interpreter_stack
+from torch.func import functional_call
+
+from entropy_experiments.numerics.entropy import (
+    nucleus_fingerprint,
+    response_scores,
+    response_support,
+    token_scores,
+)
+from entropy_experiments.policy.calling import (
+    causal_lm,
+    checkpointable_layers,
+    differentiated_fully,
+    dora_layers,
+    evaluating,
+    math_attention,
+    recomputed,
+)
+from entropy_experiments.types import Params, Rollouts, Scores, check_params
+
+SELF_CHECK_TOKENS = 4
+SELF_CHECK_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+"""Relative to the largest logit; half precision, where head and model may differ in rounding,
+gets HALF_TOLERANCE. A soft cap or a scaling is wrong by far more than either."""
+HALF_TOLERANCE = 0.03
+
+
+class SequenceProcessor:
+    """A loaded model as the estimators see it (`types.Policy`, and `types.NucleusPolicy`)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        chunk: int | None = None,
+        checkpointing: bool = False,
+        training_gradient: bool = False,
+    ) -> None:
+        if not temperature > 0:
+            raise ValueError(
+                f"temperature is {temperature}; expected above 0. Greedy decoding has no entropy."
+            )
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p is {top_p}; expected in (0, 1].")
+        self.model = model
+        self.temperature, self.top_p, self.chunk = float(temperature), float(top_p), chunk
+        self.checkpointing = checkpointing
+        self._names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
+        if not self._names:
+            raise ValueError(
+                f"{type(model).__name__} has no trainable parameters; expected at least one with "
+                "requires_grad. An update can only move those: load an adapter with "
+                "is_trainable=True, or call requires_grad_() on what training moves."
+            )
+        self._layers = checkpointable_layers(model) if checkpointing else ()
+        self._dora = () if training_gradient else dora_layers(model)
+        self._parts = _find_parts(model)
+        if self._parts is not None and not self._head_makes_the_logits():
+            self._parts = None
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The trainable parameters by name, detached but sharing the model's memory."""
+        mine = dict(self.model.named_parameters())
+        return {name: mine[name].detach() for name in self._names}
+
+    def as_trained(self) -> SequenceProcessor:
+        """The same scores with the gradient that *training* takes of them.
+
+        They differ for DoRA alone, which trains as if its norms were constants. Use this one for
+        the gradient of a training loss, and the other for the slope of an entropy.
+        """
+        if not self._dora:
+            return self
+        other = copy(self)
+        other._dora = ()
+        return other
+
+    @property
+    def logits_path(self) -> str:
+        """Where logits come from: "head" (at response positions only) or "model" (all of them)."""
+        return "model" if self._parts is None else "head"
+
+    def score(self, params: Params, rollouts: Rollouts) -> Scores:
+        packed = _Packed.of(rollouts, self.device)
+        return Scores(*(packed.back(x_NS) for x_NS in self._score(params, packed.rollouts)))
+
+    def score_many(self, many: Sequence[Params], rollouts: Rollouts) -> list[Scores]:
+        """The same rollouts under several parameter settings, packed once."""
+        packed = _Packed.of(rollouts, self.device)
+        return [
+            Scores(*(packed.back(x_NS) for x_NS in self._score(params, packed.rollouts)))
+            for params in many
+        ]
+
+    def score_all(
+        self, rollouts: Rollouts, *, microbatch: int = 8, params: Params | None = None
+    ) -> Scores:
+        """Any number of rollouts, length-sorted microbatches at a time, without gradients."""
+        params = self.params if params is None else params
+        whole: list[Tensor] | None = None
+        with torch.no_grad():
+            for rows_N, columns, part in rollouts.split(microbatch):
+                scores = self.score(params, part)
+                if whole is None:
+                    whole = [x_NS.new_zeros(rollouts.tokens_NS.shape) for x_NS in scores]
+                for all_NS, x_NS in zip(whole, scores, strict=True):
+                    all_NS[rows_N.to(all_NS.device), columns] = x_NS
+        assert whole is not None  # rollouts are never empty
+        return Scores(*whole)
+
+    def support(self, params: Params, rollouts: Rollouts) -> Tensor:
+        packed = _Packed.of(rollouts, self.device)
+        inside, settings = packed.rollouts, {"temperature": self.temperature, "top_p": self.top_p}
+        if self._parts is None:
+            rows_T, columns_T, logits_TV = self._response_logits(params, inside)
+            found_NS = torch.zeros_like(inside.tokens_NS).index_put(
+                (rows_T, columns_T), nucleus_fingerprint(logits_TV, **settings)
+            )
+        else:
+            hidden_NSD, head_VD, bias_V = self._hidden(params, inside.tokens_NS)
+            found_NS = response_support(hidden_NSD, head_VD, inside, bias_V=bias_V, **settings)
+        return packed.back(found_NS)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go in: the device of the input embeddings."""
+        return causal_lm(self.model).get_input_embeddings().weight.device
+
+    def _score(self, params: Params, rollouts: Rollouts) -> Scores:
+        check_params("params", params, self.params)
+        settings = {"temperature": self.temperature, "top_p": self.top_p, "chunk": self.chunk}
+        if self._parts is not None:
+            hidden_NSD, head_VD, bias_V = self._hidden(params, rollouts.tokens_NS)
+            return response_scores(hidden_NSD, head_VD, rollouts, bias_V=bias_V, **settings)
+        rows_T, columns_T, logits_TV = self._response_logits(params, rollouts)
+        token_T = rollouts.tokens_NS[rows_T, columns_T]
+        logprob_T, entropy_T = token_scores(logits_TV, token_T, **settings)
+        empty_NS = logprob_T.new_zeros(rollouts.tokens_NS.shape)
+        where = (rows_T, columns_T)
+        return Scores(empty_NS.index_put(where, logprob_T), empty_NS.index_put(where, entropy_T))
+
+    def _hidden(self, params: Params, tokens_NS: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        assert self._parts is not None
+        decoder, prefix, head, weight, bias = self._parts
+        inside = {
+            name.removeprefix(prefix): value
+            for name, value in params.items()
+            if name.startswith(prefix)
+        }
+        hidden_NSD = self._call(decoder, inside, tokens_NS)[0]
+        # A tied head is the embedding's parameter under its first name.
+        head_VD = params.get(weight, head.weight)
+        bias_V = params.get(bias, head.bias) if bias is not None else None
+        return hidden_NSD.to(head_VD.device), head_VD, bias_V
+
+    def _response_logits(self, params: Params, rollouts: Rollouts) -> tuple[Tensor, Tensor, Tensor]:
+        logits_NSV = self._call(self.model, params, rollouts.tokens_NS)[0]
+        rows_T, columns_T = rollouts.response_NS.nonzero(as_tuple=True)
+        # The logits before a token predict it, as in `response_scores`, which starts from states.
+        return rows_T, columns_T, logits_NSV[rows_T, columns_T - 1]
+
+    def _call(self, module: nn.Module, params: Params, tokens_NS: Tensor) -> Any:
+        position_NS = torch.arange(tokens_NS.shape[1], device=tokens_NS.device)
+        inputs = {
+            "input_ids": tokens_NS,
+            # All ones, though there is padding: it comes after all that is looked at. Without a
+            # mask some architectures warn, and others guess packed sequences from positions.
+            "attention_mask": torch.ones_like(tokens_NS),
+            "position_ids": position_NS.expand(tokens_NS.shape),
+            "use_cache": False,
+        }
+        # Recomputation happens in backward: only where an ordinary graph is being recorded.
+        recompute = self._layers if torch.is_grad_enabled() and not get_interpreter_stack() else ()
+        with (
+            evaluating(self.model),
+            math_attention(),
+            differentiated_fully(self._dora),
+            recomputed(recompute, self._dora),
+        ):
+            return functional_call(module, dict(params), (), inputs)
+
+    def _head_makes_the_logits(self) -> bool:
+        embeddings = causal_lm(self.model).get_input_embeddings().weight
+        tokens_NS = torch.arange(SELF_CHECK_TOKENS, device=embeddings.device) % len(embeddings)
+        with torch.no_grad():
+            hidden_NSD, head_VD, bias_V = self._hidden(self.params, tokens_NS[None])
+            made_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD, bias_V).double()
+            own_NSV = self._call(self.model, self.params, tokens_NS[None])[0].double()
+        tolerance = SELF_CHECK_TOLERANCE.get(hidden_NSD.dtype, HALF_TOLERANCE)
+        if made_NSV.shape != own_NSV.shape:
+            return False
+        error = (made_NSV - own_NSV.to(made_NSV.device)).abs().max()
+        return bool(error <= tolerance * made_NSV.abs().max())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Packed:
+    """Rollouts without padding on the left, and the way back."""
+
+    rollouts: Rollouts
+    original: Rollouts
+    start_N: Tensor
+
+    @classmethod
+    def of(cls, rollouts: Rollouts, device: torch.device) -> _Packed:
+        length_N = rollouts.attention_NS.sum(1)
+        start_N = rollouts.attention_NS.int().argmax(1)
+        column_S = torch.arange(int(length_N.max()), device=length_N.device)
+        inside_NS = column_S < length_N[:, None]
+        source_NS = (start_N[:, None] + column_S).clamp(max=rollouts.tokens_NS.shape[1] - 1)
+        packed = replace(
+            rollouts,
+            # Whatever stood in the padding (-100, say) must be a token that can be embedded.
+            tokens_NS=torch.where(inside_NS, rollouts.tokens_NS.gather(1, source_NS), 0).to(device),
+            attention_NS=inside_NS.to(device),
+            response_NS=(inside_NS & rollouts.response_NS.gather(1, source_NS)).to(device),
+            prompt_N=rollouts.prompt_N.to(device),
+            weight_N=rollouts.weight_N.to(device),
+            truncated_N=rollouts.truncated_N.to(device),
+            behaviour_logprob_NS=None,
+            text=None,
+        )
+        return cls(rollouts=packed, original=rollouts, start_N=start_N)
+
+    def back(self, x_NS: Tensor) -> Tensor:
+        """From packed columns to those of the rollouts as given, on their device."""
+        column_S = torch.arange(self.original.tokens_NS.shape[1], device=self.start_N.device)
+        source_NS = (column_S - self.start_N[:, None]).clamp(0, x_NS.shape[1] - 1)
+        x_NS = x_NS.to(source_NS.device)
+        return torch.where(self.original.response_NS, x_NS.gather(1, source_NS), 0)
+
+
+def _find_parts(model: nn.Module) -> tuple[nn.Module, str, Any, str, str | None] | None:
+    """(decoder, its prefix, head, name of the head's weight, of its bias); None: no plain head."""
+    lm = causal_lm(model)
+    head, decoder = lm.get_output_embeddings(), getattr(lm, lm.base_model_prefix, None)
+    # Exactly nn.Linear: a LoRA layer or a quantised one is a subclass with another forward.
+    if type(head) is not nn.Linear or decoder is None or decoder is lm:
+        return None
+    prefix = next((name for name, module in model.named_modules() if module is decoder), None)
+    names = {id(value): name for name, value in model.named_parameters()}
+    if prefix is None or id(head.weight) not in names:
+        return None
+    bias = None if head.bias is None else names[id(head.bias)]
+    return decoder, f"{prefix}.", head, names[id(head.weight)], bias

@@ -1,0 +1,1 @@
+"""What people read: findings, the verdict in words, run logs."""

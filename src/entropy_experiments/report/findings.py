@@ -1,0 +1,169 @@
+"""Everything one probe run found, and its numbers under the names users know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from entropy_experiments.types import Attribution, Estimate, Rollouts, Scores, UpdateBatch
+from entropy_experiments.types.direction import BASELINE_PARTS
+from entropy_experiments.update.adamw import UpdateStats
+from entropy_experiments.update.certificate import StepCertificate
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Findings:
+    """Changes are in nats, at the learning rate of the step; a skipped phase leaves None."""
+
+    checkpoint: str
+    step: int | None
+    base: str
+    lr: float
+    momentum_decay: float
+    """b1: a batch's gradient acts on 1 / (1 - b1) steps' worth in the end."""
+    level: Estimate
+    """H before the step."""
+    predicted: Attribution | None
+    """lr times the slope, with the lines momentum, decay and gradient."""
+    bend: Estimate | None
+    """lr^2 / 2 times the curvature."""
+    linear_range: float | None
+    measured: Mapping[float, Estimate] | None
+    """By eta; the learning rate is among them."""
+    real: bool
+    """The update batch was recorded in training; otherwise it was drawn for the probe."""
+    certificate: StepCertificate | None
+    certificate_absent: str
+    """Why there is none."""
+    stats: UpdateStats
+    evaluation: Rollouts
+    evaluation_scores: Scores
+    update: UpdateBatch
+    assumed: Mapping[str, Any]
+    """Training facts that nobody told: the value taken for each."""
+    read: Mapping[str, str]
+    """Training facts that were told, and by whom."""
+    not_verifiable: tuple[str, ...]
+    notes: tuple[str, ...]
+    timing: Mapping[str, float]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def change(self) -> Estimate | None:
+        """The measured change at the learning rate."""
+        return None if self.measured is None else self.measured[self.lr]
+
+    @property
+    def difference(self) -> Estimate | None:
+        """Predicted minus measured, paired: the same rollouts."""
+        if self.predicted is None or self.change is None:
+            return None
+        return self.predicted.total - self.change
+
+    @property
+    def baseline(self) -> Estimate | None:
+        """What momentum and decay alone do to the entropy, to first order."""
+        if self.predicted is None:
+            return None
+        first, *rest = (self.predicted.lines[name] for name in BASELINE_PARTS)
+        for line in rest:
+            first = first + line
+        return first
+
+    @property
+    def gradient_eventual(self) -> Estimate | None:
+        """What this batch does through this step and, as momentum, through those that follow."""
+        if self.predicted is None:
+            return None
+        return self.predicted.lines["gradient"] / (1 - self.momentum_decay)
+
+
+def results_of(found: Findings) -> dict[str, Any]:
+    """The result keys of the documents, and `estimates` with all that belongs to each number."""
+    rollouts, batch = found.evaluation, found.update
+    out: dict[str, Any] = {
+        "checkpoint": found.checkpoint,
+        "learning_rate": found.lr,
+        "H_orig": found.level.value,
+        "B_E": len(rollouts.prompt_N.unique()),
+        "B_U": len(batch.rollouts.prompt_N.unique()),
+        "avg_generation_length": float(rollouts.tokens_N.double().mean()),
+        "update": "recorded" if found.real else "hypothetical",
+        "assumed": dict(found.assumed),
+        "not_verifiable": list(found.not_verifiable),
+        "notes": list(found.notes),
+        "timing": dict(found.timing),
+    }
+    if batch.reward_N is not None:
+        out["avg_reward"] = float(batch.reward_N.double().mean())
+    estimates = {"H_orig": found.level}
+    if found.predicted is not None:
+        total = found.predicted.total
+        out |= {"deltaH1": total.value, "bars_dot": total.value / found.lr}
+        estimates |= {"deltaH1": total, "baseline": found.baseline}
+        estimates |= {name: found.predicted.lines[name] for name in found.predicted.lines}
+        estimates |= {name: total.diagnostics[name] for name in ("direct", "state")}
+        estimates["gradient_eventual"] = found.gradient_eventual
+    if found.bend is not None:
+        out |= {"curvature_term": found.bend.value, "linear_range": finite(found.linear_range)}
+        estimates["curvature_term"] = found.bend
+    if found.change is not None and found.measured is not None:
+        weights = found.change.diagnostics["weights"]
+        out |= {
+            "deltaH_true": found.change.value,
+            "H_upd": found.level.value + found.change.value,
+            "diagnostics": weights_of(found.change),
+            "sweep": [
+                {"eta": eta, **numbers(change), "diagnostics": weights_of(change)}
+                for eta, change in sorted(found.measured.items())
+            ],
+        }
+        out["diagnostics"]["rollouts"] = weights.rollouts
+        estimates["deltaH_true"] = found.change
+    if found.difference is not None:
+        out["difference"] = found.difference.value
+        estimates["difference"] = found.difference
+    if found.certificate is not None:
+        out["step_certificate"] = {
+            "passed": found.certificate.passed,
+            "share": found.certificate.share,
+            "cosine": found.certificate.cosine,
+            "relative_error": found.certificate.relative_error,
+        }
+    out["estimates"] = {name: numbers(e) for name, e in estimates.items() if e is not None}
+    return out
+
+
+def numbers(estimate: Estimate) -> dict[str, Any]:
+    """An estimate as JSON: never NaN, null where there is no such number."""
+    return {
+        "value": estimate.value,
+        "stderr": finite(estimate.stderr),
+        "interval": None if estimate.interval is None else list(estimate.interval),
+        "bias": finite(estimate.bias),
+        "noise_floor": finite(estimate.noise_floor),
+        "trusted": estimate.trusted,
+        "why_not": list(estimate.why_not),
+    }
+
+
+def weights_of(change: Estimate) -> dict[str, Any]:
+    """The importance weights behind a measured change."""
+    weights = change.diagnostics["weights"]
+    return {
+        "ESS": weights.ess,
+        "ESS_fraction": weights.ess_fraction,
+        "w_max": weights.w_max,
+        "w_min": weights.w_min,
+        "clip_fraction": weights.clip_fraction,
+        "k_hat": finite(weights.k_hat),
+        "kl": weights.kl,
+        "samples_needed": finite(weights.samples_needed),
+    }
+
+
+def finite(x: float | None) -> float | None:
+    """JSON has no infinity and no NaN."""
+    return x if x is not None and math.isfinite(x) else None

@@ -1,0 +1,159 @@
+"""The verdict in words: what the update does to entropy, and how far to believe it."""
+
+from __future__ import annotations
+
+import math
+
+from entropy_experiments.report.findings import Findings
+from entropy_experiments.types import Estimate
+
+
+def verdict(found: Findings) -> list[str]:
+    """Lines to print, the answer first."""
+    return [
+        *_headline(found),
+        *_comparison(found),
+        *_origin(found),
+        *_trust(found),
+        *_provenance(found),
+    ]
+
+
+def spoken(estimate: Estimate) -> str:
+    """A change with its interval, signs always shown."""
+    bar = (
+        "no interval"
+        if estimate.interval is None
+        else f"95% {estimate.interval[0]:+.3g} to {estimate.interval[1]:+.3g}"
+    )
+    return f"{estimate.value:+.4g} nats ({bar})"
+
+
+def _headline(found: Findings) -> list[str]:
+    what = (
+        f"The update that training made after {found.checkpoint}"
+        if found.real
+        else f"A hypothetical update from {found.checkpoint} (its batch was drawn for this probe)"
+    )
+    change = found.change or (found.predicted.total if found.predicted else None)
+    lines = [f"{what}, at learning rate {found.lr:.3g}:"]
+    unit = found.level.estimand.unit
+    lines.append(
+        f"  entropy now      {found.level.value:.4f} nats per {unit}"
+        f" at temperature {found.level.estimand.temperature:g}"
+    )
+    if found.predicted is not None:
+        lines.append(f"  predicted change {spoken(found.predicted.total)}")
+    if found.change is not None:
+        lines.append(f"  measured change  {spoken(found.change)}")
+    if change is not None and found.level.value > 0:
+        lines.append(f"  that is          {change.value / found.level.value:+.2%} of the entropy")
+    return lines
+
+
+def _comparison(found: Findings) -> list[str]:
+    lines = []
+    if found.difference is not None and found.change is not None:
+        gap = found.difference
+        share = (
+            f", {abs(gap.value / found.change.value):.1%} of the change"
+            if found.change.value
+            else ""
+        )
+        lines.append(f"  difference       {spoken(gap)}, paired{share}")
+    if found.bend is not None and found.predicted is not None:
+        lines.append(
+            f"  curvature adds   {spoken(found.bend)}; the straight line holds within 10 % up to "
+            f"learning rate {_rate(found.linear_range)}"
+        )
+        if found.difference is not None and found.difference.interval is not None:
+            rest = found.difference + found.bend
+            explained = found.difference.covers(0.0) or rest.covers(0.0)
+            lines.append(
+                "  so the prediction "
+                + (
+                    "agrees with the measurement"
+                    if found.difference.covers(0.0)
+                    else "misses the measurement by its curvature"
+                    if explained
+                    else "misses the measurement by more than its curvature: the step is outside "
+                    "the range where two orders suffice"
+                )
+            )
+    if found.predicted is None:
+        lines.append("  the prediction was skipped (probe_rework.compute_delta_h1: false)")
+    if found.change is None:
+        lines.append("  the measurement was skipped (importance.enabled: false)")
+    return lines
+
+
+def _origin(found: Findings) -> list[str]:
+    if found.predicted is None:
+        return []
+    total, lines = found.predicted.total, found.predicted.lines
+    baseline, eventual = found.baseline, found.gradient_eventual
+    assert baseline is not None
+    assert eventual is not None
+    direct, state = (total.diagnostics[name] for name in ("direct", "state"))
+    return [
+        "Where it comes from (first order):",
+        f"  direct  {spoken(direct)}: the same states, other choices{_share(direct, total)}",
+        f"  state   {spoken(state)}: other states visited{_share(state, total)}",
+        f"  momentum {lines['momentum'].value:+.4g}, weight decay {lines['decay'].value:+.4g}, "
+        f"this batch's gradient {lines['gradient'].value:+.4g}",
+        f"  baseline (momentum and decay) share of this step: {_ratio(baseline, total)}; "
+        f"this batch in the end, through the momentum it leaves: {spoken(eventual)}",
+    ]
+
+
+def _trust(found: Findings) -> list[str]:
+    lines = []
+    if found.change is not None:
+        weights = found.change.diagnostics["weights"]
+        k_hat = "" if weights.k_hat is None else f", k-hat {weights.k_hat:.2f}"
+        lines.append(
+            f"Importance weights: ESS {weights.ess:.1f} of {weights.rollouts} rollouts, largest "
+            f"{weights.w_max:.2f}, KL per response {weights.kl:.2g}{k_hat}"
+        )
+    for name, estimate in (
+        ("prediction", found.predicted.total if found.predicted else None),
+        ("measurement", found.change),
+    ):
+        if estimate is None:
+            continue
+        if estimate.trusted:
+            lines.append(f"The {name} is trusted.")
+        else:
+            lines.append(f"The {name} is NOT trusted: {'; '.join(estimate.why_not)}.")
+    if found.certificate is not None:
+        lines.append(f"Step certificate: {found.certificate}.")
+    elif found.certificate_absent:
+        lines.append(f"No step certificate: {found.certificate_absent}.")
+    return lines
+
+
+def _provenance(found: Findings) -> list[str]:
+    lines = [f"Note: {note}." for note in found.notes]
+    if found.assumed:
+        told = ", ".join(f"{name} = {value}" for name, value in found.assumed.items())
+        lines.append(f"ASSUMED, not read from any file (set them under `update:`): {told}.")
+    else:
+        lines.append("Every training fact was read or given; none is assumed.")
+    if found.not_verifiable:
+        lines.append("Not verifiable from the files: " + "; ".join(found.not_verifiable) + ".")
+    return lines
+
+
+def _share(part: Estimate, total: Estimate) -> str:
+    return f" ({_ratio(part, total)})" if total.value else ""
+
+
+def _ratio(part: Estimate, total: Estimate) -> str:
+    """A share of a total; of a total lost in its own error bar there is none."""
+    if total.interval is not None and total.covers(0.0):
+        return "no share given, the total's interval contains 0"
+    return f"{part.value / total.value:.0%}" if total.value else "no share of 0"
+
+
+def _rate(eta: float | None) -> str:
+    return "any" if eta is None or math.isinf(eta) else f"{eta:.2g}"

@@ -1,0 +1,190 @@
+"""Drawing the responses of one unit of prompts: a decode loop with a KV cache, and nothing hidden.
+
+Token k of a rollout is the inverse distribution function of the policy's law at u_k, in fp64:
+
+    y = min { v : p(0) + ... + p(v) > u_k },    u_k from the rollout's own generator
+
+so which rollouts share a batch changes no draw (beyond rounding of the logits), and no library
+setting (top_k, repetition penalty, a generation_config's temperature) can bend the law. With
+top_p < 1 p is `numerics.entropy.nucleus`'s law, which is also the one that is scored.
+
+Prompts are padded on the left and computed once per prompt; rows that end leave the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from entropy_experiments.numerics.entropy import nucleus
+
+REPORT_EVERY = 16
+"""Decode steps between two reports of progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """One response to be drawn: its prompt, and the seed of its own uniforms."""
+
+    prompt: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    tokens: list[int]
+    logprobs: list[float]
+    truncated: bool
+
+
+class LastLogits:
+    """Logits of the last position, as `SequenceProcessor` would score it.
+
+    Where the policy's logits are `head(hidden)`, the head is applied here, in fp32 at least: a
+    model's own bf16 logits would be another law than the one that is scored.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self.model = policy.model
+        inner = getattr(self.model, "get_base_model", None)
+        self.lm: Any = inner() if callable(inner) else self.model
+        self.device = self.lm.get_input_embeddings().weight.device
+        self._head: nn.Linear | None = None
+        if policy.logits_path == "head":
+            self._head = self.lm.get_output_embeddings()
+            self._decoder = getattr(self.lm, self.lm.base_model_prefix)
+            assert self._head is not None
+            self._weight = _full(self._head.weight.detach())
+            bias = self._head.bias
+            self._bias = None if bias is None else _full(bias.detach())
+
+    def __call__(self, **inputs: Any) -> Tensor:
+        if self._head is None:
+            return _full(self.model(**inputs, logits_to_keep=1).logits[:, -1])
+        hidden_ND = self._decoder(**inputs)[0][:, -1].to(self._weight.device)
+        return nn.functional.linear(_full(hidden_ND), self._weight, self._bias)
+
+
+def decode(
+    logits: LastLogits,
+    draws: Sequence[Draw],
+    *,
+    temperature: float,
+    top_p: float,
+    max_new_tokens: int,
+    ends: Sequence[int],
+    stops: Callable[[list[int]], bool] | None,
+    report: Callable[[int], None],
+) -> list[Drawn]:
+    """The responses of one unit; `report` is told how many tokens were drawn since last time."""
+    from transformers import DynamicCache
+
+    device = logits.device
+    uniform_NT = torch.stack([_uniforms(draw.seed, max_new_tokens) for draw in draws])
+    prompts = sorted({draw.prompt for draw in draws})
+    which_N = torch.tensor([prompts.index(draw.prompt) for draw in draws], device=device)
+    cache = DynamicCache(config=logits.lm.config)
+    tokens_PS, attention_PS, position_PS = _left_padded(prompts, device)
+    logits_PV = logits(
+        input_ids=tokens_PS,
+        attention_mask=attention_PS,
+        position_ids=position_PS,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    logits_NV = logits_PV[which_N.to(logits_PV.device)]
+    cache.batch_select_indices(which_N)
+    attention_NS, position_N = attention_PS[which_N], position_PS[which_N, -1]
+
+    end_E = torch.tensor(sorted(ends), dtype=torch.long)
+    results = [Drawn(tokens=[], logprobs=[], truncated=True) for _ in draws]
+    alive = list(range(len(draws)))
+    unreported = 0
+    for step in range(max_new_tokens):
+        token_N, logprob_N = inverse_cdf(
+            logits_NV, uniform_NT[alive, step], temperature=temperature, top_p=top_p
+        )
+        ended = torch.isin(token_N, end_E).tolist()
+        staying = []
+        rows = zip(alive, token_N.tolist(), logprob_N.tolist(), ended, strict=True)
+        for row, (n, token, logprob, end) in enumerate(rows):
+            results[n].tokens.append(token)
+            results[n].logprobs.append(logprob)
+            if end or (stops is not None and stops(results[n].tokens)):
+                results[n] = Drawn(
+                    tokens=results[n].tokens, logprobs=results[n].logprobs, truncated=False
+                )
+            else:
+                staying.append(row)
+        unreported += len(alive)
+        if not staying or step + 1 == max_new_tokens:
+            break
+        if (step + 1) % REPORT_EVERY == 0:
+            report(unreported)
+            unreported = 0
+        if len(staying) < len(alive):
+            keep_N = torch.tensor(staying, device=device)
+            cache.batch_select_indices(keep_N)
+            attention_NS, position_N = attention_NS[keep_N], position_N[keep_N]
+            token_N = token_N[staying]
+            alive = [alive[row] for row in staying]
+        attention_NS = nn.functional.pad(attention_NS, (0, 1), value=1)
+        position_N = position_N + 1
+        logits_NV = logits(
+            input_ids=token_N[:, None].to(device),
+            attention_mask=attention_NS,
+            position_ids=position_N[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+    report(unreported)
+    return results
+
+
+def inverse_cdf(
+    logits_NV: Tensor, uniform_N: Tensor, *, temperature: float, top_p: float
+) -> tuple[Tensor, Tensor]:
+    """(token, its log-prob) for one uniform per row, on the CPU."""
+    z_NV = _full(logits_NV)
+    z_NV = z_NV if temperature == 1.0 else z_NV / temperature
+    if not bool(torch.isfinite(z_NV.amax(-1)).all()):
+        raise ValueError(
+            "The policy's logits are not finite (NaN or +inf); no token can be drawn. Check the "
+            "checkpoint's weights, or set checkpoint.dtype to float32."
+        )
+    wide_NV = z_NV.double()
+    if top_p < 1.0:
+        wide_NV = wide_NV.masked_fill(~nucleus(z_NV, top_p), -torch.inf)
+    logp_NV = wide_NV.log_softmax(-1)
+    cdf_NV = logp_NV.exp().cumsum(-1)
+    # u times the last entry, which rounding keeps from being one: no u is beyond all tokens.
+    goal_N1 = uniform_N.to(cdf_NV.device)[:, None] * cdf_NV[:, -1:]
+    token_N1 = torch.searchsorted(cdf_NV, goal_N1, right=True)
+    last_N1 = torch.searchsorted(cdf_NV, cdf_NV[:, -1:].contiguous())  # the last one with p > 0
+    token_N1 = torch.minimum(token_N1, last_N1)
+    return token_N1[:, 0].cpu(), logp_NV.gather(1, token_N1)[:, 0].cpu()
+
+
+def _uniforms(seed: int, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, dtype=torch.float64, generator=generator)
+
+
+def _left_padded(
+    prompts: Sequence[tuple[int, ...]], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, attention, positions); a real token's position does not know of the padding."""
+    width = max(map(len, prompts))
+    tokens_PS = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+    attention_PS = torch.tensor(
+        [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device
+    )
+    return tokens_PS, attention_PS, (attention_PS.cumsum(1) - 1).clamp_min(0)
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

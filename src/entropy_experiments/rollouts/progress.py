@@ -1,0 +1,100 @@
+"""How far sampling has come: what a callback is told, and a bar that shows it on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    name: str
+    """Which batch: "evaluation", "update", ..."""
+    rollouts: int
+    """Finished, those found in the store included."""
+    total: int
+    tokens: int
+    """Drawn in this run."""
+    seconds: float
+    finished_unit: bool
+    """False while a unit is being drawn; True once it is finished (and saved, given a store)."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class ProgressBar:
+    """A rich bar on stderr; silent where stderr is not a terminal. Ends at 100 %, or by `close`."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        if not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            self._bar = self._opened(progress)
+        self._bar.update(
+            self._task, completed=progress.rollouts, speed=f"{progress.tokens_per_second:.0f} tok/s"
+        )
+        if progress.rollouts == progress.total:
+            self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _opened(self, progress: Progress) -> Any:
+        from rich import progress as rich
+        from rich.console import Console
+
+        bar = rich.Progress(
+            rich.TextColumn("drawing {task.description}"),
+            rich.BarColumn(),
+            rich.MofNCompleteColumn(),
+            rich.TextColumn("{task.fields[speed]}"),
+            rich.TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        bar.start()
+        self._task = bar.add_task(progress.name, total=progress.total, speed="")
+        return bar
+
+
+class Meter:
+    """Counts what was drawn and tells the callback."""
+
+    def __init__(self, callback: ProgressCallback | None, name: str, total: int) -> None:
+        self.callback, self.name, self.total = callback, name, total
+        self.rollouts = self.tokens = 0
+        self.begun = time.monotonic()
+
+    def tokens_drawn(self, count: int) -> None:
+        self.tokens += count
+        self._tell(finished_unit=False)
+
+    def finished(self, rollouts: int) -> None:
+        self.rollouts += rollouts
+        self._tell(finished_unit=True)
+
+    def _tell(self, *, finished_unit: bool) -> None:
+        if self.callback is not None:
+            self.callback(
+                Progress(
+                    name=self.name,
+                    rollouts=self.rollouts,
+                    total=self.total,
+                    tokens=self.tokens,
+                    seconds=time.monotonic() - self.begun,
+                    finished_unit=finished_unit,
+                )
+            )

@@ -1,0 +1,1 @@
+"""What the policy is asked, and what its answers are worth."""

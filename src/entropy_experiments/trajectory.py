@@ -1,0 +1,87 @@
+"""Where checkpoints are: the embedded default, the steps of a run, the one that follows."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+_NUMBERED = re.compile(r"(checkpoint-|step_)(\d+)")
+LIBRARIES = ("torch", "transformers", "peft", "numpy", "scipy")
+
+
+def embedded_trajectory() -> Path:
+    """The run shipped with the package: a small policy whose entropy collapses under GRPO."""
+    folder = Path(str(files("entropy_experiments") / "embedded"))
+    if not steps_of(folder):
+        raise FileNotFoundError(
+            f"The embedded default is missing from {folder}; expected checkpoint-0 and the steps "
+            "after it. Install the package again, or name a checkpoint."
+        )
+    return folder
+
+
+DEFAULT_STEP = 6
+"""Of the embedded trajectory: mid-collapse, where momentum and batch both matter."""
+
+
+def default_checkpoint() -> Path:
+    return embedded_trajectory() / f"checkpoint-{DEFAULT_STEP}"
+
+
+def steps_of(folder: Path) -> list[Path]:
+    """The checkpoints in a run's folder, in the order of their steps."""
+    if not folder.is_dir():
+        return []
+    found = [
+        (int(match[2]), path)
+        for path in folder.iterdir()
+        if (match := _NUMBERED.fullmatch(path.name)) and path.is_dir()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def following(checkpoint: Path) -> Path | None:
+    """The checkpoint one step later, if it was kept."""
+    match = _NUMBERED.fullmatch(checkpoint.name)
+    if match is None:
+        return None
+    later = checkpoint.with_name(f"{match[1]}{int(match[2]) + 1}")
+    return later if later.is_dir() else None
+
+
+def provenance() -> dict[str, Any]:
+    """Versions that a result depends on."""
+    return {
+        "entropy_experiments": _version("entropy-experiments"),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in LIBRARIES},
+        "git": _git_hash(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_hash() -> str | None:
+    """Of the package's own repository, when it is run from one."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "--short=12", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
