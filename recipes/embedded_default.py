@@ -31,10 +31,10 @@ from entropy_experiments.tasks import countdown
 from entropy_experiments.types import UpdateBatch
 
 PACKAGE = Path(__file__).parents[1] / "src" / "entropy_experiments"
-STEPS = 20
+STEPS = 44
 SPECIAL = ("<pad>", "<eos>")
-RESPONSE = 40
-"""Most tokens a response may have; a demonstration has 24 to 50."""
+RESPONSE = 30
+"""Most tokens a response may have. A demonstration has 24 to 50: GRPO must learn to search less."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -269,16 +269,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--rank", type=int, default=2)
     given = parser.parse_args()
     if given.stage == "sft":
         sft(given.folder, steps=given.steps or 2600, batch=64, lr=given.lr or 4e-3)
     elif given.stage == "grpo":
         grpo(
             given.folder,
-            steps=given.steps or 24,
-            lr=given.lr or 3e-3,
+            steps=given.steps or STEPS,
+            lr=given.lr or 4e-3,
             prompts=given.prompts,
             group=8,
             rank=given.rank,

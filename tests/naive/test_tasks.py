@@ -158,7 +158,7 @@ def test_reasoning_gym_when_installed():
 
 def test_reasoning_gym_missing_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    with pytest.raises(ImportError, match=r"pip install 'entropy-experiments\[reasoning\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'entropy-experiments\[reasoning-gym\]'"):
         load_problems("reasoning_gym:leg_counting", count=1)
 
 

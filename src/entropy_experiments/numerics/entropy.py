@@ -75,6 +75,15 @@ def token_scores_from_hidden(
     return _join(parts)
 
 
+def before_response(x_NSX: Tensor, rollouts: Rollouts) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """(where the response tokens are, what predicts them): the shift by one, here and nowhere else.
+
+    The state or the logits *before* a token are those of the law it was drawn from.
+    """
+    rows_T, columns_T = rollouts.response_NS.nonzero(as_tuple=True)
+    return (rows_T, columns_T), x_NSX[rows_T, columns_T - 1]
+
+
 def response_scores(
     hidden_NSD: Tensor,
     head_VD: Tensor,
@@ -85,19 +94,18 @@ def response_scores(
     top_p: float = 1.0,
     chunk: int | None = None,
 ) -> Scores:
-    """Scores of the response positions only: the state before a token predicts that token."""
-    rows_T, columns_T = rollouts.response_NS.nonzero(as_tuple=True)
+    """Scores of the response positions only, from the decoder's states and the LM head."""
+    where, hidden_TD = before_response(hidden_NSD, rollouts)
     logprob_T, entropy_T = token_scores_from_hidden(
-        hidden_NSD[rows_T, columns_T - 1],
+        hidden_TD,
         head_VD,
-        rollouts.tokens_NS[rows_T, columns_T],
+        rollouts.tokens_NS[where],
         bias_V=bias_V,
         temperature=temperature,
         top_p=top_p,
         chunk=chunk,
     )
     empty_NS = logprob_T.new_zeros(rollouts.tokens_NS.shape)
-    where = (rows_T, columns_T)
     return Scores(empty_NS.index_put(where, logprob_T), empty_NS.index_put(where, entropy_T))
 
 
@@ -129,8 +137,8 @@ def response_support(
     top_p: float,
 ) -> Tensor:
     """[N, S] fingerprints of the response positions' supports, as `response_scores` sees them."""
-    rows_T, columns_T = rollouts.response_NS.nonzero(as_tuple=True)
-    hidden_TD, head_VD = _full(hidden_NSD[rows_T, columns_T - 1]), _full(head_VD)
+    where, hidden_TD = before_response(hidden_NSD, rollouts)
+    hidden_TD, head_VD = _full(hidden_TD), _full(head_VD)
     found_T = torch.cat(
         [
             nucleus_fingerprint(
@@ -139,7 +147,7 @@ def response_support(
             for hidden_CD in hidden_TD.split(_rows_in(CACHE_BYTES, head_VD.shape[0]))
         ]
     )
-    return torch.zeros_like(rollouts.tokens_NS).index_put((rows_T, columns_T), found_T)
+    return torch.zeros_like(rollouts.tokens_NS).index_put(where, found_T)
 
 
 class _LogitScores(torch.autograd.Function):

@@ -29,6 +29,7 @@ from torch._C._functorch import get_interpreter_stack
 from torch.func import functional_call
 
 from entropy_experiments.numerics.entropy import (
+    before_response,
     nucleus_fingerprint,
     response_scores,
     response_support,
@@ -142,9 +143,9 @@ class SequenceProcessor:
         packed = _Packed.of(rollouts, self.device)
         inside, settings = packed.rollouts, {"temperature": self.temperature, "top_p": self.top_p}
         if self._parts is None:
-            rows_T, columns_T, logits_TV = self._response_logits(params, inside)
+            where, logits_TV = self._response_logits(params, inside)
             found_NS = torch.zeros_like(inside.tokens_NS).index_put(
-                (rows_T, columns_T), nucleus_fingerprint(logits_TV, **settings)
+                where, nucleus_fingerprint(logits_TV, **settings)
             )
         else:
             hidden_NSD, head_VD, bias_V = self._hidden(params, inside.tokens_NS)
@@ -162,11 +163,9 @@ class SequenceProcessor:
         if self._parts is not None:
             hidden_NSD, head_VD, bias_V = self._hidden(params, rollouts.tokens_NS)
             return response_scores(hidden_NSD, head_VD, rollouts, bias_V=bias_V, **settings)
-        rows_T, columns_T, logits_TV = self._response_logits(params, rollouts)
-        token_T = rollouts.tokens_NS[rows_T, columns_T]
-        logprob_T, entropy_T = token_scores(logits_TV, token_T, **settings)
+        where, logits_TV = self._response_logits(params, rollouts)
+        logprob_T, entropy_T = token_scores(logits_TV, rollouts.tokens_NS[where], **settings)
         empty_NS = logprob_T.new_zeros(rollouts.tokens_NS.shape)
-        where = (rows_T, columns_T)
         return Scores(empty_NS.index_put(where, logprob_T), empty_NS.index_put(where, entropy_T))
 
     def _hidden(self, params: Params, tokens_NS: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -183,11 +182,10 @@ class SequenceProcessor:
         bias_V = params.get(bias, head.bias) if bias is not None else None
         return hidden_NSD.to(head_VD.device), head_VD, bias_V
 
-    def _response_logits(self, params: Params, rollouts: Rollouts) -> tuple[Tensor, Tensor, Tensor]:
-        logits_NSV = self._call(self.model, params, rollouts.tokens_NS)[0]
-        rows_T, columns_T = rollouts.response_NS.nonzero(as_tuple=True)
-        # The logits before a token predict it, as in `response_scores`, which starts from states.
-        return rows_T, columns_T, logits_NSV[rows_T, columns_T - 1]
+    def _response_logits(
+        self, params: Params, rollouts: Rollouts
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        return before_response(self._call(self.model, params, rollouts.tokens_NS)[0], rollouts)
 
     def _call(self, module: nn.Module, params: Params, tokens_NS: Tensor) -> Any:
         position_NS = torch.arange(tokens_NS.shape[1], device=tokens_NS.device)

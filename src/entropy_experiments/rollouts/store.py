@@ -2,12 +2,14 @@
 
 A folder holds
 
-    rollouts.safetensors    tokens (int32), masks, log-probs, advantages: whatever the value has
+    rollouts.safetensors    tokens, masks, log-probs, advantages: whatever the value has
     text.json               the responses as text, if they were kept
     manifest.json           written last: schema, sha256 of each file, free `meta`
 
 Every file is written under a temporary name, synced and renamed, so a folder with a manifest is
-whole. Nothing here is ever unpickled, and a file that does not match its hash is not opened.
+whole. Tokens take the narrowest integer type that holds them, and advantages that are one number
+per rollout are stored as such. Nothing here is ever unpickled, and a file that does not match its
+hash is not opened.
 
 `RolloutStore` keeps the finished units of a run that may be interrupted. A unit is found again by
 its key, a hash of all that determines its tokens, so what is read back is what would be drawn.
@@ -99,10 +101,9 @@ def _save(
     meta: Mapping[str, Any] | None,
 ) -> Path:
     packed = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    highest = int(packed["tokens_NS"].max())
-    if highest >= 2**31:
-        raise ValueError(f"Token id {highest} does not fit into int32, as which tokens are stored.")
-    packed["tokens_NS"] = packed["tokens_NS"].to(torch.int32)
+    packed["tokens_NS"] = _narrow(packed["tokens_NS"])
+    if "advantage_NS" in packed:
+        packed |= _per_rollout(packed.pop("advantage_NS"), packed["response_NS"])
     contents = {TENSORS: dump_tensors(packed)}
     if rollouts.text is not None:
         contents[TEXT] = json.dumps(list(rollouts.text), ensure_ascii=False).encode()
@@ -132,6 +133,27 @@ def _save(
         write_whole(folder / name, data)
     write_whole(folder / MANIFEST, encoded)
     return folder / MANIFEST
+
+
+def _narrow(tokens_NS: Tensor) -> Tensor:
+    highest = int(tokens_NS.max())
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        if highest <= torch.iinfo(dtype).max:
+            return tokens_NS.to(dtype)
+    raise ValueError(f"Token id {highest} does not fit into int32, as which tokens are stored.")
+
+
+def _per_rollout(advantage_NS: Tensor, response_NS: Tensor) -> dict[str, Tensor]:
+    """One advantage per rollout where that says it all, bit by bit."""
+    first_N1 = response_NS.int().argmax(1, keepdim=True)
+    advantage_N = advantage_NS.gather(1, first_N1).squeeze(1)
+    if torch.equal(_spread(advantage_N, response_NS), advantage_NS):
+        return {"advantage_N": advantage_N.contiguous()}
+    return {"advantage_NS": advantage_NS}
+
+
+def _spread(advantage_N: Tensor, response_NS: Tensor) -> Tensor:
+    return torch.where(response_NS, advantage_N[:, None], torch.zeros((), dtype=advantage_N.dtype))
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -164,6 +186,8 @@ def _load(
     for name, facts in manifest["files"].items():
         contents[name] = _checked(folder / name, facts)
     tensors = _tensors(folder / TENSORS, contents[TENSORS])
+    if "advantage_N" in tensors and "response_NS" in tensors and "advantage_NS" not in tensors:
+        tensors["advantage_NS"] = _spread(tensors.pop("advantage_N"), tensors["response_NS"])
     required = {n for n, must in _ROLLOUT_TENSORS.items() if must}
     if manifest["kind"] == "update_batch":
         required |= {n for n, must in _UPDATE_TENSORS.items() if must}

@@ -3,7 +3,8 @@
 A problem is three numbers from 1 to 9 and a target, written in words of a small vocabulary:
 
     numbers 3 7 5 target 26 :
-    <think> 7 - 5 = 2 ; 2 * 3 = 6 no ; 3 * 7 = 21 ; 21 + 5 = 26 yes </think> <answer> ( 3 * 7 ) + 5 </answer>
+    <think> 7 - 5 = 2 ; 2 * 3 = 6 no ; 3 * 7 = 21 ; 21 + 5 = 26 yes </think>
+    <answer> ( 3 * 7 ) + 5 </answer>
 
 The trace is a search: each attempt combines two numbers, then the third. There are several ways
 to search and usually several to succeed, so a policy trained on such traces has entropy to lose.
@@ -16,6 +17,7 @@ import ast
 import operator
 import random
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -110,18 +112,20 @@ def solved(completion: str, problem: Countdown) -> bool:
     return value == problem.target and Counter(used) == Counter(problem.numbers)
 
 
-class NotArithmetic(ArithmeticError):
+class NotArithmeticError(ArithmeticError):
     """The text is not an expression of + - * and whole numbers."""
 
 
 def _evaluate(text: str) -> tuple[int, list[int]]:
     """Value and numbers of an expression; it is parsed, never executed."""
     if len(text) > 200:
-        raise NotArithmetic(f"{len(text)} characters")
+        raise NotArithmeticError(f"{len(text)} characters")
     try:
-        tree = ast.parse(text, mode="eval")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # `1 (2)`: refused below
+            tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise NotArithmetic(text) from error
+        raise NotArithmeticError(text) from error
     used: list[int] = []
 
     def value(node: ast.AST) -> int:
@@ -132,7 +136,7 @@ def _evaluate(text: str) -> tuple[int, list[int]]:
             type(node.op) if isinstance(node, ast.BinOp) else type(None)
         )
         if symbol is None:
-            raise NotArithmetic(text)
+            raise NotArithmeticError(text)
         assert isinstance(node, ast.BinOp)
         return _OPERATIONS[symbol](value(node.left), value(node.right))
 
