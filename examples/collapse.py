@@ -4,6 +4,7 @@ The run is shipped with the package: a small Qwen2 on Countdown, trained with TR
 downloaded.
 
     python examples/collapse.py --out build/demo
+    python examples/collapse.py --out build/demo --first 10 --last 20     # a part of the run
 """
 
 from __future__ import annotations
@@ -21,12 +22,20 @@ from entropy_experiments.report.verdict import spoken
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="files go here")
-    parser.add_argument("--prompts", type=int, default=128, help="evaluation prompts")
+    parser.add_argument("--prompts", type=int, default=96, help="evaluation prompts")
+    parser.add_argument("--first", type=int, default=0, help="first step shown")
+    parser.add_argument("--last", type=int, help="last checkpoint used (default: all)")
     given = parser.parse_args()
     config = (
         load_config()
         .under(given.out)
-        .with_overrides([f"batch_config.B_E={given.prompts}", "memory_config.microbatch_size=64"])
+        .with_overrides(
+            [
+                f"batch_config.B_E={given.prompts}",
+                "memory_config.microbatch_size=64",
+                "generation.gen_batch_size=256",
+            ]
+        )
     )
 
     print("A GRPO run, each update predicted before it is made and measured after it:\n")
@@ -37,7 +46,11 @@ def main() -> None:
         seen.append(step)
         print(step_line(step, seen[0].level.value), flush=True)
 
-    run = probe_trajectory(config.with_overrides(["importance.is_mode=per_decision"]), say=show)
+    run = probe_trajectory(
+        config.with_overrides(["importance.is_mode=per_decision"]),
+        steps=slice(given.first, None if given.last is None else given.last + 1),
+        say=show,
+    )
     print("\nFrom the first checkpoint to the last, entropy per token changed by")
     print(f"  predicted, summed over the steps  {spoken(run.predicted)}")
     print(f"  measured, summed over the steps   {spoken(run.measured)}")

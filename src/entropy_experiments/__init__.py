@@ -12,6 +12,19 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "Config": "config",
+    "DetailedLogger": "report.logs",
+    "OfflineEntropyProbe": "offline_entropy_probe",
+    "SampleGenerator": "rollouts.sample",
+    "SequenceProcessor": "policy.scoring",
+    "load_checkpoint": "policy.load",
+    "load_config": "config",
+    "load_rollouts": "rollouts.store",
+    "load_update_batch": "rollouts.store",
+    "parse_config": "config",
+    "probe_trajectory": "entropy_trajectory",
+    "save_rollouts": "rollouts.store",
+    "save_update_batch": "rollouts.store",
     "AdamGroup": "types",
     "Attribution": "types",
     "Direction": "types",

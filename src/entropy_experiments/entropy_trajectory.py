@@ -58,11 +58,15 @@ def probe_trajectory(
     config: Config,
     folder: str | Path | None = None,
     *,
+    steps: slice = slice(None),
     say: Callable[[TrajectoryStep], None] | None = None,
 ) -> Trajectory:
-    """Every step of a run whose checkpoints are consecutive and whose batches were recorded."""
+    """Every step of a run whose checkpoints are consecutive and whose batches were recorded.
+
+    `steps` takes a part of the checkpoints found; `say` is told each step as it is done.
+    """
     folder = embedded_trajectory() if folder is None else Path(folder)
-    paths = steps_of(folder)
+    paths = steps_of(folder)[steps]
     numbers = [int(path.name.removeprefix("checkpoint-").removeprefix("step_")) for path in paths]
     if len(paths) < 2 or numbers != list(range(numbers[0], numbers[0] + len(paths))):
         raise ValueError(
@@ -72,12 +76,12 @@ def probe_trajectory(
     config = config.with_overrides(["update.batch=recorded"])
     # The same prompts at every checkpoint, so that changes along the run are paired.
     avoid = set[tuple[int, ...]]().union(*(_update_prompts(path) for path in paths[:-1]))
-    steps: list[TrajectoryStep] = []
+    done: list[TrajectoryStep] = []
     for path, number in zip(paths[:-1], numbers):
-        steps.append(_probed(config, path, number, avoid))
+        done.append(_probed(config, path, number, avoid))
         if say is not None:
-            say(steps[-1])
-    return Trajectory(steps=tuple(steps), last=_last_level(config, paths[-1], avoid))
+            say(done[-1])
+    return Trajectory(steps=tuple(done), last=_last_level(config, paths[-1], avoid))
 
 
 def _probed(config: Config, path: Path, number: int, avoid: set[tuple[int, ...]]) -> TrajectoryStep:

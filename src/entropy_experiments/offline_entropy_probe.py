@@ -106,6 +106,7 @@ class OfflineEntropyProbe:
             step=inputs.checkpoint.step,
             base=inputs.checkpoint.base,
             lr=inputs.lr,
+            lr_stored=inputs.lr_stored,
             momentum_decay=group.betas[0] if isinstance(group, AdamGroup) else group.momentum,
             level=level,
             predicted=predicted,
@@ -116,6 +117,7 @@ class OfflineEntropyProbe:
             certificate=certificate,
             certificate_absent=absent,
             stats=stats,
+            retries=inputs.retries,
             evaluation=rollouts,
             evaluation_scores=base,
             update=inputs.update,
@@ -183,6 +185,10 @@ class OfflineEntropyProbe:
         """The rebuilt step against the checkpoint that followed, where both are known."""
         if not inputs.real:
             return None, "the update is hypothetical, nobody made this step"
+        if inputs.lr_stored > 0 and inputs.lr != inputs.lr_stored:
+            return None, (
+                f"update.lr is {inputs.lr:.3g}, and the step was made at {inputs.lr_stored:.3g}"
+            )
         later = following(inputs.checkpoint.path)
         if later is None:
             return None, "the checkpoint one step later is not beside this one"

@@ -31,10 +31,6 @@ from entropy_experiments.trajectory import default_checkpoint
 from entropy_experiments.types import Direction, OptimizerState, Rollouts, UpdateBatch
 from entropy_experiments.update.adamw import UpdateStats, compute_update_vector_adamw
 
-REWARDS = {"countdown": ["countdown"], "countdown_r1_template": ["countdown"]}
-DEFAULT_REWARD = ["math_verify"]
-"""What a task's answers are judged by, unless the config or the training facts say otherwise."""
-
 Say = Callable[[str], None]
 PromptIds = tuple[int, ...]
 
@@ -53,12 +49,20 @@ class ProbeInputs:
     update: UpdateBatch
     real: bool
     """The update batch was recorded in training."""
+    retries: int | None
+    """Groups drawn in place of groups with equal rewards; None: the batch was not drawn here."""
     notes: tuple[str, ...]
     timing: dict[str, float]
 
     @property
     def lr(self) -> float:
         return self.optimizer.lr
+
+    @property
+    def lr_stored(self) -> float:
+        """The rate in the checkpoint, whatever the config says."""
+        assert self.checkpoint.optimizer is not None  # need_optimizer: its absence is refused
+        return self.checkpoint.optimizer.lr
 
     @property
     def measuring(self) -> dict[str, Any]:
@@ -138,6 +142,7 @@ def gather(
         evaluation=evaluation,
         update=update,
         real=real,
+        retries=sampler.retries,
         notes=(*config.notes, *facts.notes, *notes),
         timing=timing,
     )
@@ -203,6 +208,7 @@ class Sampler:
             master_seed=config.probe_rework.master_seed,
             progress=not quiet,
         )
+        self.retries: int | None = None
         self._folder = config.rollout_folder
         self._loaded = None if config.rollouts.load is None else Path(config.rollouts.load)
         identity = self.generator.identity()
@@ -240,19 +246,18 @@ class Sampler:
 
     def _drawn_update(self) -> tuple[UpdateBatch, list[str]]:
         asked, facts = self.config.batch_config, self.facts
-        task = facts["dataset_name"]
-        names = facts.values.get("reward_functions") or REWARDS.get(task, DEFAULT_REWARD)
         most = asked.B_U * (1 + asked.max_resample_attempts)
         drawn = self.generator.generate_update_batch(
             self._problems("update", asked.U_split, asked.B_U, set(), most=most),
             prompts=asked.B_U,
             group=asked.G,
-            reward=build_reward(names, facts.values.get("reward_weights")),
+            reward=build_reward(facts["reward_functions"], facts.values.get("reward_weights")),
             scale=facts["advantage"],
             filter_zero_advantage=asked.filter_zero_advantage_prompts,
             tol=asked.advantage_filter_tol,
             max_attempts=asked.max_resample_attempts,
         )
+        self.retries = drawn.retries
         return drawn.batch, list(drawn.notes)
 
     def _problems(

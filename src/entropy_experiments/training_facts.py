@@ -32,6 +32,10 @@ ASSUMED: dict[str, Any] = {
 }
 """TRL's GRPO defaults, but for amp_dtype: the probe computes in the precision it says."""
 
+REWARDS = {"countdown": ["countdown"], "countdown_r1_template": ["countdown"]}
+DEFAULT_REWARD = ["math_verify"]
+"""What a task's answers are judged by, unless the config or the files say otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFacts:
@@ -66,6 +70,7 @@ def training_facts(
     given = {
         **{name: getattr(config.update, name) for name in ASSUMED if hasattr(config.update, name)},
         "temperature": config.generation.temperature,
+        "top_p": config.generation.top_p,
         "dataset_name": config.batch_config.dataset_name,
         "reward_functions": config.reward.functions,
         "reward_weights": config.reward.weights,
@@ -83,6 +88,9 @@ def training_facts(
             values[name], where[name] = read[name], sources[name]
         elif name in ASSUMED:
             values[name], where[name] = ASSUMED[name], ""
+    if "reward_functions" not in values:
+        values["reward_functions"] = REWARDS.get(values["dataset_name"], DEFAULT_REWARD)
+        where["reward_functions"] = ""
     return TrainingFacts(values=values, sources=where, notes=tuple(notes))
 
 

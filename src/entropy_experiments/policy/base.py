@@ -12,11 +12,13 @@ import importlib.util
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from difflib import get_close_matches
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,16 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+@contextmanager
+def _bar_for_terminals() -> Iterator[None]:
+    """The reader of GGUF shows a bar that no setting turns off; in a log file it is a long line."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with redirect_stderr(StringIO()):
+        yield
+
+
 def _located(name: str, layout: Layout, said_by: str) -> Base:
     given = Path(name).expanduser()
     tried = [given] if given.is_absolute() else [layout.weights / given, layout.root / given, given]
@@ -288,7 +300,7 @@ def from_gguf(file: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{file.stem}-", dir=target.parent))
     try:
-        with quiet_transformers():
+        with quiet_transformers(), _bar_for_terminals():
             source = {"gguf_file": file.name, "trust_remote_code": False}
             model: Any = AutoModelForCausalLM.from_pretrained(
                 str(file.parent), dtype=torch.float32, **source

@@ -21,6 +21,8 @@ class Findings:
     step: int | None
     base: str
     lr: float
+    lr_stored: float
+    """What the optimizer holds; another one only if the config says so. 0: no step follows."""
     momentum_decay: float
     """b1: a batch's gradient acts on 1 / (1 - b1) steps' worth in the end."""
     level: Estimate
@@ -38,6 +40,8 @@ class Findings:
     certificate_absent: str
     """Why there is none."""
     stats: UpdateStats
+    retries: int | None
+    """Groups drawn in place of groups with equal rewards; None: the batch was not drawn here."""
     evaluation: Rollouts
     evaluation_scores: Scores
     update: UpdateBatch
@@ -51,6 +55,11 @@ class Findings:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def lr_changed(self) -> bool:
+        """The step asked about is longer or shorter than the one training made."""
+        return self.lr_stored > 0 and self.lr != self.lr_stored
+
+    @property
     def change(self) -> Estimate | None:
         """The measured change at the learning rate."""
         return None if self.measured is None else self.measured[self.lr]
@@ -61,6 +70,21 @@ class Findings:
         if self.predicted is None or self.change is None:
             return None
         return self.predicted.total - self.change
+
+    @property
+    def terms(self) -> dict[str, Estimate]:
+        """The direct and the state term of the prediction; empty when it was skipped."""
+        if self.predicted is None:
+            return {}
+        total = self.predicted.total
+        found = {name: total.diagnostics[name] for name in ("direct", "state")}
+        # Reverse mode has plain numbers per unit learning rate: no rollouts, no error bars.
+        return {
+            name: term
+            if isinstance(term, Estimate)
+            else Estimate.build(value=self.lr * term, estimand=total.estimand)
+            for name, term in found.items()
+        }
 
     @property
     def baseline(self) -> Estimate | None:
@@ -104,7 +128,7 @@ def results_of(found: Findings) -> dict[str, Any]:
         out |= {"deltaH1": total.value, "bars_dot": total.value / found.lr}
         estimates |= {"deltaH1": total, "baseline": found.baseline}
         estimates |= {name: found.predicted.lines[name] for name in found.predicted.lines}
-        estimates |= {name: total.diagnostics[name] for name in ("direct", "state")}
+        estimates |= found.terms
         estimates["gradient_eventual"] = found.gradient_eventual
     if found.bend is not None:
         out |= {"curvature_term": found.bend.value, "linear_range": finite(found.linear_range)}

@@ -3,7 +3,7 @@
     minimal    the core numbers, timing, batch sizes
     standard   + every estimate, the sweep, batch statistics, weights, update norms, provenance
     detailed   + every rollout: prompt, response, log-prob, entropy, weight, reward, advantage
-    debug      + every token of every rollout, and each parameter's share of the update
+    debug      + every token of every rollout; the tensors as computed, each parameter's share
 
 Three files: the log, a summary with the core numbers, and the exact config. The `log_*` switches
 only take away from what the level allows. Each file appears whole or not at all.
@@ -27,6 +27,8 @@ from entropy_experiments.rollouts.store import write_whole
 from entropy_experiments.types import Rollouts, Scores
 
 SCHEMA = 1
+RAW_GRADIENT = 100_000
+"""Elements of a loss gradient that a debug log holds at most."""
 LEVELS = ("minimal", "standard", "detailed", "debug")
 CORE = (
     *("checkpoint", "update", "bars_dot", "deltaH1", "deltaH_true", "learning_rate"),
@@ -87,7 +89,7 @@ class DetailedLogger:
                 found.update.rollouts, found.stats.found.scores, decode, tokens, _rewards(found)
             )
         if depth >= 3 and settings.log_raw_tensors:
-            content["raw"] = {"shares": {k: dict(v) for k, v in found.stats.shares.items()}}
+            content["raw"] = _raw(found)
         return content
 
     def _config_text(self, found: Findings) -> str:
@@ -125,6 +127,8 @@ def _batches(found: Findings) -> dict[str, Any]:
             "advantage": _spread(batch.advantage_NS[inside_NS]),
         },
     }
+    if found.retries is not None:
+        out["update"]["retries"] = found.retries
     if batch.reward_N is not None:
         out["update"]["reward"] = _spread(batch.reward_N)
     return out
@@ -188,6 +192,36 @@ def _rollouts(
     return rows
 
 
+def _raw(found: Findings) -> dict[str, Any]:
+    """The arrays behind the numbers, padding and all, in every digit."""
+    gradient = found.stats.found.gradient
+    size = sum(g.numel() for g in gradient.values())
+    return {
+        "evaluation": _tensors(found.evaluation, found.evaluation_scores)
+        | {name: _raw_tensor(x_N) for name, x_N in _evaluation(found).items()},
+        "update": _tensors(found.update.rollouts, found.stats.found.scores)
+        | {"advantage_NS": _raw_tensor(found.update.advantage_NS)},
+        # In digits, a gradient of more than this would be most of a very large file.
+        "loss_gradient": {name: _raw_tensor(g) for name, g in gradient.items()}
+        if size <= RAW_GRADIENT
+        else f"left out: {size} elements, more than {RAW_GRADIENT}",
+        "shares": {part: dict(shares) for part, shares in found.stats.shares.items()},
+    }
+
+
+def _tensors(rollouts: Rollouts, scores: Scores) -> dict[str, Any]:
+    names = ("tokens_NS", "attention_NS", "response_NS", "prompt_N", "weight_N")
+    out = {name: _raw_tensor(getattr(rollouts, name)) for name in names}
+    return out | {name: _raw_tensor(x_NS) for name, x_NS in scores._asdict().items()}
+
+
+def _raw_tensor(x: Tensor) -> dict[str, Any]:
+    # A mask as 0 and 1: shorter than false and true.
+    values = x.int() if x.dtype == torch.bool else x
+    kind = str(x.dtype).removeprefix("torch.")
+    return {"dtype": kind, "shape": list(x.shape), "values": values.detach().tolist()}
+
+
 def _rounded(x: Tensor) -> list[float]:
     return [float(f"{value:.7g}") for value in x.tolist()]
 
@@ -215,7 +249,8 @@ def _free_stem(folder: Path, stem: str) -> str:
 
 def _rotate(directory: Path, most: int, *, keep: Path) -> None:
     """Keep the newest runs; a run is its three files."""
-    logs = [p for p in directory.glob("*/entropy_probe_*.json*") if "_summary" not in p.name]
+    found = directory.glob("*/entropy_probe_*.json*")
+    logs = [path for path in found if not path.name.endswith("_summary.json")]
     logs.sort(key=lambda p: (p.stat().st_mtime, p.name))
     for old in logs[: max(0, len(logs) - most)]:
         if old == keep:

@@ -36,7 +36,10 @@ def _headline(found: Findings) -> list[str]:
         else f"A hypothetical update from {found.checkpoint} (its batch was drawn for this probe)"
     )
     change = found.change or (found.predicted.total if found.predicted else None)
-    lines = [f"{what}, at learning rate {found.lr:.3g}:"]
+    rate = f"at learning rate {found.lr:.3g}"
+    if found.lr_changed:
+        rate += f" instead of {found.lr_stored:.3g}"
+    lines = [f"{what}, {rate}:"]
     unit = found.level.estimand.unit
     lines.append(
         f"  entropy now      {found.level.value:.4f} nats per {unit}"
@@ -94,7 +97,7 @@ def _origin(found: Findings) -> list[str]:
     baseline, eventual = found.baseline, found.gradient_eventual
     assert baseline is not None
     assert eventual is not None
-    direct, state = (total.diagnostics[name] for name in ("direct", "state"))
+    direct, state = (found.terms[name] for name in ("direct", "state"))
     return [
         "Where it comes from (first order):",
         f"  direct  {spoken(direct)}: the same states, other choices{_share(direct, total)}",

@@ -30,15 +30,21 @@ class Progress:
 ProgressCallback = Callable[[Progress], None]
 
 
+LINE_EVERY = 15.0
+"""Seconds between two lines where there is no terminal."""
+
+
 class ProgressBar:
-    """A rich bar on stderr; silent where stderr is not a terminal. Ends at 100 %, or by `close`."""
+    """A rich bar on stderr, or now and then a line where that is no terminal; ends at 100 %."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
+        self._lines = 0
 
     def __call__(self, progress: Progress) -> None:
         if not sys.stderr.isatty():
+            self._line(progress)
             return
         if self._bar is None:
             self._bar = self._opened(progress)
@@ -52,6 +58,15 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def _line(self, progress: Progress) -> None:
+        # Short draws stay silent; a run in the background shows that it is alive.
+        due = int(progress.seconds / LINE_EVERY)
+        if due > self._lines:
+            told = f"{progress.rollouts} of {progress.total} rollouts"
+            speed = f"{progress.tokens} tokens, {progress.tokens_per_second:.0f} tok/s"
+            print(f"drawing {progress.name}: {told}, {speed}", file=sys.stderr, flush=True)
+        self._lines = due
 
     def _opened(self, progress: Progress) -> Any:
         from rich import progress as rich

@@ -1,0 +1,145 @@
+"""The run shipped with the package: small, real, and a place where the linear picture holds."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from recipes import embedded_default as recipe
+
+from entropy_experiments import step_certificate
+from entropy_experiments.config import load_config
+from entropy_experiments.entropy_trajectory import probe_trajectory
+from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
+from entropy_experiments.policy.load import load_checkpoint
+from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.probe_inputs import gather
+from entropy_experiments.tasks import countdown
+from entropy_experiments.trajectory import embedded_trajectory, following, steps_of
+
+MEGABYTES = 8
+SWEEP = (1 / 8, 1 / 2, 1.0, 2.0, 4.0)
+
+
+def settings(folder, prompts: int):
+    return (
+        load_config()
+        .under(folder)
+        .with_overrides(
+            [
+                f"batch_config.B_E={prompts}",
+                "memory_config.microbatch_size=64",
+                "generation.gen_batch_size=256",
+                "importance.is_mode=per_decision",
+            ]
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    config = settings(tmp_path_factory.mktemp("probe"), 256)
+    return OfflineEntropyProbe(config, quiet=True).findings()[0]
+
+
+def logged(name: str) -> list[float]:
+    """What TRL logged at each step, from the shipped trainer states."""
+    rows = [json.loads((p / "trainer_state.json").read_text()) for p in steps_of(TRAJECTORY)[1:]]
+    return [row["log_history"][-1][name] for row in rows]
+
+
+TRAJECTORY = embedded_trajectory()
+
+
+def test_it_is_small_and_consecutive():
+    files = [path for path in TRAJECTORY.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < MEGABYTES * 1e6
+    steps = [int(path.name.split("-")[1]) for path in steps_of(TRAJECTORY)]
+    assert steps == list(range(recipe.STEPS + 1))
+    assert all((path / "update_batch").is_dir() for path in steps_of(TRAJECTORY)[:-1])
+    assert not [path for path in files if path.suffix in (".bin", ".pkl", ".pth")]
+
+
+def test_reward_rises_and_entropy_halves():
+    reward, entropy = logged("reward"), logged("entropy")
+    first, last = slice(0, 5), slice(-5, None)
+    assert sum(reward[last]) > 2 * sum(reward[first])
+    assert sum(entropy[last]) < 0.5 * sum(entropy[first])
+
+
+def test_the_shipped_tokenizer_is_the_recipes():
+    shipped = load_checkpoint(TRAJECTORY / "checkpoint-0").tokenizer
+    problem = next(countdown.problems("a test"))
+    ours = recipe.tokenizer()(problem.prompt)["input_ids"]
+    assert shipped(problem.prompt)["input_ids"] == ours
+    assert len(ours) == len(problem.prompt.split())  # one word, one token
+    assert shipped.decode(ours) == problem.prompt
+
+
+def test_the_step_is_small_enough_to_be_linear_and_large_enough_to_be_seen(found):
+    weights = found.change.diagnostics["weights"]
+    assert 1e-3 <= weights.kl <= 1e-1
+    assert abs(found.change.value) >= 10 * found.change.noise_floor
+    assert found.change.trusted
+    assert found.predicted.total.trusted
+
+
+def test_the_prediction_is_within_ten_percent_and_curvature_explains_the_rest(found):
+    assert abs(found.difference.value) <= 0.1 * abs(found.change.value)
+    assert found.difference.covers(0.0) or (found.difference + found.bend).covers(0.0)
+
+
+def test_the_change_is_straight_inside_the_linear_range(found):
+    etas = [eta for eta in sorted(found.measured) if eta <= found.linear_range]
+    assert sorted(found.measured) == pytest.approx([found.lr * factor for factor in SWEEP])
+    assert len(etas) >= 3
+    (low, high) = (etas[0], etas[-1])
+    rise = math.log(found.measured[high].value / found.measured[low].value)
+    assert 0.98 <= rise / math.log(high / low) <= 1.02
+
+
+def test_the_states_visited_matter(found):
+    total = found.predicted.total
+    assert abs(total.diagnostics["state"].value) >= 0.1 * abs(total.value)
+
+
+def test_it_speaks_of_the_real_step(found):
+    assert found.real
+    assert found.certificate is not None
+    assert found.certificate.passed
+    assert not found.assumed
+
+
+@pytest.mark.parametrize("step", [0, 2, 5, 21, recipe.STEPS - 1])
+def test_steps_are_rebuilt_from_files_alone(step, tmp_path):
+    path = TRAJECTORY / f"checkpoint-{step}"
+    inputs = gather(settings(tmp_path, 5), path)
+    direction, _ = inputs.step()
+    later = following(path)
+    assert later is not None
+    after = SequenceProcessor(load_checkpoint(later).model).params
+    certificate = step_certificate(direction, inputs.policy.params, after)
+    # While LoRA's B is near zero, A's gradients are near rounding, and Adam makes full steps of them.
+    early = step < 5
+    assert certificate.passed is not early
+    assert certificate.cosine >= 1 - (1e-7 if early else 1e-11)
+    assert ("but for elements with gradients near zero" in str(certificate)) is early
+
+
+@pytest.mark.slow
+def test_predictions_add_up_to_what_fresh_rollouts_say(tmp_path):
+    run = probe_trajectory(settings(tmp_path, 128))
+    assert len(run.steps) == recipe.STEPS
+    assert run.fresh.covers(run.predicted.value)
+    assert run.last.value < 0.5 * run.steps[0].level.value
+    # Teeth: half of the steps would not do.
+    assert not run.fresh.covers(sum(step.predicted.value for step in run.steps[::2]))
+
+
+def test_a_part_of_a_run_can_be_probed(tmp_path):
+    run = probe_trajectory(settings(tmp_path, 24), steps=slice(10, 13))
+    assert [step.step for step in run.steps] == [10, 11]
+    assert run.predicted.value == pytest.approx(sum(s.predicted.value for s in run.steps))
+    assert run.fresh.value == pytest.approx(run.last.value - run.steps[0].level.value)
+    assert run.predicted.interval is not None
