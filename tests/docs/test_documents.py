@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-NOT_AGAIN = {"make test", "make test-all"}  # this very suite
+NOT_AGAIN = {"make test", "make test-all", "make demo"}  # this very suite; test_demo_as_it_is
 
 
 def blocks(language):
@@ -21,8 +21,8 @@ def blocks(language):
                 yield pytest.param(body, id=f"{document.name}:{body.splitlines()[0][:40]}")
 
 
-def run(command):
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def run(command, cwd=ROOT):
+    found = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 
@@ -35,21 +35,56 @@ def test_python_snippets_run(body):
 
 @pytest.mark.parametrize("body", list(blocks("bash")))
 def test_shell_commands_run(body, tmp_path):
+    """`console` blocks need files of the reader's own; everything in `bash` blocks runs here."""
     for line in body.splitlines():
         command = line.split("#")[0].strip()
         if not command or command in NOT_AGAIN:
             continue
         words = shlex.split(command)
-        assert words[0] == "make", f"only make commands are documented so far; got {command!r}"
-        # The recipe itself, in this environment: `make` would set up another one.
-        recipe = run(["make", "--no-print-directory", "-n", f"VENV={tmp_path}", *words[1:]])
-        last = shlex.split(recipe.strip().splitlines()[-1])
-        assert last[0] == f"{tmp_path}/bin/python"
-        last = [word.replace("build/", f"{tmp_path}/") for word in last[1:]]
-        assert run([sys.executable, *last]).strip()
+        if words[0] == "entropy-probe":
+            words = [sys.executable, "-m", "entropy_experiments.cli", *words[1:]]
+            assert run(words, cwd=tmp_path).strip()
+        else:
+            assert words[0] == "make", f"expected make or entropy-probe; got {command!r}"
+            assert run(recipe(tmp_path, *words[1:])).strip()
 
 
-def test_demo_prints_the_verdict(tmp_path):
+def recipe(tmp_path, *goals):
+    """What `make` would run last, in this environment: `make` itself would set up another one."""
+    printed = run(["make", "--no-print-directory", "-n", f"VENV={tmp_path}", *goals])
+    last = shlex.split(printed.strip().splitlines()[-1])
+    assert last[0] == f"{tmp_path}/bin/python"
+    return [sys.executable, *(word.replace("build/", f"{tmp_path}/") for word in last[1:])]
+
+
+SCREEN = (
+    *("predicted, summed over the steps", "measured, summed over the steps", "fresh rollouts"),
+    *("The update that training made after step_10", "predicted change", "measured change"),
+    *("Step certificate: the step rebuilt here is the step that was made", "momentum"),
+    *("none is assumed", "entropy.png", "entropy_probe_", "entropy-probe run --checkpoint"),
+)
+
+
+def check_demo(out, folder):
+    for words in SCREEN:
+        assert words in out
+    assert (folder / "entropy.png").stat().st_size > 10_000
+    return [float(row.split()[2]) for row in out.splitlines() if "█" in row]
+
+
+def test_demo_shows_the_curve_and_a_verdict(tmp_path):
+    short = ["--first", "8", "--last", "11", "--prompts", "12"]
+    out = run([sys.executable, "examples/collapse.py", "--out", str(tmp_path), *short])
+    assert len(check_demo(out, tmp_path)) == 3
+
+
+@pytest.mark.slow
+def test_demo_as_it_is(tmp_path):
+    entropy = check_demo(run(recipe(tmp_path, "demo")), tmp_path / "demo")
+    assert entropy[-1] < 0.55 * entropy[0]
+
+
+def test_example_of_a_policy_of_ones_own(tmp_path):
     figure = tmp_path / "figure.png"
     out = run([sys.executable, "examples/one_step.py", "--figure", str(figure), "--warm-up", "1"])
     for word in ("passed", "predicted change", "measured change", "fresh rollouts", "momentum"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from entropy_experiments.config import load_config
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 
-PROMPTS, AT_ONCE = 200, 4
+PROMPTS, AT_ONCE = 80, 4
 OVERRIDES = (
     f"batch_config.B_E={PROMPTS}",
     f"generation.gen_batch_size={AT_ONCE}",

@@ -149,7 +149,7 @@ def test_the_loss_gradient(loss):
     )
     got = loss_gradient(policy(), update, Objective(loss=loss), microbatch=8)
 
-    def weighted(i, l, h):  # noqa: ARG001
+    def weighted(i, l, h):
         tokens = sum(RESPONSES) if loss == "dapo" else len(PROMPTS) * RESPONSES[i]
         return -advantage_N[i] * l.sum() / tokens
 

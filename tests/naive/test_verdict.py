@@ -172,9 +172,7 @@ def test_a_stored_rate_of_zero_is_refused_until_one_is_given(tmp_path):
 
 
 def test_equal_rewards_warn_and_the_gradient_part_is_not_trusted(tmp_path, constant_reward):
-    results = run(
-        tmp_path, {"update.batch": "drawn", "approx_delta_h.curvature": False, **EQUAL}
-    )
+    results = run(tmp_path, {"update.batch": "drawn", "approx_delta_h.curvature": False, **EQUAL})
     assert results["avg_reward"] == 0
     notes = " | ".join(results["notes"])
     assert "2 of 2 groups have equal rewards throughout and move nothing" in notes
