@@ -178,10 +178,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, value, what in (
         ("prompts", 8, "evaluation prompts; intervals need 5, and more make them narrower"),
-        ("update-prompts", 4, "prompts of the update batch"),
+        ("update-prompts", 2, "prompts of the update batch"),
         ("group", 4, "responses to each of them"),
-        ("tokens", 96, "longest response"),
-        ("attempts", 2, "how often groups with equal rewards are replaced by other prompts"),
+        ("tokens", 48, "longest response"),
+        ("attempts", 1, "how often groups with equal rewards are replaced by other prompts"),
         ("microbatch", 4, "sequences per pass with gradient; memory only, never a number"),
         ("steps", 2, f"supervised steps of {PER_STEP} questions that make the adapter"),
     ):

@@ -33,6 +33,7 @@ from entropy_experiments.types import UpdateBatch
 PACKAGE = Path(__file__).parents[1] / "src" / "entropy_experiments"
 STEPS = 44
 SPECIAL = ("<pad>", "<eos>")
+PAD, EOS = 0, 1
 RESPONSE = 30
 """Most tokens a response may have. A demonstration has 24 to 50: GRPO must learn to search less."""
 
@@ -60,8 +61,8 @@ def fresh_model(words: int) -> Qwen2ForCausalLM:
             max_position_embeddings=128,
             tie_word_embeddings=True,
             bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
         )
     )
 
@@ -118,7 +119,8 @@ def grpo(folder: Path, *, steps: int, lr: float, prompts: int, group: int, rank:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     tok = tokenizer()
     model = Qwen2ForCausalLM.from_pretrained(folder / "base")
@@ -210,7 +212,7 @@ def grpo(folder: Path, *, steps: int, lr: float, prompts: int, group: int, rank:
     record = Record()
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=reward,
+        reward_funcs=reward,  # pyright: ignore[reportArgumentType]
         args=settings,
         train_dataset=data,
         processing_class=tok,
@@ -255,7 +257,7 @@ def ship(folder: Path, target: Path, *, steps: int) -> None:
 def recorded(folder: Path, step: int, tok: PreTrainedTokenizerFast) -> UpdateBatch:
     """The batch that TRL learned from in this step, with the rewards it had computed."""
     inputs = torch.load(folder / "grpo" / f"batch-{step}.pt", weights_only=True)
-    batch = from_trl_inputs(inputs["inputs"], eos=tok.eos_token_id, pad=tok.pad_token_id)
+    batch = from_trl_inputs(inputs["inputs"], eos=EOS, pad=PAD)
     return replace(batch, reward_N=inputs["reward_N"])
 
 
@@ -264,7 +266,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("stage", choices=("sft", "grpo", "ship"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int)

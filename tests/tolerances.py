@@ -28,7 +28,7 @@ SCORES_FP32 = 1e-5
 SLOPES_FP32 = 2e-5
 """Directional derivatives of the same by different methods, relative."""
 SLOPES_FP64 = 1e-7
-"""Central differences of a truly fp64 model against its exact slope; plain .double() misses 1e-4."""
+"""Central differences of a truly fp64 model against its slope; plain .double() misses 1e-4."""
 
 
 def assert_close(got: float, expected: float, tolerance: float) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.first_order import PAIRED_WITH
+from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.policy.load import Checkpoint, load_checkpoint
 from entropy_experiments.policy.optimizer_state import refuse_zero_lr
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -128,6 +129,7 @@ def gather(
     with timed(timing, "sampling"):
         update, real, notes = _update_batch(config, checkpoint, sampler)
         evaluation = sampler.evaluation(prompts_of(update.rollouts).union(avoid))
+        update = _with_reference(config, probed, update)
     tell(
         f"phase 0: {len(evaluation)} evaluation rollouts, {len(update.rollouts)} update rollouts "
         f"{'recorded' if real else 'drawn'} ({timing['sampling']:.1f} s)"
@@ -143,9 +145,43 @@ def gather(
         update=update,
         real=real,
         retries=sampler.retries,
-        notes=(*config.notes, *facts.notes, *notes),
+        notes=(*config.notes, *facts.notes, *notes, *_limits(facts, real)),
         timing=timing,
     )
+
+
+def _with_reference(config: Config, probed: Opened, batch: UpdateBatch) -> UpdateBatch:
+    """A KL term needs the reference policy's log-probs; an adapter's is the base without it."""
+    if not probed.facts["beta"] or batch.ref_logprob_NS is not None:
+        return batch
+    if probed.checkpoint.kind != "lora":
+        raise ValueError(
+            f"beta is {probed.facts['beta']} and the update batch has no reference log-probs; the "
+            "reference of a full fine-tune is not in its checkpoint. Record the batch, or set "
+            "update.beta: 0 to leave the KL term out."
+        )
+    policy = probed.policy
+    with probed.checkpoint.model.disable_adapter():
+        found = score_all(
+            policy, policy.params, batch.rollouts, microbatch=config.forward_batch_size
+        )
+    return replace(batch, ref_logprob_NS=found.logprob_NS)
+
+
+def _limits(facts: TrainingFacts, real: bool) -> list[str]:
+    """Facts of training that the rebuilt step does not follow."""
+    notes = []
+    if facts["num_iterations"] > 1 and not real:
+        notes.append(
+            f"training makes {facts['num_iterations']} steps of every batch; this is the first of "
+            "them"
+        )
+    if facts["amp_dtype"] not in ("float32", "none"):
+        notes.append(
+            f"training computed in {facts['amp_dtype']}; the step is rebuilt in the precision of "
+            "the parameters here, and differs from the real one by that rounding"
+        )
+    return notes
 
 
 @contextmanager
@@ -273,8 +309,8 @@ class Sampler:
         batch, most = self.config.batch_config, most or least
         found = load_problems(
             self.facts["dataset_name"],
-            path=batch.dataset_path,
-            split=split or batch.split,
+            path=batch.dataset_path or self.facts.values.get("dataset_path"),
+            split=split or batch.split or self.facts.values.get("split"),
             count=most + len(avoid),
             seed=self.config.probe_rework.master_seed,
         )

@@ -102,7 +102,9 @@ def _plain(value: Any) -> Any:
 def with_learning_rate(optimizer: OptimizerState, lr: float) -> OptimizerState:
     """The same optimizer at another rate; groups keep their ratios, where they had rates at all."""
     stored = optimizer.lr
+    # Not x * lr / stored throughout: that rounds, and 1e-4 would become another rate.
     groups = tuple(
-        replace(group, lr=group.lr * lr / stored if stored else lr) for group in optimizer.groups
+        replace(group, lr=group.lr * lr / stored if stored and group.lr != stored else lr)
+        for group in optimizer.groups
     )
     return replace(optimizer, groups=groups)

@@ -47,6 +47,8 @@ def steps_of(folder: Path) -> list[Path]:
 
 def following(checkpoint: Path) -> Path | None:
     """The checkpoint one step later, if it was kept."""
+    if checkpoint.name == "model":  # step_N/model, the earlier scripts' adapter folder
+        checkpoint = checkpoint.parent
     match = _NUMBERED.fullmatch(checkpoint.name)
     if match is None:
         return None

@@ -32,7 +32,7 @@ results = probe.run_mixed_probe()
 print(f'δH₁ prediction: {results[\"deltaH1\"]:.8f}')
 print(f'Ground truth ΔH: {results[\"deltaH_true\"]:.8f}')
 "
-"""
+"""  # noqa: E501
 EXAMPLE = "entropy_experiments/configs/detailed_logging_example.yaml"
 FIRST_ORDER = {"deltaH1", "bars_dot", "curvature_term", "linear_range"}
 MEASURED = {"deltaH_true", "H_upd", "diagnostics", "sweep"}
@@ -115,7 +115,7 @@ def test_the_quick_start_prints_where_its_log_is(quick_start):
 
 
 def test_the_quick_start_writes_the_three_documented_files(quick_start):
-    written = [p for p in (quick_start.folder / "logs").glob("*/entropy_probe_*")]
+    written = list((quick_start.folder / "logs").glob("*/entropy_probe_*"))
     assert len(written) == 3
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", p.parent.name) for p in written)
     stem = r"entropy_probe_\d\d-\d\d-\d\d_step_10"
@@ -261,11 +261,9 @@ def test_logs_have_the_documented_sizes(tmp_path):
 
 def test_the_command_line_with_a_checkpoint(tmp_path, checkpoint_path):
     """`--config ... --checkpoint ...` as the document has it; stdout is JSON and nothing else."""
-    smaller = ("batch_config.B_E=16", "approx_delta_h.curvature=false", "update.batch=drawn")
-    smaller += (
-        "estimator.eta_sweep=false",
-        "batch_config.B_U=2",
-        "batch_config.G=4",
+    smaller = (
+        *("batch_config.B_E=16", "batch_config.B_U=2", "batch_config.G=4", "update.batch=drawn"),
+        *("approx_delta_h.curvature=false", "estimator.eta_sweep=false"),
         "memory_config.microbatch_size=16",
     )
     options = [word for change in smaller for word in ("--set", change)]

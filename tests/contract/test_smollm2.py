@@ -21,6 +21,9 @@ from entropy_experiments.config import load_config
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 from entropy_experiments.rollouts.progress import Progress, ProgressBar
 from entropy_experiments.tasks.datasets import load_problems
+from entropy_experiments.training_facts import with_learning_rate
+from entropy_experiments.types import OptimizerState
+from entropy_experiments.types.direction import AdamGroup
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "tests" / "data" / "arithmetic.jsonl"
@@ -78,6 +81,20 @@ def test_a_line_in_another_format_is_named(tmp_path):
         _example().short_lessons(file, 1)
 
 
+def test_the_stored_learning_rate_stays_as_it_is():
+    """1e-4 * 1e-4 / 1e-4 is another number than 1e-4; the verdict then said "instead of"."""
+    groups = tuple(
+        AdamGroup(names=(name,), lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        for name, lr in (("a", 1e-4), ("b", 2e-4))
+    )
+    optimizer = OptimizerState(groups=groups, state={})
+    assert 1e-4 * 1e-4 / 1e-4 != 1e-4
+    kept = with_learning_rate(optimizer, 1e-4)
+    assert kept.lr == 1e-4
+    halved = with_learning_rate(optimizer, 5e-5)
+    assert [group.lr for group in halved.groups] == pytest.approx([5e-5, 1e-4], rel=1e-12)
+
+
 def test_a_run_in_the_background_says_now_and_then_how_far_it_is(capsys):
     bar = ProgressBar()
     for tokens, seconds in ((16, 1.0), (160, 16.0), (170, 17.0), (320, 32.0)):
@@ -111,7 +128,7 @@ def test_smollm2_from_its_gguf_to_a_verdict(tmp_path):
     _need_smollm2()
     example = _example()
     state = torch.get_rng_state()
-    sizes = {"prompts": 8, "update_prompts": 2, "group": 2, "tokens": 24}
+    sizes = {"prompts": 8, "update_prompts": 2, "group": 2, "tokens": 12}
     given = Namespace(questions=QUESTIONS, out=tmp_path, attempts=1, microbatch=4, steps=2, **sizes)
     checkpoint = example.made_checkpoint(tmp_path, QUESTIONS, steps=2)
     assert (checkpoint / "model" / "adapter_model.safetensors").is_file()
@@ -130,7 +147,7 @@ def test_smollm2_from_its_gguf_to_a_verdict(tmp_path):
         assert low <= found["estimates"][name]["value"] <= high, name
     assert 1 <= found["diagnostics"]["ESS"] <= 8
     assert 0 < found["H_orig"] < 11  # log of the vocabulary's 49152
-    # 24 tokens do not reach an <answer>: every reward is 0.
+    # 12 tokens do not reach an <answer>: every reward is 0.
     assert found["avg_reward"] == 0
     assert any("momentum and decay alone" in note for note in found["notes"])
     gradient = found["estimates"]["gradient"]
@@ -138,4 +155,6 @@ def test_smollm2_from_its_gguf_to_a_verdict(tmp_path):
     assert not gradient["trusted"]
     told = "\n".join(found["verdict"])
     assert f"ESS {found['diagnostics']['ESS']:.1f} of 8" in told
-    assert "Note: " in told
+    assert "Note: no group has an advantage" in told
+    assert found["learning_rate"] == example.LEARNING_RATE
+    assert "instead of" not in found["verdict"][0]

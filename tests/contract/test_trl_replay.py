@@ -3,8 +3,8 @@
 Nothing of the trainer's is read but its files and the batch it learned from. Two accumulation
 microbatches, weight decay with its exempt parameters, clipping active: all must be rebuilt.
 
-The first step is not judged: LoRA's B is still (nearly) zero, so A's gradient is rounding noise that
-Adam scales up to full steps, in TRL's arithmetic as in ours.
+The first step is not judged: LoRA's B is still (nearly) zero, so A's gradient is rounding noise
+that Adam scales up to full steps, in TRL's arithmetic as in ours.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.tiny_models import EOS, PAD, tiny_model, tiny_tokenizer
 
 from entropy_experiments import Objective, compute_update_vector_adamw, step_certificate
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.rollouts.importers import from_trl_inputs
+from oracles.tiny_models import EOS, PAD, tiny_model, tiny_tokenizer
 
 STEPS, LR, MAX_GRAD_NORM = 4, 5e-3, 0.05
 

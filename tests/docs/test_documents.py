@@ -28,8 +28,10 @@ def run(command, cwd=ROOT):
 
 
 @pytest.mark.parametrize("body", list(blocks("python")))
-def test_python_snippets_run(body):
-    out = run([sys.executable, "-W", "error::UserWarning", "-c", body])
+def test_python_snippets_run(body, tmp_path):
+    # From the root of the repository for the reader; here, so that nothing is left there.
+    body = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{body}"
+    out = run([sys.executable, "-W", "error::UserWarning", "-c", body], cwd=tmp_path)
     assert out.strip(), "a snippet shows something"
 
 

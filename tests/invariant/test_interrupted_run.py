@@ -1,4 +1,4 @@
-"""Ctrl-C during `entropy-probe run`: what was drawn stays, and the same command continues from it."""
+"""Ctrl-C during `entropy-probe run`: what was drawn stays, and the same command continues."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_steps_are_rebuilt_from_files_alone(step, tmp_path):
     assert later is not None
     after = SequenceProcessor(load_checkpoint(later).model).params
     certificate = step_certificate(direction, inputs.policy.params, after)
-    # While LoRA's B is near zero, A's gradients are near rounding, and Adam makes full steps of them.
+    # While LoRA's B is near zero, Adam makes full steps of A's gradients, which are near rounding.
     early = step < 5
     assert certificate.passed is not early
     assert certificate.cosine >= 1 - (1e-7 if early else 1e-11)

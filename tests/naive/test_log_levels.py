@@ -6,6 +6,7 @@ import gzip
 import json
 from dataclasses import replace
 from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -170,7 +171,7 @@ def test_switches_only_take_away(found, tmp_path):
 
 def test_each_level_has_all_that_the_one_before_has(found, tmp_path):
     logs = [written(found, tmp_path, x) for x in ("minimal", "standard", "detailed", "debug")]
-    for less, more in zip(logs, logs[1:]):
+    for less, more in pairwise(logs):
         assert set(less) <= set(more)
         assert len(json.dumps(less)) < len(json.dumps(more))
 

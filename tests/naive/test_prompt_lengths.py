@@ -133,7 +133,7 @@ def test_the_entropy_gradient(form, microbatch):
         microbatch=microbatch,
     )
     expected = assembled_gradient(
-        lambda i, l, h: (h.sum() + (worth(form, i) * l).sum()) / sum(RESPONSES)
+        lambda i, logp, h: (h.sum() + (worth(form, i) * logp).sum()) / sum(RESPONSES)
     )
     assert_same_gradient(got, expected)
     assert_exact(dot(got, direction().total), assembled_slope(form))
@@ -149,9 +149,9 @@ def test_the_loss_gradient(loss):
     )
     got = loss_gradient(policy(), update, Objective(loss=loss), microbatch=8)
 
-    def weighted(i, l, h):
+    def weighted(i, logp, _):
         tokens = sum(RESPONSES) if loss == "dapo" else len(PROMPTS) * RESPONSES[i]
-        return -advantage_N[i] * l.sum() / tokens
+        return -advantage_N[i] * logp.sum() / tokens
 
     assert_same_gradient(got.gradient, assembled_gradient(weighted))
 

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from entropy_experiments.config import parse_config
+from entropy_experiments.config import load_config, parse_config
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
+from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.probe_inputs import gather
 from entropy_experiments.training_facts import ASSUMED, training_facts
 from entropy_experiments.trajectory import embedded_trajectory
 
@@ -190,7 +193,7 @@ def test_equal_rewards_warn_and_the_gradient_part_is_not_trusted(tmp_path, const
 
 
 def test_equal_rewards_with_a_fresh_optimizer(tmp_path, constant_reward):
-    """Weight decay is a baseline, though of a fresh adapter (B = 0) it moves no output: no error."""
+    """Weight decay is a baseline, though of a fresh adapter (B = 0) it moves nothing."""
     results = run(
         tmp_path,
         {"update.batch": "drawn", "approx_delta_h.curvature": False, **EQUAL},
@@ -266,3 +269,26 @@ def test_facts_become_the_objective():
         0.0,
         77,
     )
+
+
+def test_the_reference_of_an_adapter_is_its_base(tmp_path):
+    """beta > 0 and a drawn batch: KL against the base, here a copy that never had an adapter."""
+    config = load_config("test_deltaH1.yaml").under(tmp_path)
+    config = config.with_overrides(
+        ["batch_config.B_E=5", "batch_config.B_U=2", "update.batch=drawn", "update.beta=0.1"]
+    )
+    inputs = gather(config, embedded_trajectory() / "checkpoint-30")
+    base = SequenceProcessor(
+        AutoModelForCausalLM.from_pretrained(embedded_trajectory() / "base").eval()
+    )
+    rollouts = inputs.update.rollouts
+    expected_NS = base.score(base.params, rollouts).logprob_NS
+    inside = rollouts.response_NS
+    torch.testing.assert_close(
+        inputs.update.ref_logprob_NS[inside].float(), expected_NS[inside].float()
+    )
+    own_NS = inputs.policy.score(inputs.policy.params, rollouts).logprob_NS
+    assert float((own_NS - expected_NS)[inside].abs().max()) > 0.1  # not the policy itself
+    assert inputs.policy.model.peft_config  # and the adapter is back
+    again_NS = inputs.policy.score(inputs.policy.params, rollouts).logprob_NS
+    assert torch.equal(own_NS, again_NS)

@@ -127,7 +127,7 @@ def first_order(
 
     sums_NM = sums_of(rollouts, microbatch, base)
     if not sums_NM[:, :3].any():
-        refuse_unmoved(v)
+        refuse_unmoved(policy, rollouts, v)
     here = point(_slope, sums_NM, rollouts)
     return by_prompt(
         _slope,

@@ -116,7 +116,7 @@ def measured_many(
             support.refuse_if_moved(params, eta)
             moved = score_all(policy, params, rollouts, microbatch=microbatch)
             if eta and rounding < 0.5 and torch.equal(moved.logprob_NS, base.logprob_NS):
-                refuse_unmoved(total)
+                refuse_unmoved(policy, rollouts, total)
             for clip in clips:
                 out[Case(name, eta, clip)] = change(
                     base,

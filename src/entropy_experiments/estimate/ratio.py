@@ -128,8 +128,7 @@ def score_all(policy: Policy, params: Params, rollouts: Rollouts, *, microbatch:
 
 def check_repeatable(policy: Policy, rollouts: Rollouts) -> None:
     """Refuse a model that gives two answers: dropout, most often."""
-    shortest = int(rollouts.attention_NS.sum(1).argmin())
-    (_, _, one), *_ = rollouts.take(torch.tensor([shortest])).split(1)
+    one = _shortest(rollouts)
     with torch.no_grad():
         first, again = (policy.score(policy.params, one).logprob_NS for _ in range(2))
     gap = float(torch.where(one.response_NS, first - again, 0.0).abs().max())
@@ -140,9 +139,28 @@ def check_repeatable(policy: Policy, rollouts: Rollouts) -> None:
         )
 
 
-def refuse_unmoved(v: Params) -> None:
-    """For scores that did not react to a step at all: an error, unless the step is zero."""
-    if norm(v) > 0:
+def _shortest(rollouts: Rollouts) -> Rollouts:
+    shortest = int(rollouts.attention_NS.sum(1).argmin())
+    (_, _, one), *_ = rollouts.take(torch.tensor([shortest])).split(1)
+    return one
+
+
+def refuse_unmoved(policy: Policy, rollouts: Rollouts, v: Params) -> None:
+    """For scores that did not react to a step: an error, if they react to no other step either.
+
+    A step may rightly move nothing: weight decay of a fresh LoRA adapter scales A while B is 0.
+    """
+    if norm(v) == 0:
+        return
+    generator = torch.Generator().manual_seed(0)
+    elsewhere = {
+        name: theta + torch.randn(theta.shape, generator=generator).to(theta)
+        for name, theta in policy.params.items()
+    }
+    one = _shortest(rollouts)
+    with torch.no_grad():
+        here, there = (policy.score(p, one).logprob_NS for p in (policy.params, elsewhere))
+    if torch.equal(here, there):
         raise ValueError(
             "The scores do not change along the direction at all. Policy.score must compute with "
             "the `params` it is given: torch.func.functional_call(model, params, ...), not "

@@ -78,7 +78,7 @@ STEP_TOLERANCE = 1e-5
 """Of the largest element of the direction; storage adds ulp(theta) / lr on top."""
 STEP_SHARE = 0.999
 STEP_COSINE = 1 - 1e-9
-SAME_BUT_FOR_ROUNDING = 1 - 1e-6
+SAME_BUT_FOR_ROUNDING, MOST = 1 - 1e-6, 0.95
 """Seen in the first steps of a LoRA run, where B is zero and A's gradient next to nothing."""
 
 
@@ -104,7 +104,7 @@ class StepCertificate:
                 f"the step rebuilt here is the step that was made: {self.share:.2%} of "
                 f"{self.elements:,} elements to rounding, 1 - cosine {1 - self.cosine:.1e}"
             )
-        if self.cosine >= SAME_BUT_FOR_ROUNDING:
+        if self.cosine >= SAME_BUT_FOR_ROUNDING and self.share >= MOST:
             return (
                 f"the step rebuilt here is the step that was made, but for elements with gradients "
                 f"near zero, which Adam scales up with their rounding: {self.share:.2%} of "
