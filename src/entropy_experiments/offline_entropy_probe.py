@@ -26,6 +26,7 @@ from entropy_experiments.estimate.curvature import curvature
 from entropy_experiments.estimate.first_order import first_order_by_part
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured_many
+from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -94,10 +95,11 @@ class OfflineEntropyProbe:
         certificate, absent = self._certificate(inputs, direction)
         notes = list(inputs.notes)
         if stats.part_norms["gradient"] == 0:
-            notes.append(
-                "every group of the update batch has equal rewards: the update is momentum and "
-                "weight decay alone"
-            )
+            if inputs.real:  # a drawn batch comes with a note of its own
+                notes.append(
+                    "every group of the update batch has equal rewards: the update is momentum "
+                    "and weight decay alone"
+                )
             predicted = predicted and _doubted(predicted)
         timing["total"] = sum(timing.values())
         group = inputs.optimizer.groups[0]
@@ -147,7 +149,13 @@ class OfflineEntropyProbe:
         rollouts, policy, options = inputs.evaluation, inputs.policy, inputs.predicting
         with timed(inputs.timing, "first_order"):
             slope = first_order_by_part(
-                policy, rollouts, direction, baseline=asked.baseline, base=base, **options
+                policy,
+                rollouts,
+                direction,
+                baseline=asked.baseline,
+                base=base,
+                repackings=REPACKINGS if asked.variance else 0,
+                **options,
             )
         self._say(f"phase 1-3: predicted ({inputs.timing['first_order']:.1f} s)")
         predicted = Attribution.of(

@@ -147,7 +147,7 @@ def test_smollm2_from_its_gguf_to_a_verdict(tmp_path):
         assert low <= found["estimates"][name]["value"] <= high, name
     assert 1 <= found["diagnostics"]["ESS"] <= 8
     assert 0 < found["H_orig"] < 11  # log of the vocabulary's 49152
-    # 12 tokens do not reach an <answer>: every reward is 0.
+    # In 12 tokens nobody gets to an answer: every reward is 0.
     assert found["avg_reward"] == 0
     assert any("momentum and decay alone" in note for note in found["notes"])
     gradient = found["estimates"]["gradient"]

@@ -90,7 +90,7 @@ class ApproxDeltaH(Section):
     baseline: bool = False
     """Subtract a cross-fitted baseline in the state term: less variance, per_decision only."""
     variance: bool = True
-    """Standard errors and intervals."""
+    """Noise floor of the prediction, from five repacked passes. Intervals are there without it."""
     curvature: bool = True
     """Second-order term and the range over which the line is straight."""
 

@@ -118,10 +118,14 @@ def _trust(found: Findings) -> list[str]:
             f"Importance weights: ESS {weights.ess:.1f} of {weights.rollouts} rollouts, largest "
             f"{weights.w_max:.2f}, KL per response {weights.kl:.2g}{k_hat}"
         )
-    for name, estimate in (
+    spoken_of = [
         ("prediction", found.predicted.total if found.predicted else None),
         ("measurement", found.change),
-    ):
+    ]
+    if found.predicted and found.predicted.total.trusted:
+        gradient = found.predicted.lines["gradient"]
+        spoken_of.append(("gradient's line", None if gradient.trusted else gradient))
+    for name, estimate in spoken_of:
         if estimate is None:
             continue
         if estimate.trusted:
@@ -139,7 +143,9 @@ def _provenance(found: Findings) -> list[str]:
     lines = [f"Note: {note}." for note in found.notes]
     if found.assumed:
         told = ", ".join(f"{name} = {value}" for name, value in found.assumed.items())
-        lines.append(f"ASSUMED, not read from any file (set them under `update:`): {told}.")
+        lines.append(
+            f"ASSUMED, not read from any file (set them in the config, or in entropy_probe.json): {told}."
+        )
     else:
         lines.append("Every training fact was read or given; none is assumed.")
     if found.not_verifiable:
