@@ -12,6 +12,7 @@ made it. Dropout is 0 and everything is fp32, so that each step can be rebuilt t
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import shutil
@@ -234,7 +235,6 @@ def ship(folder: Path, target: Path, *, steps: int) -> None:
     """Checkpoints 0 to `steps`, each with the batch of the step after it, without duplicates."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(folder / "base", target / "base")
-    tok = tokenizer()
     for step in range(steps + 1):
         source, place = folder / "grpo" / f"checkpoint-{step}", target / f"checkpoint-{step}"
         place.mkdir(parents=True)
@@ -247,14 +247,16 @@ def ship(folder: Path, target: Path, *, steps: int) -> None:
         state["log_history"] = state["log_history"][-1:]
         _write_json(place / "trainer_state.json", state)
         if step < steps:
-            save_update_batch(place / "update_batch", recorded(folder, step, tok))
+            weights = hashlib.sha256((place / "adapter_model.safetensors").read_bytes()).hexdigest()
+            meta = {"step": step, "weights": weights}
+            save_update_batch(place / "update_batch", recorded(folder, step), meta=meta)
     settings = json.loads((folder / "grpo" / "facts.json").read_text())
     _write_json(target / "entropy_probe.json", settings)
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     print(f"{steps + 1} checkpoints, {size / 1e6:.2f} MB in {target}")
 
 
-def recorded(folder: Path, step: int, tok: PreTrainedTokenizerFast) -> UpdateBatch:
+def recorded(folder: Path, step: int) -> UpdateBatch:
     """The batch that TRL learned from in this step, with the rewards it had computed."""
     inputs = torch.load(folder / "grpo" / f"batch-{step}.pt", weights_only=True)
     batch = from_trl_inputs(inputs["inputs"], eos=EOS, pad=PAD)

@@ -15,7 +15,8 @@ from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.probe_inputs import Sampler, gather, measuring, opened, prompts_of
+from entropy_experiments.probe_inputs import gather, measuring
+from entropy_experiments.probe_sampling import Sampler, opened, prompts_of
 from entropy_experiments.rollouts.store import load_update_batch
 from entropy_experiments.trajectory import embedded_trajectory, steps_of
 from entropy_experiments.types import Estimate

@@ -23,7 +23,7 @@ import torch
 
 from entropy_experiments.config import Config, load_config, parse_config
 from entropy_experiments.estimate.curvature import curvature
-from entropy_experiments.estimate.first_order import first_order_by_part
+from entropy_experiments.estimate.first_order import first_order, first_order_by_part
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.estimate.noise import REPACKINGS
@@ -77,7 +77,7 @@ class OfflineEntropyProbe:
 
     def findings(self, checkpoint_path: str | Path | None = None) -> tuple[Findings, Any]:
         """(what was found, the tokenizer's decode): the numbers as Estimates, for further use."""
-        with _full_precision(self.config), _memory_advice():
+        with _full_precision(), _memory_advice():
             inputs = gather(self.config, checkpoint_path, say=None if self._quiet else self._say)
             return self._probe(inputs), inputs.checkpoint.tokenizer.decode
 
@@ -89,10 +89,11 @@ class OfflineEntropyProbe:
             base = score_all(
                 policy, policy.params, rollouts, microbatch=inputs.measuring["microbatch"]
             )
-        level = entropy_level(policy, rollouts, base=base, **inputs.measuring)
+            level = entropy_level(policy, rollouts, base=base, **inputs.measuring)
         predicted, bend, linear_range = self._predict(inputs, direction, base)
         measured = self._measure(inputs, direction, base)
-        certificate, absent = self._certificate(inputs, direction)
+        with timed(timing, "certificate"):
+            certificate, absent = self._certificate(inputs, direction)
         notes = list(inputs.notes)
         if stats.part_norms["gradient"] == 0:
             if inputs.real:  # a drawn batch comes with a note of its own
@@ -102,16 +103,18 @@ class OfflineEntropyProbe:
                 )
             predicted = predicted and _doubted(predicted)
         timing["total"] = sum(timing.values())
-        group = inputs.optimizer.groups[0]
+        group = next(group for group in inputs.optimizer.groups if group.names)
+        assert isinstance(group, AdamGroup)  # SGD was refused on opening
         return Findings(
             checkpoint=inputs.checkpoint.name,
             step=inputs.checkpoint.step,
             base=inputs.checkpoint.base,
             lr=inputs.lr,
             lr_stored=inputs.lr_stored,
-            momentum_decay=group.betas[0] if isinstance(group, AdamGroup) else group.momentum,
+            momentum_decay=group.betas[0],
             level=level,
             predicted=predicted,
+            to_go=self._to_go(inputs, direction, base),
             bend=bend,
             linear_range=linear_range,
             measured=measured,
@@ -125,7 +128,7 @@ class OfflineEntropyProbe:
             update=inputs.update,
             assumed=inputs.facts.assumed,
             read={name: source for name, source in inputs.facts.sources.items() if source},
-            not_verifiable=inputs.checkpoint.not_verifiable,
+            not_verifiable=inputs.not_verifiable,
             notes=tuple(notes),
             timing=timing,
             provenance={
@@ -161,11 +164,20 @@ class OfflineEntropyProbe:
         predicted = Attribution.of(
             lr * slope.total, {name: lr * line for name, line in slope.lines.items()}
         )
-        if not asked.curvature or asked.method == "reverse" or policy.top_p < 1:
+        if not asked.curvature or not inputs.bends:
             return predicted, None, None
         with timed(inputs.timing, "curvature"):
             bend = curvature(policy, rollouts, direction, repackings=0, **options)
         return predicted, lr**2 / 2 * bend, bend.diagnostics["linear_range"]
+
+    def _to_go(self, inputs: ProbeInputs, direction: Direction, base: Scores) -> Estimate | None:
+        """The prediction of less variance, where the one paired with the measurement is not it."""
+        if not self.config.probe_rework.compute_delta_h1 or inputs.predicting["form"] == "to_go":
+            return None
+        options = {**inputs.predicting, "form": "to_go", "repackings": 0}
+        with timed(inputs.timing, "first_order"):
+            found = first_order(inputs.policy, inputs.evaluation, direction, base=base, **options)
+        return inputs.lr * found
 
     def _measure(
         self, inputs: ProbeInputs, direction: Direction, base: Scores
@@ -201,16 +213,19 @@ class OfflineEntropyProbe:
         if later is None:
             return None, "the checkpoint one step later is not beside this one"
         asked = self.config.checkpoint
-        after = load_checkpoint(
-            later,
-            base=asked.base,
-            backbone=asked.backbone,
-            dtype=asked.dtype,
-            device_map=asked.device_map,
-            need_optimizer=False,
-        )
-        params = SequenceProcessor(after.model).params
-        return step_certificate(direction, inputs.policy.params, params), ""
+        try:
+            after = load_checkpoint(
+                later,
+                base=asked.base,
+                backbone=asked.backbone,
+                dtype=asked.dtype,
+                device_map=asked.device_map,
+                need_optimizer=False,
+            )
+            params = SequenceProcessor(after.model).params
+            return step_certificate(direction, inputs.policy.params, params), ""
+        except (ValueError, OSError) as error:  # half-written, say: the probe itself is done
+            return None, f"the checkpoint one step later cannot be used ({error})"
 
     def _say(self, line: str) -> None:
         if not self._quiet:
@@ -220,15 +235,16 @@ class OfflineEntropyProbe:
 def _doubted(predicted: Attribution) -> Attribution:
     """The gradient's line of a batch without any advantage says nothing about such batches."""
     doubt = ("no group of the update batch has an advantage",)
-    line = replace(predicted.lines["gradient"], given_reasons=doubt)
+    gradient = predicted.lines["gradient"]
+    line = replace(gradient, given_reasons=(*gradient.given_reasons, *doubt))
     return replace(predicted, lines={**predicted.lines, "gradient": line})
 
 
 @contextmanager
-def _full_precision(config: Config) -> Iterator[None]:
+def _full_precision() -> Iterator[None]:
     """fp32 means fp32, and afterwards whatever it was."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(config.precision.matmul_precision)
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:

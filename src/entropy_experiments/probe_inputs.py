@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,26 +12,15 @@ from typing import Any
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.first_order import PAIRED_WITH
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.policy.load import Checkpoint, load_checkpoint
-from entropy_experiments.policy.optimizer_state import refuse_zero_lr
+from entropy_experiments.policy.load import Checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.sample import SampleGenerator
-from entropy_experiments.rollouts.store import (
-    RolloutStore,
-    load_rollouts,
-    load_update_batch,
-    save_rollouts,
-    save_update_batch,
-)
-from entropy_experiments.tasks.datasets import Problem, load_problems
-from entropy_experiments.tasks.rewards import build_reward
-from entropy_experiments.training_facts import TrainingFacts, training_facts, with_learning_rate
-from entropy_experiments.trajectory import default_checkpoint
+from entropy_experiments.probe_sampling import Opened, PromptIds, Sampler, opened, prompts_of
+from entropy_experiments.rollouts.store import load_update_batch, recorded_meta
+from entropy_experiments.training_facts import TrainingFacts
 from entropy_experiments.types import Direction, OptimizerState, Rollouts, UpdateBatch
 from entropy_experiments.update.adamw import UpdateStats, compute_update_vector_adamw
 
 Say = Callable[[str], None]
-PromptIds = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +37,8 @@ class ProbeInputs:
     update: UpdateBatch
     real: bool
     """The update batch was recorded in training."""
+    bound: bool
+    """The recorded batch names the weights it was drawn from, and they are these."""
     retries: int | None
     """Groups drawn in place of groups with equal rewards; None: the batch was not drawn here."""
     notes: tuple[str, ...]
@@ -58,6 +47,19 @@ class ProbeInputs:
     @property
     def lr(self) -> float:
         return self.optimizer.lr
+
+    @property
+    def bends(self) -> bool:
+        """Whether a curvature is defined for the way of differentiating and the law."""
+        return self.config.approx_delta_h.method != "reverse" and self.policy.top_p == 1
+
+    @property
+    def not_verifiable(self) -> tuple[str, ...]:
+        unbound = "update_batch: nothing records the weights it was drawn from"
+        return (
+            *self.checkpoint.not_verifiable,
+            *([unbound] if self.real and not self.bound else []),
+        )
 
     @property
     def lr_stored(self) -> float:
@@ -80,10 +82,24 @@ class ProbeInputs:
             "mode": self.config.approx_delta_h.method,
         }
 
+    @property
+    def _trained(self) -> SequenceProcessor:
+        """The policy as the loss sees it: training's temperature, and the full softmax."""
+        temperature = (
+            self.facts.of_training("temperature") if self.real else self.policy.temperature
+        )
+        if temperature == self.policy.temperature and self.policy.top_p == 1:
+            return self.policy
+        return SequenceProcessor(
+            self.checkpoint.model,
+            temperature=temperature,
+            checkpointing=self.config.memory_config.gradient_checkpointing,
+        )
+
     def step(self) -> tuple[Direction, UpdateStats]:
         """The update, rebuilt from the optimizer's state and the batch."""
         direction, _, stats = compute_update_vector_adamw(
-            self.policy.as_trained(),
+            self._trained.as_trained(),
             self.update,
             self.facts.objective,
             self.optimizer,
@@ -127,8 +143,16 @@ def gather(
     )
     sampler = Sampler(config, probed, quiet=say is None)
     with timed(timing, "sampling"):
-        update, real, notes = _update_batch(config, checkpoint, sampler)
-        evaluation = sampler.evaluation(prompts_of(update.rollouts).union(avoid))
+        made = _made_already(config, checkpoint, sampler)
+        taken = set() if made is None else prompts_of(made[0].rollouts)
+        # E before U: prompts that U tries and drops for equal rewards must not fill E.
+        evaluation = sampler.evaluation(taken.union(avoid))
+        asked = prompts_of(evaluation)
+        if made is None:
+            drawn, said = sampler.update(asked)
+            made = (drawn, False, said)
+        update, real, notes = made
+        _refuse_shared(asked & prompts_of(update.rollouts))
         update = _with_reference(config, probed, update)
     tell(
         f"phase 0: {len(evaluation)} evaluation rollouts, {len(update.rollouts)} update rollouts "
@@ -144,10 +168,20 @@ def gather(
         evaluation=evaluation,
         update=update,
         real=real,
+        bound=real and _weights_of(checkpoint) is not None,
         retries=sampler.retries,
-        notes=(*config.notes, *facts.notes, *notes, *_limits(facts, real)),
+        notes=(*config.notes, *facts.notes, *notes, *_limits(checkpoint, facts, real)),
         timing=timing,
     )
+
+
+def _refuse_shared(prompts: set[PromptIds]) -> None:
+    if prompts:
+        raise ValueError(
+            f"{len(prompts)} prompts are in both batches; expected disjoint ones: an update moves "
+            "its own prompts most. Leave rollouts.load out, so that new evaluation rollouts are "
+            "drawn."
+        )
 
 
 def _with_reference(config: Config, probed: Opened, batch: UpdateBatch) -> UpdateBatch:
@@ -168,9 +202,15 @@ def _with_reference(config: Config, probed: Opened, batch: UpdateBatch) -> Updat
     return replace(batch, ref_logprob_NS=found.logprob_NS)
 
 
-def _limits(facts: TrainingFacts, real: bool) -> list[str]:
+def _limits(checkpoint: Checkpoint, facts: TrainingFacts, real: bool) -> list[str]:
     """Facts of training that the rebuilt step does not follow."""
-    notes = []
+    notes: list[str] = []
+    dropout = _dropout(checkpoint)
+    if dropout:
+        notes.append(
+            f"training may have had dropout ({dropout}); the step is rebuilt without it, and "
+            "differs from the real one by that noise"
+        )
     if facts["num_iterations"] > 1 and not real:
         notes.append(
             f"training makes {facts['num_iterations']} steps of every batch; this is the first of "
@@ -184,6 +224,16 @@ def _limits(facts: TrainingFacts, real: bool) -> list[str]:
     return notes
 
 
+def _dropout(checkpoint: Checkpoint) -> str:
+    """Every dropout rate above 0 that the files name."""
+    model: Any = checkpoint.model
+    found = {name: value for name, value in vars(model.config).items() if "dropout" in name}
+    for adapter in getattr(model, "peft_config", {}).values():
+        found["lora_dropout"] = adapter.lora_dropout
+    on = {name: rate for name, rate in found.items() if isinstance(rate, float) and rate > 0}
+    return ", ".join(f"{name} {rate:g}" for name, rate in sorted(on.items()))
+
+
 @contextmanager
 def timed(timing: dict[str, float], name: str) -> Iterator[None]:
     started = time.perf_counter()
@@ -191,171 +241,42 @@ def timed(timing: dict[str, float], name: str) -> Iterator[None]:
     timing[name] = timing.get(name, 0.0) + time.perf_counter() - started
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Opened:
-    """A checkpoint, ready to be probed."""
-
-    checkpoint: Checkpoint
-    policy: SequenceProcessor
-    facts: TrainingFacts
-    optimizer: OptimizerState
-
-
-def opened(config: Config, checkpoint_path: str | Path | None) -> Opened:
-    """Read the checkpoint that the call or the config names; the embedded default otherwise."""
-    asked = config.checkpoint
-    checkpoint = load_checkpoint(
-        checkpoint_path or asked.checkpoint_path or asked.adapter_path or default_checkpoint(),
-        base=asked.base,
-        backbone=asked.backbone,
-        adapter_path=asked.adapter_path,
-        optimizer_path=asked.optimizer_path,
-        dtype=asked.dtype,
-        device_map=asked.device_map,
-    )
-    assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
-    given = config.update.lr
-    lr = checkpoint.optimizer.lr if given is None else given
-    refuse_zero_lr(lr, checkpoint.path)
-    facts = training_facts(config, checkpoint.facts, checkpoint.fact_sources)
-    policy = SequenceProcessor(
-        checkpoint.model,
-        temperature=facts["temperature"],
-        top_p=config.generation.top_p,
-        checkpointing=config.memory_config.gradient_checkpointing,
-    )
-    optimizer = with_learning_rate(checkpoint.optimizer, lr)
-    return Opened(checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer)
-
-
-class Sampler:
-    """Draws rollouts of a checkpoint on its task; what is drawn is on disk at once."""
-
-    def __init__(self, config: Config, probed: Opened, *, quiet: bool = True) -> None:
-        facts = probed.facts
-        self.config, self.facts, self.policy = config, facts, probed.policy
-        self.horizon = config.generation.max_new_tokens or facts["max_completion_length"]
-        self.generator = SampleGenerator(
-            probed.policy,
-            probed.checkpoint.tokenizer,
-            max_new_tokens=self.horizon,
-            stop=config.generation.stop or facts.values.get("stop") or (),
-            batch_size=config.generation.gen_batch_size,
-            master_seed=config.probe_rework.master_seed,
-            progress=not quiet,
-        )
-        self.retries: int | None = None
-        self._folder = config.rollout_folder
-        self._loaded = None if config.rollouts.load is None else Path(config.rollouts.load)
-        identity = self.generator.identity()
-        self._meta = {"dataset": facts["dataset_name"], "identity": identity}
-        named = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-        self.generator.store = RolloutStore(self._folder / "units" / named)
-
-    def evaluation(self, avoid: set[PromptIds]) -> Rollouts:
-        """B_E prompts with one response each, none of them a prompt of `avoid`."""
-        if self._loaded is not None:
-            folder = self._loaded / "evaluation"
-            rollouts, meta = load_rollouts(folder)
-            self._refuse_other_policy(meta, folder)
-        else:
-            asked = self.config.batch_config
-            problems = self._problems("evaluation", asked.E_split, asked.B_E, avoid)
-            rollouts = self.generator.generate_evaluation_batch(problems)
-            if self.config.rollouts.save is not None:
-                save_rollouts(self._folder / "evaluation", rollouts, meta=self._meta)
-        return replace(rollouts, behaviour_logprob_NS=None)  # of the very policy that is probed
-
-    def update(self) -> tuple[UpdateBatch, list[str]]:
-        """B_U prompts with G responses each, and what is to be said about them."""
-        if self._loaded is not None and (self._loaded / "update").is_dir():
-            folder = self._loaded / "update"
-            batch, meta = load_update_batch(folder)
-            self._refuse_other_policy(meta, folder)
-            notes = [f"update rollouts reused from {folder}"]
-        else:
-            batch, notes = self._drawn_update()
-            if self.config.rollouts.save is not None:
-                save_update_batch(self._folder / "update", batch, meta=self._meta)
-        rollouts = replace(batch.rollouts, behaviour_logprob_NS=None)
-        return replace(batch, rollouts=rollouts), notes
-
-    def _drawn_update(self) -> tuple[UpdateBatch, list[str]]:
-        asked, facts = self.config.batch_config, self.facts
-        most = asked.B_U * (1 + asked.max_resample_attempts)
-        drawn = self.generator.generate_update_batch(
-            self._problems("update", asked.U_split, asked.B_U, set(), most=most),
-            prompts=asked.B_U,
-            group=asked.G,
-            reward=build_reward(facts["reward_functions"], facts.values.get("reward_weights")),
-            scale=facts["advantage"],
-            filter_zero_advantage=asked.filter_zero_advantage_prompts,
-            tol=asked.advantage_filter_tol,
-            max_attempts=asked.max_resample_attempts,
-        )
-        self.retries = drawn.retries
-        return drawn.batch, list(drawn.notes)
-
-    def _problems(
-        self,
-        role: str,
-        split: str | None,
-        least: int,
-        avoid: set[PromptIds],
-        *,
-        most: int | None = None,
-    ) -> list[Problem]:
-        """At least `least` and up to `most` problems whose prompts are none of `avoid`."""
-        batch, most = self.config.batch_config, most or least
-        found = load_problems(
-            self.facts["dataset_name"],
-            path=batch.dataset_path or self.facts.values.get("dataset_path"),
-            split=split or batch.split or self.facts.values.get("split"),
-            count=most + len(avoid),
-            seed=self.config.probe_rework.master_seed,
-        )
-        fresh = [p for p in found if self.generator.prompt_ids(p) not in avoid][:most]
-        if len(fresh) < least:
-            raise ValueError(
-                f"{self.facts['dataset_name']} has {len(fresh)} problems left for the {role} "
-                f"batch; {least} are needed, none of them shared by the two batches. Lower "
-                "batch_config.B_E or batch_config.B_U, or give a larger batch_config.dataset_path."
-            )
-        return fresh
-
-    def _refuse_other_policy(self, meta: dict[str, Any], folder: Path) -> None:
-        theirs, ours = meta.get("identity"), self._meta["identity"]
-        if theirs != ours:
-            keys = sorted(k for k in ours if not theirs or theirs.get(k) != ours[k])
-            raise ValueError(
-                f"The rollouts in {folder} were drawn with another {', '.join(keys)}; expected "
-                "rollouts of the checkpoint and settings at hand. Leave rollouts.load out to draw "
-                "new ones."
-            )
-
-
-def _update_batch(
+def _made_already(
     config: Config, checkpoint: Checkpoint, sampler: Sampler
-) -> tuple[UpdateBatch, bool, list[str]]:
-    """(batch, whether training made it, notes)."""
+) -> tuple[UpdateBatch, bool, list[str]] | None:
+    """(batch, whether training made it, notes); None when one has to be drawn."""
     if config.update.batch != "drawn" and checkpoint.recorded is not None:
-        batch, _ = load_update_batch(checkpoint.recorded)
+        batch, meta = load_update_batch(checkpoint.recorded)
+        _refuse_foreign(batch, meta, checkpoint)
         return batch, True, []
     if config.update.batch == "recorded":
         raise FileNotFoundError(
             f"No recorded update batch beside {checkpoint.path}; expected a folder update_batch/. "
             "Record training, or let the probe draw one: update.batch: drawn."
         )
-    batch, notes = sampler.update()
-    return batch, False, notes
+    saved = sampler.saved_update()
+    return None if saved is None else (saved[0], False, saved[1])
 
 
-def prompts_of(rollouts: Rollouts) -> set[PromptIds]:
-    """The prompts' token ids."""
-    found = set()
-    for tokens_S, attention_S, response_S in zip(
-        rollouts.tokens_NS, rollouts.attention_NS, rollouts.response_NS
-    ):
-        before = slice(0, int(response_S.nonzero()[0]))
-        found.add(tuple(tokens_S[before][attention_S[before]].tolist()))
-    return found
+def _weights_of(checkpoint: Checkpoint) -> str | None:
+    """The weights that the recorded batch says it belongs to."""
+    assert checkpoint.recorded is not None
+    return recorded_meta(checkpoint.recorded).get("weights")
+
+
+def _refuse_foreign(batch: UpdateBatch, meta: dict[str, Any], checkpoint: Checkpoint) -> None:
+    """A batch that was recorded at other weights, or with another tokenizer."""
+    where, at = checkpoint.recorded, meta.get("weights")
+    if at is not None and at not in checkpoint.hashes.values():
+        raise ValueError(
+            f"The update batch in {where} was recorded at weights {at[:12]}... (step "
+            f"{meta.get('step')}); {checkpoint.path} has others. Put each batch beside the "
+            "checkpoint it was drawn from, or set update.batch: drawn."
+        )
+    rows = checkpoint.model.get_input_embeddings().weight.shape[0]
+    highest = int(batch.rollouts.tokens_NS.max())
+    if highest >= rows:
+        raise ValueError(
+            f"The update batch in {where} has token id {highest}; the model has {rows} tokens. It "
+            "was recorded with another model."
+        )

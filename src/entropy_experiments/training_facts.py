@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from entropy_experiments.config import Config
+from entropy_experiments.tasks.rewards import default_functions
 from entropy_experiments.types import OptimizerState
 from entropy_experiments.update.objective import Objective
 
@@ -32,19 +33,21 @@ ASSUMED: dict[str, Any] = {
 }
 """TRL's GRPO defaults, but for amp_dtype: the probe computes in the precision it says."""
 
-REWARDS = {"countdown": ["countdown"], "countdown_r1_template": ["countdown"]}
-DEFAULT_REWARD = ["math_verify"]
-"""What a task's answers are judged by, unless the config or the files say otherwise."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFacts:
     values: Mapping[str, Any]
     sources: Mapping[str, str]
+    read: Mapping[str, Any]
+    """What the checkpoint's own files say, whatever the config does."""
     notes: tuple[str, ...]
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
+
+    def of_training(self, name: str) -> Any:
+        """As training had it, even where the config asks for something else."""
+        return self.read.get(name, self.values[name])
 
     @property
     def assumed(self) -> dict[str, Any]:
@@ -70,28 +73,31 @@ def training_facts(
     given = {
         **{name: getattr(config.update, name) for name in ASSUMED if hasattr(config.update, name)},
         "temperature": config.generation.temperature,
-        "top_p": config.generation.top_p,
+        "top_p": config.generation.top_p or 1.0,  # the full softmax, whatever training sampled with
         "dataset_name": config.batch_config.dataset_name,
         "reward_functions": config.reward.functions,
         "reward_weights": config.reward.weights,
     }
-    values, where, notes = {}, {}, []
+    read = dict(read)
+    notes = list(read.pop("note", ()))
+    if given["reward_functions"] is not None:
+        read.pop("reward_weights", None)  # weights of other functions
+    values, where = {}, {}
     for name in dict.fromkeys([*ASSUMED, *given, *read]):
         if given.get(name) is not None:
             values[name], where[name] = given[name], "the config"
             if name in read and _plain(read[name]) != _plain(given[name]):
                 notes.append(
-                    f"{name} = {given[name]} as the config says; training had {read[name]} "
-                    f"({sources[name]})"
+                    f"{name} = {given[name]} here; training had {read[name]} ({sources[name]})"
                 )
         elif name in read:
             values[name], where[name] = read[name], sources[name]
         elif name in ASSUMED:
             values[name], where[name] = ASSUMED[name], ""
     if "reward_functions" not in values:
-        values["reward_functions"] = REWARDS.get(values["dataset_name"], DEFAULT_REWARD)
+        values["reward_functions"] = list(default_functions(values["dataset_name"]))
         where["reward_functions"] = ""
-    return TrainingFacts(values=values, sources=where, notes=tuple(notes))
+    return TrainingFacts(values=values, sources=where, read=read, notes=tuple(notes))
 
 
 def _plain(value: Any) -> Any:

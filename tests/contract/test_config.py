@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from entropy_experiments.config import (
+    Config,
     ConfigError,
     config_yaml,
     documented_yaml,
@@ -60,8 +61,8 @@ detailed_logging:
 
 KEYS = {
     "checkpoint": "checkpoint_path adapter_path optimizer_path base backbone dtype device_map",
-    "batch_config": "dataset_name dataset_path split E_split U_split B_E B_U G "
-    "filter_zero_advantage_prompts advantage_filter_tol max_resample_attempts",
+    "batch_config": "dataset_name dataset_path split E_split U_split chat_template B_E "
+    "B_U G filter_zero_advantage_prompts advantage_filter_tol max_resample_attempts",
     "generation": "temperature top_p max_new_tokens gen_batch_size tf_batch_size stop",
     "update": "loss advantage ratio clip_low clip_high beta entropy_coef max_grad_norm "
     "max_completion_length num_iterations lr amp_dtype batch",
@@ -79,10 +80,10 @@ KEYS = {
     "training": "output_dir max_steps learning_rate per_device_batch_size "
     "gradient_accumulation_steps save_steps seed lora.r lora.alpha lora.dropout "
     "lora.target_modules probe.enabled probe.every probe.max_overhead",
-    "precision": "runtime_dtype entropy_dtype allow_tf32 matmul_precision",
+    "precision": "runtime_dtype allow_tf32 matmul_precision",
     "detailed_logging": "enabled level log_sequences log_tokens log_raw_tensors output_directory "
     "compress max_files",
-    "output": "log_level results_path",
+    "output": "results_path",
 }
 ACCEPTED_OUTSIDE_THE_SCHEMA = {
     "microbatch_size",
@@ -119,6 +120,9 @@ def test_documented_defaults():
     assert batch.filter_zero_advantage_prompts
     assert config.memory_config.microbatch_size == 2
     assert config.forward_batch_size == 16
+    assert config.generation.top_p is None  # 1.0, unless something else is said
+    assert not batch.chat_template
+    assert parse_config({"generation": {"top_p": 0.9}}).generation.top_p == 0.9
 
 
 def test_snippets_of_document_002_on_plain_dicts():
@@ -302,6 +306,30 @@ def test_keys_without_meaning_are_accepted_and_explained(key):
     assert note.startswith(f"{key}: has no effect; ")
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("precision.entropy_dtype", "sums over tokens always float64"),
+        ("output.log_level", "--quiet, the log's detail is detailed_logging.level"),
+        ("precision.update_vector", "rebuilt in the parameters' precision, and the verdict notes"),
+    ],
+)
+def test_what_is_said_of_keys_without_meaning(key, said):
+    assert said in parse_config(nested(key, "x")).notes[0]
+    assert said in parse_config({}).with_overrides([f"{key}=x"]).notes[0]
+
+
+def test_full_precision_may_be_said():
+    config = parse_config({"precision": {"allow_tf32": False, "matmul_precision": "highest"}})
+    assert config.dump() == parse_config({}).dump()
+
+
+def test_a_baseline_with_weights_of_each_tokens_past():
+    for section in ("importance", "true_delta_h"):
+        given = {"approx_delta_h": {"baseline": True}, section: {"is_mode": "per_decision"}}
+        assert parse_config(given).approx_delta_h.baseline
+
+
 def test_keys_of_document_001():
     config = parse_config(
         {
@@ -358,6 +386,17 @@ def test_overrides():
     assert changed.update.lr is None
     assert config.batch_config.B_E == 32
     assert config.with_overrides([]).dump() == config.dump()
+
+
+def test_overrides_of_a_config_made_by_hand():
+    config = Config.model_validate({"batch_config": {"B_E": 8}, "true_delta_h": {"clip_c": 3.0}})
+    changed = config.with_overrides(["update.batch=recorded"])
+    assert (changed.batch_config.B_E, changed.update.batch) == (8, "recorded")
+    assert changed.importance.clip_c == 3.0
+    assert changed.with_overrides(["batch_config.B_U=4"]).batch_config.B_E == 8
+    assert Config().with_overrides([]).dump() == parse_config({}).dump()
+    # and one that was read says no more than its file did
+    assert parse_config({}).with_overrides(["batch_config.B_U=4"]).notes == ()
 
 
 def test_an_override_replaces_every_spelling_of_the_file():

@@ -202,6 +202,15 @@ def test_nothing_there(tmp_path):
     refused(missing, f"Checkpoint not found: {missing}", "Expected", kind=FileNotFoundError)
 
 
+def test_messages_name_the_folder_as_it_was_given(lora, monkeypatch):
+    (lora.path / "optimizer.pt").unlink()
+    monkeypatch.chdir(lora.path)
+    refused(".", "No optimizer state for .:", kind=FileNotFoundError)
+    refused("../no", "Checkpoint not found: ../no is", kind=FileNotFoundError)
+    (lora.path / "adapter_model.safetensors").unlink()
+    refused(f"../{lora.path.name}", f"not found: ../{lora.path.name} has", kind=FileNotFoundError)
+
+
 def test_the_folder_of_a_run_names_its_checkpoints(lora):
     refused(lora.path.parent, "checkpoint-3: give one of those", kind=FileNotFoundError)
 
@@ -289,6 +298,21 @@ def test_names_of_another_model(lora):
     names = [f"layer{i}" for i in range(8)]
     (lora.path / "optimizer_param_names.json").write_text(json.dumps(names))
     refused(lora.path, "optimizer_param_names.json names other parameters", "unknown ['layer0'")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('["layer0", ', "is not valid JSON"),
+        ("3", "holds 3; expected a list of parameter names"),
+        ("[1, 2]", "holds [1, 2]; expected a list of parameter names"),
+        ('["a", ["b"]]', "holds ['a', ['b']]; expected a list of parameter names"),
+        ('{"param_names": null}', "holds None; expected a list of parameter names"),
+    ],
+)
+def test_a_file_of_names_that_is_none(lora, text, says):
+    (lora.path / "optimizer_param_names.json").write_text(text)
+    refused(lora.path, f"optimizer_param_names.json {says}", "remove it")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ BROKEN = {
     "nested unknown key": ("training: {lora: {rank: 8}}", ["training.lora.rank", "lora.r?"]),
     "unknown key like no other": (
         "output: {qqqqqq: 1}",
-        ["output.qqqqqq: unknown key. Keys of output: log_level, results_path."],
+        ["output.qqqqqq: unknown key. Keys of output: results_path."],
     ),
     "text for a number": ("batch_config: {B_E: '64'}", ["B_E: got '64'", "Remove the quotes"]),
     "text for a bool": ("importance: {enabled: maybe}", ["importance.enabled: got 'maybe'"]),
@@ -51,7 +51,19 @@ BROKEN = {
     ),
     "TF32 by the back door": (
         "precision: {matmul_precision: high}",
-        ["precision.matmul_precision is 'high'", "precision.allow_tf32 is false"],
+        ["precision.matmul_precision is 'high', expected 'highest'", "float32 means float32"],
+    ),
+    "TF32": (
+        "precision: {allow_tf32: true, matmul_precision: medium}",
+        ["precision.allow_tf32 is true, expected false", "matmul_precision is 'medium'"],
+    ),
+    "no tokens for a baseline": (
+        "approx_delta_h:\n  baseline: true",
+        ["line 2: approx_delta_h.baseline: is true", "importance.is_mode 'snis'"],
+    ),
+    "no tokens for a baseline, by another name": (
+        "approx_delta_h: {baseline: true}\ntrue_delta_h: {is_mode: snis}",
+        ["Set importance.is_mode: per_decision, or approx_delta_h.baseline: false"],
     ),
     "no terms for a baseline": (
         "approx_delta_h: {method: reverse, baseline: true}",
@@ -78,14 +90,14 @@ BROKEN = {
         ["importance.report_per_token: got 'per_token', expected true or false"],
     ),
     "key twice": (
-        "output: {log_level: INFO, log_level: DEBUG}",
-        ["line 1", "'log_level'", "twice"],
+        "output: {results_path: a, results_path: b}",
+        ["line 1", "'results_path'", "twice"],
     ),
     "section twice": ("output: {}\nreward: {}\noutput: {}", ["line 3", "'output'", "twice"]),
     "key that is no text": ("1: {a: 2}", ["key 1 is not text"]),
     "inner key that is no text": ("output: {1: 2}", ["output", "1"]),
-    "broken YAML": ("output: {log_level: INFO", ["not YAML that can be read"]),
-    "tab": ("output:\n\tlog_level: INFO", ["line 2", "not YAML that can be read"]),
+    "broken YAML": ("output: {results_path: a", ["not YAML that can be read"]),
+    "tab": ("output:\n\tresults_path: a", ["line 2", "not YAML that can be read"]),
     "list": ("- output", ["got a list, expected sections"]),
     "scalar": ("hello", ["got a str, expected sections"]),
     "empty": ("# only a comment\n", ["is empty", "entropy-probe config template"]),
@@ -159,12 +171,12 @@ def test_every_section_is_strict(section):
 
 
 def test_all_problems_at_once_with_their_lines(tmp_path):
-    file = written(tmp_path, "batch_config:\n  B_E: -1\n\noutput:\n  log_levl: INFO\n")
+    file = written(tmp_path, "batch_config:\n  B_E: -1\n\noutput:\n  result_path: a\n")
     with pytest.raises(ConfigError) as failure:
         load_config(file)
     assert failure.value.problems == (
         "line 2: batch_config.B_E: got -1, expected 2 or more.",
-        "line 5: output.log_levl: unknown key. Did you mean output.log_level?",
+        "line 5: output.result_path: unknown key. Did you mean output.results_path?",
     )
 
 
@@ -191,7 +203,7 @@ def test_files_that_are_no_text(tmp_path):
     file.write_bytes(b"\x80\x81\xff")
     with pytest.raises(ConfigError, match=r"broken\.yaml: is not text in UTF-8"):
         load_config(file)
-    file.write_bytes(b"output: {log_level: \x00}")
+    file.write_bytes(b"output: {results_path: \x00}")
     with pytest.raises(ConfigError, match="not YAML that can be read"):
         load_config(file)
 

@@ -66,7 +66,7 @@ def test_an_interrupted_run_continues_as_if_nothing_had_happened(tmp_path):
         child.kill()
     kept = units(out)
     assert child.returncode == 130, stderr
-    assert "Interrupted. Finished rollouts are kept in" in stderr
+    assert "Interrupted. Finished units of rollouts are kept in" in stderr
     assert str(out / "rollouts") in stderr
     assert "the same command continues from them" in stderr
     assert "Traceback" not in stderr

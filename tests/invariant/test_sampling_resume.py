@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,38 @@ def test_an_evaluation_batch_continues(tmp_path, units):
     assert [told.tokens for told in seen if told.finished_unit][:units] == [0] * units
     assert seen[-1].rollouts == seen[-1].total == 24
     assert 0 < seen[-1].tokens < int(resumed.tokens_N.sum())
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "batch_size", "sizes"),
+    [
+        (31, 64, [31]),
+        (32, 64, [8, 8, 8, 8]),
+        (33, 64, [9, 9, 9, 6]),
+        (64, 10, [10] * 6 + [4]),
+        (64, 64, [16] * 4),
+    ],
+)
+def test_a_large_batch_has_units_to_keep(rollouts, batch_size, sizes):
+    many = [Problem(id=str(i), prompt=f"{i}=", answer="") for i in range(rollouts)]
+    seen = []
+    draw = generator(None, seen.append, batch_size=batch_size, max_new_tokens=1)
+    draw.generate_evaluation_batch(many)
+    finished = [0, *(told.rollouts for told in seen if told.finished_unit)]
+    assert [end - start for start, end in pairwise(finished)] == sizes
+
+
+def test_a_batch_that_fits_at_once_continues_too(tmp_path):
+    def draw(store=None, progress=None):
+        return generator(store, progress, batch_size=64).generate_evaluation_batch(
+            PROBLEMS, group=3
+        )
+
+    undisturbed = draw()
+    with pytest.raises(KeyboardInterrupt):
+        draw(RolloutStore(tmp_path), interrupt_after(2))
+    assert len(RolloutStore(tmp_path)) == 2
+    assert_same(draw(RolloutStore(tmp_path)), undisturbed)
 
 
 @pytest.mark.parametrize("units", [1, 2, 4])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from entropy_experiments import probe_inputs
+from entropy_experiments import probe_sampling
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.rollouts.sample import model_hash
@@ -99,7 +99,7 @@ def watched(monkeypatch):
         seen.append((checkpoint, of_checkpoint(checkpoint)))
         return checkpoint
 
-    monkeypatch.setattr(probe_inputs, "load_checkpoint", watching)
+    monkeypatch.setattr(probe_sampling, "load_checkpoint", watching)
     return seen
 
 

@@ -9,6 +9,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from entropy_experiments.policy.facts import read_facts
+from entropy_experiments.policy.layout import find_checkpoint
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.types import AdamGroup
@@ -136,6 +138,57 @@ def test_paths_as_people_give_them(tmp_path):
     loaded = load_checkpoint(saved.path, adapter_path=weights, optimizer_path=moments)
     assert_same_model(loaded.model, saved.model)
     assert load_checkpoint(weights, need_optimizer=False).optimizer is None
+
+
+def told(path):
+    """What a checkpoint's folder says, without loading its weights."""
+    layout = find_checkpoint(path)
+    facts, _, files = read_facts(layout.folders)
+    return layout.root, layout.weights, layout.name, layout.step, layout.recorded, facts, files
+
+
+@pytest.mark.parametrize("batch", ["update_batch", "../update_batches/step_3"])
+def test_the_inner_folder_tells_what_the_outer_does(tmp_path, monkeypatch, batch):
+    saved = save_tiny_checkpoint(tmp_path / "run", "lora", "step", facts={"loss": "grpo"})
+    (saved.path / batch).mkdir(parents=True)
+    (tmp_path / "run" / "trl.yaml").write_text("beta: 0.5\n")
+    (tmp_path / "latest").symlink_to(saved.path / "model")
+    outer = told(saved.path)
+    assert outer[0] == saved.path
+    assert outer[2:4] == ("step_3", 3)
+    assert outer[4] == (saved.path / batch).resolve()
+    assert outer[5] == {"loss": "grpo", "beta": 0.5}
+    assert told(saved.path / "model") == told(tmp_path / "latest") == outer
+    assert told(saved.path / "model" / "adapter_config.json") == outer
+    monkeypatch.chdir(saved.path / "model")
+    assert told(".") == told("..") == told("../model/") == outer
+    # Weights kept elsewhere and linked are still this checkpoint's.
+    (saved.path / "model").rename(tmp_path / "kept")
+    (saved.path / "model").symlink_to(tmp_path / "kept")
+    assert told(saved.path / "model") == told(saved.path) == outer
+
+
+def test_a_checkpoint_named_from_inside(tmp_path, monkeypatch):
+    saved = save_tiny_checkpoint(tmp_path / "run", "lora", "hf", step=10)
+    (tmp_path / "run" / "update_batches" / "checkpoint-10").mkdir(parents=True)
+    (tmp_path / "run" / "entropy_probe.json").write_text('{"beta": 0.25}')
+    expected = told(saved.path)
+    assert expected[2:4] == ("step_10", 10)
+    assert expected[4] is not None
+    assert expected[5] == {"beta": 0.25}
+    monkeypatch.chdir(saved.path)
+    assert told(".") == told("../checkpoint-10") == expected
+    loaded = load_checkpoint(".")
+    assert (loaded.path, loaded.recorded, loaded.facts) == (saved.path, *expected[4:6])
+
+
+def test_a_folder_that_only_happens_to_be_called_model(tmp_path):
+    saved = save_tiny_checkpoint(tmp_path / "zoo", "full", "hf")
+    alone = saved.path.rename(tmp_path / "zoo" / "model")
+    assert find_checkpoint(alone).root == alone
+    outer = save_tiny_checkpoint(tmp_path / "other", "full", "hf").path
+    inner = alone.rename(outer / "model")
+    assert (find_checkpoint(inner).root, find_checkpoint(outer).weights) == (inner, outer)
 
 
 def test_sharded_and_bare_weights(tmp_path):

@@ -118,10 +118,22 @@ def test_offline_the_hub_error_names_the_local_file(monkeypatch):
         raise ConnectionError("no route to huggingface.co")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(RuntimeError, match=r"no route .* batch_config.dataset_path"):
+    with pytest.raises(ValueError, match=r"no route .* batch_config.dataset_path"):
         load_problems("gsm8k_r1_template", count=3)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: GSM8K)
     assert len(load_problems("gsm8k_r1_template", count=3)) == 3
+    assert len(load_problems("gsm8k", split="train[:50%]+test", count=3)) == 3
+    with pytest.raises(ValueError, match=r"no split 'validation'; expected train or test"):
+        load_problems("gsm8k", split="validation", count=3)
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install datasets"):
+        load_problems("gsm8k", count=3)
+
+
+def test_a_split_is_no_path(tmp_path):
+    for split in (str(tmp_path / "train"), "../train"):
+        with pytest.raises(FileNotFoundError, match=r"has no .*train.jsonl; it has \[\]"):
+            load_problems("jsonl", path=tmp_path, split=split)
 
 
 @pytest.mark.parametrize("name", ["countdown", "countdown_r1_template"])
@@ -158,8 +170,17 @@ def test_reasoning_gym_when_installed():
 
 def test_reasoning_gym_missing_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    with pytest.raises(ImportError, match=r"pip install 'entropy-experiments\[reasoning-gym\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'entropy-experiments\[reasoning-gym\]'"):
         load_problems("reasoning_gym:leg_counting", count=1)
+    asked = Problem(id="x", prompt="", answer="1", facts={"task": "leg_counting", "entry": {}})
+    with pytest.raises(ValueError, match=r"reward 'reasoning_gym' needs reasoning-gym"):
+        build_reward(["reasoning_gym"])(["1"], [asked])
+
+
+def test_math_verify_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"pip install 'math-verify"):
+        build_reward(["math_verify"])(["<answer>1</answer>"], [tagged()])
 
 
 def test_evaluation_and_update_share_no_prompt(gsm8k):
@@ -352,11 +373,13 @@ def test_rewards_that_cannot_be_built(mine, functions, weights, match):
         build_reward(functions, weights)
 
 
-def test_a_module_that_is_not_there():
-    with pytest.raises(
-        ImportError, match=r"module 'no_such_module' cannot be imported.*PYTHONPATH"
-    ):
+def test_a_module_that_is_not_there(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"module 'no_such_module' cannot be imported.*PYTHONPATH"):
         build_reward(["no_such_module:f"])
+    (tmp_path / "broken_rewards.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"'broken_rewards' cannot be imported \(SyntaxError"):
+        build_reward(["broken_rewards:f"])
     with pytest.raises(ValueError, match=r"2 completions for 1 problems"):
         build_reward(["format"])(["a", "b"], [tagged()])
     with pytest.raises(

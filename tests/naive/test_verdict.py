@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from entropy_experiments import probe_sampling
 from entropy_experiments.config import load_config, parse_config
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -131,7 +132,7 @@ def test_what_was_assumed_is_listed(tmp_path):
     line = next(x for x in results["verdict"] if x.startswith("ASSUMED, not read from any file"))
     for name, value in results["assumed"].items():
         assert f"{name} = {value}" in line
-    assert "loss" not in line.split(":", 2)[2]
+    assert "loss = " not in line
     assert results["verdict"][0].startswith("A hypothetical update from step_10")
 
 
@@ -179,8 +180,8 @@ def test_equal_rewards_warn_and_the_gradient_part_is_not_trusted(tmp_path, const
     assert results["avg_reward"] == 0
     notes = " | ".join(results["notes"])
     assert "2 of 2 groups have equal rewards throughout and move nothing" in notes
-    assert "the update is momentum and weight decay alone" in notes
-    assert "reward_functions = ('constant_reward:zero',) as the config says" in notes
+    assert "the update is momentum and decay alone" in notes
+    assert "reward_functions = ('constant_reward:zero',) here" in notes
     assert "Note: no group has an advantage" in said(results)
     for name in ("gradient", "gradient_eventual"):
         estimate = results["estimates"][name]
@@ -242,9 +243,7 @@ def test_given_over_read_over_assumed():
     assert "beta" not in found.assumed  # 0 was given, which is not nothing
     assert "clip_high" in found.assumed
     # What differs from training is said; what agrees is not.
-    assert found.notes == (
-        "loss = grpo as the config says; training had bnpo (entropy_probe.json)",
-    )
+    assert found.notes == ("loss = grpo here; training had bnpo (entropy_probe.json)",)
 
 
 def test_all_is_assumed_when_nobody_says_anything():
@@ -257,7 +256,7 @@ def test_all_is_assumed_when_nobody_says_anything():
 
 def test_another_nucleus_than_trainings_is_said():
     found = facts({}, {"top_p": 0.9})
-    assert found.notes == ("top_p = 1.0 as the config says; training had 0.9 (entropy_probe.json)",)
+    assert found.notes == ("top_p = 1.0 here; training had 0.9 (entropy_probe.json)",)
     assert facts({"generation": {"top_p": 0.9}}, {"top_p": 0.9}).notes == ()
 
 
@@ -292,3 +291,99 @@ def test_the_reference_of_an_adapter_is_its_base(tmp_path):
     assert inputs.policy.model.peft_config  # and the adapter is back
     again_NS = inputs.policy.score(inputs.policy.params, rollouts).logprob_NS
     assert torch.equal(own_NS, again_NS)
+
+
+def small(tmp_path, *more: str):
+    config = load_config("test_deltaH1.yaml").under(tmp_path)
+    return config.with_overrides(["batch_config.B_E=16", "batch_config.B_U=6", *more])
+
+
+def test_evaluation_prompts_are_none_that_the_update_used_or_tried(tmp_path, monkeypatch):
+    """Groups dropped for equal rewards were selected by their outcome: they may not fill E."""
+    tried: set[str] = set()
+    draw = probe_sampling.SampleGenerator.generate_update_batch
+
+    def watched(self, problems, **options):
+        pool = list(problems)
+        found = draw(self, iter(pool), **options)
+        tried.update(problem.prompt for problem in pool[: options["prompts"] + found.retries])
+        assert found.retries > 0  # at the end of the run many groups are solved throughout
+        return found
+
+    monkeypatch.setattr(probe_sampling.SampleGenerator, "generate_update_batch", watched)
+    inputs = gather(
+        small(tmp_path, "update.batch=drawn", "batch_config.G=3"),
+        embedded_trajectory() / "checkpoint-44",
+    )
+    asked, used = (
+        probe_sampling.prompts_of(rollouts)
+        for rollouts in (inputs.evaluation, inputs.update.rollouts)
+    )
+    assert len(asked) == 16
+    assert not asked & used
+    encode = inputs.checkpoint.tokenizer
+    assert not asked & {tuple(encode(prompt)["input_ids"]) for prompt in tried}
+
+
+def test_saved_evaluation_rollouts_are_kept_apart_from_a_new_update_batch(tmp_path):
+    path = embedded_trajectory() / "checkpoint-20"
+    gather(small(tmp_path, f"rollouts.save={tmp_path / 'kept'}"), path)
+    again = gather(
+        small(tmp_path, f"rollouts.load={tmp_path / 'kept'}", "update.batch=drawn"), path
+    )
+    asked = probe_sampling.prompts_of(again.evaluation)
+    assert not asked & probe_sampling.prompts_of(again.update.rollouts)
+
+
+def test_another_sampling_law_does_not_change_the_step_that_was_made(tmp_path):
+    path = embedded_trajectory() / "checkpoint-10"
+    here = gather(small(tmp_path), path).step()[0].total
+    for law in ("generation.temperature=0.7", "generation.top_p=0.9"):
+        there = gather(small(tmp_path, law), path).step()[0].total
+        for name, value in here.items():
+            torch.testing.assert_close(value, there[name], rtol=0, atol=1e-5)
+
+
+def test_a_batch_of_another_checkpoint_is_refused(tmp_path):
+    for name in ("base", "entropy_probe.json", "checkpoint-10"):
+        source = embedded_trajectory() / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    own = tmp_path / "checkpoint-10" / "update_batch"
+    shutil.rmtree(own)
+    shutil.copytree(embedded_trajectory() / "checkpoint-40" / "update_batch", own)
+    with pytest.raises(ValueError, match=r"was recorded at weights .* \(step 40\)"):
+        gather(small(tmp_path / "out"), tmp_path / "checkpoint-10")
+
+
+@pytest.mark.parametrize("kind", ["half-written", "the same"])
+def test_a_bad_checkpoint_after_it_costs_only_the_certificate(tmp_path, kind):
+    for name in ("base", "entropy_probe.json", "checkpoint-10"):
+        source = embedded_trajectory() / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    later = tmp_path / "checkpoint-11"
+    shutil.copytree(tmp_path / "checkpoint-10", later)
+    if kind == "half-written":
+        (later / "trainer_state.json").unlink()
+    probe = OfflineEntropyProbe(small(tmp_path / "out"), quiet=True)
+    results = probe.run_mixed_probe(tmp_path / "checkpoint-10")
+    assert "step_certificate" not in results
+    assert "No step certificate: the checkpoint one step later cannot be used" in said(results)
+
+
+def test_dropout_in_training_is_told(tmp_path):
+    for name in ("base", "entropy_probe.json", "checkpoint-10"):
+        source = embedded_trajectory() / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    adapter = tmp_path / "checkpoint-10" / "adapter_config.json"
+    adapter.write_text(adapter.read_text().replace('"lora_dropout": 0.0', '"lora_dropout": 0.1'))
+    inputs = gather(small(tmp_path / "out"), tmp_path / "checkpoint-10")
+    assert any("dropout (lora_dropout 0.1)" in note for note in inputs.notes)
+
+
+def test_the_form_of_least_variance_stands_beside(tmp_path):
+    results = OfflineEntropyProbe(small(tmp_path), quiet=True).run_mixed_probe()
+    estimates = results["estimates"]
+    assert estimates["deltaH1_to_go"]["interval"] is not None
+    assert estimates["bars_dot"]["value"] == pytest.approx(results["bars_dot"])
+    assert estimates["H_upd"]["value"] == pytest.approx(results["H_upd"])
+    assert "in the to-go form" in said(results)

@@ -81,6 +81,6 @@ def _interrupted(config: Config | None) -> str:
     if config is None:
         return "Interrupted before anything was computed."
     return (
-        f"Interrupted. Finished rollouts are kept in {config.rollout_folder}; the same command "
-        "continues from them."
+        f"Interrupted. Finished units of rollouts are kept in {config.rollout_folder}; the "
+        "same command continues from them."
     )

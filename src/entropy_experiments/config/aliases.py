@@ -68,6 +68,10 @@ ALIASES: tuple[Alias, ...] = (
 )
 
 _WEIGHTS = "the update's token weights are update.loss, the entropy's unit approx_delta_h.normalize"
+_STEP = (
+    "the step is rebuilt in the parameters' precision, and the verdict notes it where training's "
+    "(update.amp_dtype) was another"
+)
 _SUMS = "sums over ranks are always exact, there is nothing to choose"
 RETIRED: dict[str, str] = {
     "probe_rework.weighting_mode": _WEIGHTS,
@@ -77,12 +81,14 @@ RETIRED: dict[str, str] = {
     "probe_rework.conditional_variance_batch_size": "intervals are always by prompt",
     "probe_rework.compute_vx_vy_variance": "intervals are always by prompt",
     "probe_rework.ddp_allreduce": _SUMS,
-    "memory_config.amp": "training's autocast is update.amp_dtype; the probe itself uses none",
+    "memory_config.amp": _STEP,
     "memory_config.dtype": "the weights' precision is checkpoint.dtype",
     "generation.rb_requires_grad": "gradients are asked for where they are needed",
-    "precision.update_vector": "the step is rebuilt as training made it: update.amp_dtype",
+    "precision.update_vector": _STEP,
+    "precision.entropy_dtype": "logits are at least float32, sums over tokens always float64",
     "approx_delta_h.baseline.kind": "there is one baseline: approx_delta_h.baseline true or false",
     "true_delta_h.measure": "weights follow the law that was sampled: generation.top_p",
+    "output.log_level": "the screen is --quiet, the log's detail is detailed_logging.level",
     "simple_entropy_probe.debug": "the log's detail is detailed_logging.level",
     "buffer_size": "a step takes training.per_device_batch_size x gradient_accumulation_steps",
     "distributed": _SUMS,

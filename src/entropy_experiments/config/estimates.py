@@ -88,7 +88,8 @@ class ApproxDeltaH(Section):
     microbatch_size: Count | None = None
     """Same as memory_config.microbatch_size."""
     baseline: bool = False
-    """Subtract a cross-fitted baseline in the state term: less variance, per_decision only."""
+    """Subtract a cross-fitted baseline in the state term: less variance. Needs importance.is_mode:
+    per_decision, and a method other than reverse."""
     variance: bool = True
     """Noise floor of the prediction, from five repacked passes. Intervals are there without it."""
     curvature: bool = True
@@ -135,20 +136,24 @@ class Precision(Section):
 
     runtime_dtype: Dtype | None = None
     """Same as checkpoint.dtype."""
-    entropy_dtype: Literal["auto", "float32", "float64"] = "auto"
-    """Precision of log-probabilities and entropies. auto: at least float32."""
     allow_tf32: bool = False
-    """Let a GPU round matrix products to 10 bits. Small changes then drown in noise."""
+    """false alone: TF32 rounds matrix products to 10 bits, and small changes drown in that."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """torch.set_float32_matmul_precision; anything but highest is TF32 or less."""
+    """torch.set_float32_matmul_precision. highest alone: the others are TF32 or less."""
 
     @model_validator(mode="after")
-    def _agreed(self) -> Precision:
-        if not self.allow_tf32 and self.matmul_precision != "highest":
+    def _full(self) -> Precision:
+        wrong = []
+        if self.allow_tf32:
+            wrong.append("precision.allow_tf32 is true, expected false")
+        if self.matmul_precision != "highest":
+            got = self.matmul_precision
+            wrong.append(f"precision.matmul_precision is {got!r}, expected 'highest'")
+        if wrong:
             raise ValueError(
-                f"precision.matmul_precision is {self.matmul_precision!r}, which turns TF32 on, "
-                "and precision.allow_tf32 is false. Set matmul_precision: highest, or allow_tf32: "
-                "true if the lost digits do not matter."
+                f"{'; '.join(wrong)}. TF32 keeps 10 bits of a product, fewer than the change of "
+                "entropy needs: the probe asserts that float32 means float32. Leave the key out; "
+                "less memory is checkpoint.dtype: bfloat16."
             )
         return self
 

@@ -40,10 +40,6 @@ def _names(value: Any) -> Any:
     return (value,) if isinstance(value, str) else _tuple(value)
 
 
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
-
-
 Number = Annotated[float, BeforeValidator(_exponent)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
@@ -56,4 +52,3 @@ _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "str
 Names = Annotated[tuple[Text, ...], BeforeValidator(_names), WithJsonSchema(_TEXTS)]
 """A list of texts; a single text is a list of one."""
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
-LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_upper)]

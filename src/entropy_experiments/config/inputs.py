@@ -60,6 +60,8 @@ class BatchConfig(Section):
     """Split of the evaluation prompts."""
     U_split: Text | None = None
     """Split of the update prompts."""
+    chat_template: bool = False
+    """Wrap each prompt in the tokenizer's chat template."""
     B_E: Annotated[int, Field(ge=2)] = 64
     """Evaluation prompts, one response each; intervals are over these prompts."""
     B_U: Count = 16
@@ -79,12 +81,13 @@ class Generation(Section):
 
     temperature: Positive | None = None
     """Sampling temperature; part of the policy. null: training's, else 1.0."""
-    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    """Nucleus mass. 1.0 is the full softmax."""
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    """Nucleus mass of the law that is probed. null: 1, the full softmax, whatever training had."""
     max_new_tokens: Count | None = None
     """Longest response. null: training's max_completion_length."""
     gen_batch_size: Count = 64
-    """Responses sampled at a time. Memory and speed only, never a number."""
+    """Responses sampled at a time, and no more than a quarter of a batch of 32 or more.
+    Memory and speed only, never a number."""
     tf_batch_size: Count | None = None
     """Sequences per pass without gradient. null: eight times memory_config.microbatch_size."""
     stop: Names = ()
@@ -117,7 +120,8 @@ class Update(Section):
     lr: Positive | None = None
     """Learning rate of the step. null: the one stored in the optimizer's groups."""
     amp_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Autocast precision of training. float32: none."""
+    """Autocast precision of training. float32: none. The step is rebuilt in the parameters'
+    precision; the verdict notes a difference."""
     batch: Literal["auto", "recorded", "drawn"] = "auto"
     """The update batch that training recorded, or a drawn one. auto: recorded if there is one."""
 

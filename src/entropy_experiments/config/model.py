@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import PrivateAttr, ValidationError
+from pydantic import PrivateAttr, ValidationError, model_validator
 
 from entropy_experiments.config import estimates, inputs, outputs
 from entropy_experiments.config.aliases import (
@@ -52,10 +52,21 @@ class Config(Section):
     detailed_logging: outputs.DetailedLogging = outputs.DetailedLogging()
     output: outputs.Output = outputs.Output()
 
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    # What the user wrote; None for a Config made without `parse_config`.
+    _given: dict[str, Any] | None = PrivateAttr(default=None)
     _source: str = PrivateAttr(default="config")
     _where: dict[str, str] = PrivateAttr(default_factory=dict)
     _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="after")
+    def _baseline_by_token(self) -> Config:
+        if self.approx_delta_h.baseline and self.importance.is_mode != "per_decision":
+            raise ValueError(
+                "approx_delta_h.baseline is true with importance.is_mode "
+                f"{self.importance.is_mode!r}, which has no terms per token to subtract it from. "
+                "Set importance.is_mode: per_decision, or approx_delta_h.baseline: false."
+            )
+        return self
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -88,7 +99,10 @@ class Config(Section):
 
         A changed key also replaces what the file said under its other spellings.
         """
-        given, places = copied(self._given), dict(self._where)
+        recorded = self._given
+        if recorded is None:
+            recorded = self.model_dump(mode="json", exclude_unset=True)
+        given, places = copied(recorded), dict(self._where)
         for key in changes:
             for twin in _twins(key) - set(changes):
                 remove(given, twin)
@@ -154,6 +168,8 @@ def validated(given: Mapping[Any, Any], *, source: str, where: Mapping[str, str]
 
 
 def _placed(key: str, what: str, where: Mapping[str, str]) -> str:
+    if not key:  # between sections: the message begins with one of its keys
+        key, _, what = what.partition(" ")
     place = where.get(key) or where.get(key.partition("[")[0])
     return f"{place}: {key}: {what}" if place else f"{key}: {what}"
 

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from entropy_experiments.config.fields import (
     Count,
-    LogLevel,
     Names,
     NotNegative,
     Number,
@@ -42,8 +41,6 @@ class DetailedLogging(Section):
 class Output(Section):
     """What else a run writes."""
 
-    log_level: LogLevel = "INFO"
-    """What is said on the screen: DEBUG, INFO, WARNING or ERROR."""
     results_path: Path | None = None
     """File for the results as JSON."""
 

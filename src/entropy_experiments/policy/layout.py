@@ -43,8 +43,10 @@ EXPECTED = (
 class Layout:
     """Where everything is; paths that are not None exist."""
 
+    given: Path
+    """As the user named it, for messages."""
     root: Path
-    """The folder the user named."""
+    """The checkpoint's folder, resolved: step_N also where step_N/model was named."""
     weights: Path
     """The folder with the weights and their config."""
     kind: Literal["lora", "full"]
@@ -71,20 +73,27 @@ def find_checkpoint(
     adapter_path: Path | str | None = None,
     optimizer_path: Path | str | None = None,
 ) -> Layout:
-    root = Path(path).expanduser()
-    if root.is_file():
-        root = root.parent
-    if not root.is_dir():
+    given = Path(path).expanduser()
+    if given.is_file():
+        given = given.parent
+    if not given.is_dir():
         raise FileNotFoundError(
-            f"Checkpoint not found: {root} is not a folder. Expected one with {EXPECTED}."
+            f"Checkpoint not found: {given} is not a folder. Expected one with {EXPECTED}."
         )
-    _refuse_foreign(root)
-    weights = _weights_folder(root, adapter_path)
+    # Not of the root: what was converted into model/ lies below the shards it came from.
+    _refuse_foreign(given)
+    root, inside = _root(given)
+    weights = _weights_folder(given, adapter_path)
+    if adapter_path is not None:
+        weights = weights.resolve()
+    else:
+        weights = (inside or root) / weights.relative_to(given)
     _refuse_half_written(weights)
     _refuse_half_written(root)
     kind = "lora" if (weights / ADAPTER_CONFIG).is_file() else "full"
-    optimizer = _optimizer(root, weights, optimizer_path)
+    optimizer = _optimizer((given, root), weights, optimizer_path)
     return Layout(
+        given=given,
         root=root,
         weights=weights,
         kind=kind,
@@ -107,7 +116,7 @@ def find_checkpoint(
 
 def missing_optimizer(layout: Layout) -> FileNotFoundError:
     return FileNotFoundError(
-        f"No optimizer state for {layout.root}: expected {' or '.join(OPTIMIZERS)} there or beside "
+        f"No optimizer state for {layout.given}: expected {' or '.join(OPTIMIZERS)} there or by "
         "the weights. Without it there is no momentum and the step is another one: set "
         "checkpoint.optimizer_path to the file, or save checkpoints without `save_only_model`."
     )
@@ -124,6 +133,24 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}; expected a JSON object.")
     return found
+
+
+def _root(given: Path) -> tuple[Path, Path | None]:
+    """(the checkpoint's folder, the weights' if that one was named), as `.` and links resolve."""
+    # First unresolved: step_N/model may be a link to weights kept elsewhere.
+    for folder in (given.absolute(), given.resolve()):
+        parent = folder.parent.resolve()
+        if folder.name in INSIDE and _is_outer(parent):
+            return parent, parent / folder.name
+    return given.resolve(), None
+
+
+def _is_outer(folder: Path) -> bool:
+    """Whether a folder is a checkpoint around its weights, rather than the parent of many."""
+    if _first(folder / name for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS, *MODEL_WEIGHTS)):
+        return False  # It has weights of its own: those inside are others.
+    kept = (*OPTIMIZERS, PARAM_NAMES, TRAINER_STATE, RECORDED)
+    return bool(STEP.search(folder.name)) or bool(_first(folder / name for name in kept))
 
 
 def _weights_folder(root: Path, adapter_path: Path | str | None) -> Path:
@@ -227,11 +254,12 @@ def _refuse_foreign(root: Path) -> None:
         )
 
 
-def _optimizer(root: Path, weights: Path, given: Path | str | None) -> Path | None:
+def _optimizer(folders: tuple[Path, Path], weights: Path, given: Path | str | None) -> Path | None:
+    """`folders`: the one named and the checkpoint's own."""
     if given is not None:
         path = Path(given).expanduser()
-        if not path.exists() and (root / path).exists():
-            path = root / path
+        if not path.exists():
+            path = _first(folder / path for folder in folders) or path
         file = path if path.is_file() else _first(path / name for name in OPTIMIZERS)
         if file is None:
             raise FileNotFoundError(
@@ -239,10 +267,10 @@ def _optimizer(root: Path, weights: Path, given: Path | str | None) -> Path | No
                 f"folder with {' or '.join(OPTIMIZERS)}."
             )
         return file
-    folders = [weights, root]
+    searched = [weights, folders[1]]
     if weights.name in INSIDE:
-        folders.append(weights.parent)
-    return _first(folder / name for folder in folders for name in OPTIMIZERS)
+        searched.append(weights.parent)
+    return _first(folder / name for folder in searched for name in OPTIMIZERS)
 
 
 def _as_folder(path: Path | str, root: Path) -> Path:
@@ -258,8 +286,7 @@ def _step(root: Path, weights: Path) -> int | None:
         step = read_json(state).get("global_step")
         if isinstance(step, int):
             return step
-    # `.` and a trailing slash have no name of their own.
-    for folder in (root.resolve(), weights.resolve(), weights.resolve().parent):
+    for folder in (root, weights.resolve(), weights.resolve().parent):
         match = STEP.search(folder.name)
         if match:
             return int(match[1])

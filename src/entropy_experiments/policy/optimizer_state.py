@@ -212,9 +212,30 @@ def _unwrapped(name: str) -> str:
 
 
 def _names_beside(path: Path, sizes: Sequence[int]) -> Groups:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} is not valid JSON ({error}). Expected a list of parameter names, or one list "
+            "per group: write it again, or remove it to have the order inferred."
+        ) from error
     if isinstance(found, Mapping):
         found = found.get("param_names", list(found.values()))
+    groups = found if isinstance(found, list) else [None]
+    if (
+        not all(
+            isinstance(group, str)
+            or (isinstance(group, list) and all(isinstance(name, str) for name in group))
+            for group in groups
+        )
+        or len({type(group) for group in groups}) > 1
+    ):
+        got = repr(found)
+        raise ValueError(
+            f"{path} holds {got if len(got) < 80 else got[:77] + '...'}; expected a list of "
+            "parameter names, or one list per group. Write it again, or remove it to have the "
+            "order inferred."
+        )
     if found and all(isinstance(name, str) for name in found):
         names = iter(found)
         split = [[_unwrapped(name) for _, name in zip(range(size), names)] for size in sizes]

@@ -29,6 +29,8 @@ class Findings:
     """H before the step."""
     predicted: Attribution | None
     """lr times the slope, with the lines momentum, decay and gradient."""
+    to_go: Estimate | None
+    """The prediction in the form of least variance, where `predicted` is paired with snis."""
     bend: Estimate | None
     """lr^2 / 2 times the curvature."""
     linear_range: float | None
@@ -103,6 +105,18 @@ class Findings:
             return None
         return self.predicted.lines["gradient"] / (1 - self.momentum_decay)
 
+    @property
+    def baseline_eventual(self) -> float | None:
+        """Decay's share beside what this batch does in the end.
+
+        Momentum has none: it is what earlier batches do in the end.
+        """
+        if self.predicted is None or self.gradient_eventual is None:
+            return None
+        decay = self.predicted.lines["decay"].value
+        total = decay + self.gradient_eventual.value
+        return decay / total if total else None
+
 
 def results_of(found: Findings) -> dict[str, Any]:
     """The result keys of the documents, and `estimates` with all that belongs to each number."""
@@ -126,7 +140,10 @@ def results_of(found: Findings) -> dict[str, Any]:
     if found.predicted is not None:
         total = found.predicted.total
         out |= {"deltaH1": total.value, "bars_dot": total.value / found.lr}
-        estimates |= {"deltaH1": total, "baseline": found.baseline}
+        estimates |= {"deltaH1": total, "baseline": found.baseline, "bars_dot": total / found.lr}
+        if found.to_go is not None:
+            out["deltaH1_to_go"] = found.to_go.value
+            estimates["deltaH1_to_go"] = found.to_go
         estimates |= {name: found.predicted.lines[name] for name in found.predicted.lines}
         estimates |= found.terms
         estimates["gradient_eventual"] = found.gradient_eventual
@@ -145,7 +162,7 @@ def results_of(found: Findings) -> dict[str, Any]:
             ],
         }
         out["diagnostics"]["rollouts"] = weights.rollouts
-        estimates["deltaH_true"] = found.change
+        estimates |= {"deltaH_true": found.change, "H_upd": found.level + found.change}
     if found.difference is not None:
         out["difference"] = found.difference.value
         estimates["difference"] = found.difference
@@ -168,6 +185,7 @@ def numbers(estimate: Estimate) -> dict[str, Any]:
         "interval": None if estimate.interval is None else list(estimate.interval),
         "bias": finite(estimate.bias),
         "noise_floor": finite(estimate.noise_floor),
+        "k_hat": finite(getattr(estimate.diagnostics.get("weights"), "k_hat", None)),
         "trusted": estimate.trusted,
         "why_not": list(estimate.why_not),
     }

@@ -47,6 +47,8 @@ def _headline(found: Findings) -> list[str]:
     )
     if found.predicted is not None:
         lines.append(f"  predicted change {spoken(found.predicted.total)}")
+        if found.to_go is not None:
+            lines.append(f"    less variance  {spoken(found.to_go)}, in the to-go form")
     if found.change is not None:
         lines.append(f"  measured change  {spoken(found.change)}")
     if change is not None and found.level.value > 0:
@@ -83,6 +85,11 @@ def _comparison(found: Findings) -> list[str]:
                     "the range where two orders suffice"
                 )
             )
+    if found.bend is None and found.predicted is not None:
+        lines.append(
+            "  no curvature, hence no linear range (approx_delta_h.curvature: false, method: reverse "
+            "and top_p below 1 have none)"
+        )
     if found.predicted is None:
         lines.append("  the prediction was skipped (probe_rework.compute_delta_h1: false)")
     if found.change is None:
@@ -104,9 +111,20 @@ def _origin(found: Findings) -> list[str]:
         f"  state   {spoken(state)}: other states visited{_share(state, total)}",
         f"  momentum {lines['momentum'].value:+.4g}, weight decay {lines['decay'].value:+.4g}, "
         f"this batch's gradient {lines['gradient'].value:+.4g}",
-        f"  baseline (momentum and decay) share of this step: {_ratio(baseline, total)}; "
-        f"this batch in the end, through the momentum it leaves: {spoken(eventual)}",
+        f"  baseline (momentum and decay) share of this step: {_ratio(baseline, total)}; eventual "
+        f"(momentum is earlier batches' share): {_percent(found.baseline_eventual)}",
+        f"  this batch in the end, through the momentum it leaves: {spoken(eventual)}{_early(found)}",
     ]
+
+
+def _early(found: Findings) -> str:
+    """Bias correction enlarges the first steps; later ones take less of what momentum keeps."""
+    young = found.stats.step < 1 / (1 - found.momentum_decay)
+    return ", overstated this early in training" if young else ""
+
+
+def _percent(share: float | None) -> str:
+    return "no share of 0" if share is None else f"{share:.1%}"
 
 
 def _trust(found: Findings) -> list[str]:
@@ -144,7 +162,8 @@ def _provenance(found: Findings) -> list[str]:
     if found.assumed:
         told = ", ".join(f"{name} = {value}" for name, value in found.assumed.items())
         lines.append(
-            f"ASSUMED, not read from any file (set them in the config, or in entropy_probe.json): {told}."
+            "ASSUMED, not read from any file (set them in the config, or in entropy_probe.json): "
+            f"{told}."
         )
     else:
         lines.append("Every training fact was read or given; none is assumed.")

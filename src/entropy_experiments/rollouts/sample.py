@@ -1,7 +1,8 @@
 """`SampleGenerator`: evaluation and update batches, drawn from the policy's own law.
 
 A batch is planned before it is drawn. Its rollouts are sorted by prompt length and cut into units
-of `batch_size`; each rollout's uniforms come from a generator of its own, seeded by
+of `batch_size`, at most a quarter of the batch: a unit is decoded together and stored when finished
+(Ctrl-C loses the one under way). Each rollout's uniforms come from its own generator, seeded by
 
     sha256(master_seed, name of the batch, problem id, index of the sample)
 
@@ -19,6 +20,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import ceil
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ from entropy_experiments.tasks.datasets import Problem
 from entropy_experiments.tasks.rewards import Reward, RewardResult
 from entropy_experiments.types import Rollouts, UpdateBatch
 
+SEVERAL, UNITS = 32, 4
+"""A batch of at least so many rollouts is cut into at least so many units."""
 STOP_MARGIN = 8
 """Tokens decoded beyond the longest stop string's bytes, to look for it at the end."""
 
@@ -272,7 +276,7 @@ class SampleGenerator:
         else:
             lengths = sorted({len(draw.prompt) for draw in draws})
             blocks = [[n for n in order if len(draws[n].prompt) == size] for size in lengths]
-        size = self.batch_size
+        size = min(self.batch_size, ceil(len(draws) / (UNITS if len(draws) >= SEVERAL else 1)))
         return [block[i : i + size] for block in blocks for i in range(0, len(block), size)]
 
     def _padding_is_safe(self) -> bool:

@@ -89,6 +89,11 @@ def load_update_batch(folder: str | Path) -> tuple[UpdateBatch, dict[str, Any]]:
     return batch, manifest["meta"]
 
 
+def recorded_meta(folder: str | Path) -> dict[str, Any]:
+    """The meta of a folder, without reading its tensors."""
+    return _manifest(Path(folder))["meta"]
+
+
 def _fields(value: Rollouts | UpdateBatch, names: Mapping[str, bool]) -> dict[str, Tensor]:
     return {name: x for name in names if (x := getattr(value, name)) is not None}
 

@@ -41,6 +41,7 @@ DATASETS = (
     "countdown_r1_template",
     "reasoning_gym:<task>",
 )
+GSM8K_SPLITS = ("train", "test")
 GSM8K_LINE = '{"question": "...", "answer": "... #### 42"}'
 PROMPT_LINE = '{"prompt": "...", "answer": "..."}'
 LARGEST_COUNT = 100_000
@@ -161,17 +162,22 @@ def _gsm8k_file(path: Path, split: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _gsm8k_hub(split: str) -> Iterator[tuple[str, str, str]]:
+    if any(part.split("[")[0].strip() not in GSM8K_SPLITS for part in split.split("+")):
+        raise ValueError(
+            f"GSM8K has no split {split!r}; expected {' or '.join(GSM8K_SPLITS)}. Set "
+            "batch_config.split (or E_split, U_split) to one of them."
+        )
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(
+        raise ValueError(
             "GSM8K from the hub needs the `datasets` package: pip install datasets. Or set "
             "batch_config.dataset_path to a local JSONL file."
         ) from error
     try:
         rows = datasets.load_dataset("openai/gsm8k", "main", split=split)
     except Exception as error:  # the hub's libraries raise their own, and the advice is one
-        raise RuntimeError(
+        raise ValueError(
             f"GSM8K ({split}) could not be loaded from the hub: {type(error).__name__}: {error}. "
             "Without a connection, set batch_config.dataset_path to a local JSONL file with lines "
             f"like {GSM8K_LINE}."
@@ -237,7 +243,7 @@ def _reasoning_gym(name: str, split: str, seed: int, count: int) -> list[Problem
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ImportError(
+        raise ValueError(
             f"{name} needs reasoning-gym, which is an extra: pip install "
             "'entropy-experiments[reasoning-gym]' (or pip install reasoning-gym)."
         ) from error
@@ -292,10 +298,13 @@ def _file(path: str | Path, split: str | None) -> Path:
     if not path.is_dir():
         return path
     names: list[Callable[[str], str]] = [lambda s: f"{s}.jsonl", lambda s: f"{s}_*.jsonl"]
-    found = [file for name in names for file in sorted(path.glob(name(split or "train")))]
+    split = split or "train"
+    # A split is a name: as a path, glob would refuse it or leave the folder.
+    named = Path(split).name == split
+    found = [file for name in names if named for file in sorted(path.glob(name(split)))]
     if not found:
         raise FileNotFoundError(
-            f"{path} has no {split or 'train'}.jsonl; it has "
+            f"{path} has no {split}.jsonl; it has "
             f"{sorted(file.name for file in path.iterdir())[:8]}. Give the file itself."
         )
     return found[0]

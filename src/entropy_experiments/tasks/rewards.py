@@ -140,7 +140,7 @@ def _same_mathematics(answer: str | None, problem: Problem) -> bool:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ImportError(
+        raise ValueError(
             "The reward 'math_verify' needs the package math-verify: pip install "
             "'math-verify[antlr4_13_2]'."
         ) from error
@@ -204,7 +204,13 @@ def _reasoning_gym(completions: list[str], problems: list[Problem]) -> list[floa
                 f"Problem {problem.id!r} is not of reasoning-gym, whose scorer the reward "
                 "'reasoning_gym' asks. Use it with the dataset reasoning_gym:<task>."
             )
-        from reasoning_gym import get_score_answer_fn
+        try:
+            from reasoning_gym import get_score_answer_fn
+        except ImportError as error:
+            raise ValueError(
+                "The reward 'reasoning_gym' needs reasoning-gym, which is an extra: pip install "
+                "'entropy-experiments[reasoning-gym]' (or pip install reasoning-gym)."
+            ) from error
 
         scorer: Any = get_score_answer_fn(problem.facts["task"])
         answer = final_answer(completion, problem)
@@ -235,10 +241,10 @@ def _function(name: str) -> RewardFunction:
         )
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ImportError(
-            f"Reward {name!r}: module {module_name!r} cannot be imported ({error}). Is its folder "
-            "on PYTHONPATH?"
+    except Exception as error:  # the module is the user's, and may fail in any way
+        raise ValueError(
+            f"Reward {name!r}: module {module_name!r} cannot be imported ({type(error).__name__}: "
+            f"{error}). Is its folder on PYTHONPATH?"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -1,0 +1,202 @@
+"""A checkpoint opened for probing, and the rollouts drawn from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.config import Config
+from entropy_experiments.policy.load import Checkpoint, load_checkpoint
+from entropy_experiments.policy.optimizer_state import refuse_zero_lr
+from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.rollouts.sample import SampleGenerator
+from entropy_experiments.rollouts.store import (
+    RolloutStore,
+    load_rollouts,
+    load_update_batch,
+    save_rollouts,
+    save_update_batch,
+)
+from entropy_experiments.tasks.datasets import Problem, load_problems
+from entropy_experiments.tasks.rewards import build_reward
+from entropy_experiments.training_facts import TrainingFacts, training_facts, with_learning_rate
+from entropy_experiments.trajectory import default_checkpoint
+from entropy_experiments.types import OptimizerState, Rollouts, UpdateBatch
+from entropy_experiments.types.direction import AdamGroup
+
+PromptIds = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Opened:
+    """A checkpoint, ready to be probed."""
+
+    checkpoint: Checkpoint
+    policy: SequenceProcessor
+    facts: TrainingFacts
+    optimizer: OptimizerState
+
+
+def opened(config: Config, checkpoint_path: str | Path | None) -> Opened:
+    """Read the checkpoint that the call or the config names; the embedded default otherwise."""
+    asked = config.checkpoint
+    checkpoint = load_checkpoint(
+        checkpoint_path or asked.checkpoint_path or asked.adapter_path or default_checkpoint(),
+        base=asked.base,
+        backbone=asked.backbone,
+        adapter_path=asked.adapter_path,
+        optimizer_path=asked.optimizer_path,
+        dtype=asked.dtype,
+        device_map=asked.device_map,
+    )
+    assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
+    given = config.update.lr
+    lr = checkpoint.optimizer.lr if given is None else given
+    refuse_zero_lr(lr, checkpoint.path)
+    if not isinstance(checkpoint.optimizer.groups[0], AdamGroup):
+        raise ValueError(
+            f"The optimizer of {checkpoint.path} is SGD; expected Adam or AdamW, whose step the "
+            "probe rebuilds. update.sgd.sgd_direction serves an SGD step from Python."
+        )
+    facts = training_facts(config, checkpoint.facts, checkpoint.fact_sources)
+    policy = SequenceProcessor(
+        checkpoint.model,
+        temperature=facts["temperature"],
+        top_p=facts["top_p"],
+        checkpointing=config.memory_config.gradient_checkpointing,
+    )
+    optimizer = with_learning_rate(checkpoint.optimizer, lr)
+    return Opened(checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer)
+
+
+class Sampler:
+    """Draws rollouts of a checkpoint on its task; what is drawn is on disk at once."""
+
+    def __init__(self, config: Config, probed: Opened, *, quiet: bool = True) -> None:
+        facts = probed.facts
+        self.config, self.facts, self.policy = config, facts, probed.policy
+        self.horizon = config.generation.max_new_tokens or facts["max_completion_length"]
+        self.generator = SampleGenerator(
+            probed.policy,
+            probed.checkpoint.tokenizer,
+            max_new_tokens=self.horizon,
+            stop=config.generation.stop or facts.values.get("stop") or (),
+            batch_size=config.generation.gen_batch_size,
+            master_seed=config.probe_rework.master_seed,
+            progress=not quiet,
+        )
+        self.retries: int | None = None
+        self._folder = config.rollout_folder
+        self._loaded = None if config.rollouts.load is None else Path(config.rollouts.load)
+        identity = self.generator.identity()
+        self._meta = {"dataset": facts["dataset_name"], "identity": identity}
+        named = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+        self.generator.store = RolloutStore(self._folder / "units" / named)
+
+    def evaluation(self, avoid: set[PromptIds]) -> Rollouts:
+        """B_E prompts with one response each, none of them a prompt of `avoid`."""
+        if self._loaded is not None:
+            folder = self._loaded / "evaluation"
+            rollouts, meta = load_rollouts(folder)
+            self._refuse_other_policy(meta, folder)
+        else:
+            asked = self.config.batch_config
+            problems = self._problems("evaluation", asked.E_split, asked.B_E, avoid)
+            rollouts = self.generator.generate_evaluation_batch(problems)
+            if self.config.rollouts.save is not None:
+                save_rollouts(self._folder / "evaluation", rollouts, meta=self._meta)
+        return replace(rollouts, behaviour_logprob_NS=None)  # of the very policy that is probed
+
+    def saved_update(self) -> tuple[UpdateBatch, list[str]] | None:
+        """The update batch in rollouts.load, if there is one."""
+        if self._loaded is None or not (self._loaded / "update").is_dir():
+            return None
+        folder = self._loaded / "update"
+        batch, meta = load_update_batch(folder)
+        self._refuse_other_policy(meta, folder)
+        return _own(batch), [f"update rollouts reused from {folder}"]
+
+    def update(self, avoid: set[PromptIds]) -> tuple[UpdateBatch, list[str]]:
+        """B_U prompts with G responses each, none of `avoid`, and what is to be said about them."""
+        asked, facts = self.config.batch_config, self.facts
+        most = asked.B_U * (1 + asked.max_resample_attempts)
+        drawn = self.generator.generate_update_batch(
+            self._problems("update", asked.U_split, asked.B_U, avoid, most=most),
+            prompts=asked.B_U,
+            group=asked.G,
+            reward=build_reward(facts["reward_functions"], facts.values.get("reward_weights")),
+            scale=facts["advantage"],
+            filter_zero_advantage=asked.filter_zero_advantage_prompts,
+            tol=asked.advantage_filter_tol,
+            max_attempts=asked.max_resample_attempts,
+        )
+        self.retries = drawn.retries
+        if self.config.rollouts.save is not None:
+            save_update_batch(self._folder / "update", drawn.batch, meta=self._meta)
+        used = {"B_U": asked.B_U, "G": asked.G}
+        other = [
+            f"training had {name} = {facts.values[name]}; the drawn batch has {value} "
+            f"(batch_config.{name})"
+            for name, value in used.items()
+            if facts.values.get(name, value) != value
+        ]
+        return _own(drawn.batch), [*drawn.notes, *other]
+
+    def _problems(
+        self,
+        role: str,
+        split: str | None,
+        least: int,
+        avoid: set[PromptIds],
+        *,
+        most: int | None = None,
+    ) -> list[Problem]:
+        """At least `least` and up to `most` problems whose prompts are none of `avoid`."""
+        batch, most = self.config.batch_config, most or least
+        found = load_problems(
+            self.facts["dataset_name"],
+            path=batch.dataset_path or self.facts.values.get("dataset_path"),
+            split=split or batch.split or self.facts.values.get("split"),
+            count=most + len(avoid),
+            seed=self.config.probe_rework.master_seed,
+            tokenizer=self.generator.tokenizer,
+            chat=batch.chat_template,
+        )
+        fresh = [p for p in found if self.generator.prompt_ids(p) not in avoid][:most]
+        if len(fresh) < least:
+            raise ValueError(
+                f"{self.facts['dataset_name']} has {len(fresh)} problems left for the {role} "
+                f"batch; {least} are needed, none of them shared by the two batches. Lower "
+                "batch_config.B_E or batch_config.B_U, or give a larger batch_config.dataset_path."
+            )
+        return fresh
+
+    def _refuse_other_policy(self, meta: dict[str, Any], folder: Path) -> None:
+        ours = {**self._meta["identity"], "dataset": self._meta["dataset"]}
+        theirs = {**(meta.get("identity") or {}), "dataset": meta.get("dataset")}
+        if theirs != ours:
+            keys = sorted(k for k in ours if theirs.get(k) != ours[k])
+            raise ValueError(
+                f"The rollouts in {folder} were drawn with another {', '.join(keys)}; expected "
+                "rollouts of the checkpoint and settings at hand. Leave rollouts.load out to draw "
+                "new ones."
+            )
+
+
+def _own(batch: UpdateBatch) -> UpdateBatch:
+    """Drawn from the very policy that is probed: no weights are needed."""
+    return replace(batch, rollouts=replace(batch.rollouts, behaviour_logprob_NS=None))
+
+
+def prompts_of(rollouts: Rollouts) -> set[PromptIds]:
+    """The prompts' token ids."""
+    found = set()
+    for tokens_S, attention_S, response_S in zip(
+        rollouts.tokens_NS, rollouts.attention_NS, rollouts.response_NS
+    ):
+        before = slice(0, int(response_S.nonzero()[0]))
+        found.add(tuple(tokens_S[before][attention_S[before]].tolist()))
+    return found
