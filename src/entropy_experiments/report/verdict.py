@@ -87,8 +87,8 @@ def _comparison(found: Findings) -> list[str]:
             )
     if found.bend is None and found.predicted is not None:
         lines.append(
-            "  no curvature, hence no linear range (approx_delta_h.curvature: false, method: reverse "
-            "and top_p below 1 have none)"
+            "  no curvature, hence no linear range (approx_delta_h.curvature: false, method: "
+            "reverse and top_p below 1 have none)"
         )
     if found.predicted is None:
         lines.append("  the prediction was skipped (probe_rework.compute_delta_h1: false)")
@@ -113,7 +113,8 @@ def _origin(found: Findings) -> list[str]:
         f"this batch's gradient {lines['gradient'].value:+.4g}",
         f"  baseline (momentum and decay) share of this step: {_ratio(baseline, total)}; eventual "
         f"(momentum is earlier batches' share): {_percent(found.baseline_eventual)}",
-        f"  this batch in the end, through the momentum it leaves: {spoken(eventual)}{_early(found)}",
+        f"  this batch in the end, through the momentum it leaves: {spoken(eventual)}"
+        f"{_early(found)}",
     ]
 
 
