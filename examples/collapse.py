@@ -22,7 +22,7 @@ from entropy_experiments.report.verdict import spoken
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="files go here")
-    parser.add_argument("--prompts", type=int, default=96, help="evaluation prompts")
+    parser.add_argument("--prompts", type=int, default=64, help="evaluation prompts")
     parser.add_argument("--first", type=int, default=0, help="first step shown")
     parser.add_argument("--last", type=int, help="last checkpoint used (default: all)")
     given = parser.parse_args()

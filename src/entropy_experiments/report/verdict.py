@@ -125,7 +125,9 @@ def _early(found: Findings) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "no share of 0" if share is None else f"{share:.1%}"
+    if share is None:
+        return "no share of 0"
+    return f"{share:.1%}" if abs(share) >= 0.0005 else "none"
 
 
 def _trust(found: Findings) -> list[str]:

@@ -19,6 +19,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,7 @@ def _countdown(name: str, split: str, seed: int, count: int) -> list[Problem]:
 
 def _reasoning_gym(name: str, split: str, seed: int, count: int) -> list[Problem]:
     try:
-        import reasoning_gym
+        reasoning_gym = import_module("reasoning_gym")
     except ImportError as error:
         raise ValueError(
             f"{name} needs reasoning-gym, which is an extra: pip install "

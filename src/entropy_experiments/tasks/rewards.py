@@ -205,7 +205,7 @@ def _reasoning_gym(completions: list[str], problems: list[Problem]) -> list[floa
                 "'reasoning_gym' asks. Use it with the dataset reasoning_gym:<task>."
             )
         try:
-            from reasoning_gym import get_score_answer_fn
+            get_score_answer_fn = importlib.import_module("reasoning_gym").get_score_answer_fn
         except ImportError as error:
             raise ValueError(
                 "The reward 'reasoning_gym' needs reasoning-gym, which is an extra: pip install "
