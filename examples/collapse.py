@@ -10,6 +10,7 @@ downloaded.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from entropy_experiments.config import load_config
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64, help="evaluation prompts")
     parser.add_argument("--first", type=int, default=0, help="first step shown")
     parser.add_argument("--last", type=int, help="last checkpoint used (default: all)")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1))
     given = parser.parse_args()
     config = (
         load_config()
@@ -49,6 +51,7 @@ def main() -> None:
     run = probe_trajectory(
         config.with_overrides(["importance.is_mode=per_decision"]),
         steps=slice(given.first, None if given.last is None else given.last + 1),
+        workers=given.workers,
         say=show,
     )
     print("\nFrom the first checkpoint to the last, entropy per token changed by")

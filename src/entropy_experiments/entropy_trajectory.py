@@ -6,9 +6,14 @@ checkpoint is asked the same prompts, sums and differences along the run have pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+
+import torch
 
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.first_order import first_order
@@ -16,11 +21,13 @@ from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.probe_inputs import gather, measuring
-from entropy_experiments.probe_sampling import Sampler, opened, prompts_of
+from entropy_experiments.probe_sampling import PromptIds, Sampler, opened, prompts_of
 from entropy_experiments.rollouts.store import load_update_batch
 from entropy_experiments.trajectory import embedded_trajectory, steps_of
 from entropy_experiments.types import Estimate
 from entropy_experiments.types.estimate import combine
+
+Job = tuple[Config, Path, int, set[PromptIds]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,11 +67,14 @@ def probe_trajectory(
     folder: str | Path | None = None,
     *,
     steps: slice = slice(None),
+    workers: int = 1,
     say: Callable[[TrajectoryStep], None] | None = None,
 ) -> Trajectory:
     """Every step of a run whose checkpoints are consecutive and whose batches were recorded.
 
-    `steps` takes a part of the checkpoints found; `say` is told each step as it is done.
+    `steps` takes a part of the checkpoints found; `say` is told each step as it is done. Steps do
+    not depend on each other: `workers` processes of one thread each share them, which suits models
+    too small to keep several threads busy.
     """
     folder = embedded_trajectory() if folder is None else Path(folder)
     paths = steps_of(folder)[steps]
@@ -76,16 +86,31 @@ def probe_trajectory(
         )
     config = config.with_overrides(["update.batch=recorded"])
     # The same prompts at every checkpoint, so that changes along the run are paired.
-    avoid = set[tuple[int, ...]]().union(*(_update_prompts(path) for path in paths[:-1]))
+    avoid = set[PromptIds]().union(*(_update_prompts(path) for path in paths[:-1]))
+    jobs = [(config, path, number, avoid) for path, number in zip(paths[:-1], numbers)]
     done: list[TrajectoryStep] = []
-    for path, number in zip(paths[:-1], numbers):
-        done.append(_probed(config, path, number, avoid))
-        if say is not None:
-            say(done[-1])
+    with _pool(workers) as probed:
+        for step in probed(jobs):
+            done.append(step)
+            if say is not None:
+                say(step)
     return Trajectory(steps=tuple(done), last=_last_level(config, paths[-1], avoid))
 
 
-def _probed(config: Config, path: Path, number: int, avoid: set[tuple[int, ...]]) -> TrajectoryStep:
+@contextmanager
+def _pool(workers: int) -> Iterator[Callable[[list[Job]], Iterable[TrajectoryStep]]]:
+    """Something that probes jobs and gives their steps in order."""
+    if workers <= 1:
+        yield lambda jobs: (_probed(*job) for job in jobs)
+        return
+    # spawn: a forked child of a threaded parent may hang.
+    with ProcessPoolExecutor(
+        workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        yield lambda jobs: pool.map(_probed, *zip(*jobs))
+
+
+def _probed(config: Config, path: Path, number: int, avoid: set[PromptIds]) -> TrajectoryStep:
     inputs = gather(config, path, avoid=avoid)
     policy, rollouts, common = inputs.policy, inputs.evaluation, inputs.measuring
     direction, _ = inputs.step()
@@ -103,7 +128,7 @@ def _probed(config: Config, path: Path, number: int, avoid: set[tuple[int, ...]]
     )
 
 
-def _last_level(config: Config, path: Path, avoid: set[tuple[int, ...]]) -> Estimate:
+def _last_level(config: Config, path: Path, avoid: set[PromptIds]) -> Estimate:
     """No update follows the last checkpoint; only its entropy is asked."""
     sampler = Sampler(config, opened(config, path))
     return entropy_level(
@@ -111,6 +136,6 @@ def _last_level(config: Config, path: Path, avoid: set[tuple[int, ...]]) -> Esti
     )
 
 
-def _update_prompts(path: Path) -> set[tuple[int, ...]]:
+def _update_prompts(path: Path) -> set[PromptIds]:
     batch, _ = load_update_batch(path / "update_batch")
     return prompts_of(batch.rollouts)

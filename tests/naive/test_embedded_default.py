@@ -154,3 +154,15 @@ def test_a_part_of_a_run_can_be_probed(tmp_path):
     assert run.predicted.value == pytest.approx(sum(s.predicted.value for s in run.steps))
     assert run.fresh.value == pytest.approx(run.last.value - run.steps[0].level.value)
     assert run.predicted.interval is not None
+
+
+def test_workers_change_nothing(tmp_path):
+    alone, shared = (
+        probe_trajectory(settings(tmp_path / str(n), 8), steps=slice(20, 23), workers=n)
+        for n in (1, 2)
+    )
+    assert [s.name for s in alone.steps] == [s.name for s in shared.steps]
+    for one, other in zip(alone.steps, shared.steps, strict=True):
+        assert one.predicted.value == pytest.approx(other.predicted.value, rel=1e-5)
+        assert one.measured.value == pytest.approx(other.measured.value, rel=1e-5)
+    assert shared.fresh.value == pytest.approx(alone.fresh.value, rel=1e-5)
