@@ -355,17 +355,8 @@ def _group(
             f"weight decay {decay:g}: {path.name} does not say whether it is AdamW's (taken) or "
             "Adam's"
         )
-    b1, b2 = group["betas"]
-    return AdamGroup(
-        names=names,
-        lr=float(group["lr"]),
-        betas=(float(b1), float(b2)),
-        eps=float(group["eps"]),
-        weight_decay=decay,
-        amsgrad=bool(group.get("amsgrad", False)),
-        maximize=bool(group.get("maximize", False)),
-        decoupled=bool(group.get("decoupled_weight_decay", True)),
-    )
+    decoupled = bool(group.get("decoupled_weight_decay", True))
+    return AdamGroup.of(group, names, decoupled=decoupled)
 
 
 def _alike(named: Mapping[str, Tensor]) -> int:

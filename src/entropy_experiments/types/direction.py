@@ -94,6 +94,21 @@ class AdamGroup:
     decoupled: bool = True
     """AdamW's decay acts on the parameters; Adam's is added to the gradient (False)."""
 
+    @classmethod
+    def of(cls, group: Mapping[str, Any], names: tuple[str, ...], *, decoupled: bool) -> AdamGroup:
+        """From one of torch's param_groups, live or stored."""
+        b1, b2 = group["betas"]
+        return cls(
+            names=names,
+            lr=float(group["lr"]),
+            betas=(float(b1), float(b2)),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            amsgrad=bool(group.get("amsgrad", False)),
+            maximize=bool(group.get("maximize", False)),
+            decoupled=decoupled,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SGDGroup:

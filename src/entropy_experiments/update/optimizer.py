@@ -61,19 +61,10 @@ def _group(
             f"Got {type(optimizer).__name__}; expected torch's Adam, AdamW or SGD. Other "
             "optimizers can be probed through their observed step (update.observed)."
         )
-    b1, b2 = group["betas"]
-    return AdamGroup(
-        names=names,
-        lr=float(group["lr"]),
-        betas=(float(b1), float(b2)),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        amsgrad=group["amsgrad"],
-        maximize=group["maximize"],
-        # Before torch 2.8 only the class tells the two kinds of decay apart.
-        decoupled=isinstance(optimizer, torch.optim.AdamW)
-        or bool(group.get("decoupled_weight_decay", False)),
-    )
+    # Before torch 2.8 only the class tells the two kinds of decay apart.
+    adamw = isinstance(optimizer, torch.optim.AdamW)
+    decoupled = adamw or bool(group.get("decoupled_weight_decay", False))
+    return AdamGroup.of(group, names, decoupled=decoupled)
 
 
 def members(
