@@ -32,7 +32,7 @@ from entropy_experiments.tasks import countdown
 from entropy_experiments.types import UpdateBatch
 
 PACKAGE = Path(__file__).parents[1] / "src" / "entropy_experiments"
-STEPS = 44
+STEPS = 56
 SPECIAL = ("<pad>", "<eos>")
 PAD, EOS = 0, 1
 RESPONSE = 30
@@ -282,7 +282,7 @@ def main() -> None:
         grpo(
             given.folder,
             steps=given.steps or STEPS,
-            lr=given.lr or 4e-3,
+            lr=given.lr or 3e-3,
             prompts=given.prompts,
             group=8,
             rank=given.rank,

@@ -168,7 +168,10 @@ class OfflineEntropyProbe:
             return predicted, None, None
         with timed(inputs.timing, "curvature"):
             bend = curvature(policy, rollouts, direction, repackings=0, **options)
-        return predicted, lr**2 / 2 * bend, bend.diagnostics["linear_range"]
+        # A curvature near 0 within its error bar would promise a range that nobody has seen.
+        low = bend.diagnostics["linear_range_low"]
+        reach = bend.diagnostics["linear_range"] if low is None else low
+        return predicted, lr**2 / 2 * bend, reach
 
     def _to_go(self, inputs: ProbeInputs, direction: Direction, base: Scores) -> Estimate | None:
         """The prediction of less variance, where the one paired with the measurement is not it."""

@@ -25,7 +25,7 @@ def embedded_trajectory() -> Path:
     return folder
 
 
-DEFAULT_STEP = 10
+DEFAULT_STEP = 13
 """Of the embedded trajectory: mid-collapse, where momentum and batch both matter."""
 
 

@@ -118,11 +118,11 @@ def test_the_quick_start_writes_the_three_documented_files(quick_start):
     written = list((quick_start.folder / "logs").glob("*/entropy_probe_*"))
     assert len(written) == 3
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", p.parent.name) for p in written)
-    stem = r"entropy_probe_\d\d-\d\d-\d\d_step_10"
+    stem = r"entropy_probe_\d\d-\d\d-\d\d_step_13"
     endings = {re.sub(stem, "", p.name) for p in written}
     assert endings == {".json.gz", "_summary.json", "_config.yaml"}
-    assert len({p.name.split("step_10")[0] for p in written}) == 1
-    by_ending = {p.name.split("step_10")[1]: p for p in written}
+    assert len({p.name.split("step_13")[0] for p in written}) == 1
+    by_ending = {p.name.split("step_13")[1]: p for p in written}
     log = read_log(by_ending[".json.gz"])
     summary = json.loads(by_ending["_summary.json"].read_text())
     printed = re.findall(NUMBER, quick_start.stdout)
@@ -283,7 +283,7 @@ def test_the_command_line_with_a_checkpoint(tmp_path, checkpoint_path):
     assert results == json.loads((out / "results.json").read_text())
     assert {"deltaH1", "deltaH_true", "bars_dot", "learning_rate"} <= results.keys()
     assert results["B_E"] == 16
-    assert len(list((out / "logs").glob("*/entropy_probe_*_step_10*"))) == 3
+    assert len(list((out / "logs").glob("*/entropy_probe_*_step_13*"))) == 3
     assert Path(results["log_path"]).is_relative_to(out)
     assert (out / "rollouts" / "evaluation" / "manifest.json").is_file()
     assert (out / "rollouts" / "update" / "manifest.json").is_file()

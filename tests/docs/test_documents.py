@@ -61,7 +61,7 @@ def recipe(tmp_path, *goals):
 
 SCREEN = (
     *("predicted, summed over the steps", "measured, summed over the steps", "fresh rollouts"),
-    *("The update that training made after step_10", "predicted change", "measured change"),
+    *("The update that training made after step_13", "predicted change", "measured change"),
     *("Step certificate: the step rebuilt here is the step that was made", "momentum"),
     *("none is assumed", "entropy.png", "entropy_probe_", "entropy-probe run --checkpoint"),
 )

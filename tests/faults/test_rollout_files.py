@@ -187,7 +187,7 @@ BREAKAGES = {
         r"has format 'list'",
     ),
     "foreign": (manifest(format="other"), ValueError, r"format 'other'; expected 'entropy_exper"),
-    "newer": (manifest(schema=2), ValueError, r"has schema 2; this version reads 1"),
+    "newer": (manifest(schema=9), ValueError, r"has schema 9; this version reads 2"),
     "another kind": (manifest(kind="cake"), ValueError, r"holds a 'cake'; expected 'update_batch'"),
     "path outside": (
         manifest(files={"../../secret": {}}),
@@ -199,7 +199,15 @@ BREAKAGES = {
     "other tensors": (
         foreign_tensors(weight=torch.zeros(2)),
         ValueError,
-        r"does not hold a update_batch of schema 1: missing \['advantage_NS', .* unknown \['weight",
+        r"does not hold a update_batch of schema 2: missing \['advantage_NS', .* unknown \['weight",
+    ),
+    "a mask of another width": (
+        foreign_tensors(
+            tokens_NS=torch.ones(2, 9, dtype=torch.uint8),
+            response_NS=torch.ones(2, 9, dtype=torch.bool),
+        ),
+        ValueError,
+        r"mask of torch.bool \(2, 9\); expected a bit per token, torch.uint8 \(2, 2\)",
     ),
 }
 

@@ -7,9 +7,9 @@ A folder holds
     manifest.json           written last: schema, sha256 of each file, free `meta`
 
 Every file is written under a temporary name, synced and renamed, so a folder with a manifest is
-whole. Tokens take the narrowest integer type that holds them, and advantages that are one number
-per rollout are stored as such. Nothing here is ever unpickled, and a file that does not match its
-hash is not opened.
+whole. Tokens take the narrowest integer type that holds them, masks a bit per token, and advantages
+that are one number per rollout are stored as such. Nothing here is ever unpickled, and a file that
+does not match its hash is not opened.
 
 `RolloutStore` keeps the finished units of a run that may be interrupted. A unit is found again by
 its key, a hash of all that determines its tokens, so what is read back is what would be drawn.
@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -33,7 +34,7 @@ from torch import Tensor
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 FORMAT = "entropy_experiments.rollouts"
-SCHEMA = 1
+SCHEMA = 2
 TENSORS, TEXT, MANIFEST = "rollouts.safetensors", "text.json", "manifest.json"
 
 _ROLLOUT_TENSORS = {
@@ -54,6 +55,7 @@ _UPDATE_TENSORS = {
     "loss_NS": False,
 }
 """Names of the dataclass fields, and whether a file must hold them."""
+_MASKS = ("attention_NS", "response_NS", "loss_NS")
 
 
 def save_rollouts(
@@ -109,6 +111,7 @@ def _save(
     packed["tokens_NS"] = _narrow(packed["tokens_NS"])
     if "advantage_NS" in packed:
         packed |= _per_rollout(packed.pop("advantage_NS"), packed["response_NS"])
+    packed |= {name: _bits(packed[name]) for name in _MASKS if name in packed}
     contents = {TENSORS: dump_tensors(packed)}
     if rollouts.text is not None:
         contents[TEXT] = json.dumps(list(rollouts.text), ensure_ascii=False).encode()
@@ -146,6 +149,20 @@ def _narrow(tokens_NS: Tensor) -> Tensor:
         if highest <= torch.iinfo(dtype).max:
             return tokens_NS.to(dtype)
     raise ValueError(f"Token id {highest} does not fit into int32, as which tokens are stored.")
+
+
+def _bits(mask_NS: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(mask_NS.numpy(), axis=1))
+
+
+def _mask(bits: Tensor, tokens_NS: Tensor, where: Path) -> Tensor:
+    n, s = tokens_NS.shape
+    if bits.dtype != torch.uint8 or tuple(bits.shape) != (n, (s + 7) // 8):
+        raise ValueError(
+            f"{where} has a mask of {bits.dtype} {tuple(bits.shape)}; expected a bit per token, "
+            f"torch.uint8 {(n, (s + 7) // 8)}. Was it made by another program?"
+        )
+    return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=s)).bool()
 
 
 def _per_rollout(advantage_NS: Tensor, response_NS: Tensor) -> dict[str, Tensor]:
@@ -191,6 +208,9 @@ def _load(
     for name, facts in manifest["files"].items():
         contents[name] = _checked(folder / name, facts)
     tensors = _tensors(folder / TENSORS, contents[TENSORS])
+    for name in _MASKS:
+        if name in tensors and "tokens_NS" in tensors:
+            tensors[name] = _mask(tensors[name], tensors["tokens_NS"], folder / TENSORS)
     if "advantage_N" in tensors and "response_NS" in tensors and "advantage_NS" not in tensors:
         tensors["advantage_NS"] = _spread(tensors.pop("advantage_N"), tensors["response_NS"])
     required = {n for n, must in _ROLLOUT_TENSORS.items() if must}
