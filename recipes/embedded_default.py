@@ -130,14 +130,11 @@ def grpo(folder: Path, *, steps: int, lr: float, prompts: int, group: int, rank:
         [{"prompt": p.prompt, "numbers": list(p.numbers), "target": p.target} for p in drawn]
     )
 
-    rewards: list[float] = []
-
     def reward(completions: list[str], numbers: list, target: list, **_: Any) -> list[float]:
-        rewards[:] = [
+        return [
             float(countdown.solved(text, countdown.Countdown(numbers=tuple(n), target=t)))
             for text, n, t in zip(completions, numbers, target)
         ]
-        return rewards
 
     class Record(TrainerCallback):
         """The batch of each step, and the checkpoint before the first."""
@@ -153,10 +150,7 @@ def grpo(folder: Path, *, steps: int, lr: float, prompts: int, group: int, rank:
                 {k: v for k, v in part.items() if v is not None}
                 for part in self.trainer._buffered_inputs
             ]
-            torch.save(
-                {"inputs": inputs, "reward_N": torch.tensor(rewards)},
-                folder / "grpo" / f"batch-{state.global_step}.pt",
-            )
+            torch.save(inputs, folder / "grpo" / f"batch-{state.global_step}.pt")
 
     settings = GRPOConfig(
         output_dir=str(folder / "grpo"),
@@ -257,10 +251,27 @@ def ship(folder: Path, target: Path, *, steps: int) -> None:
 
 
 def recorded(folder: Path, step: int) -> UpdateBatch:
-    """The batch that TRL learned from in this step, with the rewards it had computed."""
+    """The batch that TRL learned from in this step, with its rewards.
+
+    TRL keeps none, and shuffles what it keeps: the responses are judged again.
+    """
     inputs = torch.load(folder / "grpo" / f"batch-{step}.pt", weights_only=True)
-    batch = from_trl_inputs(inputs["inputs"], eos=EOS, pad=PAD)
-    return replace(batch, reward_N=inputs["reward_N"])
+    batch = from_trl_inputs(inputs, eos=EOS, pad=PAD)
+    tok, rollouts = tokenizer(), batch.rollouts
+    reward = []
+    for tokens_S, response_S, attention_S in zip(
+        rollouts.tokens_NS, rollouts.response_NS, rollouts.attention_NS
+    ):
+        asked = tok.decode(tokens_S[attention_S & ~response_S])
+        told = tok.decode(tokens_S[response_S], skip_special_tokens=True)
+        reward.append(float(countdown.solved(told, _problem(asked))))
+    return replace(batch, reward_N=torch.tensor(reward))
+
+
+def _problem(prompt: str) -> countdown.Countdown:
+    """The inverse of `Countdown.prompt`."""
+    _, *numbers, _, target, _ = prompt.split()
+    return countdown.Countdown(numbers=tuple(map(int, numbers)), target=int(target))
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from recipes import embedded_default as recipe
 
 from entropy_experiments import step_certificate
@@ -16,6 +17,8 @@ from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.probe_inputs import gather
+from entropy_experiments.rollouts.advantages import group_advantages
+from entropy_experiments.rollouts.store import load_update_batch
 from entropy_experiments.tasks import countdown
 from entropy_experiments.trajectory import embedded_trajectory, following, steps_of
 
@@ -67,6 +70,17 @@ def test_reward_rises_and_entropy_halves():
     first, last = slice(0, 5), slice(-5, None)
     assert sum(reward[last]) > 2 * sum(reward[first])
     assert sum(entropy[last]) < 0.5 * sum(entropy[first])
+
+
+@pytest.mark.parametrize("step", [0, 13, recipe.STEPS - 1])
+def test_recorded_rewards_are_those_that_made_the_advantages(step):
+    batch, _ = load_update_batch(TRAJECTORY / f"checkpoint-{step}" / "update_batch")
+    first_N1 = batch.rollouts.response_NS.int().argmax(1, keepdim=True)
+    advantage_N = batch.advantage_NS.gather(1, first_N1).squeeze(1)
+    assert batch.reward_N is not None
+    order_N = torch.argsort(batch.rollouts.prompt_N, stable=True)  # TRL shuffles
+    again_N = group_advantages(batch.reward_N[order_N], 8)
+    torch.testing.assert_close(advantage_N[order_N], again_N, atol=1e-6, rtol=0)
 
 
 def test_the_shipped_tokenizer_is_the_recipes():
