@@ -262,8 +262,8 @@ def recorded(folder: Path, step: int) -> UpdateBatch:
     for tokens_S, response_S, attention_S in zip(
         rollouts.tokens_NS, rollouts.response_NS, rollouts.attention_NS
     ):
-        asked = tok.decode(tokens_S[attention_S & ~response_S])
-        told = tok.decode(tokens_S[response_S], skip_special_tokens=True)
+        asked = str(tok.decode(tokens_S[attention_S & ~response_S]))
+        told = str(tok.decode(tokens_S[response_S], skip_special_tokens=True))
         reward.append(float(countdown.solved(told, _problem(asked))))
     return replace(batch, reward_N=torch.tensor(reward))
 

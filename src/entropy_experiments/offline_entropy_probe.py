@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from entropy_experiments.config import Config, load_config, parse_config
 from entropy_experiments.estimate.curvature import curvature
@@ -35,6 +32,7 @@ from entropy_experiments.report.findings import Findings, results_of
 from entropy_experiments.report.logs import DetailedLogger
 from entropy_experiments.report.verdict import verdict
 from entropy_experiments.rollouts.store import write_whole
+from entropy_experiments.run_conditions import careful
 from entropy_experiments.trajectory import following, provenance
 from entropy_experiments.types import Attribution, Direction, Estimate, Scores
 from entropy_experiments.types.direction import AdamGroup
@@ -77,7 +75,7 @@ class OfflineEntropyProbe:
 
     def findings(self, checkpoint_path: str | Path | None = None) -> tuple[Findings, Any]:
         """(what was found, the tokenizer's decode): the numbers as Estimates, for further use."""
-        with _full_precision(), _memory_advice():
+        with careful():
             inputs = gather(self.config, checkpoint_path, say=None if self._quiet else self._say)
             return self._probe(inputs), inputs.checkpoint.tokenizer.decode
 
@@ -241,26 +239,3 @@ def _doubted(predicted: Attribution) -> Attribution:
     gradient = predicted.lines["gradient"]
     line = replace(gradient, given_reasons=(*gradient.given_reasons, *doubt))
     return replace(predicted, lines={**predicted.lines, "gradient": line})
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """fp32 means fp32, and afterwards whatever it was."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def _memory_advice() -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(
-            f"Out of memory: {error}. Lower memory_config.microbatch_size (and "
-            "generation.gen_batch_size), then batch_config.B_E, B_U and G; or set "
-            "memory_config.gradient_checkpointing: true."
-        ) from error

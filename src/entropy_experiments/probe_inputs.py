@@ -83,7 +83,7 @@ class ProbeInputs:
         }
 
     @property
-    def _trained(self) -> SequenceProcessor:
+    def trained(self) -> SequenceProcessor:
         """The policy as the loss sees it: training's temperature, and the full softmax."""
         temperature = (
             self.facts.of_training("temperature") if self.real else self.policy.temperature
@@ -99,7 +99,7 @@ class ProbeInputs:
     def step(self) -> tuple[Direction, UpdateStats]:
         """The update, rebuilt from the optimizer's state and the batch."""
         direction, _, stats = compute_update_vector_adamw(
-            self._trained.as_trained(),
+            self.trained.as_trained(),
             self.update,
             self.facts.objective,
             self.optimizer,
@@ -143,7 +143,7 @@ def gather(
     )
     sampler = Sampler(config, probed, quiet=say is None)
     with timed(timing, "sampling"):
-        made = _made_already(config, checkpoint, sampler)
+        made = made_already(config, checkpoint, sampler)
         taken = set() if made is None else prompts_of(made[0].rollouts)
         # E before U: prompts that U tries and drops for equal rewards must not fill E.
         evaluation = sampler.evaluation(taken.union(avoid))
@@ -152,8 +152,8 @@ def gather(
             drawn, said = sampler.update(asked)
             made = (drawn, False, said)
         update, real, notes = made
-        _refuse_shared(asked & prompts_of(update.rollouts))
-        update = _with_reference(config, probed, update)
+        refuse_shared(asked & prompts_of(update.rollouts))
+        update = with_reference(config, probed, update)
     tell(
         f"phase 0: {len(evaluation)} evaluation rollouts, {len(update.rollouts)} update rollouts "
         f"{'recorded' if real else 'drawn'} ({timing['sampling']:.1f} s)"
@@ -168,14 +168,14 @@ def gather(
         evaluation=evaluation,
         update=update,
         real=real,
-        bound=real and _weights_of(checkpoint) is not None,
+        bound=real and weights_of_batch(checkpoint) is not None,
         retries=sampler.retries,
-        notes=(*config.notes, *facts.notes, *notes, *_limits(checkpoint, facts, real)),
+        notes=(*config.notes, *facts.notes, *notes, *limits_of(checkpoint, facts, real)),
         timing=timing,
     )
 
 
-def _refuse_shared(prompts: set[PromptIds]) -> None:
+def refuse_shared(prompts: set[PromptIds]) -> None:
     if prompts:
         raise ValueError(
             f"{len(prompts)} prompts are in both batches; expected disjoint ones: an update moves "
@@ -184,7 +184,7 @@ def _refuse_shared(prompts: set[PromptIds]) -> None:
         )
 
 
-def _with_reference(config: Config, probed: Opened, batch: UpdateBatch) -> UpdateBatch:
+def with_reference(config: Config, probed: Opened, batch: UpdateBatch) -> UpdateBatch:
     """A KL term needs the reference policy's log-probs; an adapter's is the base without it."""
     if not probed.facts["beta"] or batch.ref_logprob_NS is not None:
         return batch
@@ -202,7 +202,7 @@ def _with_reference(config: Config, probed: Opened, batch: UpdateBatch) -> Updat
     return replace(batch, ref_logprob_NS=found.logprob_NS)
 
 
-def _limits(checkpoint: Checkpoint, facts: TrainingFacts, real: bool) -> list[str]:
+def limits_of(checkpoint: Checkpoint, facts: TrainingFacts, real: bool) -> list[str]:
     """Facts of training that the rebuilt step does not follow."""
     notes: list[str] = []
     dropout = _dropout(checkpoint)
@@ -241,7 +241,7 @@ def timed(timing: dict[str, float], name: str) -> Iterator[None]:
     timing[name] = timing.get(name, 0.0) + time.perf_counter() - started
 
 
-def _made_already(
+def made_already(
     config: Config, checkpoint: Checkpoint, sampler: Sampler
 ) -> tuple[UpdateBatch, bool, list[str]] | None:
     """(batch, whether training made it, notes); None when one has to be drawn."""
@@ -258,7 +258,7 @@ def _made_already(
     return None if saved is None else (saved[0], False, saved[1])
 
 
-def _weights_of(checkpoint: Checkpoint) -> str | None:
+def weights_of_batch(checkpoint: Checkpoint) -> str | None:
     """The weights that the recorded batch says it belongs to."""
     assert checkpoint.recorded is not None
     return recorded_meta(checkpoint.recorded).get("weights")

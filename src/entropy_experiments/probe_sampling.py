@@ -92,7 +92,7 @@ class Sampler:
         self._folder = config.rollout_folder
         self._loaded = None if config.rollouts.load is None else Path(config.rollouts.load)
         identity = self.generator.identity()
-        self._meta = {"dataset": facts["dataset_name"], "identity": identity}
+        self.meta = {"dataset": facts["dataset_name"], "identity": identity}
         named = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         self.generator.store = RolloutStore(self._folder / "units" / named)
 
@@ -104,10 +104,10 @@ class Sampler:
             self._refuse_other_policy(meta, folder)
         else:
             asked = self.config.batch_config
-            problems = self._problems("evaluation", asked.E_split, asked.B_E, avoid)
+            problems = self.problems("evaluation", asked.E_split, asked.B_E, avoid)
             rollouts = self.generator.generate_evaluation_batch(problems)
             if self.config.rollouts.save is not None:
-                save_rollouts(self._folder / "evaluation", rollouts, meta=self._meta)
+                save_rollouts(self._folder / "evaluation", rollouts, meta=self.meta)
         return replace(rollouts, behaviour_logprob_NS=None)  # of the very policy that is probed
 
     def saved_update(self) -> tuple[UpdateBatch, list[str]] | None:
@@ -124,7 +124,7 @@ class Sampler:
         asked, facts = self.config.batch_config, self.facts
         most = asked.B_U * (1 + asked.max_resample_attempts)
         drawn = self.generator.generate_update_batch(
-            self._problems("update", asked.U_split, asked.B_U, avoid, most=most),
+            self.problems("update", asked.U_split, asked.B_U, avoid, most=most),
             prompts=asked.B_U,
             group=asked.G,
             reward=build_reward(facts["reward_functions"], facts.values.get("reward_weights")),
@@ -135,7 +135,7 @@ class Sampler:
         )
         self.retries = drawn.retries
         if self.config.rollouts.save is not None:
-            save_update_batch(self._folder / "update", drawn.batch, meta=self._meta)
+            save_update_batch(self._folder / "update", drawn.batch, meta=self.meta)
         used = {"B_U": asked.B_U, "G": asked.G}
         other = [
             f"training had {name} = {facts.values[name]}; the drawn batch has {value} "
@@ -145,7 +145,7 @@ class Sampler:
         ]
         return _own(drawn.batch), [*drawn.notes, *other]
 
-    def _problems(
+    def problems(
         self,
         role: str,
         split: str | None,
@@ -175,7 +175,7 @@ class Sampler:
         return fresh
 
     def _refuse_other_policy(self, meta: dict[str, Any], folder: Path) -> None:
-        ours = {**self._meta["identity"], "dataset": self._meta["dataset"]}
+        ours = {**self.meta["identity"], "dataset": self.meta["dataset"]}
         theirs = {**(meta.get("identity") or {}), "dataset": meta.get("dataset")}
         if theirs != ours:
             keys = sorted(k for k in ours if theirs.get(k) != ours[k])

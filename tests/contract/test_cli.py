@@ -16,6 +16,10 @@ from entropy_experiments.config import documented_yaml, load_config, template_na
 OPTIONS = {
     "": "--version",
     "run": "--config --checkpoint --set --out --json --quiet --debug",
+    "measure": "--config --checkpoint --set --out --json --quiet --debug",
+    "influence": "--config --checkpoint --set --out --what-if --confirm --entropy-budget --from "
+    "--overwrite --json --quiet --debug",
+    "report": "RUN --linearity --samples --rollout --out --debug",
     "config": "",
     "config template": "NAME --out --force --list --debug",
     "config schema": "--debug",

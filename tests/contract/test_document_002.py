@@ -153,7 +153,7 @@ def test_basic_analysis(here, checkpoint_path):
     bars_dot = results["bars_dot"]
     learning_rate = results["learning_rate"]
     assert delta_h1_pred == pytest.approx(bars_dot * learning_rate, rel=1e-12)
-    assert learning_rate == 0.004
+    assert learning_rate == 0.003
     prediction_error = abs(results["deltaH1"] - results["deltaH_true"])
     assert prediction_error / abs(delta_h_true) < 0.5
     ess, w_max = results["diagnostics"]["ESS"], results["diagnostics"]["w_max"]

@@ -178,8 +178,8 @@ def test_each_level_has_all_that_the_one_before_has(found, tmp_path):
 
 def test_three_files_under_the_date(found, tmp_path):
     path = logger(tmp_path, "standard").write(*found, now=NOON)
-    assert path == tmp_path / "2025-01-15" / "entropy_probe_12-00-00_step_10.json.gz"
-    stem = "entropy_probe_12-00-00_step_10"
+    assert path == tmp_path / "2025-01-15" / "entropy_probe_12-00-00_step_13.json.gz"
+    stem = "entropy_probe_12-00-00_step_13"
     assert sorted(p.name for p in path.parent.iterdir()) == [
         f"{stem}.json.gz",
         f"{stem}_config.yaml",
@@ -200,7 +200,7 @@ def findings_hash(found) -> str:
 
 def test_uncompressed(found, tmp_path):
     path = logger(tmp_path, "standard", compress=False).write(*found, now=NOON)
-    assert path.name == "entropy_probe_12-00-00_step_10.json"
+    assert path.name == "entropy_probe_12-00-00_step_13.json"
     packed = logger(tmp_path / "z", "standard").write(*found, now=NOON)
     assert read_log(path) == read_log(packed)
 
@@ -219,7 +219,7 @@ def test_two_runs_within_a_second_keep_their_files(found, tmp_path):
 
 
 @pytest.mark.parametrize("compress", [True, False])
-@pytest.mark.parametrize("name", ["step_10", "my_summary_run"])
+@pytest.mark.parametrize("name", ["step_13", "my_summary_run"])
 def test_max_files_keeps_the_newest_runs(found, tmp_path, compress, name):
     findings = replace(found[0], checkpoint=name)
     mine = tmp_path / "2025-01-15" / "notes_summary.json"

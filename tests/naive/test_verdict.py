@@ -39,7 +39,7 @@ def said(results) -> str:
     return "\n".join(results["verdict"])
 
 
-def copied(tmp_path: Path, step: int = 10, *, batch: bool = False) -> Path:
+def copied(tmp_path: Path, step: int = 13, *, batch: bool = False) -> Path:
     """An embedded checkpoint and its base, without what is known of its training."""
     source = embedded_trajectory()
     shutil.copytree(source / "base", tmp_path / "run" / "base")
@@ -64,7 +64,7 @@ def constant_reward(tmp_path, monkeypatch):
 
 def test_a_recorded_batch_is_the_step_that_training_made(real):
     first = real["verdict"][0]
-    assert first == "The update that training made after step_10, at learning rate 0.004:"
+    assert first == "The update that training made after step_13, at learning rate 0.003:"
     assert "hypothetical" not in said(real)
     assert real["update"] == "recorded"
     assert real["step_certificate"]["passed"]
@@ -104,7 +104,7 @@ def test_the_verdict_has_every_number_it_should(real):
 def test_a_drawn_batch_is_a_hypothetical_update(tmp_path):
     results = run(tmp_path, {"update.batch": "drawn", **OFF})
     assert results["verdict"][0].startswith(
-        "A hypothetical update from step_10 (its batch was drawn for this probe), at learning rate"
+        "A hypothetical update from step_13 (its batch was drawn for this probe), at learning rate"
     )
     assert results["update"] == "hypothetical"
     assert "step_certificate" not in results
@@ -133,12 +133,12 @@ def test_what_was_assumed_is_listed(tmp_path):
     for name, value in results["assumed"].items():
         assert f"{name} = {value}" in line
     assert "loss = " not in line
-    assert results["verdict"][0].startswith("A hypothetical update from step_10")
+    assert results["verdict"][0].startswith("A hypothetical update from step_13")
 
 
 def test_a_recorded_batch_without_its_successor_has_no_certificate(tmp_path):
     results = run(tmp_path, {**FACTS, **OFF}, copied(tmp_path, batch=True))
-    assert results["verdict"][0].startswith("The update that training made after step_10")
+    assert results["verdict"][0].startswith("The update that training made after step_13")
     assert "No step certificate: the checkpoint one step later is not beside this one." in said(
         results
     )
@@ -150,14 +150,14 @@ def test_without_a_recorded_batch_there_is_none_to_be_had(tmp_path):
 
 
 def test_another_learning_rate_is_not_the_step_that_was_made(tmp_path, real):
-    """The same direction: a quarter of the rate, about a quarter of the change."""
+    """The same direction: a third of the rate, about a third of the change."""
     results = run(tmp_path, {"update.lr": 1e-3, "probe_rework.compute_delta_h1": False})
     assert results["learning_rate"] == 1e-3
-    assert results["deltaH_true"] == pytest.approx(real["deltaH_true"] / 4, rel=0.2)
+    assert results["deltaH_true"] == pytest.approx(real["deltaH_true"] / 3, rel=0.2)
     first = results["verdict"][0]
-    assert first.endswith("after step_10, at learning rate 0.001 instead of 0.004:")
+    assert first.endswith("after step_13, at learning rate 0.001 instead of 0.003:")
     assert "step_certificate" not in results
-    assert "No step certificate: update.lr is 0.001, and the step was made at 0.004." in said(
+    assert "No step certificate: update.lr is 0.001, and the step was made at 0.003." in said(
         results
     )
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from entropy_experiments import __version__
-from entropy_experiments.cli import config, run
+from entropy_experiments.cli import config, influence, measure, report, run
 
 app = typer.Typer(
     name="entropy-probe",
@@ -21,6 +21,7 @@ app = typer.Typer(
     epilog="\b\nExamples:\n"
     "  entropy-probe run                        the policy shipped with the package\n"
     "  entropy-probe run --checkpoint step_60   your own checkpoint\n"
+    "  entropy-probe influence                  which tokens moved the entropy, and what if\n"
     "  entropy-probe config template            a configuration to start from",
     no_args_is_help=True,
     add_completion=False,
@@ -28,6 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run", epilog=run.EXAMPLES)(run.run)
+app.command("measure", epilog=measure.EXAMPLES)(measure.measure)
+app.command("influence", epilog=influence.EXAMPLES)(influence.influence)
+app.command("report", epilog=report.EXAMPLES)(report.report)
 app.add_typer(config.app, name="config")
 
 

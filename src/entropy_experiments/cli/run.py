@@ -46,7 +46,7 @@ def run(
     """Predict what an update does to entropy, measure it, and say what to believe."""
     found: Config | None = None
     with ending(debug=debug, interrupted=lambda: _interrupted(found)):
-        found = _configured(config, checkpoint, out, overrides or [])
+        found = configured(config, checkpoint, out, overrides or [])
         if not quiet:
             for note in found.notes:
                 typer.echo(f"note: {note}", err=True)
@@ -62,7 +62,7 @@ def run(
             typer.echo("\n".join(results["verdict"]))
 
 
-def _configured(
+def configured(
     config: str | None, checkpoint: Path | None, out: Path | None, overrides: list[str]
 ) -> Config:
     """The file, then the options, then --set: the most explicit wins."""

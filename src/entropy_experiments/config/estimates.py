@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from entropy_experiments.config.aliases import shown
 from entropy_experiments.config.fields import (
     Count,
     Dtype,
     Many,
+    Names,
+    Number,
     Path,
     Positive,
     Section,
@@ -23,6 +26,21 @@ IsMode = Literal["snis", "per_decision"]
 BatchKind = Literal[
     "update", "evaluation", "prompt_ids", "custom_prompts", "custom_sequence", "from_file"
 ]
+
+
+Index = Annotated[int, Field(ge=0)]
+
+
+def _rollouts(value: Any) -> Any:
+    """A union's own error would speak of both its members."""
+    items = value if isinstance(value, list | tuple) else [value]
+    least = 0 if items is value else 1
+    if not items or not all(type(item) is int and item >= least for item in items):
+        raise ValueError(
+            f"got {shown(value)}, expected how many (1 or more), or a list of rollouts such as "
+            "[0, 7]."
+        )
+    return tuple(value) if isinstance(value, list) else value
 
 
 class ProbeRework(Section):
@@ -195,6 +213,30 @@ class Influence(Section):
     """Directions per pass over the evaluation batch."""
     microbatch_size: Count | None = None
     """Same as memory_config.microbatch_size."""
+    measured_rollouts: Annotated[int | tuple[int, ...], BeforeValidator(_rollouts)] = 16
+    """Update rollouts whose own direction is also measured: so many, the largest by first-order
+    influence, or a list of rollouts."""
+    finite: bool = False
+    """Fill the matrix with measured changes instead of first-order ones; columns of rollouts that
+    are not measured are NaN."""
+    leave_one_out: Many[Index] = ()
+    """Update rollouts to leave out exactly: advantages, normaliser, clip and denominator anew."""
+    folds: Annotated[int, Field(ge=2)] = 2
+    """Parts of the evaluation prompts that give each token its standard error and its sign."""
+    block_mb: Count = 256
+    """Memory for the gradients of a block of update rollouts while the matrix is made, in MB."""
+    reward: bool = True
+    """The ledger of the expected reward too, where evaluation rollouts have rewards."""
+    ranked_tokens: Count = 10
+    """How many tokens summary.json lists as the most destroying and the most creating."""
+    what_if: Names = ()
+    """Counterfactual steps to predict: drop=negative, clip_high=0.28, lr=1e-3, ..."""
+    confirm: bool = False
+    """Rebuild each counterfactual step in full and measure it."""
+    entropy_budget: Number | None = None
+    """Change of entropy in nats (below 0: entropy spent) whose learning rate is asked."""
+    run_directory: Path | None = None
+    """Folder of all result files. null: results/entropy_influence/<checkpoint>_<key>."""
 
 
 class Experiment(Section):

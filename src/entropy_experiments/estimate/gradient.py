@@ -33,6 +33,14 @@ def entropy_gradient(
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
     worth = entropy_coefficients(base, rollouts, estimand, term=term)
 
+    return weighted_gradient(policy, rollouts, worth, microbatch=microbatch)
+
+
+def weighted_gradient(
+    policy: Policy, rollouts: Rollouts, worth: Scores, *, microbatch: int
+) -> dict[str, Tensor]:
+    """Gradient of sum_ik (worth_l l + worth_h h), microbatch by microbatch."""
+
     def weighted_scores(
         rows_N: Tensor, columns: slice, part: Rollouts
     ) -> Callable[[Params], Tensor]:

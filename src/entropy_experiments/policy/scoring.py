@@ -35,6 +35,7 @@ from entropy_experiments.numerics.entropy import (
     response_support,
     token_scores,
 )
+from entropy_experiments.policy.by_rollout import gradients_by_rollout
 from entropy_experiments.policy.calling import (
     causal_lm,
     checkpointable_layers,
@@ -122,6 +123,12 @@ class SequenceProcessor:
             Scores(*(packed.back(x_NS) for x_NS in self._score(params, packed.rollouts)))
             for params in many
         ]
+
+    def gradients_by_rollout(
+        self, params: Params, rollouts: Rollouts, worths: Sequence[Scores]
+    ) -> list[dict[str, Tensor]]:
+        """For each worth the gradients [n, *shape] of sum(worth_l l + worth_h h) by rollout."""
+        return gradients_by_rollout(self.score, self.model, params, rollouts, worths)
 
     def score_all(
         self, rollouts: Rollouts, *, microbatch: int = 8, params: Params | None = None

@@ -99,7 +99,7 @@ def from_trl_completions(
         ]
         notes.append(f"reward = weighted sum of the columns {found}")
     named = [(f"{path}: row {i}", record) for i, record in enumerate(records)]
-    return _imported(named, tokenizer, max_completion_length, append_eos, scale, notes, path)
+    return imported(named, tokenizer, max_completion_length, append_eos, scale, notes, path)
 
 
 def from_jsonl(
@@ -124,10 +124,10 @@ def from_jsonl(
             f"{path} holds the steps {steps[:6]}{'...' if len(steps) > 6 else ''}; one update is "
             "made of one step: say which as step=..."
         )
-    return _imported(named, tokenizer, max_completion_length, append_eos, scale, [], path)
+    return imported(named, tokenizer, max_completion_length, append_eos, scale, [], path)
 
 
-def _imported(
+def imported(
     named: Sequence[tuple[str, Mapping[str, Any]]],
     tokenizer: Any,
     longest: int | None,

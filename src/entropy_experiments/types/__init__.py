@@ -34,6 +34,7 @@ from entropy_experiments.types.estimate import (
     combine,
 )
 from entropy_experiments.types.rollouts import (
+    BatchedPolicy,
     NucleusPolicy,
     Params,
     Part,
@@ -46,6 +47,7 @@ from entropy_experiments.types.rollouts import (
 __all__ = [
     "AdamGroup",
     "Attribution",
+    "BatchedPolicy",
     "Direction",
     "Estimand",
     "Estimate",

@@ -36,11 +36,12 @@ Prompts = Literal["population", "fixed"]
 Unit = Literal["token", "sequence"]
 Form = Literal["snis", "per_decision", "resampled"]
 Entropy = Literal["rao_blackwell", "simple"]
+Quantity = Literal["entropy", "reward"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimand:
-    """Which entropy is meant. Numbers with different estimands are never compared."""
+    """Which entropy, or reward, is meant. Numbers with different estimands are never compared."""
 
     prompts: Prompts = "population"
     temperature: float = 1.0
@@ -52,6 +53,8 @@ class Estimand:
     """How rollouts stand for the changed policy; a slope has the form of what it differentiates."""
     entropy: Entropy = "rao_blackwell"
     """The entropy of each next-token law, or "simple": minus the log-prob of the token drawn."""
+    quantity: Quantity = "entropy"
+    """The policy's entropy, or the reward it expects (of which `entropy` then says nothing)."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -59,6 +62,7 @@ class Estimand:
             ("unit", ("token", "sequence")),
             ("form", ("snis", "per_decision", "resampled")),
             ("entropy", ("rao_blackwell", "simple")),
+            ("quantity", ("entropy", "reward")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(

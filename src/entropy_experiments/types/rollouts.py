@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -47,6 +47,21 @@ class NucleusPolicy(Policy, Protocol):
 
     def support(self, params: Params, rollouts: Rollouts) -> Tensor:
         """[N, S] fingerprint of each position's top-p support (`entropy.response_support`)."""
+        ...
+
+
+@runtime_checkable
+class BatchedPolicy(Policy, Protocol):
+    """What a policy may offer to spare passes; without it the same numbers come one by one."""
+
+    def score_many(self, many: Sequence[Params], rollouts: Rollouts) -> list[Scores]:
+        """Scores of the same rollouts under several parameter settings."""
+        ...
+
+    def gradients_by_rollout(
+        self, params: Params, rollouts: Rollouts, worths: Sequence[Scores]
+    ) -> list[dict[str, Tensor]]:
+        """For each worth, [n, *shape] gradients of sum(worth_l l + worth_h h) of each rollout."""
         ...
 
 

@@ -1,0 +1,219 @@
+"""Who moved the entropy: a whole study of one update, from a plan to a run directory.
+
+    runner = EntropyInfluenceRunner(config)
+    summary = runner.run(EntropyInfluencePlan(etas=[4e-3], evaluation_requests=[BatchRequest()]))
+
+The run directory is found by what was asked: the same plan for the same checkpoint gives the same
+folder, a study that was killed goes on from its last finished stage, and a finished one is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.config import Config, load_config, parse_config
+from entropy_experiments.config.estimates import BatchRequest
+from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
+from entropy_experiments.influence import whatif
+from entropy_experiments.probe_sampling import Opened, opened
+from entropy_experiments.run_conditions import careful
+from entropy_experiments.study.batches import check_requests, gather_study
+from entropy_experiments.study.facts import budget_facts, prediction_facts
+from entropy_experiments.study.files import TABLE_FACTS, StudyFiles
+from entropy_experiments.study.stages import Study, to_stderr
+from entropy_experiments.study.store import SCHEMA, RunDirectory, digest_of
+from entropy_experiments.trajectory import provenance
+
+__all__ = [
+    "BatchRequest",
+    "EntropyInfluencePlan",
+    "EntropyInfluenceRunner",
+    "WorkspaceSpec",
+    "what_if_from",
+]
+
+RESULTS = Path("results") / "entropy_influence"
+NOT_RESULTS = ("detailed_logging", "output", "training", "experiment")
+"""Sections that change no number of a study."""
+QUESTIONS = ("what_if", "confirm", "entropy_budget", "ranked_tokens")
+"""Asked of a study that is there: they add to it, and make no other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyInfluencePlan:
+    """What to study; None: what the configuration's `influence` section says."""
+
+    workspace: WorkspaceSpec | None = None
+    evaluation_requests: Sequence[BatchRequest] | None = None
+    etas: Sequence[float] | None = None
+    """The first is the reference eta of the matrix."""
+    per_sequence_etas: Sequence[float] | None = None
+    grad_chunk_size: int | None = None
+    microbatch_size: int | None = None
+    measured_rollouts: int | Sequence[int] | None = None
+    finite: bool | None = None
+    leave_one_out: Sequence[int] | None = None
+    what_if: Sequence[str] | None = None
+    confirm: bool | None = None
+    entropy_budget: float | None = None
+    run_directory: str | Path | None = None
+
+    def applied(self, config: Config) -> Config:
+        """The configuration with this plan in place of its own; checked as a file would be."""
+        changes: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if value is not None:
+                changes[f"influence.{name}"] = _plain(value)
+        return config.replaced(changes, where="plan") if changes else config
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, WorkspaceSpec | BatchRequest):
+        return value.model_dump(mode="json")
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+class EntropyInfluenceRunner:
+    """Runs studies; the model, the optimizer's state and the random state stay as they are."""
+
+    def __init__(
+        self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
+    ) -> None:
+        if isinstance(config, str | Path):
+            self.config = load_config(config)
+        else:
+            self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self._quiet = quiet
+
+    def run(
+        self,
+        plan: EntropyInfluencePlan | None = None,
+        *,
+        checkpoint_path: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> dict[str, Any]:
+        """summary.json as a dict, and `run_directory`, where the other files are."""
+        config = plan.applied(self.config) if plan is not None else self.config
+        check_requests(config)
+        for name in ("etas", "per_sequence_etas"):
+            _check_etas(name, getattr(config.influence, name) or ())
+        for text in config.influence.what_if:
+            whatif.parse(text)  # a typing mistake costs no minutes
+        say = None if self._quiet else to_stderr
+        with careful():
+            probed = opened(config, checkpoint_path)
+            study_key = _study_key(config, probed)
+            asked = config.influence.model_dump(mode="json", include=set(QUESTIONS))
+            key = digest_of(study_key, asked)
+            place = config.influence.run_directory
+            name = f"{probed.checkpoint.name}_{study_key[:8]}"
+            run = RunDirectory(RESULTS / name if place is None else place)
+            run.bind(study_key, overwrite=overwrite)
+            if not run.finished(key):
+                inputs = gather_study(config, probed, quiet=self._quiet)
+                study = Study(inputs, run.stages, say=say)
+                files, arrays, _ = StudyFiles(study).made(key)
+                run.write(files, key, arrays)
+            elif say is not None:
+                say(f"{run.folder}: finished already, nothing was computed")
+        return {**_summary(run.folder), "run_directory": str(run.folder)}
+
+
+def what_if_from(
+    folder: str | Path, questions: Sequence[str], *, entropy_budget: float | None = None
+) -> dict[str, Any]:
+    """What-ifs from a run directory's token tables: arithmetic, no model is loaded."""
+    import pyarrow.parquet
+
+    folder = Path(folder)
+    summary, out = _summary(folder), []
+    for evaluation in summary["evaluations"]:
+        path = folder / f"{evaluation['name']}_tokens.parquet"
+        if not path.is_file():
+            raise FileNotFoundError(f"No {path.name} in {folder}; expected a study's token table.")
+        table = pyarrow.parquet.read_table(path)
+        facts = (table.schema.metadata or {}).get(TABLE_FACTS)
+        if facts is None:
+            raise ValueError(
+                f"{path} does not say which step it belongs to; expected a table written by "
+                "`entropy-probe influence`. Run the study again."
+            )
+        found = whatif.TokenTable.from_rows(table.to_pydict(), json.loads(facts))
+        predictions = [whatif.repredict(found, text) for text in questions]
+        budget = None
+        if entropy_budget is not None and not out:  # of the first evaluation batch
+            budget = budget_facts(evaluation["ledger"]["entropy"], summary["lr"], entropy_budget)
+        out.append(
+            {
+                "name": evaluation["name"],
+                "what_if": [
+                    {"name": p.name, "prediction": prediction_facts(p), "text": str(p)}
+                    for p in predictions
+                ],
+                "entropy_budget": budget,
+            }
+        )
+    return {"run_directory": str(folder), "evaluations": out}
+
+
+def _check_etas(name: str, etas: Sequence[float]) -> None:
+    """Files are named by eta to six digits."""
+    names = [f"{eta:g}" for eta in etas]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"influence.{name} is {list(etas)}; expected step sizes that differ in their first six "
+            "digits, which name the files. Give each once."
+        )
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / "summary.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"No summary.json in {folder}; expected the run directory of a finished study."
+        )
+    return json.loads(path.read_bytes())
+
+
+def _study_key(config: Config, probed: Opened) -> str:
+    """Everything that decides the arrays of a study, known before anything is drawn."""
+    said = {name: value for name, value in config.dump().items() if name not in NOT_RESULTS}
+    influence = dict(said["influence"])
+    for name in (*QUESTIONS, "run_directory"):
+        influence.pop(name)
+    influence["workspace"] = {**influence["workspace"], "save_path": None}
+    said["influence"] = influence
+    said["rollouts"] = {"load": said["rollouts"]["load"]}
+    checkpoint = probed.checkpoint
+    said["checkpoint"] = {"dtype": said["checkpoint"]["dtype"]}  # its files are hashed below
+    named = [
+        config.influence.workspace.load_path,
+        config.influence.workspace.params.get("path"),
+        *(request.params.get("path") for request in config.influence.evaluation_requests),
+        config.batch_config.dataset_path,
+        config.rollouts.load,
+        checkpoint.recorded,
+    ]
+    return digest_of(
+        SCHEMA,
+        said,
+        {name: value for name, value in provenance().items() if name != "git"},
+        dict(checkpoint.hashes),
+        {str(path): _content(Path(path)) for path in named if isinstance(path, str | Path)},
+    )
+
+
+def _content(path: Path) -> list[str]:
+    """Hashes of a file, or of every file below a folder; nothing yet: it is refused later."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return [hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.is_file()]

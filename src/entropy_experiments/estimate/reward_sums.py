@@ -1,0 +1,115 @@
+"""Expected reward as a ratio of two sums, as `ratio` has it for entropy: A_i = W_i R_i, B_i = W_i.
+
+    R = sum_i w_i A_i / sum_i w_i B_i,    W_i = exp(S_i - S_i as drawn)
+
+Here are the per-rollout sums of each estimate in `reward`, and the functions of their means.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.estimate.ratio import check_scores, drawn_with, taylor
+from entropy_experiments.numerics.derivatives import How, pushforward, pushforward2
+from entropy_experiments.numerics.weights import snis_logweights
+from entropy_experiments.types import Params, Policy, Rollouts, Scores
+
+
+def score_slopes(
+    policy: Policy, rollouts: Rollouts, v: Params, mode: How, microbatch: int
+) -> tuple[Tensor, Tensor]:
+    """Per rollout: the log-weight at theta (0 if fresh) and D_v S."""
+    out_NM = rollouts.weight_N.new_zeros(len(rollouts), 2)
+    for rows_N, columns, part in rollouts.split(microbatch):
+        found, slope = pushforward(lambda p: policy.score(p, part), policy.params, v, how=mode)
+        check_scores(found, part, rows_N, columns)
+        out_NM[rows_N, 0] = logweights(found, drawn_with(found, part), part)
+        out_NM[rows_N, 1] = torch.where(part.response_NS, slope.logprob_NS.double(), 0.0).sum(1)
+    return out_NM[:, 0], out_NM[:, 1]
+
+
+def second_order_sums(
+    policy: Policy, rollouts: Rollouts, reward_N: Tensor, v: Params, mode: How, microbatch: int
+) -> Tensor:
+    """Per rollout: A, B, A', B', A'', B'' of A = W R, B = W."""
+    out_NM = rollouts.weight_N.new_zeros(len(rollouts), 6)
+    for rows_N, columns, part in rollouts.split(microbatch):
+        found, *orders = pushforward2(lambda p: policy.score(p, part), policy.params, v, how=mode)
+        check_scores(found, part, rows_N, columns)
+        start_N = logweights(found, drawn_with(found, part), part)
+        first_N, second_N = (
+            torch.where(part.response_NS, order.logprob_NS.double(), 0.0).sum(1) for order in orders
+        )
+
+        def path(e: Tensor) -> tuple[Tensor, Tensor]:
+            bent_N = start_N + e * first_N + e**2 / 2 * second_N
+            return weighted(reward_N[rows_N], bent_N)
+
+        out_NM[rows_N] = torch.stack(taylor(path, start_N), dim=1)
+    return out_NM
+
+
+def logweights_here(base: Scores | None, rollouts: Rollouts) -> Tensor:
+    """At theta itself: 0 for fresh rollouts, for which there is no `base`."""
+    if base is None:
+        return torch.zeros_like(rollouts.weight_N)
+    return logweights(base, drawn_with(base, rollouts), rollouts)
+
+
+def logweights(scores: Scores, drawn_NS: Tensor, rollouts: Rollouts) -> Tensor:
+    logratio_NS = scores.logprob_NS.double() - drawn_NS.double()
+    return snis_logweights(torch.where(rollouts.response_NS, logratio_NS, 0.0))
+
+
+def weighted(
+    reward_N: Tensor, logweight_N: Tensor, clip: float | None = None
+) -> tuple[Tensor, Tensor]:
+    weight_N = (logweight_N if clip is None else logweight_N.clamp(-clip, clip)).exp()
+    return weight_N * reward_N, weight_N
+
+
+def matched(reward_N: Tensor, logweight_N: Tensor, slope_N: Tensor, rollouts: Rollouts) -> Tensor:
+    """A, B, A', B'."""
+    top_N, bottom_N = weighted(reward_N, logweight_N)
+    return torch.stack([top_N, bottom_N, top_N * slope_N, bottom_N * slope_N], 1)
+
+
+def covariances(
+    reward_N: Tensor, logweight_N: Tensor, slope_N: Tensor, rollouts: Rollouts
+) -> Tensor:
+    """Products whose weighted mean is the covariance within prompts, and the weights.
+
+    Both factors are centred: the sum is the same as with one, and each rollout's share is then
+    its influence on the covariance, which a fixed set of prompts needs.
+    """
+    ratio_N = logweight_N.exp()
+    weight_N = rollouts.weight_N * ratio_N
+    _, index_N = torch.unique(rollouts.prompt_N, return_inverse=True)
+    zeros_P = weight_N.new_zeros(int(index_N.max()) + 1)
+
+    def total(x_N: Tensor) -> Tensor:
+        return zeros_P.index_add(0, index_N, x_N)[index_N]
+
+    # A prompt of weight 0 takes no part.
+    share_N = weight_N / total(weight_N).clamp_min(torch.finfo(weight_N.dtype).tiny)
+    centred = (x_N - total(share_N * x_N) for x_N in (reward_N, slope_N))
+    product_N = next(centred) * next(centred)
+    # sum of squared shares is 1/n for n equal weights: this is the n / (n - 1).
+    return torch.stack([ratio_N * product_N / (1 - total(share_N**2)), ratio_N], 1)
+
+
+def level_of(top: Tensor, bottom: Tensor) -> Tensor:
+    return top / bottom
+
+
+def slope_of(a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> Tensor:
+    return (da - a / b * db) / b
+
+
+def curvature_of(a: Tensor, b: Tensor, da: Tensor, db: Tensor, dda: Tensor, ddb: Tensor) -> Tensor:
+    return dda / b - 2 * da * db / b**2 - a * ddb / b**2 + 2 * a * db**2 / b**3
+
+
+def change_of(new_top: Tensor, new: Tensor, old_top: Tensor, old: Tensor) -> Tensor:
+    return new_top / new - old_top / old

@@ -1,0 +1,1 @@
+"""Who moved the entropy: tokens, rollouts and terms of the optimizer; and what if."""

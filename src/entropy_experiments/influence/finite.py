@@ -1,0 +1,153 @@
+"""Measured changes along many directions: the check on the matrix, direction by direction.
+
+    F_ij(eta) = w_i [ A_i(eta) - H B_i(eta) - A_i(0) + H B_i(0) ] / sum_m w_m B_m(eta)
+
+with A_i, B_i of `estimate.ratio` at theta + eta v_j and H the entropy at theta. Over i this sums to
+the measured change H(eta) - H, and its slope at 0 is column j of the matrix entry by entry; at the
+step's own eta the difference is curvature. (`integrand_N` of `estimate.measured` has the same sum,
+but puts the change of the common denominator on each rollout's whole share: another split.)
+
+Rollouts are packed once per microbatch for a chunk of parameter settings, and the base pass is
+shared by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.estimate.measured import change, step_rounding
+from entropy_experiments.estimate.ratio import (
+    check_repeatable,
+    check_scores,
+    drawn_with,
+    payload,
+    ratio_sums,
+    refuse_unmoved,
+    score_all,
+)
+from entropy_experiments.estimate.support import Support
+from entropy_experiments.influence.matrix import check_estimand
+from entropy_experiments.numerics.derivatives import require_full_precision, shifted
+from entropy_experiments.numerics.sums import whole
+from entropy_experiments.types import (
+    BatchedPolicy,
+    Estimand,
+    Estimate,
+    Params,
+    Policy,
+    Rollouts,
+    Scores,
+    check_params,
+)
+
+Key = TypeVar("Key", int, str)
+
+
+def finite_columns(
+    policy: Policy,
+    evaluation: Rollouts,
+    directions: Mapping[Key, Params],
+    etas: Iterable[float],
+    *,
+    estimand: Estimand,
+    microbatch: int = 8,
+    grad_chunk: int = 8,
+    clip: float | None = None,
+    base: Scores | None = None,
+    noise_floor: float | None = None,
+) -> dict[tuple[Key, float], Estimate]:
+    """H(theta + eta v) - H(theta) for every direction and eta, as `measured` gives it.
+
+    `diagnostics["contribution_N"]` has F of the module docstring, besides all that `measured`
+    says. `grad_chunk` parameter settings are in memory at a time.
+    """
+    steps = [float(eta) for eta in etas]
+    if not steps or not all(isfinite(eta) for eta in steps):
+        raise ValueError(f"etas is {steps}; expected one or more finite numbers.")
+    if grad_chunk < 1:
+        raise ValueError(f"grad_chunk is {grad_chunk}; expected at least 1.")
+    check_estimand(policy, estimand)
+    if evaluation.behaviour_logprob_NS is not None and policy.top_p < 1:
+        raise ValueError(
+            "Rollouts with behaviour_logprob_NS under a top_p law: their support may differ from "
+            "the policy's, and no weight repairs that. Draw them from the policy itself."
+        )
+    for key, v in directions.items():
+        check_params(f"direction {key!r}", v, policy.params)
+    whole(evaluation)
+    require_full_precision(policy.params)
+    check_repeatable(policy, evaluation)
+    base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
+    support = Support(policy, evaluation, microbatch)
+    cases = [(key, eta) for key in directions for eta in steps]
+    out: dict[tuple[Key, float], Estimate] = {}
+    for start in range(0, len(cases), grad_chunk):
+        chunk = cases[start : start + grad_chunk]
+        settings = [shifted(policy.params, directions[key], eta) for key, eta in chunk]
+        for (_, eta), params in zip(chunk, settings, strict=True):
+            support.refuse_if_moved(params, eta)
+        found = _scores_of(policy, settings, evaluation, microbatch)
+        for (key, eta), params, moved in zip(chunk, settings, found, strict=True):
+            v = directions[key]
+            rounding = step_rounding(policy.params, params, v, eta)
+            if eta and rounding < 0.5 and torch.equal(moved.logprob_NS, base.logprob_NS):
+                refuse_unmoved(policy, evaluation, v)
+            found_here = change(
+                base,
+                moved,
+                evaluation,
+                estimand,
+                clip=clip,
+                noise_floor=noise_floor,
+                step_rounding=rounding,
+            )
+            share_N = contributions(base, moved, evaluation, estimand, clip=clip)
+            diagnostics = {**found_here.diagnostics, "contribution_N": share_N}
+            out[key, eta] = replace(found_here, diagnostics=diagnostics)
+    return out
+
+
+def contributions(
+    base: Scores,
+    moved: Scores,
+    rollouts: Rollouts,
+    estimand: Estimand,
+    *,
+    clip: float | None = None,
+) -> Tensor:
+    """F_i of the module docstring, from scores at two parameters."""
+    drawn_NS, weight_N = drawn_with(base, rollouts), rollouts.weight_N
+    (top_N, bottom_N), (new_top_N, new_N) = (
+        ratio_sums(
+            payload(scores, estimand), scores.logprob_NS - drawn_NS, rollouts, estimand, clip=clip
+        )
+        for scores in (base, moved)
+    )
+    level = (weight_N * top_N).sum() / (weight_N * bottom_N).sum()
+    shift_N = (new_top_N - level * new_N) - (top_N - level * bottom_N)
+    return weight_N * shift_N / (weight_N * new_N).sum()
+
+
+def _scores_of(
+    policy: Policy, settings: Sequence[Params], rollouts: Rollouts, microbatch: int
+) -> list[Scores]:
+    """Scores of all rollouts under each setting, in fp64: one pass over the microbatches."""
+    whole_NS = torch.zeros_like(rollouts.tokens_NS, dtype=torch.float64)
+    out = [Scores(whole_NS.clone(), whole_NS.clone()) for _ in settings]
+    with torch.no_grad():
+        for rows_N, columns, part in rollouts.split(microbatch):
+            if isinstance(policy, BatchedPolicy):
+                found = policy.score_many(settings, part)
+            else:
+                found = [policy.score(params, part) for params in settings]
+            for scores, into in zip(found, out, strict=True):
+                check_scores(scores, part, rows_N, columns)
+                for into_NS, x_NS in zip(into, scores, strict=True):
+                    into_NS[rows_N, columns] = x_NS.double()
+    return out

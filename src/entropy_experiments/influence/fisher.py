@@ -1,0 +1,231 @@
+"""The Fisher kernel: how much raising one rollout's log-prob raises another's.
+
+    K_ij = (grad S_i)^T P (grad S_j),     S_i = sum_k l_ik
+
+For a loss whose gradient is sum_j coef_j grad S_j, the gradient part of the step moves S_i by
+
+    eta D S_i = -eta c sum_j K_ij coef_j
+
+exactly to first order; where token coefficients differ within a rollout, `worth` puts
+sum_k (coef_l l + coef_h h) in the place of S_j, and the sum over j has coefficient 1.
+
+P is multiplied into the right side, once. centred: each side's weighted mean gradient
+sum_i w_i grad S_i is subtracted first (for rollouts of the policy its expectation is 0, so what is
+subtracted is noise shared by all pairs). cosine: divided by sqrt(K_ii K_jj) of the gradients as
+they stand, centred or not; a zero gradient has cosine 0 with everything. Both need P > 0 to be
+what their names say; the kernel itself takes any P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.influence.by_rollout import (
+    BLOCK_BYTES,
+    fitting,
+    products,
+    rollout_gradients,
+)
+from entropy_experiments.numerics.derivatives import require_full_precision, shifted
+from entropy_experiments.numerics.sums import whole
+from entropy_experiments.types import (
+    Direction,
+    Params,
+    Policy,
+    Rollouts,
+    Scores,
+    check_direction,
+    check_params,
+)
+
+CONSTANT = 1e-6
+"""Spread of a rollout's token coefficients, relative to the largest, that still is none."""
+
+Stack = dict[str, Tensor]
+
+
+class Contributor(NamedTuple):
+    rollout: int
+    value: float
+
+
+def fisher_kernel(
+    policy: Policy,
+    left: Rollouts,
+    right: Rollouts,
+    preconditioner: Params | None = None,
+    *,
+    worth: Scores | None = None,
+    centred: bool = False,
+    cosine: bool = False,
+    block_bytes: int = BLOCK_BYTES,
+    microbatch: int = 8,
+) -> Tensor:
+    """[N_left, N_right] in fp64; without a preconditioner, P is 1.
+
+    `worth`: token coefficients of the right rollouts, in place of 1 for every log-prob.
+    """
+    whole(left)
+    whole(right)
+    require_full_precision(policy.params)
+    p = _checked(preconditioner, policy.params, cosine)
+    size = fitting(policy.params, block_bytes)
+    at_once = min(microbatch, size)
+    left_worth, right_worth = _sum_of_logprobs(left), worth or _sum_of_logprobs(right)
+    shift_left = shift_right = None
+    if centred:
+        shift_left = _mean_gradient(policy, left, left_worth, at_once)
+        same = right is left and worth is None
+        shift_right = shift_left if same else _mean_gradient(policy, right, right_worth, at_once)
+
+    out_NM = torch.zeros(len(left), len(right), dtype=torch.float64)
+    square_N, square_M = out_NM.new_zeros(len(left)), out_NM.new_zeros(len(right))
+    for rows_M in torch.arange(len(right)).split(size):
+        block = _block(policy, right, right_worth, rows_M, shift_right, at_once)
+        square_M[rows_M] = _weigh(block, p)
+        for rows_N, columns, part in left.split(at_once):
+            cut = Scores(*(x_NS[rows_N, columns] for x_NS in left_worth))
+            gradients = _centred(rollout_gradients(policy, part, [cut])[0], shift_left)
+            out_NM[rows_N.cpu()[:, None], rows_M] = products(gradients, block).cpu()
+            if cosine and int(rows_M[0]) == 0:
+                square_N[rows_N.cpu()] = _weigh(dict(gradients), p)
+    if not cosine:
+        return out_NM
+    scale_NM = (square_N[:, None] * square_M).sqrt()
+    return torch.where(scale_NM > 0, out_NM / torch.where(scale_NM > 0, scale_NM, 1.0), 0.0)
+
+
+def top_contributors(kernel_M: Tensor, count: int) -> list[Contributor]:
+    """The entries of one row (or of row times coefficients) that are largest by size."""
+    if kernel_M.dim() != 1 or count < 1:
+        raise ValueError(
+            f"Got a kernel of shape {tuple(kernel_M.shape)} and count {count}; expected one row "
+            "[N_right] and a count of at least 1."
+        )
+    order = kernel_M.abs().argsort(descending=True, stable=True)[:count]
+    return [Contributor(int(i), float(kernel_M[i])) for i in order]
+
+
+def rollout_coefficients(coefficient: Scores, rollouts: Rollouts) -> Tensor:
+    """coef_j where dL/dl_jk is the same for all tokens of a rollout and dL/dh_jk is 0."""
+    response_NS, (l_NS, h_NS) = rollouts.response_NS, coefficient
+    mean_N = torch.where(response_NS, l_NS, 0.0).sum(1) / rollouts.tokens_N
+    off_NS = torch.where(response_NS, (l_NS - mean_N[:, None]).abs() + h_NS.abs(), 0.0)
+    if float(off_NS.max()) > CONSTANT * float(l_NS.abs().max()):
+        raise ValueError(
+            f"Rollout {int(off_NS.amax(1).argmax())} has token coefficients that differ (clipping, "
+            "a KL term), or an entropy bonus; expected one number per rollout. Give them to "
+            "fisher_kernel as worth=, and ones as coefficients."
+        )
+    return mean_N
+
+
+def predicted_logprob_changes(
+    kernel_NM: Tensor, coefficient_M: Tensor, *, clip_factor: float = 1.0, eta: float
+) -> Tensor:
+    """-eta c sum_j K_ij coef_j: what the gradient part of a step does to each S_i, first order."""
+    if kernel_NM.shape[1:] != coefficient_M.shape:
+        raise ValueError(
+            f"The kernel has shape {tuple(kernel_NM.shape)} and there are "
+            f"{tuple(coefficient_M.shape)} coefficients; expected one per right rollout."
+        )
+    return -eta * clip_factor * (kernel_NM @ coefficient_M.to(kernel_NM))
+
+
+def logprob_changes(
+    policy: Policy,
+    rollouts: Rollouts,
+    direction: Direction,
+    eta: float,
+    *,
+    microbatch: int = 8,
+    base: Scores | None = None,
+) -> Tensor:
+    """S_i(theta + eta v) - S_i(theta), measured."""
+    check_direction(policy, direction)
+    base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
+    there = shifted(policy.params, direction.total, eta)
+    moved = score_all(policy, there, rollouts, microbatch=microbatch)
+    gap_NS = moved.logprob_NS - base.logprob_NS
+    return torch.where(rollouts.response_NS, gap_NS, 0.0).sum(1)
+
+
+def _checked(preconditioner: Params | None, params: Params, cosine: bool) -> Params | None:
+    if preconditioner is None:
+        return None
+    check_params("preconditioner", preconditioner, params)
+    if cosine:
+        for name, value in preconditioner.items():
+            if not bool((value >= 0).all()):
+                raise ValueError(
+                    f"The preconditioner of {name!r} has negative entries, as an optimizer that "
+                    "maximizes has; a cosine needs P >= 0. Give minus the preconditioner."
+                )
+    return preconditioner
+
+
+def _sum_of_logprobs(rollouts: Rollouts) -> Scores:
+    one_NS = rollouts.response_NS.double()
+    return Scores(one_NS, torch.zeros_like(one_NS))
+
+
+def _each(
+    policy: Policy, rollouts: Rollouts, worth: Scores, microbatch: int, use: Callable[..., None]
+) -> None:
+    for rows_N, columns, part in rollouts.split(microbatch):
+        cut = Scores(*(x_NS[rows_N, columns] for x_NS in worth))
+        use(rows_N, rollout_gradients(policy, part, [cut])[0])
+
+
+def _mean_gradient(policy: Policy, rollouts: Rollouts, worth: Scores, microbatch: int) -> Stack:
+    """sum_i w_i g_i of the whole batch."""
+    total: Stack = {}
+
+    def add(rows_N: Tensor, gradients: Stack) -> None:
+        for name, g in gradients.items():
+            more = torch.tensordot(rollouts.weight_N[rows_N].to(g), g, dims=1)
+            total[name] = total[name] + more if name in total else more
+
+    _each(policy, rollouts, worth, microbatch, add)
+    return total
+
+
+def _block(
+    policy: Policy,
+    rollouts: Rollouts,
+    worth: Scores,
+    rows_M: Tensor,
+    shift: Stack | None,
+    microbatch: int,
+) -> Stack:
+    """Gradients of some rollouts, stacked in the order of `rows_M`."""
+    rows_M = rows_M.to(rollouts.tokens_NS.device)
+    out: Stack = {}
+
+    def put(at_N: Tensor, gradients: Stack) -> None:
+        for name, g in _centred(gradients, shift).items():
+            if name not in out:
+                out[name] = g.new_zeros(len(rows_M), *g.shape[1:])
+            out[name][at_N.to(g.device)] = g
+
+    chosen = Scores(*(x_NS[rows_M.to(x_NS.device)] for x_NS in worth))
+    _each(policy, rollouts.take(rows_M), chosen, microbatch, put)
+    return out
+
+
+def _centred(gradients: Stack, shift: Stack | None) -> Stack:
+    return gradients if shift is None else {n: g - shift[n] for n, g in gradients.items()}
+
+
+def _weigh(stack: Stack, p: Params | None) -> Tensor:
+    """Put P g for every g of the stack; [n] g.P g in fp64."""
+    square_N = torch.zeros((), dtype=torch.float64)
+    for name, g in stack.items():
+        stack[name] = g if p is None else p[name].to(g) * g
+        square_N = square_N + (g.double() * stack[name].double()).flatten(1).sum(1).cpu()
+    return square_N

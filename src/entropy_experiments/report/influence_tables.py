@@ -1,0 +1,364 @@
+"""An influence study in words: who moved the entropy, what it bought, what else could have been.
+
+`influence_report` makes lines for a terminal of the dict that is in summary.json, and of nothing
+else: a finished study can be told again without a model. A section whose key is absent is left
+out. Texts of rollouts are made printable first: a policy may well write escape sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Numbers = Mapping[str, Any]
+
+TOKENS = 10
+GROUPS = 12
+RELIABLE = 0.5
+CONTEXT = 28
+"""Characters shown on either side of a token."""
+LINE_NAMES = {
+    "momentum": "momentum",
+    "decay": "weight decay",
+    "positive": "tokens with A > 0",
+    "negative": "tokens with A < 0",
+    "kl": "KL penalty",
+    "entropy_bonus": "entropy bonus",
+}
+GROUP_NAMES = {
+    "advantage_probability": "advantage and probability",
+    "correctness": "correctness",
+    "position": "position in the response",
+    "layer": "layer",
+    "rollout": "rollout",
+}
+"""Groups that are told; summary.json has them also by prompt and by module."""
+NAME, WIDE, NARROW = 18, 10, 8
+"""Widths of a ledger's columns: names, changes, standard errors."""
+
+
+def influence_report(summary: Mapping[str, Any]) -> list[str]:
+    """Lines to print, the answer first."""
+    found: Sequence[Mapping[str, Any]] = summary.get("evaluations", ())
+    lines = _headline(summary)
+    for evaluation in found:
+        if len(found) > 1:
+            lines += ["", f"On {evaluation['name']} ({evaluation.get('kind', 'evaluation')}):"]
+        lines += [
+            *_change(evaluation),
+            *_ledger(evaluation),
+            *_trust(evaluation),
+            *_groups(evaluation),
+            *_tokens(evaluation),
+            *_left_out(evaluation),
+            *_what_if(evaluation),
+            *_budget(evaluation),
+            *(f"Note: {note}." for note in evaluation.get("notes", ())),
+        ]
+    return [*lines, *_provenance(summary)]
+
+
+def _headline(summary: Mapping[str, Any]) -> list[str]:
+    if "checkpoint" not in summary:
+        return []
+    checkpoint, batch = summary["checkpoint"], summary["update"]
+    what = (
+        f"The update that training made after {checkpoint}"
+        if batch["real"]
+        else f"A hypothetical update from {checkpoint} (its batch was made for this study)"
+    )
+    return [
+        f"{what}, {batch['rollouts']} rollouts, {batch['tokens']} tokens, at learning rate "
+        f"{summary['lr']:.3g}:"
+    ]
+
+
+def _change(evaluation: Mapping[str, Any]) -> list[str]:
+    ledger, level = _entropy(evaluation), evaluation.get("level")
+    lines = []
+    if level is not None:
+        unit = (evaluation.get("estimand") or {}).get("unit", "token")
+        lines.append(f"  entropy now      {value_of(level):.4f} nats per {unit}")
+    if ledger is not None:
+        lines.append(f"  predicted change {spoken(ledger['predicted'])}")
+        lines.append(f"  measured change  {spoken(ledger['measured'])}")
+    return lines
+
+
+def _entropy(evaluation: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return (evaluation.get("ledger") or {}).get("entropy")
+
+
+# The ledger: entropy and reward side by side.
+
+
+def _ledger(evaluation: Mapping[str, Any]) -> list[str]:
+    entropy = _entropy(evaluation)
+    if entropy is None:
+        return []
+    reward, total = evaluation["ledger"].get("reward"), value_of(entropy["predicted"])
+    # None where parts cancel, or where the total is lost in its own error bar.
+    shares = total and not _withheld(evaluation) and not _contains_zero(entropy["predicted"])
+    books = [("entropy, nats", entropy), *([("expected reward", reward)] if reward else [])]
+    columns = f"{'this step':>{WIDE}} {'eventual':>{WIDE}} {'stderr':>{NARROW}}"
+    head = f"  {'':{NAME}}" + "".join(f"  {title:^{len(columns)}}" for title, _ in books)
+    lines = [
+        "Who moved it, to first order (eventual: with the momentum it leaves to later steps):",
+        head.rstrip(),
+        f"  {'':{NAME}}" + f"  {columns}" * len(books) + ("  of entropy" if shares else ""),
+    ]
+    for name, line in entropy["lines"].items():
+        cells = "".join(f"  {_line_cells(book['lines'].get(name))}" for _, book in books)
+        share = _share(line["this_step"] / total) if shares else ""
+        lines.append(f"  {LINE_NAMES.get(name, name):{NAME}}{cells}{share}")
+    for name in ("predicted", "curvature", "measured", "unexplained"):
+        cells = "".join(f"  {_sum_cells(book.get(name))}" for _, book in books)
+        lines.append(f"  {name:{NAME}}{cells}".rstrip())
+    for title, book in books:
+        rest = book.get("unexplained")
+        if rest is not None:
+            lines.append(f"  unexplained {title.split(',')[0]}: {_settled(rest)}")
+        lines += [f"  Note: {note}." for note in book.get("notes", ())]
+    return lines
+
+
+def _line_cells(line: Numbers | None) -> str:
+    if line is None:
+        line = {"this_step": None}
+    return (
+        f"{_cell(line['this_step'], WIDE)} {_cell(line.get('eventual'), WIDE)} "
+        f"{_cell(line.get('stderr'), NARROW, '.1e')}"
+    )
+
+
+def _sum_cells(estimate: Numbers | None) -> str:
+    estimate = estimate or {"value": None, "stderr": None}
+    stderr = _cell(estimate["stderr"], NARROW, ".1e")
+    return f"{_cell(estimate['value'], WIDE)} {'':>{WIDE}} {stderr}"
+
+
+def _share(share: float) -> str:
+    return f"  {share:>+10.0%}" if abs(share) >= 0.005 else f"  {'none':>10}"
+
+
+def _settled(rest: Numbers) -> str:
+    interval = rest["interval"]
+    if interval is None:
+        return "no interval, so nothing can be said"
+    ends = f"95% {interval[0]:+.2g} to {interval[1]:+.2g}"
+    if interval[0] <= 0 <= interval[1]:
+        return f"{ends}: nothing"
+    return f"{ends}: the step is outside the range where two orders suffice"
+
+
+# How far to believe it.
+
+
+def _trust(evaluation: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if "cancellation" in evaluation:
+        ratio = evaluation["cancellation"]["ratio"]
+        size = (
+            "nothing but themselves: their sum is 0" if ratio is None else f"{ratio:.3g} times it"
+        )
+        lines.append(
+            f"Cancellation: beside the size of their sum, the parts' sizes add up to {size}."
+            + (" Shares are withheld: they would mean nothing." if _withheld(evaluation) else "")
+        )
+    if "reliability" in evaluation:
+        told = ", ".join(
+            f"{what} {'undefined' if (r := evaluation.get(key)) is None else f'{r:.2f}'}"
+            for what, key in (("tokens", "reliability"), ("rollouts", "rollout_reliability"))
+        )
+        lines.append(f"Reliability of single influences (split-half over E's prompts): {told}.")
+        tokens = evaluation["reliability"]
+        if tokens is None or tokens < RELIABLE:
+            lines.append(
+                "  Another sample of E would rank other tokens: read the groups, or raise "
+                "batch_config.B_E."
+            )
+    ledger = _entropy(evaluation) or {}
+    for name in ("predicted", "measured"):
+        why_not = ledger[name].get("why_not") if name in ledger else None
+        if why_not:
+            lines.append(f"The {name} change is NOT trusted: {'; '.join(why_not)}.")
+    return [*lines, *(f"Doubt: {doubt}." for doubt in evaluation.get("doubts", ()))]
+
+
+def _withheld(evaluation: Mapping[str, Any]) -> bool:
+    return bool((evaluation.get("cancellation") or {}).get("withheld"))
+
+
+def _groups(evaluation: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for by in GROUP_NAMES:
+        groups = (evaluation.get("groups") or {}).get(by)
+        if not groups:
+            continue
+        lines.append(f"By {GROUP_NAMES[by]} (this batch's tokens, nats):")
+        # Where the loss counts nothing (A = 0), nothing was done.
+        groups = {name: group for name, group in groups.items() if group["value"] != 0}
+        shown = list(groups.items())
+        if len(shown) > GROUPS:
+            # Of many, the largest; in their own order.
+            by_size = sorted(shown, key=lambda pair: -abs(pair[1]["value"]))[:GROUPS]
+            shown = [pair for pair in shown if pair in by_size]
+        width = max((len(name) for name, _ in shown), default=0)
+        for name, group in shown:
+            unsure = "" if group.get("stable", True) else "  sign unsure"
+            error = _cell(group.get("stderr"), 5, ".0e")
+            lines.append(
+                f"  {name:{width}}  {group['value']:+.3e} +- {error}  {group['tokens']:>6} tokens"
+                f"{unsure}"
+            )
+        left = len(groups) - len(shown)
+        if left:
+            rest = sum(g["value"] for name, g in groups.items() if (name, g) not in shown)
+            lines.append(f"  and {left} smaller ones, {rest:+.3e} together")
+    return lines
+
+
+# Tokens in their context.
+
+
+def _tokens(evaluation: Mapping[str, Any], most: str = "destroying") -> list[str]:
+    tokens = (evaluation.get("ranked") or {}).get(most)
+    if tokens is None:
+        return []
+    if not tokens:
+        return [f"No token is {most} entropy with a sign that all of E agrees on."]
+    shown = tokens[:TOKENS]
+    lines = [f"The {len(shown)} most entropy-{most} tokens, >>marked<< in their context:"]
+    for place, token in enumerate(shown, start=1):
+        lines.append(
+            f"  {place:>2}. {token['value']:+.2e} +- {_cell(token.get('stderr'), 5, '.0e')}  "
+            f"p {token['probability']:.2f}  A {token['advantage']:+.2f}  "
+            f"rollout {token['rollout']}, token {token['k']}"
+        )
+        lines.append(f"      {in_context(token)}")
+    return lines
+
+
+def in_context(token: Mapping[str, Any]) -> str:
+    """What stands around a token, on one line."""
+    before, text, after = (printable(str(token.get(k, ""))) for k in ("before", "text", "after"))
+    head = before if len(before) <= CONTEXT else "..." + before[-CONTEXT:]
+    tail = after if len(after) <= CONTEXT else after[:CONTEXT] + "..."
+    return f"{head}>>{text}<<{tail}"
+
+
+def printable(text: str) -> str:
+    """Line breaks and control characters as escapes: nothing may steer the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+# What else could have been.
+
+
+def _left_out(evaluation: Mapping[str, Any]) -> list[str]:
+    found = evaluation.get("leave_one_out")
+    if not found:
+        return []
+    lines = ["Steps made anew without a rollout (its share is what it did in the step as made):"]
+    for one in found:
+        lines.append(
+            f"  without rollout {one['rollout']}: predicted {spoken(one['first_order'])}, measured "
+            f"{value_of(one['measured']):+.4g}; leaving it out is worth "
+            f"{-value_of(one['difference']):+.2e}, its share was {one['influence']:+.2e}"
+        )
+    return lines
+
+
+def _what_if(evaluation: Mapping[str, Any]) -> list[str]:
+    results = evaluation.get("what_if")
+    if not results:
+        return []
+    lines = ["What if (advantages, normalisers, P and clip factor as they were):"]
+    for result in results:
+        predicted = result["prediction"]
+        error = predicted.get("change_stderr")
+        lines.append(
+            f"  {result['name']}: predicted {predicted['total']:+.4g} nats instead of "
+            f"{predicted['recorded']:+.4g}, a difference of {predicted['change']:+.3g}"
+            f"{'' if error is None else f' +- {error:.0e}'} "
+            f"({predicted['changed_tokens']} tokens changed)"
+        )
+        lines += [f"    {note}" for note in predicted.get("notes", ())]
+        lines += _confirmed(result.get("confirmation"))
+    return lines
+
+
+def _confirmed(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    lines = [f"    made and measured: {spoken(found['measured'])}"]
+    if found.get("agrees") is None:
+        return [*lines, "    no interval, so nothing is confirmed"]
+    if found["agrees"]:
+        lines.append("    confirmed: the prediction is inside the measured interval")
+    else:
+        settled = "explained" if found.get("accounted") else "NOT explained"
+        lines.append(f"    the prediction is outside the measured interval, {settled} by")
+    gap = value_of(found["recomputed"]) - value_of(found["frozen"])
+    parts = [f"denominator and clip {gap:+.2g}"]
+    if found.get("curvature") is not None:
+        parts.append(f"curvature {value_of(found['curvature']):+.2g}")
+    parts.append(f"rest {value_of(found['rest']):+.2g}")
+    lines.append(f"    measured - predicted: {', '.join(parts)}")
+    if "change" in found:  # against the step as it was, both measured
+        seen = (
+            "as predicted"
+            if found["effect_agrees"]
+            else "not as predicted (Adam divides by the new gradient's size)"
+        )
+        lines.append(f"    against the step as it was: {spoken(found['change'])}, {seen}")
+    return lines
+
+
+def _budget(evaluation: Mapping[str, Any]) -> list[str]:
+    found = evaluation.get("entropy_budget")
+    if not found:
+        return []
+    curved = found.get("curved")
+    lines = [
+        f"To change the entropy by {found['budget']:+.4g} nats: learning rate "
+        f"{found['linear']:.4g} by the slope alone, "
+        f"{'none' if curved is None else f'{curved:.4g}'} with curvature"
+    ]
+    return [*lines, *(f"  {note}" for note in found.get("notes", ()))]
+
+
+def _provenance(summary: Mapping[str, Any]) -> list[str]:
+    lines = [f"Note: {note}." for note in summary.get("notes", ())]
+    if summary.get("assumed"):
+        told = ", ".join(f"{name} = {value}" for name, value in summary["assumed"].items())
+        lines.append(
+            "ASSUMED, not read from any file (set them in the config, or in entropy_probe.json): "
+            f"{told}."
+        )
+    if summary.get("not_verifiable"):
+        lines.append("Not verifiable from the files: " + "; ".join(summary["not_verifiable"]) + ".")
+    return lines
+
+
+# Numbers: estimates are as `findings.numbers` writes them.
+
+
+def value_of(estimate: Numbers) -> float:
+    return float(estimate["value"])
+
+
+def spoken(estimate: Numbers) -> str:
+    """A change with its interval, signs always shown."""
+    interval = estimate["interval"]
+    bar = "no interval" if interval is None else f"95% {interval[0]:+.3g} to {interval[1]:+.3g}"
+    return f"{value_of(estimate):+.4g} nats ({bar})"
+
+
+def _contains_zero(estimate: Numbers) -> bool:
+    interval = estimate["interval"]
+    return interval is not None and interval[0] <= 0 <= interval[1]
+
+
+def _cell(value: float | None, width: int, form: str = "+.2e") -> str:
+    return f"{'-' if value is None else format(value, form):>{width}}"

@@ -1,0 +1,1 @@
+"""An influence study: its batches, its stages on disk, and the files it leaves."""

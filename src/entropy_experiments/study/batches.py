@@ -1,0 +1,355 @@
+"""Update and evaluation batches of an influence study, from whatever was asked for.
+
+Prompts of E are never prompts of U, nor of another drawn E: the update moves its own prompts most.
+The one exception is asked for by name, `kind: update`, and says so in its notes. As in the probe,
+E is drawn before U, since prompts that U tries and drops for equal rewards must not fill E.
+
+E's rewards are its own: of its own responses, by the functions that training used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from entropy_experiments import probe_inputs
+from entropy_experiments.config import Config
+from entropy_experiments.config.estimates import BatchRequest, Workspace
+from entropy_experiments.probe_inputs import ProbeInputs, timed
+from entropy_experiments.probe_sampling import Opened, PromptIds, Sampler, prompts_of
+from entropy_experiments.rollouts.store import (
+    MANIFEST,
+    recorded_meta,
+    save_rollouts,
+    save_update_batch,
+)
+from entropy_experiments.study.given import FOREIGN_REWARDS, Given, Made, rewards_fit
+from entropy_experiments.study.requests import (
+    EvaluationDrawn,
+    EvaluationUpdate,
+    File,
+    Sequences,
+    WorkspaceDrawn,
+    WorkspaceUpdate,
+    evaluation_params,
+    workspace_params,
+)
+from entropy_experiments.tasks.datasets import Problem, load_problems
+from entropy_experiments.tasks.rewards import Reward, build_reward
+from entropy_experiments.types import Rollouts, UpdateBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluationBatch:
+    """One E: what its request asked for, and what came of it."""
+
+    name: str
+    request: BatchRequest
+    rollouts: Rollouts
+    reward_N: Tensor | None
+    """Rewards of these very rollouts; None where nothing can score them."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StudyInputs:
+    """`probe` has the first evaluation batch; `of(batch)` is the same for another."""
+
+    probe: ProbeInputs
+    evaluations: tuple[EvaluationBatch, ...]
+    identity: dict[str, Any]
+    """What decides the rollouts drawn; see `SampleGenerator.identity`."""
+
+    def of(self, batch: EvaluationBatch) -> ProbeInputs:
+        return replace(self.probe, evaluation=batch.rollouts)
+
+
+def check_requests(config: Config) -> None:
+    """Refuse bad parameters before anything is loaded."""
+    asked = config.influence
+    workspace_params(asked.workspace)
+    if not asked.evaluation_requests:
+        raise ValueError(
+            "influence.evaluation_requests is empty; expected at least one {kind, params}: without "
+            "evaluation rollouts there is no entropy to explain."
+        )
+    for i, request in enumerate(asked.evaluation_requests):
+        evaluation_params(request, f"influence.evaluation_requests[{i}]")
+
+
+def gather_study(config: Config, probed: Opened, *, quiet: bool = True) -> StudyInputs:
+    """Every batch that the plan names, of a checkpoint that was opened with this config."""
+    check_requests(config)
+    config, timing = _with_workspace(config), dict[str, float]()
+    with timed(timing, "sampling"):
+        maker = _Maker(config, probed, quiet=quiet)
+        made, evaluations = maker.all()
+    update = probe_inputs.with_reference(config, probed, made.batch)
+    limits = probe_inputs.limits_of(probed.checkpoint, probed.facts, made.real)
+    probe = ProbeInputs(
+        config=config,
+        checkpoint=probed.checkpoint,
+        policy=probed.policy,
+        facts=probed.facts,
+        optimizer=probed.optimizer,
+        horizon=maker.sampler.horizon,
+        evaluation=evaluations[0].rollouts,
+        update=update,
+        real=made.real,
+        bound=made.bound,
+        retries=maker.sampler.retries,
+        notes=(*config.notes, *probed.facts.notes, *made.notes, *limits),
+        timing=timing,
+    )
+    identity = maker.sampler.generator.identity()
+    return StudyInputs(probe=probe, evaluations=evaluations, identity=identity)
+
+
+def _with_workspace(config: Config) -> Config:
+    """Sizes of a workspace that is drawn are those of batch_config."""
+    asked = config.influence.workspace
+    params = workspace_params(asked)
+    changes: dict[str, Any] = {}
+    if isinstance(params, WorkspaceUpdate | WorkspaceDrawn):
+        changes["batch_config.B_U"] = params.prompts
+    if isinstance(params, WorkspaceUpdate):
+        changes["update.batch"] = params.batch
+    if isinstance(params, WorkspaceDrawn):
+        changes["batch_config.U_split"] = params.split or config.batch_config.E_split
+    changes["batch_config.G"] = getattr(params, "group", None)
+    changes = {key: value for key, value in changes.items() if value is not None}
+    return config.replaced(changes, where="influence.workspace.params") if changes else config
+
+
+class _Maker:
+    """Makes the batches of one study, each after those it must not share prompts with."""
+
+    def __init__(self, config: Config, probed: Opened, *, quiet: bool) -> None:
+        self.config, self.probed = config, probed
+        self.sampler = Sampler(config, probed, quiet=quiet)
+        self.tokenizer = probed.checkpoint.tokenizer
+        self.given = Given(probed=probed, model=self.sampler.generator.identity()["model"])
+
+    def all(self) -> tuple[Made, tuple[EvaluationBatch, ...]]:
+        asked = self.config.influence
+        made = self._workspace(asked.workspace)
+        taken = set[PromptIds]() if made is None else prompts_of(made.batch.rollouts)
+        found: dict[int, EvaluationBatch] = {}
+        drawn = set[PromptIds]()
+        for i, request in enumerate(asked.evaluation_requests):
+            if request.kind != "update":
+                found[i] = self._evaluation(i, request, taken | drawn)
+                drawn |= prompts_of(found[i].rollouts)
+        if made is None:
+            batch, notes = self.sampler.update(drawn)
+            made = Made(batch=batch, notes=tuple(notes))
+            probe_inputs.refuse_shared(drawn & prompts_of(batch.rollouts))
+        if not rewards_fit(made.batch):
+            unscored = replace(made.batch, reward_N=None)
+            made = replace(made, batch=unscored, notes=(*made.notes, FOREIGN_REWARDS))
+        for i, request in enumerate(asked.evaluation_requests):
+            if request.kind == "update":
+                found[i] = self._own_prompts(i, request, made.batch)
+        self._save(asked.workspace, made)
+        return made, tuple(found[i] for i in sorted(found))
+
+    def _workspace(self, asked: Workspace) -> Made | None:
+        """The update batch; None: it is to be drawn, after E."""
+        if asked.load_path is not None:
+            return self.given.loaded(Path(asked.load_path))
+        params = workspace_params(asked)
+        where = "influence.workspace.params"
+        if isinstance(params, WorkspaceUpdate):
+            made = probe_inputs.made_already(self.config, self.probed.checkpoint, self.sampler)
+            if made is None:
+                return None
+            batch, real, notes = made
+            bound = real and probe_inputs.weights_of_batch(self.probed.checkpoint) is not None
+            return Made(batch=batch, real=real, bound=bound, notes=tuple(notes))
+        if isinstance(params, WorkspaceDrawn):
+            return None
+        if asked.kind == "prompt_ids":
+            return self._answered(self._by_index(params.ids, params.split, where))
+        if asked.kind == "custom_prompts":
+            return self._answered(_custom(params))
+        return self.given.update(params, where)
+
+    def _answered(self, problems: Sequence[Problem]) -> Made:
+        """G answers to each of these problems, whatever their rewards."""
+        drawn = self.sampler.generator.generate_update_batch(
+            problems,
+            prompts=len(problems),
+            group=self.config.batch_config.G,
+            reward=self._reward(),
+            scale=self.probed.facts["advantage"],
+            filter_zero_advantage=False,
+        )
+        batch = replace(
+            drawn.batch, rollouts=replace(drawn.batch.rollouts, behaviour_logprob_NS=None)
+        )
+        return Made(batch=batch, notes=drawn.notes)
+
+    def _save(self, asked: Workspace, made: Made) -> None:
+        if asked.save_path is None or asked.save_path == asked.load_path:
+            return
+        folder, meta = Path(asked.save_path), {**self._meta(), "real": made.real}
+        if (folder / MANIFEST).is_file() and recorded_meta(folder) == meta:
+            return  # a rerun changes nothing
+        save_update_batch(folder, made.batch, meta=meta)
+
+    def _meta(self) -> dict[str, Any]:
+        workspace = self.config.influence.workspace
+        return {
+            "model": self.given.model,
+            "kind": workspace.kind,
+            "params": workspace.params,
+            "dataset": self.probed.facts["dataset_name"],
+        }
+
+    def _evaluation(self, i: int, request: BatchRequest, avoid: set[PromptIds]) -> EvaluationBatch:
+        where = f"influence.evaluation_requests[{i}].params"
+        params = evaluation_params(request, where.removesuffix(".params"))
+        name = f"eval_{i:02d}"
+        if isinstance(params, Sequences | File):
+            rollouts, reward_N, notes = self.given.rollouts(params, where)
+            self._refuse_shared(avoid, rollouts, where)
+            return EvaluationBatch(
+                name=name, request=request, rollouts=rollouts, reward_N=reward_N, notes=notes
+            )
+        if isinstance(params, EvaluationDrawn):
+            if self.config.rollouts.load is not None:
+                rollouts = self.sampler.evaluation(avoid)
+                note = f"evaluation rollouts reused from {self.config.rollouts.load}, unscored"
+                self._refuse_shared(avoid, rollouts, "rollouts.load")
+                return EvaluationBatch(
+                    name=name, request=request, rollouts=rollouts, reward_N=None, notes=(note,)
+                )
+            batch = self.config.batch_config
+            split, count = params.split or batch.E_split, params.prompts or batch.B_E
+            problems = self.sampler.problems("evaluation", split, count, avoid)
+        elif request.kind == "prompt_ids":
+            problems = self._by_index(params.ids, params.split, where)
+        else:
+            problems = _custom(params)
+        return self._asked(name, request, problems, params.group, avoid, where)
+
+    def _asked(
+        self,
+        name: str,
+        request: BatchRequest,
+        problems: Sequence[Problem],
+        group: int,
+        avoid: set[PromptIds],
+        where: str,
+        notes: tuple[str, ...] = (),
+    ) -> EvaluationBatch:
+        """`group` answers to each problem, drawn from the policy that is probed."""
+        asked = {self.sampler.generator.prompt_ids(problem) for problem in problems}
+        if asked & avoid:
+            self._refuse_shared(avoid, asked, where)
+        rollouts = self.sampler.generator.generate_evaluation_batch(problems, group=group)
+        rollouts = replace(rollouts, behaviour_logprob_NS=None)
+        reward_N = None
+        if self.config.influence.reward and all(problem.answer for problem in problems):
+            texts = list(rollouts.text or ())
+            reward_N = self._reward()(texts, [p for p in problems for _ in range(group)]).total_N
+        if self.config.rollouts.save is not None:
+            save_rollouts(Path(self.config.rollouts.save) / name, rollouts, meta=self.sampler.meta)
+        return EvaluationBatch(
+            name=name, request=request, rollouts=rollouts, reward_N=reward_N, notes=notes
+        )
+
+    def _own_prompts(self, i: int, request: BatchRequest, batch: UpdateBatch) -> EvaluationBatch:
+        """The update's own rollouts, or fresh answers to its prompts."""
+        where = f"influence.evaluation_requests[{i}]"
+        params = evaluation_params(request, where)
+        assert isinstance(params, EvaluationUpdate)
+        if params.fresh:
+            problems = self._as_problems(batch.rollouts, where)
+            note = "fresh answers to the update's own prompts, which the update moves most"
+            return self._asked(
+                f"eval_{i:02d}", request, problems, params.group, set(), where, (note,)
+            )
+        # No rewards: along a step, the reward of the batch that made it rises by construction.
+        note = (
+            "these are the very rollouts that made the update: the change on them says nothing "
+            "about other answers (params: {fresh: true} draws some)"
+        )
+        return EvaluationBatch(
+            name=f"eval_{i:02d}",
+            request=request,
+            rollouts=batch.rollouts,
+            reward_N=None,
+            notes=(note,),
+        )
+
+    def _as_problems(self, rollouts: Rollouts, where: str) -> list[Problem]:
+        found = []
+        for ids in sorted(prompts_of(rollouts)):
+            text = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+            key = hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
+            # The decoded text has its special tokens already.
+            problem = Problem(id=f"update:{key}", prompt=text, answer="", facts={"chat": True})
+            if self.sampler.generator.prompt_ids(problem) != ids:
+                raise ValueError(
+                    f"{where}: prompt {text[:40]!r} of the update batch does not tokenise back to "
+                    "its own tokens, so no fresh answer can be drawn to it. Use prompt_ids or "
+                    "custom_prompts."
+                )
+            found.append(problem)
+        return found
+
+    def _by_index(self, ids: Sequence[int], split: str | None, where: str) -> list[Problem]:
+        """Problems of the dataset, counted in the order that the seed gives."""
+        batch, facts = self.config.batch_config, self.probed.facts
+        found = load_problems(
+            facts["dataset_name"],
+            path=batch.dataset_path or facts.values.get("dataset_path"),
+            split=split or batch.split or facts.values.get("split"),
+            count=max(ids) + 1,
+            seed=self.config.probe_rework.master_seed,
+            tokenizer=self.tokenizer,
+            chat=batch.chat_template,
+        )
+        beyond = [i for i in ids if i >= len(found)]
+        if beyond:
+            raise ValueError(
+                f"{where}.ids: {beyond[:5]} are beyond {facts['dataset_name']}, which has "
+                f"{len(found)} problems; expected 0 to {len(found) - 1}."
+            )
+        return [found[i] for i in ids]
+
+    def _reward(self) -> Reward:
+        facts = self.probed.facts
+        return build_reward(facts["reward_functions"], facts.values.get("reward_weights"))
+
+    def _refuse_shared(
+        self, avoid: set[PromptIds], asked: Rollouts | set[PromptIds], where: str
+    ) -> None:
+        shared = avoid & (prompts_of(asked) if isinstance(asked, Rollouts) else asked)
+        if shared:
+            text = self.tokenizer.decode(list(min(shared)))
+            raise ValueError(
+                f"{where}: {len(shared)} prompts are also prompts of the update batch or of an "
+                f"earlier evaluation batch (such as {text[:40]!r}); expected others: an update "
+                "moves its own prompts most. The update's own prompts are kind: update."
+            )
+
+
+def _custom(params: Any) -> list[Problem]:
+    answers = params.answers or [""] * len(params.prompts)
+    facts = params.facts or [{"style": "free"}] * len(params.prompts)
+    return [
+        Problem(
+            id=f"custom:{hashlib.sha256(prompt.encode()).hexdigest()[:16]}",
+            prompt=prompt,
+            answer=answer,
+            facts=fact,
+        )
+        for prompt, answer, fact in zip(params.prompts, answers, facts, strict=True)
+    ]

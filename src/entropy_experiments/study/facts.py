@@ -1,0 +1,92 @@
+"""Estimates, ledgers and counterfactuals as JSON: what stages keep and summary.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from entropy_experiments.influence import whatif
+from entropy_experiments.influence.ledger import Ledger
+from entropy_experiments.report.findings import finite, numbers, weights_of
+from entropy_experiments.study.store import Stage
+from entropy_experiments.types import Estimate
+
+
+def changes(found: Mapping[str, Estimate]) -> Stage:
+    """Measured changes: numbers and weights as JSON, contributions by evaluation rollout."""
+    return Stage(
+        facts={name: numbers(change) | weights_of(change) for name, change in found.items()},
+        tensors={name: change.diagnostics["integrand_N"] for name, change in found.items()},
+    )
+
+
+def ledger_facts(found: Ledger) -> dict[str, Any]:
+    return {
+        "quantity": found.quantity,
+        "lines": {
+            name: {
+                "this_step": line.value,
+                "eventual": found.eventual[name].value,
+                "stderr": line.stderr,
+                "interval": None if line.interval is None else list(line.interval),
+                "trusted": line.trusted,
+                "why_not": list(line.why_not),
+            }
+            for name, line in found.lines.items()
+        },
+        "predicted": numbers(found.predicted),
+        "curvature": None if found.curvature is None else numbers(found.curvature),
+        "measured": numbers(found.measured),
+        "unexplained": None if found.unexplained is None else numbers(found.unexplained),
+        "predicted_by_prompt": None
+        if found.predicted_by_prompt is None
+        else numbers(found.predicted_by_prompt),
+        "notes": list(found.notes),
+    }
+
+
+def prediction_facts(found: whatif.Prediction) -> dict[str, Any]:
+    return {
+        "total": found.total,
+        "change": found.change,
+        "gradient": found.gradient,
+        "baseline": dict(found.baseline),
+        "recorded": found.recorded,
+        "stderr": found.stderr,
+        "change_stderr": found.change_stderr,
+        "lr": found.lr,
+        "changed_tokens": found.tokens,
+        "notes": list(found.notes),
+    }
+
+
+def confirmation_facts(found: whatif.Confirmation) -> dict[str, Any]:
+    return {
+        "frozen": numbers(found.frozen),
+        "recomputed": numbers(found.recomputed),
+        "curvature": None if found.curvature is None else numbers(found.curvature),
+        "measured": numbers(found.measured),
+        "change": numbers(found.change),
+        "effect_agrees": found.effect_agrees,
+        "explained": {name: numbers(part) for name, part in found.explained.items()},
+        "rest": numbers(found.rest),
+        "clip_factors": list(found.clip_factors),
+        "agrees": found.agrees,
+        "accounted": found.accounted,
+        "text": str(found),
+    }
+
+
+def budget_facts(ledger: Mapping[str, Any], lr: float, budget: float) -> dict[str, Any]:
+    """The learning rate that changes the entropy by so much, from a ledger's numbers."""
+    slope = ledger["predicted"]["value"] / lr
+    bend = 0.0 if ledger["curvature"] is None else 2 * ledger["curvature"]["value"] / lr**2
+    found = whatif.entropy_budget(slope, bend, budget)
+    return {
+        "budget": budget,
+        "linear": found.linear,
+        "curved": found.curved,
+        "linear_range": finite(found.linear_range),
+        "notes": list(found.notes),
+        "text": str(found),
+    }

@@ -1,0 +1,265 @@
+"""Finished stages of a study, found again by what determines them; and its files, manifest last.
+
+A stage's key is a sha256 over everything that its result depends on, so that what is read back is
+what would be computed:
+
+    <run>/stages/<name>.<key>.stage      64 digits of sha256, then safetensors (JSON inside)
+
+A stage is written whole when it is finished: a study that was killed loses the stage under way. The
+files that people read are made from finished stages alone and written only where their bytes
+differ, so a rerun of a finished study touches nothing:
+
+    <run>/manifest.json                  written last: the study's key, sha256 of every file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as dump_tensors
+from torch import Tensor
+
+from entropy_experiments.rollouts.store import write_whole
+
+FORMAT = "entropy_experiments.influence"
+SCHEMA = 1
+MANIFEST, STAGES = "manifest.json", "stages"
+_JSON = "__json__"
+_PARTIAL = re.compile(r"\..+\.(\d+)\.partial")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stage:
+    """What a stage leaves behind: numbers for the summary, and tensors."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """JSON; floats come back bit by bit."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def digest_of(*parts: Any) -> str:
+    """sha256 of JSON values, the same for the same values whatever their order in mappings."""
+    said = json.dumps(parts, sort_keys=True, allow_nan=False, default=_plain)
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (tuple, set, frozenset)):
+        return sorted(value) if isinstance(value, (set, frozenset)) else list(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be part of a key; expected JSON values.")
+
+
+def digest_of_tensors(tensors: Mapping[str, Tensor | None]) -> str:
+    """sha256 of named tensors, absent ones included by name."""
+    found = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        if value is None:
+            found.update(f"{name} none".encode())
+            continue
+        value = value.detach().cpu().contiguous()
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+class StageStore:
+    """The stages of one run directory."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.folder.glob("*.stage"))
+
+    def holds(self, name: str, key: str) -> bool:
+        return self._path(name, key).is_file()
+
+    def once(self, name: str, key: str, compute: Callable[[], Stage]) -> Stage:
+        """The finished stage, or what `compute` gives, which is on disk before it is returned."""
+        found = self.get(name, key)
+        if found is not None:
+            return found
+        started = time.perf_counter()
+        made = compute()
+        self.put(name, key, made, time.perf_counter() - started)
+        found = self.get(name, key)  # the same path for a first run and for a resumed one
+        assert found is not None
+        return found
+
+    def get(self, name: str, key: str) -> Stage | None:
+        path = self._path(name, key)
+        if not path.is_file():
+            return None
+        data = path.read_bytes()
+        digest, body = data[:64], data[64:]
+        if digest != hashlib.sha256(body).hexdigest().encode():
+            raise ValueError(
+                f"{path} is damaged: its contents do not have the hash it begins with. Delete it "
+                "and run again: this stage is then computed anew, with the same result."
+            )
+        try:
+            tensors = load_tensors(body)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a stage of a study ({error}). Delete it.") from error
+        said = json.loads(tensors.pop(_JSON).numpy().tobytes())
+        # The format keeps no order, and sums over parameters are added in the order of their names.
+        ordered = {name: tensors[name] for name in said["order"]}
+        return Stage(facts=said["facts"], tensors=ordered, seconds=said["seconds"])
+
+    def put(self, name: str, key: str, stage: Stage, seconds: float) -> None:
+        order = list(stage.tensors)
+        said = {"facts": dict(stage.facts), "seconds": seconds, "order": order}
+        try:
+            text = json.dumps(said, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RuntimeError(f"Stage {name!r} left what is no JSON ({error}).") from error
+        # Clones: views of one tensor would share memory, which the format refuses.
+        packed = {k: x.detach().cpu().clone().contiguous() for k, x in stage.tensors.items()}
+        packed[_JSON] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        body = dump_tensors(packed)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self._path(name, key), hashlib.sha256(body).hexdigest().encode() + body)
+
+    def _path(self, name: str, key: str) -> Path:
+        return self.folder / f"{name}.{key[:24]}.stage"
+
+
+class RunDirectory:
+    """Where the files of one study go. Another study's folder is refused, not mixed."""
+
+    IDENTITY = "study.json"
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.stages = StageStore(self.folder / STAGES)
+
+    def bind(self, key: str, *, overwrite: bool = False) -> None:
+        """Declare whose folder this is, or check that it is the same study's."""
+        theirs = self._bound_to()
+        if theirs is not None and theirs != key and not overwrite:
+            raise ValueError(
+                f"{self.folder} holds another study ({theirs[:12]}... there, {key[:12]}... here): "
+                "other settings, another checkpoint or another version of the package. Give "
+                "another folder, or let this study replace it with --overwrite (overwrite=True); "
+                "stages that both need are kept."
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        if theirs != key:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+            said = {"format": FORMAT, "schema": SCHEMA, "key": key}
+            write_whole(self.folder / self.IDENTITY, json.dumps(said, indent=1).encode())
+
+    def finished(self, key: str) -> bool:
+        """Whether every file of this very study is there, bit by bit."""
+        manifest = self.manifest()
+        if manifest is None or manifest.get("key") != key:
+            return False
+        return all(
+            (self.folder / name).is_file()
+            and described((self.folder / name).read_bytes()) == {k: facts[k] for k in DESCRIBED}
+            for name, facts in manifest["files"].items()
+        )
+
+    def manifest(self) -> dict[str, Any] | None:
+        path = self.folder / MANIFEST
+        if not path.is_file():
+            return None
+        try:
+            found = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}). Delete it and run again.") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(
+                f"{path} is not the manifest of an influence study; expected format {FORMAT!r}. "
+                "Give another folder."
+            )
+        return found
+
+    def write(self, files: Mapping[str, bytes], key: str, arrays: Mapping[str, Any]) -> None:
+        """All files, then the manifest; a file whose bytes are right already is left alone."""
+        path = self.folder / MANIFEST
+        manifest = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "key": key,
+            "files": {name: described(data) for name, data in sorted(files.items())},
+            "arrays": dict(arrays),
+        }
+        encoded = json.dumps(manifest, indent=1, allow_nan=False).encode()
+        if path.is_file() and path.read_bytes() != encoded:
+            path.unlink()  # a crash from here on must not leave it beside other files
+        for name, data in files.items():
+            self._write_changed(self.folder / name, data)
+        self._write_changed(path, encoded)
+
+    def _write_changed(self, path: Path, data: bytes) -> None:
+        if path.is_file() and path.read_bytes() == data:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
+
+    def _bound_to(self) -> str | None:
+        path = self.folder / self.IDENTITY
+        if not path.is_file():
+            others = [p.name for p in self.folder.iterdir()] if self.folder.is_dir() else []
+            strange = sorted(set(others) - {"rollouts", "logs", STAGES} - _partials(others))
+            if strange:
+                raise ValueError(
+                    f"{self.folder} has files that are no study's ({', '.join(strange[:4])}); "
+                    "expected an empty or a new folder, or one of an earlier study."
+                )
+            return None
+        try:
+            found = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}). Delete {self.folder}.") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"{path} is not an influence study's. Give another folder.")
+        return str(found.get("key"))
+
+    def _sweep(self) -> None:
+        """What a killed process was writing: nobody will finish it."""
+        for path in self.folder.rglob(".*.partial"):
+            match = _PARTIAL.fullmatch(path.name)
+            if match and not _alive(int(match[1])):
+                path.unlink(missing_ok=True)
+
+
+DESCRIBED = ("sha256", "bytes")
+
+
+def described(data: bytes) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
+def _partials(names: list[str]) -> set[str]:
+    return {name for name in names if _PARTIAL.fullmatch(name)}
+
+
+def _alive(process: int) -> bool:
+    if process == os.getpid():
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
