@@ -1,4 +1,7 @@
-"""A policy whose entropy collapses under GRPO: every step predicted, measured, and one explained.
+"""A policy whose entropy collapses under GRPO: every step predicted and measured, one explained.
+
+Which tokens of that step's batch destroyed most entropy, and what if the tokens of bad answers had
+been left out: predicted from the token table, then made and measured.
 
 The run is shipped with the package: a small Qwen2 on Countdown, trained with TRL. Nothing is
 downloaded.
@@ -14,16 +17,18 @@ import os
 from pathlib import Path
 
 from entropy_experiments.config import load_config
+from entropy_experiments.entropy_influence import EntropyInfluencePlan, EntropyInfluenceRunner
 from entropy_experiments.entropy_trajectory import TrajectoryStep, probe_trajectory
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 from entropy_experiments.report.curves import HEADING, draw_entropy, step_line
+from entropy_experiments.report.influence_tables import influence_report
 from entropy_experiments.report.verdict import spoken
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="files go here")
-    parser.add_argument("--prompts", type=int, default=64, help="evaluation prompts")
+    parser.add_argument("--prompts", type=int, default=48, help="evaluation prompts")
     parser.add_argument("--first", type=int, default=0, help="first step shown")
     parser.add_argument("--last", type=int, help="last checkpoint used (default: all)")
     parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1))
@@ -64,8 +69,20 @@ def main() -> None:
     print("\nOne of these steps, closely:\n")
     results = OfflineEntropyProbe(config, quiet=True).run_mixed_probe()
     print("\n".join(results["verdict"]))
-    print(f"\nThe curve: {figure}\nThe log:   {results['log_path']}")
+
+    print("\nWhich tokens of its batch did it, and what if:\n")
+    plan = EntropyInfluencePlan(
+        measured_rollouts=1,
+        what_if=["drop=negative"],
+        confirm=True,
+        run_directory=given.out / "influence",
+    )
+    study = EntropyInfluenceRunner(config, quiet=True).run(plan)
+    print("\n".join(influence_report(study, sections=("ledger", "trust", "tokens", "what_if"))))
+    print(f"\nThe curve:    {figure}\nThe log:      {results['log_path']}")
+    print(f"Every token:  {given.out / 'influence' / 'tokens.parquet'}")
     print("\nYour own checkpoint:\n  entropy-probe run --checkpoint path/to/checkpoint-340")
+    print("  entropy-probe influence --checkpoint path/to/checkpoint-340")
 
 
 if __name__ == "__main__":

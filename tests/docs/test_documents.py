@@ -64,6 +64,8 @@ SCREEN = (
     *("The update that training made after step_13", "predicted change", "measured change"),
     *("Step certificate: the step rebuilt here is the step that was made", "momentum"),
     *("none is assumed", "entropy.png", "entropy_probe_", "entropy-probe run --checkpoint"),
+    *("most entropy-destroying tokens", "drop=negative: predicted", "made and measured"),
+    *("tokens with A < 0", "unexplained", "tokens.parquet"),
 )
 
 

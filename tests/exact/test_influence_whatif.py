@@ -411,6 +411,7 @@ def test_a_confirmation_is_made_of_exact_numbers(text):
     assert_exact(parts + got.rest.value, got.measured.value)
     assert_exact(got.change.value, got.measured.value - got.measured_recorded.value)
     assert got.agrees is None  # two prompts have no interval
+    assert got.effect_agrees is None
     assert "not confirmed, for want of an interval" in got.verdict
 
 
@@ -421,6 +422,8 @@ def test_a_step_that_the_clip_undoes_is_explained():
     assert got.clip_factors[0] == pytest.approx(20 * got.clip_factors[1], rel=1e-3)
     assert got.agrees is False
     assert got.accounted is True
+    # The clip takes it all back: the effect is nothing like the frozen prediction of it.
+    assert got.effect_agrees is False
     assert abs(got.rest.value) < 1e-3 * abs(got.difference.value)
     assert "outside the measured interval, and explained: measured - predicted" in got.verdict
     assert "of that denominator and clip +0.02" in got.verdict

@@ -7,11 +7,12 @@ out. Texts of rollouts are made printable first: a policy may well write escape 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Numbers = Mapping[str, Any]
 
+SECTIONS = ("change", "ledger", "trust", "groups", "tokens", "left_out", "what_if", "budget")
 TOKENS = 10
 GROUPS = 12
 RELIABLE = 0.5
@@ -37,22 +38,27 @@ NAME, WIDE, NARROW = 18, 10, 8
 """Widths of a ledger's columns: names, changes, standard errors."""
 
 
-def influence_report(summary: Mapping[str, Any]) -> list[str]:
-    """Lines to print, the answer first."""
+def influence_report(
+    summary: Mapping[str, Any], *, sections: Collection[str] = SECTIONS
+) -> list[str]:
+    """Lines to print, the answer first; all sections or some."""
+    telling = {
+        "change": _change,
+        "ledger": _ledger,
+        "trust": _trust,
+        "groups": _groups,
+        "tokens": _tokens,
+        "left_out": _left_out,
+        "what_if": _what_if,
+        "budget": _budget,
+    }
     found: Sequence[Mapping[str, Any]] = summary.get("evaluations", ())
     lines = _headline(summary)
     for evaluation in found:
         if len(found) > 1:
             lines += ["", f"On {evaluation['name']} ({evaluation.get('kind', 'evaluation')}):"]
         lines += [
-            *_change(evaluation),
-            *_ledger(evaluation),
-            *_trust(evaluation),
-            *_groups(evaluation),
-            *_tokens(evaluation),
-            *_left_out(evaluation),
-            *_what_if(evaluation),
-            *_budget(evaluation),
+            *(line for name in sections for line in telling[name](evaluation)),
             *(f"Note: {note}." for note in evaluation.get("notes", ())),
         ]
     return [*lines, *_provenance(summary)]

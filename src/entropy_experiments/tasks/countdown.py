@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 
 LARGEST = 99
@@ -59,7 +60,8 @@ class Attempt:
     value: int
 
 
-def attempts(numbers: tuple[int, ...]) -> list[Attempt]:
+@cache  # a stream of problems meets the same three numbers again and again
+def attempts(numbers: tuple[int, ...]) -> tuple[Attempt, ...]:
     """Every way to combine three numbers whose values stay between 0 and LARGEST."""
     found: dict[str, Attempt] = {}
     for a, b, c in permutations(numbers):
@@ -76,7 +78,7 @@ def attempts(numbers: tuple[int, ...]) -> list[Attempt]:
                     if 0 <= value <= LARGEST:
                         trace = f"{a} {first} {b} = {middle} ; {left} {second} {right} = {value}"
                         found[trace] = Attempt(trace=trace, expression=expression, value=value)
-    return list(found.values())
+    return tuple(found.values())
 
 
 def problems(seed: int | str, *, values: tuple[int, int] = (1, 9)) -> Iterator[Countdown]:
