@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.options import Debug, Overrides
 
 app = typer.Typer(
     help="Print a template or the schema; check a file without running it.",
@@ -20,12 +21,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value; may be repeated."),
-]
 
 
 @app.command(

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from entropy_experiments.cli.config import Debug, Overrides
 from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.options import (
+    AsJson,
+    Checkpoint,
+    ConfigFile,
+    Debug,
+    Overrides,
+    Quiet,
+    tell_notes,
+)
 
 if TYPE_CHECKING:
     from entropy_experiments.config import Config
@@ -27,14 +35,8 @@ EXAMPLES = (
 
 
 def influence(
-    config: Annotated[
-        str | None,
-        typer.Option("--config", help="YAML file or template. Without it: the quick start."),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option("--checkpoint", help="Folder. Without it: the policy in the package."),
-    ] = None,
+    config: ConfigFile = None,
+    checkpoint: Checkpoint = None,
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
@@ -58,8 +60,8 @@ def influence(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace another study in the run directory.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on the screen.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Say which tokens, rollouts and optimizer terms moved the entropy, and what if."""
@@ -71,9 +73,7 @@ def influence(
             _from_saved(saved, what_if or [], entropy_budget, given, as_json=as_json)
             return
         found = _configured(config, checkpoint, out, what_if, confirm, entropy_budget, overrides)
-        if not quiet:
-            for note in found.notes:
-                typer.echo(f"note: {note}", err=True)
+        tell_notes(found, quiet=quiet)
 
         from entropy_experiments.entropy_influence import EntropyInfluenceRunner
 

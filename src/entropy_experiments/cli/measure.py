@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from entropy_experiments.cli.config import Debug, Overrides
 from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.options import (
+    AsJson,
+    Checkpoint,
+    ConfigFile,
+    Debug,
+    Overrides,
+    Quiet,
+    tell_notes,
+)
 from entropy_experiments.cli.run import configured
 
 if TYPE_CHECKING:
@@ -28,30 +36,22 @@ EXAMPLES = (
 
 
 def measure(
-    config: Annotated[
-        str | None,
-        typer.Option("--config", help="YAML file or template. Without it: the quick start."),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option("--checkpoint", help="Folder. Without it: the policy in the package."),
-    ] = None,
+    config: ConfigFile = None,
+    checkpoint: Checkpoint = None,
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Write rollouts and results.json below this folder."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on the screen.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Measure an update's entropy change at several step sizes, over fresh batches."""
     found: Config | None = None
     with ending(debug=debug, interrupted=lambda: _interrupted(found)):
         found = configured(config, checkpoint, out, overrides or [])
-        if not quiet:
-            for note in found.notes:
-                typer.echo(f"note: {note}", err=True)
+        tell_notes(found, quiet=quiet)
 
         from entropy_experiments.entropy_experiment_runner import (
             EntropyMeasurements,

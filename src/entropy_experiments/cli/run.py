@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from entropy_experiments.cli.config import Debug, Overrides
 from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.options import (
+    AsJson,
+    Checkpoint,
+    ConfigFile,
+    Debug,
+    Overrides,
+    Quiet,
+    tell_notes,
+)
 
 if TYPE_CHECKING:
     from entropy_experiments.config import Config
@@ -26,30 +34,22 @@ EXAMPLES = (
 
 
 def run(
-    config: Annotated[
-        str | None,
-        typer.Option("--config", help="YAML file or template. Without it: the quick start."),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option("--checkpoint", help="Folder. Without it: the policy in the package."),
-    ] = None,
+    config: ConfigFile = None,
+    checkpoint: Checkpoint = None,
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Write logs, rollouts and results.json below this folder."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on the screen.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Predict what an update does to entropy, measure it, and say what to believe."""
     found: Config | None = None
     with ending(debug=debug, interrupted=lambda: _interrupted(found)):
         found = configured(config, checkpoint, out, overrides or [])
-        if not quiet:
-            for note in found.notes:
-                typer.echo(f"note: {note}", err=True)
+        tell_notes(found, quiet=quiet)
 
         from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 

@@ -110,6 +110,26 @@ def taylor(f: Callable[[Tensor], tuple[Tensor, Tensor]], like: Tensor) -> tuple[
     return *value, *first, *second
 
 
+def check_estimand(policy: Policy, estimand: Estimand) -> None:
+    """Refuse an entropy that reweighted rollouts of this policy do not speak of."""
+    if estimand.quantity != "entropy":
+        raise ValueError(
+            f"The estimand speaks of {estimand.quantity!r}; expected 'entropy'. Make it with "
+            "slope_estimand(policy, form=...)."
+        )
+    if estimand.form == "resampled":
+        raise ValueError(
+            "The estimand has form 'resampled', which has no slope and weighs nothing; expected "
+            "'snis' or 'per_decision'. Fresh samples are estimate.resampled.resampled."
+        )
+    if (estimand.temperature, estimand.top_p) != (policy.temperature, policy.top_p):
+        raise ValueError(
+            f"The estimand has temperature {estimand.temperature:g} and top_p {estimand.top_p:g}; "
+            f"the policy has {policy.temperature:g} and {policy.top_p:g}. Make the estimand of "
+            "this policy: slope_estimand(policy, form=...)."
+        )
+
+
 def score_all(policy: Policy, params: Params, rollouts: Rollouts, *, microbatch: int) -> Scores:
     """Scores of every rollout in fp64, without gradients. The pass that others share."""
     whole(rollouts)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from entropy_experiments.estimate.measured import change, step_rounding
 from entropy_experiments.estimate.ratio import (
+    check_estimand,
     check_repeatable,
     check_scores,
     drawn_with,
@@ -32,7 +33,6 @@ from entropy_experiments.estimate.ratio import (
     score_all,
 )
 from entropy_experiments.estimate.support import Support
-from entropy_experiments.influence.matrix import check_estimand
 from entropy_experiments.numerics.derivatives import require_full_precision, shifted
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import (

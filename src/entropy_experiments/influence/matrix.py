@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.ratio import (
+    check_estimand,
     check_repeatable,
     drawn_with,
     payload,
@@ -260,21 +261,6 @@ def update_directions(
                 out[name] = g.new_zeros(len(chosen_N), *g.shape[1:])
             out[name][at_N.to(g.device)] = scale[name].to(g) * g
     return out
-
-
-def check_estimand(policy: Policy, estimand: Estimand) -> None:
-    """Refuse an entropy that reweighted rollouts of this policy do not speak of."""
-    if estimand.form == "resampled":
-        raise ValueError(
-            "The estimand has form 'resampled', which has no slope and weighs nothing; expected "
-            "'snis' or 'per_decision'. Fresh samples are estimate.resampled.resampled."
-        )
-    if (estimand.temperature, estimand.top_p) != (policy.temperature, policy.top_p):
-        raise ValueError(
-            f"The estimand has temperature {estimand.temperature:g} and top_p {estimand.top_p:g}; "
-            f"the policy has {policy.temperature:g} and {policy.top_p:g}. Make the estimand of "
-            "this policy: slope_estimand(policy, form=...)."
-        )
 
 
 class _Folds:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from entropy_experiments.estimate.gradient import entropy_coefficients, weighted_gradient
 from entropy_experiments.estimate.ratio import (
+    check_estimand,
     check_repeatable,
     drawn_with,
     payload,
@@ -304,22 +305,7 @@ def _checked(
             f"mode='central' with top_p = {trained.top_p:g}: a difference would step over changes "
             "of the truncated law's support. Use mode='jvp', which keeps the support."
         )
-    if estimand.quantity != "entropy":
-        raise ValueError(
-            f"The estimand speaks of {estimand.quantity!r}; expected 'entropy', whose gradient is "
-            "taken here. Make it with slope_estimand(policy, form=...)."
-        )
-    if estimand.form == "resampled":
-        raise ValueError(
-            "The estimand has form 'resampled', which has no slope; expected 'snis' or "
-            "'per_decision'. Make it with slope_estimand(policy, form=...)."
-        )
-    if (estimand.temperature, estimand.top_p) != (policy.temperature, policy.top_p):
-        raise ValueError(
-            f"The estimand has temperature {estimand.temperature:g} and top_p {estimand.top_p:g}; "
-            f"the policy has {policy.temperature:g} and {policy.top_p:g}. Make the estimand of "
-            "this policy: slope_estimand(policy, form=...)."
-        )
+    check_estimand(policy, estimand)
     return direction.preconditioner
 
 
