@@ -48,6 +48,7 @@ layers: setup  ## Who may import whom
 
 bench: setup  ## Performance and memory, against plain implementations
 	$(BIN)/python -m benchmarks.entropy
+	$(BIN)/python -m benchmarks.influence
 
 clean:  ## Remove the environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

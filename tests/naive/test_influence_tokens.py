@@ -185,7 +185,7 @@ def embedded_gap(inputs: ProbeInputs) -> float:
     found = token_influence(
         inputs.policy,
         inputs.evaluation,
-        inputs._trained.as_trained(),
+        inputs.trained.as_trained(),
         inputs.update,
         inputs.facts.objective,
         direction,
