@@ -77,7 +77,7 @@ def main() -> None:
         confirm=True,
         run_directory=given.out / "influence",
     )
-    study = EntropyInfluenceRunner(config, quiet=True).run(plan)
+    study = EntropyInfluenceRunner(config, quiet=True).run(plan, overwrite=True)
     print("\n".join(influence_report(study, sections=("ledger", "trust", "tokens", "what_if"))))
     print(f"\nThe curve:    {figure}\nThe log:      {results['log_path']}")
     print(f"Every token:  {given.out / 'influence' / 'tokens.parquet'}")

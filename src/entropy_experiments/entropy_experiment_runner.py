@@ -34,7 +34,7 @@ from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import Case, measured_many
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.probe_inputs import ProbeInputs
-from entropy_experiments.probe_sampling import Opened, opened
+from entropy_experiments.probe_sampling import Opened, contents, opened
 from entropy_experiments.report.findings import numbers, weights_of
 from entropy_experiments.rollouts.store import write_whole
 from entropy_experiments.run_conditions import careful
@@ -126,6 +126,12 @@ class EntropyMeasurements:
     ) -> dict[str, Any]:
         """JSON values: one entry per repeat, their summary, and where it was saved."""
         plan = plan or ExperimentPlan.of(self.config)
+        if plan.repeats > 1 and self.config.rollouts.load is not None:
+            raise ValueError(
+                f"experiment.repeats is {plan.repeats} with rollouts.load "
+                f"{self.config.rollouts.load}: every repeat would have the same rollouts. Leave "
+                "rollouts.load out, or set experiment.repeats: 1."
+            )
         with careful():
             probed = opened(self.config, checkpoint_path)
             etas = plan.eta_list or self.config.estimator.etas(probed.optimizer.lr)
@@ -163,7 +169,8 @@ class EntropyMeasurements:
         computes = {**plan.dump(), "eta_list": list(etas), "repeats": None}
         loaded = self.config.rollouts.load
         versions = {k: v for k, v in provenance().items() if k != "git"}
-        return digest_of(SCHEMA, said, computes, loaded, dict(probed.checkpoint.hashes), versions)
+        files = [dict(probed.checkpoint.hashes), contents(self.config, probed)]
+        return digest_of(SCHEMA, said, computes, loaded, files, versions)
 
     def _repeat(
         self, plan: ExperimentPlan, etas: Sequence[float], seed: int, probed: Opened
@@ -175,6 +182,7 @@ class EntropyMeasurements:
                 "influence.workspace": {},
                 "influence.evaluation_requests": [{"kind": "evaluation", "params": {"group": 1}}],
                 "influence.reward": False,
+                "influence.what_if": [],
             },
             where="repeat",
         )

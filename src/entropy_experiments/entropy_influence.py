@@ -9,7 +9,6 @@ folder, a study that was killed goes on from its last finished stage, and a fini
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from entropy_experiments.config import Config, load_config, parse_config
 from entropy_experiments.config.estimates import BatchRequest
 from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
 from entropy_experiments.influence import whatif
-from entropy_experiments.probe_sampling import Opened, opened
+from entropy_experiments.probe_sampling import Opened, contents, opened
 from entropy_experiments.run_conditions import careful
 from entropy_experiments.study.batches import check_requests, gather_study
 from entropy_experiments.study.facts import budget_facts, prediction_facts
 from entropy_experiments.study.files import TABLE_FACTS, StudyFiles
 from entropy_experiments.study.stages import Study, to_stderr
-from entropy_experiments.study.store import SCHEMA, RunDirectory, digest_of
+from entropy_experiments.study.store import SCHEMA, RunDirectory, digest_of, open_run
 from entropy_experiments.trajectory import provenance
 
 __all__ = [
@@ -41,7 +40,7 @@ RESULTS = Path("results") / "entropy_influence"
 NOT_RESULTS = ("detailed_logging", "output", "training", "experiment")
 """Sections that change no number of a study."""
 QUESTIONS = ("what_if", "confirm", "entropy_budget", "ranked_tokens")
-"""Asked of a study that is there: they add to it, and make no other."""
+"""Asked of a study that is there: its arrays stay, summary.json has the last command's answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,48 +104,46 @@ class EntropyInfluenceRunner:
         """summary.json as a dict, and `run_directory`, where the other files are."""
         config = plan.applied(self.config) if plan is not None else self.config
         check_requests(config)
-        for name in ("etas", "per_sequence_etas"):
-            _check_etas(name, getattr(config.influence, name) or ())
+        asked = config.influence
+        _check_etas(asked.etas or (), asked.per_sequence_etas or ())
         for text in config.influence.what_if:
             whatif.parse(text)  # a typing mistake costs no minutes
         say = None if self._quiet else to_stderr
         with careful():
             probed = opened(config, checkpoint_path)
+            _check_etas(asked.etas or (probed.optimizer.lr,), asked.per_sequence_etas or ())
             study_key = _study_key(config, probed)
-            asked = config.influence.model_dump(mode="json", include=set(QUESTIONS))
-            key = digest_of(study_key, asked)
-            place = config.influence.run_directory
+            key = digest_of(study_key, asked.model_dump(mode="json", include=set(QUESTIONS)))
+            place = asked.run_directory
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)
             run.bind(study_key, overwrite=overwrite)
-            if not run.finished(key):
+            finished, inputs = run.finished(key), None
+            if not finished or asked.workspace.save_path is not None:  # which may be new
                 inputs = gather_study(config, probed, quiet=self._quiet)
+            if inputs is not None and not finished:
                 study = Study(inputs, run.stages, say=say)
                 files, arrays, _ = StudyFiles(study).made(key)
                 run.write(files, key, arrays)
             elif say is not None:
                 say(f"{run.folder}: finished already, nothing was computed")
-        return {**_summary(run.folder), "run_directory": str(run.folder)}
+        return {**open_run(run.folder).summary(), "run_directory": str(run.folder)}
 
 
 def what_if_from(
     folder: str | Path, questions: Sequence[str], *, entropy_budget: float | None = None
 ) -> dict[str, Any]:
     """What-ifs from a run directory's token tables: arithmetic, no model is loaded."""
-    import pyarrow.parquet
-
-    folder = Path(folder)
-    summary, out = _summary(folder), []
+    run = open_run(folder)
+    summary, out = run.summary(), []
     for evaluation in summary["evaluations"]:
-        path = folder / f"{evaluation['name']}_tokens.parquet"
-        if not path.is_file():
-            raise FileNotFoundError(f"No {path.name} in {folder}; expected a study's token table.")
-        table = pyarrow.parquet.read_table(path)
+        name = f"{evaluation['name']}_tokens.parquet"
+        table = run.table(name)
         facts = (table.schema.metadata or {}).get(TABLE_FACTS)
         if facts is None:
             raise ValueError(
-                f"{path} does not say which step it belongs to; expected a table written by "
-                "`entropy-probe influence`. Run the study again."
+                f"{run.folder / name} does not say which step it belongs to; expected a table "
+                "written by `entropy-probe influence`. Run the study again."
             )
         found = whatif.TokenTable.from_rows(table.to_pydict(), json.loads(facts))
         predictions = [whatif.repredict(found, text) for text in questions]
@@ -163,26 +160,19 @@ def what_if_from(
                 "entropy_budget": budget,
             }
         )
-    return {"run_directory": str(folder), "evaluations": out}
+    return {"run_directory": str(run.folder), "evaluations": out}
 
 
-def _check_etas(name: str, etas: Sequence[float]) -> None:
-    """Files are named by eta to six digits."""
-    names = [f"{eta:g}" for eta in etas]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"influence.{name} is {list(etas)}; expected step sizes that differ in their first six "
-            "digits, which name the files. Give each once."
-        )
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    path = folder / "summary.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"No summary.json in {folder}; expected the run directory of a finished study."
-        )
-    return json.loads(path.read_bytes())
+def _check_etas(etas: Sequence[float], per_sequence_etas: Sequence[float]) -> None:
+    """Files are named by eta to six digits, and both lists name files of the same folders."""
+    union = list(dict.fromkeys((*etas, *per_sequence_etas)))
+    lists = {"etas": etas, "per_sequence_etas": per_sequence_etas}
+    for name, found in {**lists, "etas with per_sequence_etas": union}.items():
+        if len({f"{eta:g}" for eta in found}) < len(found):
+            raise ValueError(
+                f"influence.{name} is {list(found)}; expected step sizes that differ in their "
+                "first six digits, which name the files. Give each once."
+            )
 
 
 def _study_key(config: Config, probed: Opened) -> str:
@@ -200,20 +190,11 @@ def _study_key(config: Config, probed: Opened) -> str:
         config.influence.workspace.load_path,
         config.influence.workspace.params.get("path"),
         *(request.params.get("path") for request in config.influence.evaluation_requests),
-        config.batch_config.dataset_path,
-        config.rollouts.load,
-        checkpoint.recorded,
     ]
     return digest_of(
         SCHEMA,
         said,
         {name: value for name, value in provenance().items() if name != "git"},
         dict(checkpoint.hashes),
-        {str(path): _content(Path(path)) for path in named if isinstance(path, str | Path)},
+        contents(config, probed, named),
     )
-
-
-def _content(path: Path) -> list[str]:
-    """Hashes of a file, or of every file below a folder; nothing yet: it is refused later."""
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    return [hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.is_file()]

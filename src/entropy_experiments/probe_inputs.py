@@ -84,17 +84,8 @@ class ProbeInputs:
 
     @property
     def trained(self) -> SequenceProcessor:
-        """The policy as the loss sees it: training's temperature, and the full softmax."""
-        temperature = (
-            self.facts.of_training("temperature") if self.real else self.policy.temperature
-        )
-        if temperature == self.policy.temperature and self.policy.top_p == 1:
-            return self.policy
-        return SequenceProcessor(
-            self.checkpoint.model,
-            temperature=temperature,
-            checkpointing=self.config.memory_config.gradient_checkpointing,
-        )
+        """The policy as the loss sees it."""
+        return as_the_loss_sees(self.config, self.policy, self.facts, real=self.real)
 
     def step(self) -> tuple[Direction, UpdateStats]:
         """The update, rebuilt from the optimizer's state and the batch."""
@@ -107,6 +98,20 @@ class ProbeInputs:
             microbatch=self.config.memory_config.microbatch_size,
         )
         return direction, stats
+
+
+def as_the_loss_sees(
+    config: Config, policy: SequenceProcessor, facts: TrainingFacts, *, real: bool
+) -> SequenceProcessor:
+    """Training's temperature for a batch recorded in training, and always the full softmax."""
+    temperature = facts.of_training("temperature") if real else policy.temperature
+    if temperature == policy.temperature and policy.top_p == 1:
+        return policy
+    return SequenceProcessor(
+        policy.model,
+        temperature=temperature,
+        checkpointing=config.memory_config.gradient_checkpointing,
+    )
 
 
 def measuring(config: Config, horizon: int) -> dict[str, Any]:
@@ -153,7 +158,7 @@ def gather(
             made = (drawn, False, said)
         update, real, notes = made
         refuse_shared(asked & prompts_of(update.rollouts))
-        update = with_reference(config, probed, update)
+        update = with_reference(config, probed, update, real=real)
     tell(
         f"phase 0: {len(evaluation)} evaluation rollouts, {len(update.rollouts)} update rollouts "
         f"{'recorded' if real else 'drawn'} ({timing['sampling']:.1f} s)"
@@ -184,17 +189,25 @@ def refuse_shared(prompts: set[PromptIds]) -> None:
         )
 
 
-def with_reference(config: Config, probed: Opened, batch: UpdateBatch) -> UpdateBatch:
-    """A KL term needs the reference policy's log-probs; an adapter's is the base without it."""
-    if not probed.facts["beta"] or batch.ref_logprob_NS is not None:
+def with_reference(
+    config: Config, probed: Opened, batch: UpdateBatch, *, real: bool, what_if: str | None = None
+) -> UpdateBatch:
+    """A KL term needs the reference policy's log-probs; an adapter's is the base without it.
+
+    `what_if`: a counterfactual that has a KL term, whether or not training had one.
+    """
+    beta = probed.facts["beta"]
+    if not (beta or what_if) or batch.ref_logprob_NS is not None:
         return batch
     if probed.checkpoint.kind != "lora":
+        said, away = f"beta is {beta}", "set update.beta: 0 to leave the KL term out"
+        if not beta:
+            said, away = f"influence.what_if has {what_if!r}", "leave that what-if out"
         raise ValueError(
-            f"beta is {probed.facts['beta']} and the update batch has no reference log-probs; the "
-            "reference of a full fine-tune is not in its checkpoint. Record the batch, or set "
-            "update.beta: 0 to leave the KL term out."
+            f"{said} and the update batch has no reference log-probs; the reference of a full "
+            f"fine-tune is not in its checkpoint. Record the batch, or {away}."
         )
-    policy = probed.policy
+    policy = as_the_loss_sees(config, probed.policy, probed.facts, real=real)
     with probed.checkpoint.model.disable_adapter():
         found = score_all(
             policy, policy.params, batch.rollouts, microbatch=config.forward_batch_size
@@ -247,7 +260,7 @@ def made_already(
     """(batch, whether training made it, notes); None when one has to be drawn."""
     if config.update.batch != "drawn" and checkpoint.recorded is not None:
         batch, meta = load_update_batch(checkpoint.recorded)
-        _refuse_foreign(batch, meta, checkpoint)
+        refuse_foreign(batch, meta, checkpoint, checkpoint.recorded)
         return batch, True, []
     if config.update.batch == "recorded":
         raise FileNotFoundError(
@@ -264,9 +277,11 @@ def weights_of_batch(checkpoint: Checkpoint) -> str | None:
     return recorded_meta(checkpoint.recorded).get("weights")
 
 
-def _refuse_foreign(batch: UpdateBatch, meta: dict[str, Any], checkpoint: Checkpoint) -> None:
+def refuse_foreign(
+    batch: UpdateBatch, meta: dict[str, Any], checkpoint: Checkpoint, where: str | Path
+) -> None:
     """A batch that was recorded at other weights, or with another tokenizer."""
-    where, at = checkpoint.recorded, meta.get("weights")
+    at = meta.get("weights")
     if at is not None and at not in checkpoint.hashes.values():
         raise ValueError(
             f"The update batch in {where} was recorded at weights {at[:12]}... (step "

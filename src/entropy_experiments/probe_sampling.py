@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,48 @@ def opened(config: Config, checkpoint_path: str | Path | None) -> Opened:
     )
     optimizer = with_learning_rate(checkpoint.optimizer, lr)
     return Opened(checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer)
+
+
+def contents(
+    config: Config, probed: Opened, more: Iterable[str | Path | None] = ()
+) -> dict[str, list[str]]:
+    """Hashes of the files beside the checkpoint that decide a batch: part of every key.
+
+    Datasets, saved and recorded batches, reward functions of your own (the file of their module,
+    not what it imports), and what else is named in `more`.
+    """
+    facts = probed.facts
+    own = [name.partition(":")[0] for name in facts["reward_functions"] if ":" in name]
+    named = [
+        config.batch_config.dataset_path or facts.values.get("dataset_path"),
+        config.rollouts.load,
+        probed.checkpoint.recorded,
+        *more,
+    ]
+    return {
+        **{str(path): _hashes(Path(path)) for path in named if isinstance(path, str | Path)},
+        **{f"{module}:": _hashes(_source(module)) for module in own},
+    }
+
+
+def _hashes(path: Path | None) -> list[str]:
+    """Of a file, or of every file below a folder; nothing there: it is refused later."""
+    if path is None:
+        return []
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return [
+        f"{p.relative_to(path)} {hashlib.sha256(p.read_bytes()).hexdigest()}"
+        for p in files
+        if p.is_file()
+    ]
+
+
+def _source(module: str) -> Path | None:
+    try:
+        found = find_spec(module)
+    except Exception:  # a package of the user's may fail in any way; build_reward says which
+        return None
+    return None if found is None or not found.has_location else Path(str(found.origin))
 
 
 class Sampler:

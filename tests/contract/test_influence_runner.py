@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet
@@ -23,6 +24,9 @@ from entropy_experiments import (
 from entropy_experiments.cli import app
 from entropy_experiments.config import ConfigError, load_config, parse_config
 from entropy_experiments.estimate.measured import measured
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.influence.finite import contributions
+from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.probe_sampling import opened
 from entropy_experiments.report.influence_tables import influence_report
 from entropy_experiments.study.batches import gather_study
@@ -127,7 +131,10 @@ def test_sums_of_the_matrix_are_the_influences(study):
 
 
 def test_measured_changes_are_those_of_measured(study):
-    """Full, baseline, one rollout alone and on top of the baseline: each measured once more."""
+    """Full, baseline, one rollout alone and on top of the baseline: each measured once more.
+
+    Shared among evaluation rollouts as the first-order matrix is, not by `integrand_N`.
+    """
     folder, _, inputs = study
     probe = inputs.of(inputs.evaluations[0])
     direction, stats = probe.step()
@@ -138,7 +145,14 @@ def test_measured_changes_are_those_of_measured(study):
         parts = {"momentum": total}
         made = type(direction)(parts=parts, lr=direction.lr)
         found = measured(probe.policy, probe.evaluation, made, eta, repackings=0, **probe.measuring)
-        return found.diagnostics["integrand_N"].numpy()
+        params = probe.policy.params
+        base, moved = (
+            score_all(probe.policy, at, probe.evaluation, microbatch=32)
+            for at in (params, shifted(params, total, eta))
+        )
+        shared_N = contributions(base, moved, probe.evaluation, found.estimand)
+        assert float(shared_N.sum()) == pytest.approx(found.value, rel=1e-4, abs=1e-9)
+        return shared_N.numpy()
 
     from entropy_experiments.influence.matrix import update_directions
 
@@ -245,7 +259,7 @@ def test_what_ifs_from_the_saved_table_need_no_model(study, monkeypatch):
                 assert one["prediction"][name] == pytest.approx(expected, rel=1e-9, abs=1e-12)
     budget = found["evaluations"][0]["entropy_budget"]
     assert budget["linear"] == pytest.approx(summary["lr"])
-    with pytest.raises(FileNotFoundError, match=r"No summary\.json in"):
+    with pytest.raises(FileNotFoundError, match=r"No (summary|manifest)\.json in"):
         what_if_from(folder / "rollouts", WHAT_IF)
 
 
@@ -289,6 +303,8 @@ def test_another_question_reuses_every_stage(study, tmp_path):
     grad_EN = array(copy, "eval_00_per_sequence/grad/eta_0.001.npy")
     np.testing.assert_array_equal(matrix_EN[:, ROWS], grad_EN)
     assert np.isnan(matrix_EN[:, 1]).all()
+    assert not list(copy.glob("eval_01*")), "the study that was replaced had two batches"
+    assert not list(copy.rglob("eta_0.003*"))
     with pytest.raises(ValueError, match=r"measured_rollouts has \[99\]; .* 0 to 7"):
         EntropyInfluenceRunner(settings, quiet=True).run(
             plan(copy, measured_rollouts=[99]), overwrite=True
@@ -314,6 +330,36 @@ def test_a_damaged_stage_is_refused_and_a_damaged_file_is_written_again(study, t
     stage.write_bytes(stage.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match=r"eval_00_matrix.*is damaged.*Delete it and run again"):
         EntropyInfluenceRunner(settings, quiet=True).run(plan(copy))
+
+
+def test_a_replaced_study_leaves_no_file(tmp_path):
+    """Also where the new study was interrupted, or asked for again with another question."""
+    run = RunDirectory(tmp_path)
+    run.bind("a" * 64)
+    run.write({"both": b"1", "old/one": b"2", "old/two": b"3"}, "a1", {})
+    with pytest.raises(ValueError, match="holds another study"):
+        run.bind("b" * 64)
+    run.bind("b" * 64, overwrite=True)
+    assert (tmp_path / "old" / "one").is_file()  # until the new study is finished
+    RunDirectory(tmp_path).bind("c" * 64, overwrite=True)
+    (tmp_path / "old" / "mine").write_text("no study wrote this")
+    (tmp_path / "both").write_text("changed")
+    run = RunDirectory(tmp_path)
+    run.bind("c" * 64)
+    run.write({"both": b"4", "new": b"5"}, "c1", {})
+    left = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
+    assert left == {"both", "new", "old/mine", "manifest.json", "study.json"}
+    assert (tmp_path / "both").read_bytes() == b"4"
+    run.write({"both": b"4", "deep/er/x": b""}, "c2", {})
+    assert not (tmp_path / "new").exists()
+    run.write({"both": b"4"}, "c3", {})
+    assert not (tmp_path / "deep").exists()
+    assert run.finished("c3")
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["files"]["../outside"] = {}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"outside .* was tampered with"):
+        run.write({}, "c4", {})
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
@@ -431,7 +477,8 @@ def test_bad_input_has_exit_code_two(study, tmp_path):
     assert "Cannot read the what-if 'drop'" in result.stderr
     result = invoke("--from", str(tmp_path), "--what-if", "drop=negative")
     assert result.exit_code == 2
-    assert "No summary.json in" in result.stderr
+    assert ".json in" in result.stderr
+    assert "finished study" in result.stderr
     result = invoke("--from", str(folder), "--confirm")
     assert result.exit_code == 2
     assert "--confirm together with --from" in result.stderr
@@ -469,3 +516,165 @@ def test_in_double_precision_the_parts_are_the_whole(tmp_path):
     assert all(line["this_step"] != 0 for line in lines.values())
     assert found["relative"] < 1e-9
     assert abs(found["matrix_residual"]) < 1e-9 * found["parts"]
+
+
+def test_measured_entries_have_the_slopes_of_the_matrix(tmp_path):
+    """Entry by entry: both matrices share a change among the evaluation rollouts alike."""
+    eta = 1e-6  # the baseline's cross term is of order eta too
+    settings = {
+        **SETTINGS,
+        "checkpoint": {"dtype": "float64"},
+        "rollouts": {"save": str(tmp_path / "rollouts")},
+    }
+    small = {
+        "evaluation_requests": [BatchRequest()],
+        "etas": [eta, 0.002],
+        "per_sequence_etas": [eta],
+        "leave_one_out": [],
+        "what_if": [],
+    }
+    folder = tmp_path / "run"
+    runner = EntropyInfluenceRunner(settings, quiet=True)
+    runner.run(plan(folder, **small))
+    first_EN = array(folder, "eval_00_delta_matrix.npy")
+    influence_N = array(folder, "eval_00_rollout_influence.npy")
+    runner.run(plan(folder, **small, finite=True), overwrite=True)
+    finite_EN = array(folder, "eval_00_delta_matrix.npy")
+    close = {"rtol": 1e-3, "atol": 1e-3 * np.abs(first_EN).max()}
+    assert np.abs(influence_N[ROWS]).min() > 0
+    np.testing.assert_allclose(finite_EN[:, ROWS], first_EN[:, ROWS], **close)
+    folder = folder / "eval_00_per_sequence"
+    both_EN = array(folder, f"baseline_plus_grad/eta_{eta:g}.npy")
+    np.testing.assert_allclose(both_EN, first_EN[:, ROWS], **close)
+    # The whole step is the baseline and all rollouts.
+    step_E = array(folder, f"full/eta_{eta:g}.npy") - array(folder, f"baseline/eta_{eta:g}.npy")
+    np.testing.assert_allclose(step_E, first_EN.sum(1), rtol=1e-3, atol=close["atol"])
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    for name in ("delta_matrix.npy", f"per_sequence/grad/eta_{eta:g}.npy"):
+        told = manifest["arrays"][f"eval_00_{name}"]["description"]
+        assert "each entry's slope in eta is the first-order contribution" in told
+
+
+def test_a_clip_is_that_of_every_measured_change(tmp_path):
+    """One step, one number; a confirmation, which never clips, says so."""
+    settings = {
+        **SETTINGS,
+        "importance": {"clip_c": 0.01},
+        "rollouts": {"save": str(tmp_path / "rollouts")},
+    }
+    small = {"evaluation_requests": [BatchRequest()], "measured_rollouts": [0], "etas": [0.003]}
+    runner = EntropyInfluenceRunner(settings, quiet=True)
+    summary = runner.run(plan(tmp_path / "run", **small, what_if=["drop_rollouts=1"]))
+    (found,) = summary["evaluations"]
+    lr = summary["lr"]
+    stage = next((tmp_path / "run" / "stages").glob("eval_00_measured.*"))
+    store = StageStore(stage.parent)
+    _, key, _ = stage.name.split(".")
+    kept = store.get("eval_00_measured", key)
+    assert kept is not None
+    step = kept.facts[f"full|{lr!r}"]
+    assert step["clip_fraction"] > 0  # teeth
+    ledger = found["ledger"]["entropy"]["measured"]
+    assert ledger == {name: step[name] for name in ledger}
+    assert ledger["noise_floor"] is not None
+    assert any("clipped" in why for why in ledger["why_not"])
+    assert any("clipped" in why for why in found["ledger"]["reward"]["measured"]["why_not"])
+    assert any("clipped" in why for why in found["leave_one_out"][0]["measured"]["why_not"])
+    assert summary["clip_c"] == 0.01
+    assert found["what_if"][0]["confirmation"]["clip_c"] is None
+
+
+def test_a_question_without_an_answer_costs_no_study(study, tmp_path, monkeypatch):
+    import shutil
+
+    from entropy_experiments.influence import whatif
+
+    folder, summary, _ = study
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    settings = {**SETTINGS, "rollouts": {"save": str(copy / "rollouts")}}
+    runner = EntropyInfluenceRunner(settings, quiet=True)
+    predict = whatif.repredict
+
+    def repredict(found, text):
+        if text == "lr=0.002":
+            raise ValueError("no such table")
+        return predict(found, text)
+
+    def confirm(*_, **__):
+        raise ValueError("no such step")
+
+    monkeypatch.setattr(whatif, "repredict", repredict)
+    monkeypatch.setattr(whatif, "confirm", confirm)
+    wrong = -summary["ledger"]["predicted"]["value"]
+    texts = ["lr=0.002", "lr=0.001", "lr=0.004", "drop=negative"]
+    before = {p.name for p in (copy / "stages").iterdir()}
+    summary_now = runner.run(plan(copy, what_if=texts, entropy_budget=wrong))
+    found = summary_now["evaluations"][0]
+    assert found["entropy_budget"]["budget"] == wrong
+    assert "budget the other sign" in found["entropy_budget"]["error"]
+    assert [one["name"] for one in found["what_if"]] == texts
+    assert found["what_if"][0] == {"name": "lr=0.002", "error": "no such table"}
+    assert found["what_if"][2]["prediction"]["lr"] == 0.004
+    assert found["what_if"][2]["confirmation"] == {"error": "no such step"}
+    # Asked for in another order: a confirmation is found by its question.
+    assert [found["what_if"][i] for i in (3, 1)] == summary["evaluations"][0]["what_if"]
+    assert {p.name for p in (copy / "stages").iterdir()} == before
+    monkeypatch.undo()
+    refused = {
+        r"leave_one_out has \[8\]; .* rollouts 0 to 7": {"leave_one_out": [8]},
+        r"measured_rollouts has \[99\]; .* 0 to 7": {"measured_rollouts": [99]},
+        r"'drop_rollouts=9' names 9; .* 0 to 7": {"what_if": ["drop_rollouts=9"]},
+        r"names 1.999; .* of rollout 1 its response tokens 0 to": {
+            "what_if": ["drop_tokens=1.999"]
+        },
+    }
+    empty = tmp_path / "empty"
+    settings = {**SETTINGS, "rollouts": {"save": str(copy / "rollouts")}}
+    for match, changes in refused.items():
+        with pytest.raises(ValueError, match=match):
+            EntropyInfluenceRunner(settings, quiet=True).run(plan(empty, **changes), overwrite=True)
+        assert not (empty / "stages").exists(), "something was computed before"
+
+
+def test_keys_know_what_their_stages_read(study, tmp_path):
+    from entropy_experiments.study.evaluation import evaluations_of
+
+    _, _, inputs = study
+
+    def names(advantage=None, **changes):
+        """Keys of one batch's stages, none of which is computed."""
+        asked = inputs.probe.config.replaced(changes, where="test") if changes else None
+        study = Study(inputs, StageStore(tmp_path))
+        study.asked = (asked or inputs.probe.config).influence
+        (found, _) = evaluations_of(study)
+        facts = found.probe.facts
+        rule = {"advantage": advantage or facts["advantage"]}
+        found.probe = replace(found.probe, facts=replace(facts, values={**facts.values, **rule}))
+        keys = {}
+
+        def remember(name, key, *_):
+            keys[name] = json.dumps(key)
+            raise KeyError(name)
+
+        found.stage = remember
+        for stage in (
+            *("matrix", "tokens", "whole", "_entropy_ledger", "_reward_ledger"),
+            *(lambda: found.left_out(1), lambda: found.confirmed("drop=negative")),
+        ):
+            with pytest.raises(KeyError):
+                stage() if callable(stage) else getattr(found, stage)
+        return keys
+
+    before = names()
+    assert set(before) == {
+        *("matrix", "tokens", "measured", "ledger", "reward", "without_001", "confirm"),
+    }
+    for change in ({"influence.folds": 3}, {"influence.block_mb": 7}):
+        after = names(**change)
+        assert [name for name in before if before[name] == after[name]] == ["measured"]
+    after = names(**{"influence.etas": [0.5]})
+    assert {n for n in before if before[n] != after[n]} == {"measured", "ledger"}
+    assert inputs.probe.facts["advantage"] != "batch"
+    after = names(advantage="batch")
+    assert [name for name in before if before[name] != after[name]] == ["without_001"]

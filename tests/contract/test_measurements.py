@@ -156,6 +156,16 @@ def test_the_plan_is_checked():
     assert (plan.repeats, plan.eta_list, plan.compute_linquad) == (3, (0.1,), True)
 
 
+def test_repeats_of_loaded_rollouts_are_refused(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("entropy_experiments.entropy_experiment_runner.opened", refuse)
+    config = settings(tmp_path, rollouts={"load": str(tmp_path)}, experiment={"repeats": 2})
+    with pytest.raises(ValueError, match=r"experiment.repeats is 2 with rollouts.load .*same roll"):
+        EntropyMeasurements(config, quiet=True).run_experiments()
+
+
 def test_a_curvature_that_is_not_defined_is_refused(tmp_path):
     config = settings(tmp_path, approx_delta_h={"method": "reverse"})
     with pytest.raises(ValueError, match=r"compute_linquad is true with .*'reverse'.*method: jvp"):

@@ -25,10 +25,12 @@ from entropy_experiments import (
 from entropy_experiments.estimate.reward import reward_slope, reward_slope_by_prompt
 from entropy_experiments.influence import ledger as ledger_module
 from entropy_experiments.influence import lines as lines_module
+from entropy_experiments.influence.eventual import momentum_of
 from entropy_experiments.influence.ledger import LINES, entropy_ledger, reward_ledger
 from entropy_experiments.influence.lines import line_coefficients, line_directions
 from entropy_experiments.influence.matrix import influence_matrix
 from entropy_experiments.numerics.derivatives import norm
+from entropy_experiments.types import AdamGroup, OptimizerState, SGDGroup
 from entropy_experiments.types.direction import sum_of
 from exact.test_reward import exact_reward, rewards_of, taylor
 from oracles.cases import KINDS
@@ -292,6 +294,70 @@ def test_eventual(one):
         assert_exact(found.eventual[name].stderr, factor * line.stderr)
 
 
+def test_coupled_decay_lives_on_in_the_momentum(one):
+    """Adam adds its decay to the gradient; both ledgers."""
+    for found in (one.ledger(coupled_decay=True), one.rewards(coupled_decay=True)):
+        for name in ("decay", "positive"):
+            assert found.lines[name].value != 0
+            assert_exact(found.eventual[name].value, 10 * found.lines[name].value)
+        assert found.eventual["momentum"].value == 0
+
+
+def test_eventual_shares_are_what_adam_does_in_the_end():
+    """P held by a huge eps: torch's own steps after one gradient, or one decay, summed."""
+    gradient, theta, eps, lr = 0.3, 2.0, 1e4, 1e-3
+
+    def moved(kind, steps, first, **options):
+        """Displacement when the first step sees `first` and later steps no gradient."""
+        p = torch.tensor([theta], dtype=torch.float64, requires_grad=True)
+        optimizer = kind([p], lr=lr, betas=(B1, 0.99), eps=eps, **options)
+        optimizer.state[p] = {
+            "step": torch.tensor(1e6),  # bias corrections are 1
+            "exp_avg": torch.zeros(1, dtype=torch.float64),
+            "exp_avg_sq": torch.zeros(1, dtype=torch.float64),
+        }
+        for i in range(steps):
+            p.grad = torch.tensor([first if i == 0 else 0.0], dtype=torch.float64)
+            for group in optimizer.param_groups:
+                group["weight_decay"] = options.get("weight_decay", 0.0) if i == 0 else 0.0
+            optimizer.step()
+        return (float(p.detach()) - theta) * eps
+
+    adam, adamw = torch.optim.Adam, torch.optim.AdamW
+    cases = [(adam, gradient, {}), (adam, 0.0, {"weight_decay": 0.1})]
+    for kind, first, options in cases:
+        once, in_the_end = (moved(kind, n, first, **options) for n in (1, 400))
+        assert in_the_end / once == pytest.approx(10, rel=1e-3)
+    once, in_the_end = (moved(adamw, n, 0.0, weight_decay=0.1) for n in (1, 400))
+    assert in_the_end / once == pytest.approx(1)
+
+
+def groups(*options):
+    made = [
+        AdamGroup(**{"names": (str(i),), "lr": LR, "eps": 1e-8, "weight_decay": 0.1, **given})
+        for i, given in enumerate(options)
+    ]
+    return OptimizerState(groups=tuple(made), state={})
+
+
+def test_what_eventual_needs_is_read_from_the_optimizer():
+    plain, coupled = {"betas": (0.9, 0.99)}, {"betas": (0.9, 0.99), "decoupled": False}
+    assert momentum_of(groups(plain, plain)) == (0.9, False)
+    assert momentum_of(groups(coupled)) == (0.9, True)
+    assert momentum_of(groups(coupled, {**plain, "weight_decay": 0.0})) == (0.9, True)
+    assert momentum_of(groups({**coupled, "weight_decay": 0.0}, plain)) == (0.9, False)
+    nobody = {"betas": (0.5, 0.9), "names": ()}
+    assert momentum_of(groups(nobody, plain)) == (0.9, False)
+    with pytest.raises(ValueError, match=r"groups have b1 \[0\.8, 0\.9\]; expected one for all"):
+        momentum_of(groups(plain, {"betas": (0.8, 0.99)}))
+    with pytest.raises(ValueError, match="coupled in some groups and decoupled in others"):
+        momentum_of(groups(plain, coupled))
+    sgd = OptimizerState(groups=(SGDGroup(names=("a",), lr=LR),), state={})
+    for none in (sgd, groups(nobody)):
+        with pytest.raises(ValueError, match=r"has 0 groups of Adam .*expected one or more"):
+            momentum_of(none)
+
+
 def test_what_is_at_hand_is_used(monkeypatch, one):
     """Lines, curvature and measurement found before give the same ledger without a pass."""
     before = one.ledger()
@@ -443,12 +509,32 @@ def test_options_out_of_range_are_refused(one):
 
 def test_rewards_of_the_update_are_refused(one):
     rest = (one.evaluation, *one.given)
-    with pytest.raises(ValueError, match="update batch's own tensor"):
-        reward_ledger(one.policy, rest[0], one.batch.reward_N, *rest[1:], momentum_decay=B1)
+    count = len(one.evaluation)
+    assert count >= 16
+    others = one.evaluation.take(torch.arange(count).flip(0))
+    copied_N = one.batch.reward_N.clone()  # values, not memory
+    with pytest.raises(ValueError, match=r"values of reward_N are the update batch's rewards"):
+        reward_ledger(one.policy, others, copied_N, *rest[1:], momentum_decay=B1)
     with pytest.raises(ValueError, match="have no rewards"):
         reward_ledger(one.policy, rest[0], None, *rest[1:], momentum_decay=B1)
     with pytest.raises(ValueError, match=r"expected .*one reward"):
         reward_ledger(one.policy, rest[0], one.reward_N[:3], *rest[1:], momentum_decay=B1)
+
+
+def test_rewards_that_may_equal_the_update_s(one):
+    """E that is U has U's rewards by right; a few rewards, or equal ones, coincide by chance."""
+    found = reward_ledger(
+        one.policy, one.evaluation, one.batch.reward_N, *one.given, momentum_decay=B1, **FIXED
+    )
+    assert any("rises by construction" in note for note in found.notes)
+    flat_N = torch.ones(len(one.evaluation), dtype=torch.float64)
+    flipped = one.evaluation.take(torch.arange(len(flat_N)).flip(0))
+    flat = replace(one.batch, reward_N=flat_N)
+    ledger_module._refuse_rewards_of(flat, flat_N.clone(), flipped)
+    few = one.batch.take(torch.arange(15), slice(None))
+    ledger_module._refuse_rewards_of(few, few.reward_N.clone(), flipped)
+    unscored = replace(one.batch, reward_N=None)
+    ledger_module._refuse_rewards_of(unscored, flat_N, flipped)
 
 
 def test_notes_on_rewards(one):

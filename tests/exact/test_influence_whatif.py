@@ -16,11 +16,27 @@ import torch
 
 from entropy_experiments import Objective, UpdateBatch
 from entropy_experiments.estimate.first_order import slope_estimand
+from entropy_experiments.estimate.gradient import entropy_coefficients
+from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.influence.counterfactual import Recorded
+from entropy_experiments.influence.folds import prompt_folds
 from entropy_experiments.influence.interventions import applied
+from entropy_experiments.influence.token_rows import token_rows
 from entropy_experiments.influence.tokens import token_influence
-from entropy_experiments.influence.whatif import confirm, entropy_budget, parse, repredict
-from entropy_experiments.types import AdamGroup, OptimizerState, Rollouts
+from entropy_experiments.influence.whatif import (
+    Confirmation,
+    Prediction,
+    TokenTable,
+    confirm,
+    entropy_budget,
+    facts,
+    fold_columns,
+    parse,
+    repredict,
+)
+from entropy_experiments.study.facts import budget_facts, confirmation_facts
+from entropy_experiments.types import AdamGroup, Estimand, Estimate, OptimizerState, Rollouts
+from entropy_experiments.types.estimate import Influence
 from entropy_experiments.update.adamw import compute_update_vector_adamw
 from oracles.cases import KINDS
 from oracles.enumeration import all_rollouts, exact_change, exact_slope, exact_taylor, plain_scores
@@ -335,10 +351,73 @@ def test_standard_error_of_the_change_is_that_of_its_folds():
     prediction = repredict(found, "drop=negative")
     keep_NS = found.batch.advantage_NS >= 0
     new_K, old_K = (found.fold_KNS * keep_NS).sum((1, 2)), found.fold_KNS.sum((1, 2))
-    for got, fold_K in ((prediction.stderr, new_K), (prediction.change_stderr, new_K - old_K)):
-        share_K = found.share_K
-        expected = (((fold_K - share_K * fold_K.sum()) ** 2 / share_K).sum() / (2 - 1)).sqrt()
-        assert_exact(got, float(expected))
+    baseline_K = plain_folds(world(), "momentum", "decay")
+    assert_exact(prediction.stderr, spread_of(new_K + baseline_K, found))
+    assert_exact(prediction.change_stderr, spread_of(new_K - old_K, found))
+    # Without the baseline it is another number.
+    assert abs(spread_of(new_K, found) / prediction.stderr - 1) > 1e-3
+
+
+def spread_of(fold_K, found):
+    share_K = found.share_K
+    return float((((fold_K - share_K * fold_K.sum()) ** 2 / share_K).sum() / (2 - 1)).sqrt())
+
+
+def plain_folds(made, *parts):
+    """[K]: lr g_H^(k) . parts, g_H^(k) by plain autograd of the fold's share of H."""
+    policy, _, direction, found = made
+    evaluation = all_rollouts(policy)
+    base = score_all(policy, policy.params, evaluation, microbatch=256)
+    worth = entropy_coefficients(base, evaluation, found.estimand)
+    fold_N = prompt_folds(evaluation, found.folds)
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in policy.params.items()}
+    scores = plain_scores(policy, leaves, evaluation)
+    out = []
+    for k in range(found.folds):
+        inside_NS = evaluation.response_NS & (fold_N == k)[:, None]
+        value = sum(
+            (w_NS[inside_NS] * x_NS[inside_NS]).sum()
+            for w_NS, x_NS in zip(worth, scores, strict=True)
+        )
+        grads = torch.autograd.grad(value, tuple(leaves.values()), retain_graph=True)
+        g = dict(zip(leaves, grads, strict=True))
+        out.append(LR * sum(float((g[n] * direction.parts[p][n]).sum()) for n in g for p in parts))
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def test_standard_error_of_another_learning_rate_is_of_the_whole_step():
+    """Momentum and decay grow with the learning rate, and so does their error."""
+    made = world()
+    found = made[3]
+    whole_K = plain_folds(made, "momentum", "decay", "gradient")
+    assert_exact(float(whole_K.sum()), found.total)
+    prediction = repredict(found, "lr=0.05")
+    assert_exact(prediction.stderr, 0.05 / LR * spread_of(whole_K, found))
+    assert_exact(prediction.change_stderr, (0.05 / LR - 1) * spread_of(whole_K, found))
+    gradient_K = plain_folds(made, "gradient")
+    assert_exact(float(gradient_K.sum()), found.gradient)
+    alone = (0.05 / LR - 1) * spread_of(gradient_K, found)
+    assert abs(alone / prediction.change_stderr - 1) > 1e-3
+    # A table saved before baselines were kept by fold cannot tell.
+    kept = facts(found)
+    rows = {**token_rows(found), **fold_columns(found)}
+    del kept["baseline_K"]
+    old = TokenTable.from_rows(rows, kept)
+    assert repredict(old, "lr=0.05").change_stderr is None
+    assert repredict(old, "drop=negative").stderr is None
+    assert_exact(
+        repredict(old, "drop=negative").change_stderr,
+        repredict(found, "drop=negative").change_stderr,
+    )
+
+
+def test_a_prediction_says_its_error_and_what_is_frozen():
+    found = world()[3]
+    prediction = repredict(found, "drop=negative")
+    told = str(prediction)
+    assert f"a difference of {prediction.change:+.3g} +- {prediction.change_stderr:.0e}" in told
+    assert "advantages, normalisers, P and clip factor as they were" in told
+    assert "+-" not in str(replace(prediction, change_stderr=None))
 
 
 def test_sequence_ratio():
@@ -438,6 +517,125 @@ def test_a_step_that_the_clip_undoes_is_explained():
     assert plain.verdict.startswith("confirmed: the frozen prediction is inside the measured")
 
 
+SAMPLE_C = torch.tensor([1.0, -2.0, 0.5, 1.5, -1.0, 2.0, -1.5, -0.5], dtype=torch.float64)
+OTHER_C = torch.tensor([1.0, 1.0, -2.0, 0.5, -0.5, 1.5, -1.0, -0.5], dtype=torch.float64)
+
+
+def seen(value, common=0.0, own=0.0):
+    """An estimate from eight prompts: an error that all have, and one of its own."""
+    noise_C = (common * SAMPLE_C + own * OTHER_C) / 8
+    prompt_C = torch.arange(8)
+    influence = Influence(
+        value_C=noise_C, prompt_C=prompt_C, stratum_C=torch.zeros(8).long(), sample="e"
+    )
+    return Estimate.build(value=value, estimand=Estimand(), influences=[influence])
+
+
+def answer(
+    *, predicted, recorded=0.0, gap=0.0, bend=None, rest=0.0, common=0.02, own=0.0, was=None
+) -> Confirmation:
+    """measured = predicted + gap + bend + rest; all share the sample's error."""
+    nothing = torch.zeros(1, 1)
+    prediction = Prediction(
+        name="x",
+        gradient=predicted,
+        baseline={},
+        recorded=recorded,
+        stderr=None,
+        change_stderr=None,
+        lr=LR,
+        curvature=None,
+        tokens=1,
+        notes=(),
+        value_NS=nothing,
+    )
+    return Confirmation(
+        prediction=prediction,
+        frozen=seen(predicted, common),
+        recomputed=seen(predicted + gap, common),
+        curvature=None if bend is None else seen(bend),
+        measured=seen(predicted + gap + (bend or 0.0) + rest, common, own),
+        measured_recorded=seen(recorded, common) if was is None else was,
+        clip_factors=(1.0, 1.0),
+    )
+
+
+def test_a_step_that_bends_is_not_confirmed_by_a_wide_interval():
+    """lr = 0.012 of the shipped run, 48 prompts: two large terms cancel by chance."""
+    got = answer(predicted=-0.0137, bend=-0.011, rest=0.010, own=0.02)
+    assert got.agrees is True
+    assert got.beyond_linear
+    assert got.confirmed is False
+    assert not got.verdict.startswith("confirmed")
+    assert "inside the measured interval" in got.verdict
+    assert "beyond the linear range" in got.verdict
+    # Curvature alone is enough, and so is the rest; half of the slope's share is the limit.
+    assert answer(predicted=-0.01, bend=-0.0051).beyond_linear
+    assert answer(predicted=-0.01, bend=0.0, rest=0.0051, own=0.02).beyond_linear
+    fine = answer(predicted=-0.01, bend=-0.0049)
+    assert not fine.beyond_linear
+    assert fine.confirmed is True
+    # The slope is that of the step as made, not the frozen one.
+    assert answer(predicted=-0.01, gap=0.009, bend=-0.001).beyond_linear
+
+
+def test_the_rest_is_judged_by_its_own_paired_interval():
+    """The sample's error is in every term; what is left without it decides."""
+    got = answer(predicted=-0.01, bend=-0.001, rest=0.002)
+    assert got.agrees is True
+    assert got.accounted is False
+    assert got.confirmed is False
+    assert "inside the measured interval, but NOT explained" in got.verdict
+    assert "smaller learning rate" in got.verdict
+    assert answer(predicted=-0.01, bend=-0.001, rest=0.002, own=0.01).accounted is True
+    # The error of the curvature is no excuse: it is in the difference, not in the rest.
+    bent = answer(predicted=-0.01, bend=-0.001, rest=0.002)
+    wide = replace(bent, curvature=seen(-0.001, own=0.05), measured=seen(-0.009, 0.02, 0.05))
+    assert wide.difference.covers(sum(part.value for part in wide.explained.values()))
+    assert wide.accounted is False
+    # A rest of 0.007 % is nothing, however sharp its interval.
+    tiny = answer(predicted=-0.01, bend=-0.001, rest=0.0000008)
+    assert not tiny.rest.covers(0.0)
+    assert tiny.accounted is True
+    assert tiny.confirmed is True
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "half", "effect", "agrees"),
+    [
+        (0.004, 0.0041, 0.001, "as predicted", True),
+        (0.004, 0.001, 0.001, "not as predicted", False),
+        (0.004, -0.003, 0.004, "not as predicted", False),
+        (0.001, 0.0005, 0.004, "too noisy to tell", None),
+        (-0.001, 0.0005, 0.004, "too noisy to tell", None),
+        (0.0, 0.00001, 0.0001, "as predicted", True),  # nothing predicted, nothing seen
+        (0.0, 0.001, 0.004, "too noisy to tell", None),
+    ],
+)
+def test_the_effect_has_three_answers(predicted, measured, half, effect, agrees):
+    unit = seen(0.0, own=1.0)
+    own = half / unit.interval[1]
+    recorded = -0.02
+    got = answer(predicted=recorded + predicted, recorded=recorded, rest=measured - predicted)
+    was = seen(recorded, common=0.02, own=own)
+    got = replace(got, measured_recorded=was)
+    assert_close(got.change.value, measured, 1e-9)
+    assert_close((got.change.interval[1] - got.change.interval[0]) / 2, half, 1e-9)
+    assert got.effect == effect
+    assert got.effect_agrees is agrees
+    assert effect in str(got)
+
+
+def test_another_effect_than_predicted_says_what_is_behind_it():
+    adam = answer(predicted=-0.01, recorded=-0.02, gap=-0.008, bend=-0.0001)
+    assert adam.effect_in_words == "not as predicted (Adam divides by the new gradient's size)"
+    bent = answer(predicted=-0.04, recorded=-0.02, bend=-0.008)  # an lr: what-if has no gap
+    assert bent.effect_in_words == "not as predicted (the steps bend)"
+    assert answer(predicted=-0.01, recorded=-0.02).effect_in_words == "as predicted"
+    assert confirmation_facts(adam)["effect"] == adam.effect_in_words
+    assert confirmation_facts(adam)["beyond_linear"] is False
+
+
 def test_entropy_budget_is_spent():
     policy, _, direction, _ = world()
     _, slope, bend = exact_taylor(policy, policy.params, direction.total)
@@ -476,3 +674,23 @@ def test_a_budget_beyond_the_turn():
     assert entropy_budget(-2.0, 4.0, -0.1).notes == ()
     assert "outside" in entropy_budget(-2.0, 4.0, -0.3).notes[0]
     assert "none with curvature" in str(found)
+
+
+def test_a_budget_without_curvature_is_linear_and_says_so():
+    """top_p < 1 has none: no number may pretend to have it."""
+    found = entropy_budget(-2.0, None, -0.1)
+    assert found.linear == 0.05
+    assert found.curved is None
+    assert found.linear_range is None
+    assert "no curvature is known" in found.notes[0]
+    assert "with curvature" not in str(found)
+    with pytest.raises(ValueError, match="no curvature is known"):
+        _ = found.learning_rate
+    ledger = {"predicted": {"value": -0.02}, "curvature": None}
+    said = budget_facts(ledger, 0.01, -0.1)
+    assert said["linear"] == 0.05
+    assert said["curved"] is None
+    assert said["curvature_known"] is False
+    assert "no curvature is known" in said["notes"][0]
+    bent = budget_facts({**ledger, "curvature": {"value": 0.0002}}, 0.01, -0.1)
+    assert bent["curved"] == entropy_budget(-2.0, 4.0, -0.1).curved

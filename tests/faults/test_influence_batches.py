@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from entropy_experiments.cli import app
 from entropy_experiments.config import ConfigError, parse_config
+from entropy_experiments.entropy_influence import EntropyInfluenceRunner, what_if_from
+from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.probe_sampling import opened, prompts_of
 from entropy_experiments.rollouts.store import load_update_batch, save_rollouts, save_update_batch
 from entropy_experiments.study.batches import check_requests, gather_study
@@ -185,13 +190,170 @@ def test_a_workspace_is_saved_and_loaded(probed, tmp_path):
     found = gathered(probed, tmp_path, workspace={"load_path": str(folder)})
     assert found.probe.update.rollouts.fingerprint == saved.probe.update.rollouts.fingerprint
     assert any("reused from" in note for note in found.probe.notes)
+    assert not found.probe.real
     batch, meta = load_update_batch(folder)
-    save_update_batch(folder, batch, meta={**meta, "model": "0" * 64})
-    with pytest.raises(ValueError, match=r"load_path: .* was saved for other weights"):
-        gathered(probed, tmp_path, workspace={"load_path": str(folder)})
+    identity = {"identity": {"model": "0" * 64}}  # as the probe's own rollouts.save has it
+    for other in ({**meta, "model": "0" * 64}, identity):
+        save_update_batch(folder, batch, meta=other)
+        with pytest.raises(ValueError, match=r"load_path: .* was saved for other weights"):
+            gathered(probed, tmp_path, workspace={"load_path": str(folder)})
+        named = {"kind": "from_file", "params": {"path": str(folder)}}
+        with pytest.raises(ValueError, match=r"params.path: .* was saved for other weights"):
+            gathered(probed, tmp_path, workspace=named)
     missing = {"load_path": str(tmp_path / "nowhere")}
     with pytest.raises(FileNotFoundError, match=r"No manifest.json in .*nowhere"):
         gathered(probed, tmp_path, workspace=missing)
+
+
+def test_a_saved_workspace_is_never_another_batch(probed, tmp_path):
+    folder = tmp_path / "workspace"
+    asked = {"save_path": str(folder)}
+    gathered(probed, tmp_path, workspace=asked)
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    others = (
+        {"probe_rework": {"master_seed": 1}},
+        {"batch_config": {"B_E": 4, "B_U": 3, "G": 4}},
+        {"batch_config": {"B_E": 4, "B_U": 2, "G": 5}},
+        {"generation": {"max_new_tokens": 7}},
+    )
+    for i, sections in enumerate(others):
+        with pytest.raises(ValueError, match=r"save_path: .*holds another update batch"):
+            gathered(probed, tmp_path / str(i), workspace=asked, **sections)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    dump, saved = tmp_path / "dump.jsonl", tmp_path / "from_dump"
+    named = {"kind": "from_file", "params": {"path": str(dump)}, "save_path": str(saved)}
+
+    def dumped(*rewards):
+        rows = [
+            {"prompt": PROMPT, "completion": f"2 * {i} = 6", "reward": reward}
+            for i, reward in enumerate(rewards)
+        ]
+        dump.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return gathered(probed, tmp_path, workspace=named)
+
+    dumped(1.0, 0.0)
+    dumped(1.0, 0.0)
+    with pytest.raises(ValueError, match=r"save_path: .*holds another update batch"):
+        dumped(0.0, 1.0)  # the same rollouts
+
+
+def test_a_recorded_batch_is_known_at_every_door(probed, tmp_path):
+    recorded = probed.checkpoint.recorded
+    batch, meta = load_update_batch(recorded)
+    doors = (
+        lambda path: {"load_path": str(path)},
+        lambda path: {"kind": "from_file", "params": {"path": str(path)}},
+    )
+    foreign = tmp_path / "foreign"
+    save_update_batch(foreign, batch, meta={**meta, "weights": "1" * 64})
+    for door in doors:
+        probe = gathered(probed, tmp_path, workspace=door(recorded)).probe
+        assert (probe.real, probe.bound) == (True, True)
+        with pytest.raises(ValueError, match=r"foreign.*recorded at weights 111111111111"):
+            gathered(probed, tmp_path, workspace=door(foreign))
+    saved = tmp_path / "saved"
+    gathered(probed, tmp_path, workspace={"save_path": str(saved), "params": {"batch": "recorded"}})
+    for door in doors:  # saved by a study, it is still training's own
+        probe = gathered(probed, tmp_path, workspace=door(saved)).probe
+        assert (probe.real, probe.bound) == (True, True)
+
+
+def small_study(tmp_path, name, requests=None, **asked):
+    folder = tmp_path / name
+    config = settings(tmp_path, requests or [{"kind": "evaluation", "params": {"group": 1}}])
+    small = {"run_directory": str(folder), "measured_rollouts": [0], "reward": False, **asked}
+    changes = {f"influence.{key}": value for key, value in small.items()}
+    changes["generation.max_new_tokens"] = None  # long enough to be right sometimes
+    summary = EntropyInfluenceRunner(config.replaced(changes), quiet=True).run()
+    assert summary["update"]["norms"]["gradient"] > 0
+    return folder, summary
+
+
+def test_a_what_if_with_a_kl_term_scores_the_reference(probed, tmp_path):
+    """The embedded default was trained without one."""
+    assert probed.facts["beta"] == 0
+    folder, _ = small_study(tmp_path, "without", what_if=["beta=0"])
+    with pytest.raises(ValueError, match=r"Run the study with --what-if beta=0.04 once"):
+        what_if_from(folder, ["beta=0.04"])
+    folder, summary = small_study(tmp_path, "with", what_if=["lr=0.001; beta=0.04"])
+    (asked,) = summary["evaluations"][0]["what_if"]
+    assert "error" not in asked
+    found = what_if_from(folder, ["beta=0.04", "beta=0.08", "lr=0.001; beta=0.04"])
+    once, twice, again = (p["prediction"]["change"] for p in found["evaluations"][0]["what_if"])
+    assert once != 0
+    assert twice == pytest.approx(2 * once, rel=1e-6)
+    assert again == pytest.approx(asked["prediction"]["change"], rel=1e-9)
+    config = settings(tmp_path).replaced({"influence.what_if": ["beta=0.04"]})
+    update = gather_study(config, probed).probe.update
+    with probed.checkpoint.model.disable_adapter():
+        base = score_all(probed.policy, probed.policy.params, update.rollouts, microbatch=8)
+    assert torch.allclose(update.ref_logprob_NS, base.logprob_NS, atol=1e-5)
+    full = replace(probed, checkpoint=replace(probed.checkpoint, kind="full"))
+    with pytest.raises(ValueError, match=r"what_if has 'beta=0.04' .* leave that what-if out"):
+        gather_study(config, full)
+
+
+def test_folds_are_at_most_the_prompts(probed, tmp_path):
+    one = {"kind": "evaluation", "params": {"prompts": 1, "group": 3}}
+    config = settings(tmp_path, [one, {"kind": "evaluation"}]).replaced({"influence.folds": 3})
+    first, second = gather_study(config, probed).evaluations
+    assert (first.folds, second.folds) == (1, 3)
+    assert "no token is ranked" in first.notes[-1]
+    assert second.notes == ()
+    config = config.replaced({"influence.folds": 9})
+    _, second = gather_study(config, probed).evaluations
+    assert second.folds == 4
+    assert second.notes == ("4 evaluation prompts: influence.folds is 4 here instead of 9",)
+
+
+def test_one_evaluation_prompt_is_a_study(tmp_path):
+    one = {"kind": "evaluation", "params": {"prompts": 1, "group": 3}}
+    _, summary = small_study(tmp_path, "one", [one])
+    (evaluation,) = summary["evaluations"]
+    assert any(group["value"] for group in evaluation["groups"]["rollout"].values())
+    assert evaluation["ranked"]["destroying"] == evaluation["ranked"]["creating"] == []
+    assert "no token is ranked" in evaluation["notes"][-1]
+
+
+def test_damaged_files_of_a_study_are_named(tmp_path):
+    folder, _ = small_study(tmp_path, "run")
+    for name in ("eval_00_tokens.parquet", "summary.json"):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) // 2])
+        with pytest.raises(ValueError, match=rf"{name} is damaged or was changed.*again"):
+            what_if_from(folder, ["drop=negative"])
+        (folder / name).write_bytes(data)
+    assert what_if_from(folder, ["drop=negative"])["evaluations"]
+    (folder / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"No manifest.json in .* not finished"):
+        what_if_from(folder, ["drop=negative"])
+
+
+def test_a_workspace_is_saved_by_a_finished_study_too(tmp_path):
+    small_study(tmp_path, "run")
+    saved = tmp_path / "workspace"
+    small_study(tmp_path, "run", workspace={"save_path": str(saved)})
+    batch, _ = load_update_batch(saved)
+    assert len(batch.rollouts) == 8
+
+
+def test_step_sizes_that_would_share_a_file():
+    asked = {"etas": [0.001], "per_sequence_etas": [0.002, 0.00100000001]}
+    with pytest.raises(
+        ValueError, match=r"etas with per_sequence_etas is \[0.001, 0.002, 0.0010+1"
+    ):
+        EntropyInfluenceRunner({"influence": asked}, quiet=True).run()
+    lr = opened(parse_config(SMALL), None).optimizer.lr
+    asked = {"per_sequence_etas": [lr * (1 + 1e-9)]}  # the reference eta is the learning rate
+    with pytest.raises(ValueError, match=r"etas with per_sequence_etas is"):
+        EntropyInfluenceRunner({"influence": asked}, quiet=True).run()
+
+
+def test_confirm_needs_a_what_if():
+    result = CliRunner().invoke(app, ["influence", "--confirm"])
+    assert result.exit_code == 2
+    assert "--confirm has nothing to confirm" in result.stderr
+    assert "Add --what-if" in result.stderr
 
 
 WRONG = {
@@ -212,9 +374,9 @@ WRONG = {
         {"kind": "prompt_ids", "params": {"ids": [3, 3]}},
         r"params: ids: one is given twice; group says how many",
     ),
-    "one prompt": (
-        {"kind": "evaluation", "params": {"prompts": 1}},
-        r"params: prompts: got 1, expected 2 or more",
+    "no prompt": (
+        {"kind": "evaluation", "params": {"prompts": 0}},
+        r"params: prompts: got 0, expected 1 or more",
     ),
     "no answer for a prompt": (
         {"kind": "custom_prompts", "params": {"prompts": ["a", "b"], "answers": ["c"]}},

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from entropy_experiments.cli import report as report_verb
 from entropy_experiments.report.influence_tables import in_context, influence_report, printable
-from naive.test_linearity import write_run
+from naive.test_linearity import with_manifest, write_run
 
 
 def estimate(value, stderr=None, interval=None, why_not=()):
@@ -312,16 +312,74 @@ def test_what_if_that_was_not_confirmed_says_why(summary, accounted, words):
 
 
 @pytest.mark.parametrize(
-    ("agrees", "words"), [(True, ", as predicted"), (False, "not as predicted")]
+    ("beyond", "accounted", "words"),
+    [
+        (True, True, "inside the measured interval, but not confirmed"),
+        (False, False, "inside the measured interval, but NOT explained by"),
+        (True, False, "inside the measured interval, but NOT explained by"),
+    ],
 )
-def test_the_measured_effect_is_told_where_there_is_one(summary, agrees, words):
+def test_inside_a_wide_interval_is_not_enough(summary, beyond, accounted, words):
+    summary["evaluations"][0]["what_if"][0]["confirmation"] |= {
+        "beyond_linear": beyond,
+        "accounted": accounted,
+    }
+    lines = influence_report(summary)
+    assert row(lines, "the prediction is").endswith(words)
+    assert not any("confirmed:" in text for text in lines)
+    assert any("beyond the linear range: curvature or rest" in text for text in lines) == beyond
+
+
+@pytest.mark.parametrize(
+    "effect",
+    [
+        "as predicted",
+        "not as predicted (Adam divides by the new gradient's size)",
+        "too noisy to tell",
+        None,
+    ],
+)
+def test_the_measured_effect_is_told_where_there_is_one(summary, effect):
+    summary["evaluations"][0]["what_if"][0]["confirmation"] |= {
+        "change": estimate(0.0017, 2e-4, [0.0013, 0.0021]),
+        "effect_agrees": None,
+        "effect": effect,
+    }
+    told = row(influence_report(summary), "against the step as it was")
+    assert "+0.0017 nats (95% +0.0013 to +0.0021)" in told
+    assert told.endswith(f", {effect or 'no interval, so nothing can be said'}")
+
+
+@pytest.mark.parametrize(("agrees", "words"), [(True, "), as"), (False, "), not as")])
+def test_the_effect_in_a_summary_without_words(summary, agrees, words):
     summary["evaluations"][0]["what_if"][0]["confirmation"] |= {
         "change": estimate(0.0017, 2e-4, [0.0013, 0.0021]),
         "effect_agrees": agrees,
     }
     told = row(influence_report(summary), "against the step as it was")
-    assert "+0.0017 nats (95% +0.0013 to +0.0021)" in told
-    assert words in told
+    assert told.endswith(f"{words} predicted")
+
+
+def test_where_error_bars_come_from_is_said_once(summary):
+    assert not any("E's prompts" in text and "+-" in text for text in influence_report(summary))
+    (evaluation,) = summary["evaluations"]
+    for share_K, words in (
+        ([0.4, 0.6], "+- below is a standard error from 2 halves of E's prompts"),
+        ([0.25] * 4, "+- below is a standard error from 4 parts of E's prompts."),
+        ([1.0], "No +- below: E's prompts are in one fold."),
+    ):
+        evaluation["table"] = {"share_K": share_K}
+        lines = influence_report(summary)
+        (at,) = [i for i, text in enumerate(lines) if text.startswith(words)]
+        assert lines[at + 1].startswith("By correctness")
+    alone = influence_report(summary, sections=("tokens",))
+    assert sum("E's prompts" in text for text in alone) == 1
+
+
+def test_a_budget_without_curvature_claims_none(summary):
+    summary["evaluations"][0]["entropy_budget"] |= {"curvature_known": False}
+    told = row(influence_report(summary), "To change the entropy")
+    assert told.endswith("learning rate 0.002 by the slope alone")
 
 
 def test_what_if_without_an_interval_or_a_confirmation(summary):
@@ -385,7 +443,7 @@ def reported(*arguments):
 
 def test_the_verb_tells_a_finished_study(tmp_path, summary):
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    found = reported(tmp_path)
+    found = reported(with_manifest(tmp_path))
     assert found.exit_code == 0
     assert found.stdout.splitlines() == influence_report(summary)
 
@@ -405,7 +463,7 @@ def test_the_verb_fits_and_draws(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], r"Error: No .*summary.json; expected the folder of a finished influence study"),
+        ([], r"Error: No manifest.json in .*; expected the run directory of a finished study"),
         (["--out", "x.png"], "--rollout and --out are about the drawing: add --samples"),
         (["--linearity"], "no folder eval_XX_per_sequence"),
     ],

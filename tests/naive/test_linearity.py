@@ -9,6 +9,7 @@ import pytest
 
 from entropy_experiments.report.influence_plots import plot_grad_delta_samples
 from entropy_experiments.report.linearity import Deltas, analyze_grad_linearity, fitted
+from entropy_experiments.report.run_files import FORMAT, SCHEMA, described, open_run
 
 ETAS = (0.001, 0.002, 0.004)
 N_E, N_U = 5, 4
@@ -223,13 +224,88 @@ def test_the_summary_names_it_in_two_ways(tmp_path):
     assert fit.first_order == pytest.approx(2)
 
 
+def with_manifest(run, *, arrays=None, **changes):
+    """As a finished study leaves it: every file of the folder with its hash."""
+    files = {
+        path.relative_to(run).as_posix(): described(path.read_bytes())
+        for path in sorted(run.rglob("*"))
+        if path.is_file()
+    }
+    told = {"format": FORMAT, "schema": SCHEMA, "key": "k", "files": files, "arrays": arrays or {}}
+    (run / "manifest.json").write_text(json.dumps(told | changes))
+    return run
+
+
 def test_a_measured_matrix_is_no_prediction(tmp_path):
-    run = write_run(tmp_path)
     told = {"eval_00_delta_matrix.npy": {"description": "measured change at eta 0.001 along"}}
-    (run / "manifest.json").write_text(json.dumps({"arrays": told}))
+    run = with_manifest(write_run(tmp_path), arrays=told)
     fits = by_rollout(analyze_grad_linearity(run, show=None))
     assert fits[1].first_order is None
     assert fits[1].slope == pytest.approx(2)
+
+
+def test_what_the_manifest_does_not_list_is_not_read(tmp_path):
+    """A step size and a batch of an earlier study that was replaced."""
+    run = with_manifest(write_run(tmp_path))
+    for name in ("eval_00_per_sequence/grad", "eval_00_grad_eta"):
+        np.save(run / name / "eta_0.9.npy", np.ones((N_E, N_U)))
+    (run / "eval_01_per_sequence").mkdir()
+    (run / "eval_01_per_sequence" / "rollouts.npy").write_bytes(b"")
+    fits = analyze_grad_linearity(run, flavours=["grad"], show=None)
+    assert {fit.evaluation for fit in fits} == {"eval_00"}
+    assert {fit.etas for fit in fits} == {ETAS}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["summary.json", "eval_00_delta_matrix.npy", "eval_00_grad_eta/eta_0.002.json"],
+)
+def test_a_file_cut_short_is_named(tmp_path, name):
+    run = with_manifest(write_run(tmp_path))
+    path = run / name
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ValueError, match=rf"{name} is damaged or was changed.* command again"):
+        analyze_grad_linearity(run, show=None)
+    (run / "manifest.json").unlink()  # without hashes, the parsers see it
+    with pytest.raises(ValueError, match=rf"{name} is not (JSON|a numpy array) \(.* command again"):
+        analyze_grad_linearity(run, show=None)
+    with_manifest(run)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"No {name} in .*, which the study had"):
+        analyze_grad_linearity(run, show=None)
+
+
+def test_an_unfinished_study_is_not_read(tmp_path):
+    run = write_run(tmp_path)
+    (run / "study.json").write_text("{}")
+    for read in (analyze_grad_linearity, plot_grad_delta_samples, open_run):
+        with pytest.raises(FileNotFoundError, match=r"the study is not finished. Run the same"):
+            read(run)
+
+
+def test_open_run_checks_the_manifest(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"No folder .*; expected the run directory"):
+        open_run(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="expected the run directory of a finished study"):
+        open_run(write_run(tmp_path))
+    run = open_run(with_manifest(tmp_path))
+    assert run.summary() == {"plan": {"etas": list(ETAS)}}
+    assert "summary.json" in run
+    with pytest.raises(FileNotFoundError, match="the study has no such file"):
+        run.read("manifest.json")
+    (tmp_path / "tokens.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"tokens.parquet is not a parquet table \(.*\)"):
+        open_run(with_manifest(tmp_path)).table("tokens.parquet")
+    with_manifest(tmp_path, schema=0)
+    with pytest.raises(ValueError, match="has schema 0, this version reads 2"):
+        open_run(tmp_path)
+    with_manifest(tmp_path, files=["a"])
+    with pytest.raises(ValueError, match="does not list the study's files"):
+        open_run(tmp_path)
+    path = tmp_path / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ValueError, match=r"manifest.json is not JSON .* Delete it"):
+        open_run(tmp_path)
 
 
 def test_no_folder(tmp_path):

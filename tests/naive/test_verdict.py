@@ -387,3 +387,15 @@ def test_the_form_of_least_variance_stands_beside(tmp_path):
     assert estimates["bars_dot"]["value"] == pytest.approx(results["bars_dot"])
     assert estimates["H_upd"]["value"] == pytest.approx(results["H_upd"])
     assert "in the to-go form" in said(results)
+
+
+def test_the_reference_is_scored_at_the_temperature_of_the_loss(tmp_path):
+    """The probe's own temperature measures entropy; training's made the loss and its KL term."""
+    changes = {"update.beta": 0.1, "batch_config.B_E": 5}
+    cold = parse_config({}).replaced(
+        {**changes, "rollouts.save": str(tmp_path / "a"), "generation.temperature": 0.5}
+    )
+    same = parse_config({}).replaced({**changes, "rollouts.save": str(tmp_path / "b")})
+    found, expected = (gather(config, None).update.ref_logprob_NS for config in (cold, same))
+    assert found is not None
+    torch.testing.assert_close(found, expected)

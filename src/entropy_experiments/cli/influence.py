@@ -73,6 +73,11 @@ def influence(
             _from_saved(saved, what_if or [], entropy_budget, given, as_json=as_json)
             return
         found = _configured(config, checkpoint, out, what_if, confirm, entropy_budget, overrides)
+        if confirm and not found.influence.what_if:
+            raise ValueError(
+                "--confirm has nothing to confirm; expected a step to make and measure. Add "
+                "--what-if, such as --what-if drop=negative."
+            )
         tell_notes(found, quiet=quiet)
 
         from entropy_experiments.entropy_influence import EntropyInfluenceRunner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -49,8 +48,9 @@ def report(
             typer.echo(_drawn(run, rollouts, out))
         if not linearity and not samples:
             from entropy_experiments.report.influence_tables import influence_report
+            from entropy_experiments.report.run_files import open_run
 
-            typer.echo("\n".join(influence_report(_summary(run))))
+            typer.echo("\n".join(influence_report(open_run(run).summary())))
 
 
 def _drawn(run: Path, rollouts: list[int] | None, out: Path | None) -> Path:
@@ -62,13 +62,3 @@ def _drawn(run: Path, rollouts: list[int] | None, out: Path | None) -> Path:
     from entropy_experiments.report.influence_plots import plot_grad_delta_samples
 
     return plot_grad_delta_samples(run, rollouts, out)
-
-
-def _summary(run: Path) -> dict:
-    path = run / "summary.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"No {path}; expected the folder of a finished influence study. A study that was "
-            "interrupted continues with the same `entropy-probe influence` command."
-        )
-    return json.loads(path.read_text("utf-8"))

@@ -186,7 +186,7 @@ class Workspace(Section):
     load_path: Path | None = None
     """Workspace saved by an earlier study."""
     save_path: Path | None = None
-    """Where to save this one."""
+    """Where to save this one. A folder with another batch is refused."""
 
 
 class BatchRequest(Section):
@@ -222,7 +222,8 @@ class Influence(Section):
     leave_one_out: Many[Index] = ()
     """Update rollouts to leave out exactly: advantages, normaliser, clip and denominator anew."""
     folds: Annotated[int, Field(ge=2)] = 2
-    """Parts of the evaluation prompts that give each token its standard error and its sign."""
+    """Parts of the evaluation prompts that give each token its standard error and its sign. At most
+    one for each prompt; with one prompt nothing is ranked."""
     block_mb: Count = 256
     """Memory for the gradients of a block of update rollouts while the matrix is made, in MB."""
     reward: bool = True

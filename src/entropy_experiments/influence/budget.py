@@ -23,9 +23,9 @@ class EntropyBudget:
     budget: float
     linear: float
     curved: float | None
-    """With curvature; None: not reached before the parabola turns."""
-    linear_range: float
-    """Up to this learning rate the bend is within 10 % of the slope's share."""
+    """With curvature; None: not reached before the parabola turns, or no curvature is known."""
+    linear_range: float | None
+    """Up to this learning rate the bend is within 10 % of the slope's share; None: not known."""
     notes: tuple[str, ...]
 
     @property
@@ -36,22 +36,21 @@ class EntropyBudget:
         return self.curved
 
     def __str__(self) -> str:
-        curved = "none" if self.curved is None else f"{self.curved:.4g}"
-        head = (
-            f"{self.budget:+.4g} nats: learning rate {self.linear:.4g} by the slope alone, "
-            f"{curved} with curvature"
-        )
+        head = f"{self.budget:+.4g} nats: learning rate {self.linear:.4g} by the slope alone"
+        if self.linear_range is not None:
+            curved = "none" if self.curved is None else f"{self.curved:.4g}"
+            head += f", {curved} with curvature"
         return "\n".join([head, *(f"  {note}" for note in self.notes)])
 
 
-def entropy_budget(slope: float, curvature: float, budget: float) -> EntropyBudget:
+def entropy_budget(slope: float, curvature: float | None, budget: float) -> EntropyBudget:
     """Where H has changed by `budget` nats (negative: entropy spent) along this update.
 
     `slope` and `curvature` are those of the whole step, momentum and decay included, per unit
-    learning rate: all three scale with it.
+    learning rate: all three scale with it. `curvature` is None where there is none (top_p < 1).
     """
     for name, value in (("slope", slope), ("curvature", curvature), ("budget", budget)):
-        if not isfinite(value):
+        if value is not None and not isfinite(value):
             raise ValueError(f"{name} is {value}; expected a finite number.")
     if budget == 0:
         raise ValueError("The entropy budget is 0; expected a change in nats, such as -0.05.")
@@ -66,6 +65,14 @@ def entropy_budget(slope: float, curvature: float, budget: float) -> EntropyBudg
             f"The entropy budget is {budget:+.4g} nats, but this update {moves} entropy (slope "
             f"{slope:+.4g} nats per unit learning rate): no small step makes it {asked}. Give the "
             f"budget the other sign ({-budget:+.4g}), or change the update."
+        )
+    if curvature is None:
+        note = (
+            "no curvature is known (there is none under top_p < 1), so neither is how far the "
+            "slope holds: confirm by measuring that step"
+        )
+        return EntropyBudget(
+            budget=budget, linear=budget / slope, curved=None, linear_range=None, notes=(note,)
         )
     straight = linear_range(slope, curvature)
     inside = slope**2 + 2 * curvature * budget

@@ -125,8 +125,9 @@ class Objected:
         if self.field == "beta" and self.value and recorded.batch.ref_logprob_NS is None:
             raise ValueError(
                 f"{self.name} needs the reference policy's log-probs, and the update batch has no "
-                "ref_logprob_NS. Record them with the batch, or score its rollouts with the "
-                "reference (a LoRA model with the adapter off) and put them there."
+                f"ref_logprob_NS. Run the study with --what-if {self.name} once: it scores the "
+                "reference of a LoRA checkpoint (the adapter off). For a full fine-tune, record it "
+                "with the batch."
             )
         made = replace(made, objective=replace(made.objective, **{self.field: self.value}))
         if self.field in ("clip_low", "clip_high"):

@@ -6,9 +6,7 @@ A line is lr times the slope along its share of the step (`lines`). The curvatur
 lr^2 / 2 D_v D_v, is computed, never found by subtraction, so `unexplained` can be large: it holds
 orders three and up, and mistakes. All come from the same rollouts, hence a paired interval.
 
-*This step* is what the lines say. *Eventual* is what they do in the end, P and the slope held: a
-batch's gradient lives on in the momentum and acts 1 / (1 - b1) times in all; decay acts once; the
-momentum of this step is what earlier batches do in the end, so its eventual share is 0.
+*This step* is what the lines say; *eventual* is what they do in the end (`influence.eventual`).
 
 Both quantities can stand side by side: entropy spent, reward bought.
 """
@@ -18,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.curvature import curvature as entropy_curvature
@@ -38,8 +37,8 @@ from entropy_experiments.estimate.reward import (
     reward_slope_by_prompt,
     single_prompts,
 )
+from entropy_experiments.influence.eventual import eventual
 from entropy_experiments.influence.lines import (
-    GRADIENT_LINES,
     LINES,
     line_directions,
     line_objectives,
@@ -62,6 +61,9 @@ from entropy_experiments.types.estimate import Entropy, Prompts, Quantity, Unit
 from entropy_experiments.update.objective import Objective
 
 __all__ = ["LINES", "Ledger", "entropy_ledger", "reward_ledger"]
+
+CHANCE = 16
+"""From so many on, equal rewards of two sets of rollouts are no coincidence."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,6 +118,7 @@ def entropy_ledger(
     direction: Direction,
     *,
     momentum_decay: float,
+    coupled_decay: bool = False,
     form: SlopeForm = "to_go",
     mode: How = "jvp",
     unit: Unit = "token",
@@ -132,10 +135,11 @@ def entropy_ledger(
 ) -> Ledger:
     """Who moved the entropy of `policy`, which `trained` saw as the loss does.
 
-    `momentum_decay` is b1. What is at hand need not be computed again: `directions` as
-    `line_directions` gives them; `lines`, in nats of the step; `curvature`, as
-    `estimate.curvature` gives it; `measured`, the change at the direction's lr. `repackings` are
-    for the measurement's noise floor.
+    `momentum_decay` is b1, and `coupled_decay` says that weight decay is added to the gradient;
+    `eventual.momentum_of` reads both from an optimizer. What is at hand need not be computed
+    again: `directions` as `line_directions` gives them; `lines`, in nats of the step; `curvature`,
+    as `estimate.curvature` gives it; `measured`, the change at the direction's lr. `repackings`
+    are for the measurement's noise floor.
     """
     slopes = {
         "form": form,
@@ -172,7 +176,8 @@ def entropy_ledger(
     estimand = slope_estimand(
         policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
     )
-    step = _Step(policy, trained, batch, objective, direction, momentum_decay, microbatch)
+    given_step = (policy, trained, batch, objective, direction)
+    step = _Step(*given_step, momentum_decay, coupled_decay, microbatch)
     return _ledger(step, known, estimand, directions)
 
 
@@ -186,6 +191,7 @@ def reward_ledger(
     direction: Direction,
     *,
     momentum_decay: float,
+    coupled_decay: bool = False,
     mode: How = "jvp",
     prompts: Prompts = "population",
     horizon: int | None = None,
@@ -205,7 +211,7 @@ def reward_ledger(
     of the lines (an influence matrix of snis form has them: dbottom over bottom).
     """
     rewards_N = check_rewards(reward_N, evaluation)
-    _refuse_rewards_of(batch, reward_N)
+    _refuse_rewards_of(batch, rewards_N, evaluation)
     shown = {"prompts": prompts, "horizon": horizon, "microbatch": microbatch}
     slopes = {**shown, "mode": _forward(mode), "repackings": 0}
     base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
@@ -221,7 +227,8 @@ def reward_ledger(
         ),
     )
     estimand = reward_estimand(policy, prompts=prompts, horizon=horizon)
-    step = _Step(policy, trained, batch, objective, direction, momentum_decay, microbatch)
+    given_step = (policy, trained, batch, objective, direction)
+    step = _Step(*given_step, momentum_decay, coupled_decay, microbatch)
     slope_N = None
     if score_slopes is not None and lines is None:
         _check_names("score_slopes", score_slopes, step)
@@ -255,6 +262,7 @@ class _Step:
     objective: Objective
     direction: Direction
     momentum_decay: float
+    coupled_decay: bool
     microbatch: int
 
     def __post_init__(self) -> None:
@@ -310,20 +318,16 @@ def _ledger(
     return Ledger(
         quantity=estimand.quantity,
         lines=lines,
-        eventual={name: eventual(name, line, step.momentum_decay) for name, line in lines.items()},
+        eventual={
+            name: eventual(name, line, step.momentum_decay, coupled_decay=step.coupled_decay)
+            for name, line in lines.items()
+        },
         predicted=predicted,
         curvature=bend,
         measured=change,
         unexplained=rest,
         notes=tuple(notes),
     )
-
-
-def eventual(name: str, line: Estimate, momentum_decay: float) -> Estimate:
-    """What a line does in the end; see the module docstring."""
-    if name in GRADIENT_LINES:
-        return line / (1 - momentum_decay)
-    return 0.0 * line if name == "momentum" else line
 
 
 def _check_names(what: str, given: Iterable[str], step: _Step) -> None:
@@ -343,12 +347,19 @@ def _forward(mode: How) -> How:
     return mode
 
 
-def _refuse_rewards_of(batch: UpdateBatch, reward_N: Tensor | None) -> None:
+def _refuse_rewards_of(batch: UpdateBatch, reward_N: Tensor, evaluation: Rollouts) -> None:
+    """The update's rewards beside other rollouts; (E may be U itself, which gets a note)."""
     theirs_N = batch.reward_N
-    if reward_N is not None and theirs_N is not None and reward_N.data_ptr() == theirs_N.data_ptr():
+    if theirs_N is None or evaluation.fingerprint == batch.rollouts.fingerprint:
+        return
+    theirs_N = theirs_N.to(reward_N)
+    # A few rewards, or rewards that are all alike, may well be equal by chance.
+    telling = len(reward_N) >= CHANCE and bool((reward_N != reward_N[0]).any())
+    if telling and torch.equal(reward_N, theirs_N):
         raise ValueError(
-            "reward_N is the update batch's own tensor; expected the rewards of the evaluation "
-            "rollouts. The update's rewards made the step, which raises them by construction."
+            f"All {len(reward_N)} values of reward_N are the update batch's rewards, but the "
+            "evaluation rollouts are others; expected the rewards of the evaluation rollouts. "
+            "The update's rewards made the step, which raises them by construction."
         )
 
 

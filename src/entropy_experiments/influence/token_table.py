@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from entropy_experiments.influence.tokens import TokenInfluence
 from entropy_experiments.types import Rollouts, Scores, UpdateBatch
 from entropy_experiments.update.objective import Objective, token_coefficients
 
@@ -41,27 +42,6 @@ SAME = 1e-9
 Rows = Mapping[str, Sequence[Any]]
 
 
-class StepTable(Protocol):
-    """What `repredict` reads: a TokenInfluence has it, and a TokenTable."""
-
-    @property
-    def batch(self) -> UpdateBatch: ...
-    @property
-    def objective(self) -> Objective: ...
-    @property
-    def scores(self) -> Scores: ...
-    @property
-    def slope_K(self) -> Scores: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def clip_factor(self) -> float: ...
-    @property
-    def baseline(self) -> Mapping[str, float]: ...
-    @property
-    def share_K(self) -> Tensor | None: ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenTable:
     """The fields are those of `influence.tokens.TokenInfluence`."""
@@ -74,6 +54,12 @@ class TokenTable:
     clip_factor: float
     baseline: Mapping[str, float]
     share_K: Tensor | None
+    baseline_K: Tensor | None
+    """What fold k says of the whole baseline; None: it was not saved."""
+
+    @property
+    def counted_NS(self) -> Tensor:
+        return self.batch.counted_NS
 
     @classmethod
     def from_rows(cls, rows: Rows, facts: Mapping[str, Any]) -> TokenTable:
@@ -125,6 +111,7 @@ class TokenTable:
             clip_factor=facts["clip_factor"],
             baseline=dict(facts["baseline"]),
             share_K=torch.tensor(share_K, dtype=torch.float64) if share_K else None,
+            baseline_K=_baseline(facts, len(share_K)),
         )
         _check_objective(
             table, Scores(spread("coefficient_logprob"), spread("coefficient_entropy"))
@@ -132,13 +119,34 @@ class TokenTable:
         return table
 
 
+StepTable = TokenInfluence | TokenTable
+"""What `repredict` reads."""
+
+
+def baseline_folds(table: StepTable) -> Tensor | None:
+    """[K]: each fold's part of what momentum and decay do; None: not known."""
+    if isinstance(table, TokenTable):
+        return table.baseline_K
+    if not table.baseline:
+        return torch.zeros(table.folds, dtype=torch.float64)
+    parts = [
+        fold_K
+        for parts in table.module_folds.values()
+        for part, fold_K in parts.items()
+        if part in table.baseline
+    ]
+    return torch.stack(parts).sum(0) if parts else None
+
+
 def facts(table: StepTable) -> dict[str, Any]:
     """What a saved table needs beside its columns; plain JSON."""
+    baseline_K = baseline_folds(table)
     return {
         "objective": asdict(table.objective),
         "lr": table.lr,
         "clip_factor": table.clip_factor,
         "baseline": dict(table.baseline),
+        "baseline_K": None if baseline_K is None else baseline_K.tolist(),
         "tokens": int(table.batch.rollouts.response_NS.sum()),
         "share_K": None if table.share_K is None else table.share_K.tolist(),
     }
@@ -152,6 +160,16 @@ def fold_columns(table: StepTable) -> dict[str, Any]:
         for name, x_KNS in zip(("logprob", "entropy"), table.slope_K, strict=True)
         for k, x_NS in enumerate(x_KNS)
     }
+
+
+def _baseline(facts: Mapping[str, Any], folds: int) -> Tensor | None:
+    """By fold; a table saved before these were has no standard error that needs them."""
+    if not folds:  # the slopes are not there by fold either
+        return torch.tensor([sum(facts["baseline"].values())], dtype=torch.float64)
+    found = facts.get("baseline_K")
+    if found is None:
+        return None if facts["baseline"] else torch.zeros(folds, dtype=torch.float64)
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def _column(rows: Rows, name: str, dtype: torch.dtype) -> Tensor:

@@ -8,9 +8,8 @@ the slopes D_u are in the token table, so `repredict` calls no model. *Frozen* a
 the normalisers, Adam's denominator inside P, and the clip factor c.
 
 `confirm` makes the step: the new loss's gradient by one backward over U, denominator and clip
-factor from it, and the entropy change measured on E. It then says where the numbers part:
-
-    measured = frozen prediction + (denominator and clip) + curvature + rest
+factor from it, and the entropy change measured on E; `influence.whatif_answers` then says where
+the numbers part.
 
 Advantages and normalisers stay as recorded there too: they are part of what the intervention means
 (`influence.matrix.leave_one_out` recomputes them). Momentum is what earlier batches left.
@@ -18,8 +17,9 @@ Advantages and normalisers stay as recorded there too: they are part of what the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,8 +33,15 @@ from entropy_experiments.influence.budget import EntropyBudget, entropy_budget
 from entropy_experiments.influence.counterfactual import Counterfactual, Recorded
 from entropy_experiments.influence.folds import fold_stderr
 from entropy_experiments.influence.interventions import Intervention, applied
-from entropy_experiments.influence.token_table import StepTable, TokenTable, facts, fold_columns
-from entropy_experiments.influence.tokens import TokenInfluence
+from entropy_experiments.influence.token_table import (
+    StepTable,
+    TokenTable,
+    baseline_folds,
+    facts,
+    fold_columns,
+)
+from entropy_experiments.influence.tokens import TokenInfluence, folds_of_coefficients
+from entropy_experiments.influence.whatif_answers import Confirmation, Prediction
 from entropy_experiments.influence.whatif_text import parse
 from entropy_experiments.numerics.derivatives import How, pullback_sum
 from entropy_experiments.types import (
@@ -68,44 +75,6 @@ __all__ = [
 ]
 
 WhatIf = str | Intervention | Iterable[str | Intervention]
-DENOMINATOR, CURVATURE = "denominator and clip", "curvature"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Prediction:
-    """First-order entropy change of the counterfactual step, in nats."""
-
-    name: str
-    gradient: float
-    baseline: Mapping[str, float]
-    recorded: float
-    """The same of the step as it was made."""
-    stderr: float | None
-    """Of `gradient`, over folds of E's prompts; None: the table has a single fold."""
-    change_stderr: float | None
-    """Of the change in `gradient`: paired, since both come from the same folds."""
-    lr: float
-    curvature: float | None
-    """lr^2 / 2 H'', if the recorded step's was given and nothing but the learning rate changed."""
-    tokens: int
-    """Tokens whose coefficients changed."""
-    notes: tuple[str, ...]
-    value_NS: Tensor = field(repr=False)
-
-    @property
-    def total(self) -> float:
-        return self.gradient + sum(self.baseline.values())
-
-    @property
-    def change(self) -> float:
-        return self.total - self.recorded
-
-    def __str__(self) -> str:
-        head = (
-            f"{self.name}: {self.total:+.4g} nats instead of {self.recorded:+.4g} ({self.tokens} "
-            "tokens changed)"
-        )
-        return "\n".join([head, *(f"  {note}" for note in self.notes)])
 
 
 def repredict(found: StepTable, whatif: WhatIf, *, curvature: float | None = None) -> Prediction:
@@ -117,27 +86,29 @@ def repredict(found: StepTable, whatif: WhatIf, *, curvature: float | None = Non
     interventions = _read(whatif)
     made, before, after = _applied(found, interventions)
     factor = made.lr / found.lr
-    old_KT = _folds(found, before)
-    new_KT = factor * _folds(found, after)
+    old_KNS, new_KNS = _folds(found, before), factor * _folds(found, after)
     counted_NS, notes = found.batch.counted_NS, made.notes
     changed_NS = torch.stack([a != b for a, b in zip(before, after, strict=True)]).any(0)
     tokens = int((changed_NS & counted_NS).sum())
     if not tokens and factor == 1 and not notes:
         notes = ("no token's coefficient changes",)
-    value_NS = torch.zeros_like(found.scores.logprob_NS)
-    value_NS[counted_NS] = new_KT.sum(0)
+    # Over counted tokens alone: sums then do not depend on the padding, which no table saves.
+    old_K, new_K = (x_KNS[:, counted_NS].sum(1) for x_KNS in (old_KNS, new_KNS))
+    baseline_K = baseline_folds(found)
+    # The learning rate scales momentum and decay too, and their error with them.
+    more_K = torch.zeros_like(old_K) if factor == 1 else _times(factor - 1, baseline_K)
     return Prediction(
         name="; ".join(intervention.name for intervention in interventions) or "as recorded",
-        gradient=float(new_KT.sum(0).sum()),
+        gradient=float(new_K.sum()),
         baseline={part: factor * value for part, value in found.baseline.items()},
-        recorded=float(old_KT.sum(0).sum()) + sum(found.baseline.values()),
-        stderr=_stderr(new_KT, found.share_K),
-        change_stderr=_stderr(new_KT - old_KT, found.share_K),
+        recorded=float(old_K.sum()) + sum(found.baseline.values()),
+        stderr=_stderr(new_K, _times(factor, baseline_K), found.share_K),
+        change_stderr=_stderr(new_K - old_K, more_K, found.share_K),
         lr=made.lr,
         curvature=None if tokens or curvature is None else factor**2 * curvature,
         tokens=tokens,
         notes=notes,
-        value_NS=value_NS,
+        value_NS=new_KNS.sum(0),
     )
 
 
@@ -180,100 +151,6 @@ def recomputed_direction(
     return direction_like(
         params, {**direction.parts, "gradient": moved}, lr, scale, direction.clip_factor
     )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Confirmation:
-    """One counterfactual step, predicted in two ways and measured; nats of the step."""
-
-    prediction: Prediction
-    """From the token table."""
-    frozen: Estimate
-    """The same number from the model: the new gradient, the recorded P and clip factor."""
-    recomputed: Estimate
-    """With Adam's denominator and the clip factor made anew."""
-    curvature: Estimate | None
-    """lr^2 / 2 times the second derivative; None: not defined for a top_p law."""
-    measured: Estimate
-    measured_recorded: Estimate
-    """The step as it was made, measured on the same rollouts."""
-    clip_factors: tuple[float, float]
-    """Recorded and recomputed."""
-
-    @property
-    def change(self) -> Estimate:
-        """What the intervention did, measured; paired, so far sharper than either measurement."""
-        return self.measured - self.measured_recorded
-
-    @property
-    def explained(self) -> dict[str, Estimate]:
-        """What the frozen prediction leaves out."""
-        found = {DENOMINATOR: self.recomputed - self.frozen}
-        return found if self.curvature is None else {**found, CURVATURE: self.curvature}
-
-    @property
-    def difference(self) -> Estimate:
-        """Measured minus frozen prediction, with its paired interval."""
-        return self.measured - self.frozen
-
-    @property
-    def rest(self) -> Estimate:
-        """What the explanation leaves of the difference: third order and higher."""
-        gap = self.measured - self.recomputed
-        return gap if self.curvature is None else gap - self.curvature
-
-    @property
-    def agrees(self) -> bool | None:
-        """The frozen prediction lies in the measured interval; None: there is no interval."""
-        if self.measured.interval is None:
-            return None
-        return self.measured.covers(self.prediction.total)
-
-    @property
-    def effect_agrees(self) -> bool | None:
-        """The predicted *change* lies in the paired interval of the measured one: a sharper test.
-
-        Under Adam it often fails where `agrees` holds: the denominator gives back much of what
-        the intervention took out of the gradient.
-        """
-        if self.change.interval is None:
-            return None
-        return self.change.covers(self.prediction.change)
-
-    @property
-    def accounted(self) -> bool | None:
-        """Denominator, clip and curvature lie in the difference's paired interval."""
-        if self.difference.interval is None:
-            return None
-        return self.difference.covers(sum(part.value for part in self.explained.values()))
-
-    @property
-    def verdict(self) -> str:
-        """In words: do prediction and measurement agree, and if not, why not."""
-        shares = ", ".join(f"{name} {part.value:+.3g}" for name, part in self.explained.items())
-        parted = f"measured - predicted = {self.difference}; of that {shares}"
-        left = f"{parted}, which leaves {self.rest.value:+.3g}"
-        if self.agrees is None or self.accounted is None:
-            return f"not confirmed, for want of an interval: {left}"
-        if self.agrees:
-            return f"confirmed: the frozen prediction is inside the measured interval. {left}"
-        if self.accounted:
-            return f"outside the measured interval, and explained: {left}"
-        return (
-            f"outside the measured interval, and NOT explained: {left}. The step is beyond second "
-            "order (take a smaller learning rate), or the measurement is not to be trusted"
-        )
-
-    def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"{self.prediction.name}: predicted {self.prediction.total:+.4g}, measured "
-                f"{self.measured}",
-                f"  change by it: predicted {self.prediction.change:+.4g}, measured {self.change}",
-                f"  {self.verdict}",
-                *(f"  {note}" for note in self.prediction.notes),
-            ]
-        )
 
 
 def confirm(
@@ -353,22 +230,23 @@ def _applied(
         objective=found.objective, scores=found.scores, batch=found.batch, lr=found.lr
     )
     before = applied((), recorded).coefficient
-    influence_NS = torch.zeros_like(found.scores.logprob_NS)
-    influence_NS[found.batch.counted_NS] = _folds(found, before).sum(0)
+    influence_NS = _folds(found, before).sum(0)
     made = applied(interventions, replace(recorded, influence_NS=influence_NS))
     return made, before, made.coefficient
 
 
 def _folds(found: StepTable, coefficient: Scores) -> Tensor:
-    """[K, counted tokens]: influences under these coefficients, at the recorded learning rate."""
-    counted_NS = found.batch.counted_NS
-    worth_KT = sum(
-        c_NS[counted_NS] * slope_KNS[:, counted_NS]
-        for c_NS, slope_KNS in zip(coefficient, found.slope_K, strict=True)
-    )
-    assert isinstance(worth_KT, Tensor)
-    return -found.lr * found.clip_factor * worth_KT
+    """[K, N, S], at the recorded learning rate."""
+    # A TokenTable has all that is read there: slopes, lr, clip factor, counted_NS.
+    return folds_of_coefficients(cast(TokenInfluence, found), coefficient)
 
 
-def _stderr(fold_KT: Tensor, share_K: Tensor | None) -> float | None:
-    return None if len(fold_KT) == 1 else float(fold_stderr(fold_KT.sum(1), share_K))
+def _times(factor: float, fold_K: Tensor | None) -> Tensor | None:
+    return None if fold_K is None else factor * fold_K
+
+
+def _stderr(one_K: Tensor, other_K: Tensor | None, share_K: Tensor | None) -> float | None:
+    """Of the sum of both; None: there is one fold, or the other's are not known."""
+    if len(one_K) == 1 or other_K is None:
+        return None
+    return float(fold_stderr(one_K + other_K.to(one_K), share_K))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from entropy_experiments.report.linearity import Deltas, evaluations, measured_deltas
+from entropy_experiments.report.run_files import files_of
 
 PANELS = 6
 COLUMNS = 3
@@ -28,11 +29,11 @@ def plot_grad_delta_samples(
     Without `rollouts`: the six with the largest measured change. Without `path`:
     plots/grad_delta_samples.png below the folder. Without `evaluation`: the first batch.
     """
-    run = Path(run_dir)
+    run = files_of(run_dir)
     found = evaluations(run)
     evaluation = evaluation or found[0]
     if evaluation not in found:
-        raise ValueError(f"No evaluation batch {evaluation!r} in {run}; it has {found}.")
+        raise ValueError(f"No evaluation batch {evaluation!r} in {run.folder}; it has {found}.")
     alone = {
         deltas.rollout: deltas
         for deltas in measured_deltas(run, evaluation, "grad", reference_eta=reference_eta)
@@ -44,7 +45,7 @@ def plot_grad_delta_samples(
         )
     }
     chosen = _chosen(alone, rollouts, evaluation)
-    path = Path(path) if path is not None else run / "plots" / "grad_delta_samples.png"
+    path = Path(path) if path is not None else run.folder / "plots" / "grad_delta_samples.png"
     _draw([(alone[i], with_baseline.get(i)) for i in chosen], path)
     return path
 

@@ -57,8 +57,13 @@ def influence_report(
     for evaluation in found:
         if len(found) > 1:
             lines += ["", f"On {evaluation['name']} ({evaluation.get('kind', 'evaluation')}):"]
+        bars = _bars(evaluation)
+        for name in sections:
+            told = telling[name](evaluation)
+            if told and name in ("groups", "tokens"):
+                told, bars = [*bars, *told], []
+            lines += told
         lines += [
-            *(line for name in sections for line in telling[name](evaluation)),
             *(f"Note: {note}." for note in evaluation.get("notes", ())),
         ]
     return [*lines, *_provenance(summary)]
@@ -195,6 +200,18 @@ def _withheld(evaluation: Mapping[str, Any]) -> bool:
     return bool((evaluation.get("cancellation") or {}).get("withheld"))
 
 
+def _bars(evaluation: Mapping[str, Any]) -> list[str]:
+    """Where the error bars of groups and tokens come from: said once."""
+    folds = len((evaluation.get("table") or {}).get("share_K") or ())
+    if not folds:
+        return []
+    if folds == 1:
+        return ["No +- below: E's prompts are in one fold."]
+    parts = "halves" if folds == 2 else "parts"
+    rough = " (a rough one: two numbers tell little of a spread)" if folds == 2 else ""
+    return [f"+- below is a standard error from {folds} {parts} of E's prompts{rough}."]
+
+
 def _groups(evaluation: Mapping[str, Any]) -> list[str]:
     lines = []
     for by in GROUP_NAMES:
@@ -300,11 +317,15 @@ def _confirmed(found: Mapping[str, Any] | None) -> list[str]:
     lines = [f"    made and measured: {spoken(found['measured'])}"]
     if found.get("agrees") is None:
         return [*lines, "    no interval, so nothing is confirmed"]
-    if found["agrees"]:
+    settled = "explained" if found.get("accounted") else "NOT explained"
+    beyond = found.get("beyond_linear", False)
+    if not found["agrees"]:
+        lines.append(f"    the prediction is outside the measured interval, {settled} by")
+    elif found.get("accounted") and not beyond:
         lines.append("    confirmed: the prediction is inside the measured interval")
     else:
-        settled = "explained" if found.get("accounted") else "NOT explained"
-        lines.append(f"    the prediction is outside the measured interval, {settled} by")
+        doubt = "not confirmed" if found.get("accounted") else "NOT explained by"
+        lines.append(f"    the prediction is inside the measured interval, but {doubt}")
     gap = value_of(found["recomputed"]) - value_of(found["frozen"])
     parts = [f"denominator and clip {gap:+.2g}"]
     if found.get("curvature") is not None:
@@ -312,12 +333,15 @@ def _confirmed(found: Mapping[str, Any] | None) -> list[str]:
     parts.append(f"rest {value_of(found['rest']):+.2g}")
     lines.append(f"    measured - predicted: {', '.join(parts)}")
     if "change" in found:  # against the step as it was, both measured
-        seen = (
-            "as predicted"
-            if found["effect_agrees"]
-            else "not as predicted (Adam divides by the new gradient's size)"
-        )
+        agrees, seen = found.get("effect_agrees"), found.get("effect")
+        if seen is None and agrees is not None:  # an older summary
+            seen = "as predicted" if agrees else "not as predicted"
+        seen = seen or "no interval, so nothing can be said"
         lines.append(f"    against the step as it was: {spoken(found['change'])}, {seen}")
+    if beyond:
+        lines.append(
+            "    beyond the linear range: curvature or rest is over half of the slope's share"
+        )
     return lines
 
 
@@ -326,12 +350,13 @@ def _budget(evaluation: Mapping[str, Any]) -> list[str]:
     if not found:
         return []
     curved = found.get("curved")
-    lines = [
+    told = (
         f"To change the entropy by {found['budget']:+.4g} nats: learning rate "
-        f"{found['linear']:.4g} by the slope alone, "
-        f"{'none' if curved is None else f'{curved:.4g}'} with curvature"
-    ]
-    return [*lines, *(f"  {note}" for note in found.get("notes", ()))]
+        f"{found['linear']:.4g} by the slope alone"
+    )
+    if found.get("curvature_known", True):
+        told += f", {'none' if curved is None else f'{curved:.4g}'} with curvature"
+    return [told, *(f"  {note}" for note in found.get("notes", ()))]
 
 
 def _provenance(summary: Mapping[str, Any]) -> list[str]:

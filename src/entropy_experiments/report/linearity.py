@@ -12,20 +12,22 @@ below 1 is normal for a straight line, and a bend too small for chi2 is still re
 rollout is called bent above 10 % of bend as well, the range in which a line is a line
 (docs/theory.md), whatever its error bar.
 
-`analyze_grad_linearity` reads the files and nothing else: any folder with their layout will do.
+`analyze_grad_linearity` reads the files and nothing else. Where there is a manifest, these are the
+files that it lists, with the hashes it has; without one, any folder with their layout will do.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
 import numpy as np
 from scipy.special import chdtrc
+
+from entropy_experiments.report.run_files import Files, RunFiles, files_of
 
 Flavour = Literal["grad", "baseline_plus_grad"]
 """Along v_i alone; along v_baseline + v_i, minus what the baseline alone does."""
@@ -92,7 +94,7 @@ def analyze_grad_linearity(
     `reference_eta` is the step size of the delta matrix; summary.json names it. `show` gets the
     lines of a table; None: no table.
     """
-    run = Path(run_dir)
+    run = files_of(run_dir)
     fits = [
         fitted(deltas)
         for evaluation in evaluations(run)
@@ -202,43 +204,46 @@ def _cell(value: float | None, width: int, form: str = "+.4e") -> str:
 # The files.
 
 
-def evaluations(run: Path) -> list[str]:
+def evaluations(run: Files) -> list[str]:
     """eval_00, eval_01, ...: the evaluation batches a folder has measurements for."""
-    if not run.is_dir():
-        raise FileNotFoundError(f"No folder {run}; expected the run directory of a study.")
     suffix = "_per_sequence"
-    found = sorted(p.name.removesuffix(suffix) for p in run.glob(f"eval_*{suffix}") if p.is_dir())
+    tops = {name.partition("/")[0] for name in run.names if "/" in name}
+    found = sorted(
+        top.removesuffix(suffix) for top in tops if top.startswith("eval_") and top.endswith(suffix)
+    )
     if not found:
         raise FileNotFoundError(
-            f"{run} has no folder eval_XX{suffix}; expected one per evaluation batch. It is no run "
-            "directory of `entropy-probe influence`, or the study has not got that far: run the "
-            "same command again."
+            f"{run.folder} has no folder eval_XX{suffix}; expected one per evaluation batch. It is "
+            "no run directory of `entropy-probe influence`, or the study has not got that far: run "
+            "the same command again."
         )
     return found
 
 
 def measured_deltas(
-    run: Path, evaluation: str, flavour: Flavour, *, reference_eta: float | None = None
+    run: Files, evaluation: str, flavour: Flavour, *, reference_eta: float | None = None
 ) -> list[Deltas]:
     """Changes of every measured rollout at every step size, with error bars and predicted slope."""
     if flavour not in get_args(Flavour):
         raise ValueError(f"flavour={flavour!r}; expected one of {get_args(Flavour)}.")
-    folder = run / f"{evaluation}_per_sequence"
-    by_eta = {eta: _column_sums(path) for eta, path in _by_eta(folder / flavour, "npy").items()}
+    folder, grad_eta = f"{evaluation}_per_sequence", f"{evaluation}_grad_eta"
+    by_eta = {
+        eta: _column_sums(run, name)
+        for eta, name in _by_eta(run, f"{folder}/{flavour}", "npy").items()
+    }
     slope_U = _first_order(run, evaluation, reference_eta)
-    rollouts = _measured_rollouts(folder, by_eta, len(slope_U))
-    totals = _by_eta(run / f"{evaluation}_grad_eta", "npy")
-    told = _by_eta(run / f"{evaluation}_grad_eta", "json")
+    rollouts = _measured_rollouts(run, folder, by_eta, len(slope_U))
+    totals, told = _by_eta(run, grad_eta, "npy"), _by_eta(run, grad_eta, "json")
     stderr: dict[float, dict[int, float | None]] = {}
     for eta, changes in by_eta.items():
         if eta not in told or eta not in totals:
             raise FileNotFoundError(
-                f"{run / f'{evaluation}_grad_eta'} has no eta_{eta:g}.npy and .json, which "
-                f"{folder / flavour} has; expected the same step sizes in both."
+                f"{run.folder / grad_eta} has no eta_{eta:g}.npy and .json, which "
+                f"{folder}/{flavour} has; expected the same step sizes in both."
             )
-        stderr[eta] = _stderrs(told[eta])
+        stderr[eta] = _stderrs(run, told[eta])
         if flavour == "grad":
-            _refuse_other(totals[eta], rollouts, changes)
+            _refuse_other(run, totals[eta], rollouts, changes)
     out = []
     for column, rollout in enumerate(rollouts):
         changes = tuple(float(by_eta[eta][column]) for eta in by_eta)
@@ -261,98 +266,102 @@ def measured_deltas(
     return out
 
 
-def _by_eta(folder: Path, kind: str) -> dict[float, Path]:
+def _by_eta(run: Files, folder: str, kind: str) -> dict[float, str]:
     """Files eta_<eta>.<kind> of a folder, smallest step first."""
     found = {}
-    for path in folder.glob(f"eta_*.{kind}"):
+    for name in run.names:
+        path = PurePosixPath(name)
+        if str(path.parent) != folder or not path.match(f"eta_*.{kind}"):
+            continue
         try:
-            found[float(path.stem.removeprefix("eta_"))] = path
+            found[float(path.stem.removeprefix("eta_"))] = name
         except ValueError:
             raise ValueError(
-                f"{path} does not name a step size; expected eta_<number>.{kind}, as in "
-                f"eta_0.004.{kind}."
+                f"{run.folder / name} does not name a step size; expected eta_<number>.{kind}, as "
+                f"in eta_0.004.{kind}."
             ) from None
     if not found:
         raise FileNotFoundError(
-            f"No file eta_*.{kind} in {folder}; expected one per step size. Run the study again: "
-            "it continues where it stopped."
+            f"No file eta_*.{kind} in {run.folder / folder}; expected one per step size. Run the "
+            "study again: it continues where it stopped."
         )
     return dict(sorted(found.items()))
 
 
-def _column_sums(path: Path) -> np.ndarray:
+def _column_sums(run: Files, name: str) -> np.ndarray:
     """Total change per column of [N_E, n]: rollouts of E add up."""
-    changes = np.load(path)
+    changes = run.array(name)
     if changes.ndim != 2:
         raise ValueError(
-            f"{path} has shape {changes.shape}; expected [evaluation rollouts, update rollouts]."
+            f"{run.folder / name} has shape {changes.shape}; expected [evaluation rollouts, update "
+            "rollouts]."
         )
     return changes.astype(np.float64).sum(0)
 
 
-def _first_order(run: Path, evaluation: str, reference_eta: float | None) -> np.ndarray:
+def _first_order(run: Files, evaluation: str, reference_eta: float | None) -> np.ndarray:
     """Predicted slope of every update rollout."""
-    path = run / f"{evaluation}_delta_matrix.npy"
-    if not path.is_file():
+    name = f"{evaluation}_delta_matrix.npy"
+    if name not in run:
         raise FileNotFoundError(
-            f"No {path.name} in {run}; expected the [N_E, N_U] matrix of the study."
+            f"No {name} in {run.folder}; expected the [N_E, N_U] matrix of the study."
         )
-    changes_U = _column_sums(path)
-    if _is_measured(run, path.name):  # influence.finite: true
+    changes_U = _column_sums(run, name)
+    if _is_measured(run, name):  # influence.finite: true
         return np.full_like(changes_U, np.nan)
     return changes_U / (reference_eta or _reference_eta(run))
 
 
-def _is_measured(run: Path, name: str) -> bool:
+def _is_measured(run: Files, name: str) -> bool:
     """The manifest says what a matrix holds; without one it is first order."""
-    path = run / "manifest.json"
-    arrays = json.loads(path.read_text("utf-8")).get("arrays", {}) if path.is_file() else {}
+    arrays = run.manifest.get("arrays", {}) if isinstance(run, RunFiles) else {}
     return arrays.get(name, {}).get("description", "").startswith("measured")
 
 
-def _reference_eta(run: Path) -> float:
-    path, found = run / "summary.json", None
-    if path.is_file():
-        told = json.loads(path.read_text("utf-8"))
+def _reference_eta(run: Files) -> float:
+    found = None
+    if "summary.json" in run:
+        told = run.summary()
         found = told.get("reference_eta") or next(
             iter(told.get("plan", {}).get("etas") or ()), None
         )
     if found is None:
         raise ValueError(
-            f"{path} does not name the step size of the delta matrix (reference_eta, or "
-            "plan.etas); give it as reference_eta."
+            f"{run.folder / 'summary.json'} does not name the step size of the delta matrix "
+            "(reference_eta, or plan.etas); give it as reference_eta."
         )
     return float(found)
 
 
-def _measured_rollouts(folder: Path, by_eta: dict[float, np.ndarray], in_batch: int) -> list[int]:
+def _measured_rollouts(
+    run: Files, folder: str, by_eta: dict[float, np.ndarray], in_batch: int
+) -> list[int]:
     """Which update rollout each column is: rollouts.npy, or all of them in order."""
-    widths = sorted({len(changes) for changes in by_eta.values()})
-    path = folder / "rollouts.npy"
-    rollouts = [int(i) for i in np.load(path)] if path.is_file() else list(range(in_batch))
+    widths, name = sorted({len(changes) for changes in by_eta.values()}), f"{folder}/rollouts.npy"
+    rollouts = [int(i) for i in run.array(name)] if name in run else list(range(in_batch))
     if widths != [len(rollouts)] or any(not 0 <= i < in_batch for i in rollouts):
         raise ValueError(
-            f"{folder} has {widths} columns for {len(rollouts)} measured rollouts of {in_batch} "
-            f"({path.name} {'says' if path.is_file() else 'is missing, so all are expected'}). The "
-            "files belong to different studies."
+            f"{run.folder / folder} has {widths} columns for {len(rollouts)} measured rollouts of "
+            f"{in_batch} (rollouts.npy "
+            f"{'says' if name in run else 'is missing, so all are expected'}). The files belong to "
+            "different studies."
         )
     return rollouts
 
 
-def _stderrs(path: Path) -> dict[int, float | None]:
-    told = json.loads(path.read_text("utf-8"))
+def _stderrs(run: Files, name: str) -> dict[int, float | None]:
+    told = run.json(name)
     rows = told["rollouts"] if isinstance(told, dict) else told
     return {int(row["rollout"]): row.get("stderr") for row in rows}
 
 
-def _refuse_other(path: Path, rollouts: list[int], changes: np.ndarray) -> None:
+def _refuse_other(run: Files, name: str, rollouts: list[int], changes: np.ndarray) -> None:
     """Totals and their parts are written by one stage; apart, they are from different runs."""
-    total = np.load(path)[rollouts]
+    total = run.array(name)[rollouts]
     both = ~(np.isnan(total) | np.isnan(changes))
     gap = np.abs(total - changes)[both].max(initial=0.0)
     if gap > SAME_NUMBER * np.abs(total[both]).max(initial=0.0):
         raise ValueError(
-            f"{path} differs by {gap:.3g} nats from the sums over evaluation rollouts in "
-            f"per_sequence/grad/{path.name}; expected the same. The files belong to different "
-            "studies."
+            f"{run.folder / name} differs by {gap:.3g} nats from the sums over evaluation rollouts "
+            "in per_sequence/grad; expected the same. The files belong to different studies."
         )

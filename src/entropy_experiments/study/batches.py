@@ -20,11 +20,13 @@ from torch import Tensor
 from entropy_experiments import probe_inputs
 from entropy_experiments.config import Config
 from entropy_experiments.config.estimates import BatchRequest, Workspace
+from entropy_experiments.influence import whatif
+from entropy_experiments.influence.interventions import Objected
 from entropy_experiments.probe_inputs import ProbeInputs, timed
 from entropy_experiments.probe_sampling import Opened, PromptIds, Sampler, prompts_of
 from entropy_experiments.rollouts.store import (
     MANIFEST,
-    recorded_meta,
+    load_update_batch,
     save_rollouts,
     save_update_batch,
 )
@@ -39,6 +41,7 @@ from entropy_experiments.study.requests import (
     evaluation_params,
     workspace_params,
 )
+from entropy_experiments.study.store import digest_of, digest_of_tensors
 from entropy_experiments.tasks.datasets import Problem, load_problems
 from entropy_experiments.tasks.rewards import Reward, build_reward
 from entropy_experiments.types import Rollouts, UpdateBatch
@@ -54,6 +57,8 @@ class EvaluationBatch:
     reward_N: Tensor | None
     """Rewards of these very rollouts; None where nothing can score them."""
     notes: tuple[str, ...] = ()
+    folds: int = 1
+    """Parts of its prompts that give standard errors: influence.folds, or one for each prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +94,10 @@ def gather_study(config: Config, probed: Opened, *, quiet: bool = True) -> Study
     with timed(timing, "sampling"):
         maker = _Maker(config, probed, quiet=quiet)
         made, evaluations = maker.all()
-    update = probe_inputs.with_reference(config, probed, made.batch)
+    with_kl = _with_kl(config.influence.what_if)
+    update = probe_inputs.with_reference(
+        config, probed, made.batch, real=made.real, what_if=with_kl
+    )
     limits = probe_inputs.limits_of(probed.checkpoint, probed.facts, made.real)
     probe = ProbeInputs(
         config=config,
@@ -108,6 +116,31 @@ def gather_study(config: Config, probed: Opened, *, quiet: bool = True) -> Study
     )
     identity = maker.sampler.generator.identity()
     return StudyInputs(probe=probe, evaluations=evaluations, identity=identity)
+
+
+def _with_kl(questions: Sequence[str]) -> str | None:
+    """The first what-if with a KL term."""
+    for text in questions:
+        for intervention in whatif.parse(text):
+            if not isinstance(intervention, Objected) or intervention.field != "beta":
+                continue
+            if intervention.value:
+                return text
+    return None
+
+
+def _folded(batch: EvaluationBatch, asked: int) -> EvaluationBatch:
+    """With as many folds as there are prompts for."""
+    prompts = len(batch.rollouts.prompt_N.unique())
+    if prompts >= asked:
+        return replace(batch, folds=asked)
+    note = f"{prompts} evaluation prompts: influence.folds is {prompts} here instead of {asked}"
+    if prompts == 1:
+        note = (
+            "one evaluation prompt: one fold, hence no standard error of a token's influence, and "
+            "no token is ranked"
+        )
+    return replace(batch, folds=prompts, notes=(*batch.notes, note))
 
 
 def _with_workspace(config: Config) -> Config:
@@ -156,12 +189,12 @@ class _Maker:
             if request.kind == "update":
                 found[i] = self._own_prompts(i, request, made.batch)
         self._save(asked.workspace, made)
-        return made, tuple(found[i] for i in sorted(found))
+        return made, tuple(_folded(found[i], asked.folds) for i in sorted(found))
 
     def _workspace(self, asked: Workspace) -> Made | None:
         """The update batch; None: it is to be drawn, after E."""
         if asked.load_path is not None:
-            return self.given.loaded(Path(asked.load_path))
+            return self.given.folder(Path(asked.load_path), "influence.workspace.load_path")
         params = workspace_params(asked)
         where = "influence.workspace.params"
         if isinstance(params, WorkspaceUpdate):
@@ -197,10 +230,20 @@ class _Maker:
     def _save(self, asked: Workspace, made: Made) -> None:
         if asked.save_path is None or asked.save_path == asked.load_path:
             return
-        folder, meta = Path(asked.save_path), {**self._meta(), "real": made.real}
-        if (folder / MANIFEST).is_file() and recorded_meta(folder) == meta:
+        folder = Path(asked.save_path)
+        meta = {**self._meta(), "real": made.real, "bound": made.bound}
+        if not (folder / MANIFEST).is_file():
+            save_update_batch(folder, made.batch, meta=meta)
+            return
+        theirs, said = load_update_batch(folder)
+        if said == meta and _digest(theirs) == _digest(made.batch):
             return  # a rerun changes nothing
-        save_update_batch(folder, made.batch, meta=meta)
+        raise ValueError(
+            f"influence.workspace.save_path: {folder} holds another update batch (fingerprint "
+            f"{theirs.rollouts.fingerprint[:12]}... there, {made.batch.rollouts.fingerprint[:12]}"
+            "... here, or other advantages, log-probs or settings). Give another folder, or delete "
+            "that one."
+        )
 
     def _meta(self) -> dict[str, Any]:
         workspace = self.config.influence.workspace
@@ -339,6 +382,18 @@ class _Maker:
                 f"earlier evaluation batch (such as {text[:40]!r}); expected others: an update "
                 "moves its own prompts most. The update's own prompts are kind: update."
             )
+
+
+def _digest(batch: UpdateBatch) -> str:
+    tensors = {
+        "advantage": batch.advantage_NS,
+        "reward": batch.reward_N,
+        "old": batch.old_logprob_NS,
+        "reference": batch.ref_logprob_NS,
+        "microbatch": batch.microbatch_N,
+        "loss": batch.loss_NS,
+    }
+    return digest_of(batch.rollouts.fingerprint, digest_of_tensors(tensors))
 
 
 def _custom(params: Any) -> list[Problem]:

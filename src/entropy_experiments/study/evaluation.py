@@ -11,8 +11,9 @@ from torch import Tensor
 
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import entropy_level
-from entropy_experiments.estimate.measured import measured, measured_many
+from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.estimate.reward import reward_change
 from entropy_experiments.influence import whatif
 from entropy_experiments.influence.finite import finite_columns
 from entropy_experiments.influence.folds import prompt_folds
@@ -29,9 +30,11 @@ from entropy_experiments.rollouts.advantages import EPSILON, Scale, group_advant
 from entropy_experiments.study.batches import EvaluationBatch
 from entropy_experiments.study.facts import changes, confirmation_facts, ledger_facts
 from entropy_experiments.study.packing import (
+    pack_estimate,
     pack_matrix,
     pack_scores,
     pack_tokens,
+    unpack_estimate,
     unpack_matrix,
     unpack_scores,
     unpack_tokens,
@@ -69,7 +72,7 @@ class Evaluation:
         rewards = 30 if self.batch.reward_N is not None and asked.reward else 0
         confirmed = 30 * len(asked.what_if) if asked.confirm else 0
         passes = 1 + 6 + 2 * etas + 12 + 15 + rewards + singles + confirmed
-        update = 3 * asked.folds + 3 + 3 * len(asked.leave_one_out)
+        update = 3 * self.batch.folds + 3 + 3 * len(asked.leave_one_out)
         if asked.confirm:
             update += 3 * len(asked.what_if)
         return float(passes * n_e + update * n_u)
@@ -105,6 +108,20 @@ class Evaluation:
     def level(self) -> dict[str, Any]:
         return self._base.facts["level"]
 
+    # A stage that reads another one has that one's key in its own.
+
+    @property
+    def _matrix_key(self) -> list[Any]:
+        return ["matrix", self.study.asked.block_mb, self.batch.folds]
+
+    @property
+    def _tokens_key(self) -> list[Any]:
+        return ["tokens", self.study.mode, *self._matrix_key]
+
+    @property
+    def _measured_key(self) -> list[Any]:
+        return ["measured", self.whole_etas]
+
     @cached_property
     def tokens(self) -> TokenInfluence:
         study = self.study
@@ -118,7 +135,7 @@ class Evaluation:
                 study.objective,
                 study.direction,
                 estimand=study.estimand,
-                folds=study.asked.folds,
+                folds=self.batch.folds,
                 mode=study.mode,
                 microbatch=study.microbatch,
                 base=self.base,
@@ -127,9 +144,8 @@ class Evaluation:
             )
             return pack_tokens(found)
 
-        update = 3 * study.asked.folds * len(self.probe.update.rollouts) / len(self.rollouts)
-        key = ["tokens", study.asked.folds, study.mode, study.asked.block_mb]
-        stage = self.stage("tokens", key, update, compute)
+        update = 3 * self.batch.folds * len(self.probe.update.rollouts) / len(self.rollouts)
+        stage = self.stage("tokens", self._tokens_key, update, compute)
         return unpack_tokens(
             stage, self.probe.update, study.objective, study.direction, study.estimand
         )
@@ -152,35 +168,60 @@ class Evaluation:
                 base=self.base,
                 scores=study.update_scores,
                 extra=study.own_lines,
-                fold_N=prompt_folds(self.rollouts, study.asked.folds),
+                fold_N=prompt_folds(self.rollouts, self.batch.folds),
             )
             return pack_matrix(found)
 
         update = 3 * len(self.probe.update.rollouts) / len(self.rollouts)
-        key = ["matrix", study.asked.block_mb, study.asked.folds]
-        stage = self.stage("matrix", key, 6 + update, compute)
+        stage = self.stage("matrix", self._matrix_key, 6 + update, compute)
         return unpack_matrix(stage, self.rollouts, study.estimand, study.direction.lr, study.device)
+
+    @property
+    def whole_etas(self) -> tuple[float, ...]:
+        study = self.study
+        return tuple(dict.fromkeys((*study.etas, *study.per_sequence_etas, study.direction.lr)))
 
     @cached_property
     def whole(self) -> Stage:
-        """Measured along the step and along its baseline: `full|eta` and `baseline|eta`."""
-        study = self.study
-        etas = tuple(dict.fromkeys((*study.etas, *study.per_sequence_etas, study.direction.lr)))
+        """Measured along the step and along its baseline: `full|eta` and `baseline|eta`.
+
+        The step's own change, at the learning rate, is kept whole: the ledger explains it.
+        """
+        study, etas, options = self.study, self.whole_etas, self.probe.measuring
 
         def compute() -> Stage:
-            found = measured_many(
+            lr = study.direction.lr
+            step = measured(
                 study.policy,
                 self.rollouts,
-                {"full": study.direction, "baseline": study.baseline},
-                etas,
+                study.direction,
+                lr,
                 base=self.base,
-                clips=(study.config.importance.clip_c,),
-                **self.probe.measuring,
+                clips=(self.clip,),
+                **options,
             )
-            cases = {f"{case.direction}|{case.eta!r}": change for case, change in found.items()}
-            return changes(cases)
+            found = finite_columns(
+                study.policy,
+                self.rollouts,
+                {"full": study.direction.total, "baseline": study.baseline.total},
+                etas,
+                estimand=step.estimand,
+                microbatch=options["microbatch"],
+                grad_chunk=study.asked.grad_chunk_size,
+                clip=self.clip,
+                base=self.base,
+                noise_floor=step.noise_floor,
+            )
+            kept = changes({f"{name}|{eta!r}": change for (name, eta), change in found.items()})
+            own = pack_estimate(found["full", lr])
+            return Stage(facts={**kept.facts, **own.facts}, tensors={**kept.tensors, **own.tensors})
 
-        return self.stage("measured", ["measured", etas], 2 * len(etas) + 5, compute)
+        return self.stage("measured", self._measured_key, 2 * len(etas) + 6, compute)
+
+    @property
+    def clip(self) -> float | None:
+        """Of every measured change's log-weights."""
+        return self.study.config.importance.clip_c
 
     @cached_property
     def ledgers(self) -> dict[str, Any]:
@@ -202,7 +243,7 @@ class Evaluation:
                 self.probe.update,
                 study.objective,
                 study.direction,
-                momentum_decay=study.momentum_decay,
+                **study.lasting,
                 mode=study.mode,
                 microbatch=study.microbatch,
                 base=self.base,
@@ -210,11 +251,13 @@ class Evaluation:
                     name: study.direction.lr * self.matrix.slope(*columns)
                     for name, columns in self.columns_of_lines.items()
                 },
+                measured=unpack_estimate(self.whole, study.estimand),
                 **study.speaks,
             )
             return Stage(facts={"ledger": ledger_facts(found)})
 
-        return self.stage("ledger", ["ledger", study.mode, study.momentum_decay], 15, compute)
+        key = ["ledger", study.mode, study.lasting, self._matrix_key, self._measured_key]
+        return self.stage("ledger", key, 12, compute)
 
     @property
     def columns_of_lines(self) -> Mapping[str, Sequence[int | str]]:
@@ -246,28 +289,35 @@ class Evaluation:
                 self.probe.update,
                 study.objective,
                 study.direction,
-                momentum_decay=study.momentum_decay,
+                **study.lasting,
                 mode=study.mode,
                 microbatch=study.microbatch,
                 horizon=self.probe.horizon,
                 base=self.base,
+                measured=reward_change(
+                    study.policy,
+                    self.rollouts,
+                    self.batch.reward_N,
+                    study.direction,
+                    study.direction.lr,
+                    horizon=self.probe.horizon,
+                    clip=self.clip,
+                    microbatch=study.microbatch,
+                    base=self.base,
+                    repackings=0,
+                ),
                 **self._reward_lines,
             )
             return Stage(facts={"ledger": ledger_facts(found)})
 
-        return self.stage("reward", ["reward", study.mode, study.momentum_decay], 30, compute)
+        key = ["reward", study.mode, study.lasting, self._matrix_key]
+        return self.stage("reward", key, 30, compute)
 
     @cached_property
     def measured_rows(self) -> list[int]:
         """Update rollouts whose own directions are measured, in order."""
-        asked, count = self.study.asked.measured_rollouts, len(self.probe.update.rollouts)
+        asked = self.study.asked.measured_rollouts
         if isinstance(asked, tuple):
-            beyond = [row for row in asked if row >= count]
-            if beyond:
-                raise ValueError(
-                    f"influence.measured_rollouts has {beyond[:5]}; the update batch has rollouts "
-                    f"0 to {count - 1}."
-                )
             return sorted(set(asked))
         size_N = self.tokens.rollout_N.abs()
         order_N = size_N.argsort(descending=True, stable=True)
@@ -313,7 +363,7 @@ class Evaluation:
                 estimand=study.estimand,
                 microbatch=self.probe.measuring["microbatch"],
                 grad_chunk=study.asked.grad_chunk_size,
-                clip=study.config.importance.clip_c,
+                clip=self.clip,
                 base=self.base,
                 noise_floor=self.noise_floor,
             )
@@ -357,7 +407,13 @@ class Evaluation:
             with_it = lr * first_order(*e, study.direction, **options)
             without = lr * first_order(*e, found.direction, **options)
             seen = measured(
-                *e, found.direction, lr, base=self.base, repackings=0, **probe.measuring
+                *e,
+                found.direction,
+                lr,
+                base=self.base,
+                clips=(self.clip,),
+                repackings=0,
+                **probe.measuring,
             )
             return Stage(
                 facts={
@@ -371,12 +427,11 @@ class Evaluation:
                 }
             )
 
-        return dict(
-            self.stage(f"without_{row:03d}", ["without", row, study.mode], 9, compute).facts
-        )
+        key = ["without", row, study.mode, probe.facts["advantage"], self._tokens_key]
+        return dict(self.stage(f"without_{row:03d}", key, 9, compute).facts)
 
-    def confirmed(self, text: str, number: int) -> dict[str, Any]:
-        """The counterfactual step made in full, and measured."""
+    def confirmed(self, text: str) -> dict[str, Any]:
+        """The counterfactual step made in full, and measured; its weights are never clipped."""
         study, probe = self.study, self.probe
 
         def compute() -> Stage:
@@ -393,10 +448,10 @@ class Evaluation:
                 microbatch=study.microbatch,
                 base=self.base,
             )
-            return Stage(facts=confirmation_facts(found))
+            return Stage(facts={**confirmation_facts(found), "clip_c": None})
 
-        key = ["confirm", text, study.mode, study.asked.folds]
-        return dict(self.stage(f"confirm_{number:03d}", key, 30, compute).facts)
+        key = ["confirm", text, study.mode, self._tokens_key]
+        return dict(self.stage("confirm", key, 30, compute).facts)
 
 
 def advantage_rule(scale: Scale) -> Callable[[Tensor, Tensor], Tensor]:

@@ -13,10 +13,13 @@ from entropy_experiments.types import Estimate
 
 
 def changes(found: Mapping[str, Estimate]) -> Stage:
-    """Measured changes: numbers and weights as JSON, contributions by evaluation rollout."""
+    """Measured changes: numbers and weights as JSON, contributions by evaluation rollout.
+
+    Contributions are those of `influence.finite`: split as the first-order matrix is.
+    """
     return Stage(
         facts={name: numbers(change) | weights_of(change) for name, change in found.items()},
-        tensors={name: change.diagnostics["integrand_N"] for name, change in found.items()},
+        tensors={name: change.diagnostics["contribution_N"] for name, change in found.items()},
     )
 
 
@@ -73,6 +76,9 @@ def confirmation_facts(found: whatif.Confirmation) -> dict[str, Any]:
         "clip_factors": list(found.clip_factors),
         "agrees": found.agrees,
         "accounted": found.accounted,
+        "beyond_linear": found.beyond_linear,
+        "confirmed": found.confirmed,
+        "effect": found.effect_in_words,
         "text": str(found),
     }
 
@@ -80,13 +86,14 @@ def confirmation_facts(found: whatif.Confirmation) -> dict[str, Any]:
 def budget_facts(ledger: Mapping[str, Any], lr: float, budget: float) -> dict[str, Any]:
     """The learning rate that changes the entropy by so much, from a ledger's numbers."""
     slope = ledger["predicted"]["value"] / lr
-    bend = 0.0 if ledger["curvature"] is None else 2 * ledger["curvature"]["value"] / lr**2
+    bend = None if ledger["curvature"] is None else 2 * ledger["curvature"]["value"] / lr**2
     found = whatif.entropy_budget(slope, bend, budget)
     return {
         "budget": budget,
         "linear": found.linear,
         "curved": found.curved,
         "linear_range": finite(found.linear_range),
+        "curvature_known": bend is not None,
         "notes": list(found.notes),
         "text": str(found),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -38,6 +38,8 @@ GROUPS: tuple[By, ...] = (
 )
 BEFORE, AFTER = 24, 8
 """Tokens shown around a ranked token."""
+SPLIT = "split so that each entry's slope in eta is the first-order contribution"
+"""How a measured change is shared among evaluation rollouts: F_ij of `influence.finite`."""
 
 
 class StudyFiles:
@@ -108,11 +110,17 @@ class StudyFiles:
             "cancellation": {"ratio": finite(tokens.cancellation), "withheld": tokens.withheld},
             "doubts": list(tokens.doubts),
             "measured_rollouts": found.measured_rows,
-            "leave_one_out": [found.left_out(row) for row in study.asked.leave_one_out],
-            "what_if": [self._what_if(found, i) for i in range(len(study.asked.what_if))],
+            "leave_one_out": [
+                {"rollout": row, **_answered(lambda row=row: found.left_out(row))}
+                for row in study.asked.leave_one_out
+            ],
+            "what_if": [self._what_if(found, text) for text in study.asked.what_if],
             "entropy_budget": None
             if budget is None
-            else budget_facts(ledgers["entropy"], study.direction.lr, budget),
+            else {
+                "budget": budget,
+                **_answered(lambda: budget_facts(ledgers["entropy"], study.direction.lr, budget)),
+            },
             "table": whatif.facts(tokens),
         }
 
@@ -123,7 +131,7 @@ class StudyFiles:
             for row in found.measured_rows:
                 values_EN[:, row] = found.singles.tensors[f"grad|{row}|{eta!r}"].numpy()
             what = f"measured change at eta {eta:g} along each measured rollout's direction, by "
-            what += "evaluation rollout; NaN: not measured"
+            what += f"evaluation rollout; NaN: not measured; {SPLIT}"
         else:
             values_EN = scale * found.matrix.matrix_EN.numpy()
             what = f"first-order contribution of every pair of rollouts at eta {eta:g}"
@@ -147,16 +155,18 @@ class StudyFiles:
         for eta in dict.fromkeys((*self.study.etas, *self.study.per_sequence_etas)):
             for part, what in (("full", "the whole step"), ("baseline", "momentum and decay")):
                 values_E = found.whole.tensors[f"{part}|{eta!r}"].numpy()
-                what = f"measured change along {what} at eta {eta:g}, by evaluation rollout"
+                what = f"measured change along {what} at eta {eta:g}, by evaluation rollout; "
+                what += SPLIT
                 self._array(f"{folder}/{part}/eta_{eta:g}.npy", values_E, what)
         for eta in self.study.per_sequence_etas:
             grad_EN = _stack(singles.tensors, "grad", rows, eta)
             base_E1 = found.whole.tensors[f"baseline|{eta!r}"].numpy()[:, None]
             both_EN = _stack(singles.tensors, "both", rows, eta) - base_E1
             end = f"eta_{eta:g}"
-            what = f"measured change at eta {eta:g} along each measured rollout's own direction"
+            what = f"measured change at eta {eta:g} along each measured rollout's own direction; "
+            what += SPLIT
             self._array(f"{folder}/grad/{end}.npy", grad_EN, f"{what} [evaluation, measured]")
-            what = f"the same at eta {eta:g} on top of the baseline, minus the baseline's"
+            what = f"the same at eta {eta:g} on top of the baseline, minus the baseline's; {SPLIT}"
             self._array(
                 f"{folder}/baseline_plus_grad/{end}.npy", both_EN, f"{what} [evaluation, measured]"
             )
@@ -202,17 +212,19 @@ class StudyFiles:
             )
         return out
 
-    def _what_if(self, found: Evaluation, number: int) -> dict[str, Any]:
-        text = self.study.asked.what_if[number]
-        prediction = whatif.repredict(found.tokens, text)
-        confirmation = None
-        if self.study.asked.confirm:
-            confirmation = found.confirmed(text, number)
-        return {
-            "name": prediction.name,
-            "prediction": prediction_facts(prediction),
-            "confirmation": confirmation,
-        }
+    def _what_if(self, found: Evaluation, text: str) -> dict[str, Any]:
+        def answer() -> dict[str, Any]:
+            prediction = whatif.repredict(found.tokens, text)
+            confirmation = None
+            if self.study.asked.confirm:
+                confirmation = _answered(lambda: found.confirmed(text))
+            return {
+                "name": prediction.name,
+                "prediction": prediction_facts(prediction),
+                "confirmation": confirmation,
+            }
+
+        return {"name": text, **_answered(answer)}
 
     def _summary(self, evaluations: list[dict[str, Any]], key: str) -> dict[str, Any]:
         study, probe = self.study, self.study.probe
@@ -231,10 +243,11 @@ class StudyFiles:
             "step": probe.checkpoint.step,
             "base": probe.checkpoint.base,
             "lr": study.direction.lr,
-            "momentum_decay": study.momentum_decay,
+            **study.lasting,
             "etas": list(study.etas),
             "per_sequence_etas": list(study.per_sequence_etas),
             "reference_eta": study.etas[0],
+            "clip_c": study.config.importance.clip_c,
             "plan": study.config.dump()["influence"],
             "update": {
                 "rollouts": len(batch.rollouts),
@@ -262,6 +275,14 @@ class StudyFiles:
                 "coverage": dict(probe.checkpoint.coverage),
             },
         }
+
+
+def _answered(answer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A question that has no answer says why, and costs the study nothing else."""
+    try:
+        return answer()
+    except ValueError as error:
+        return {"error": str(error)}
 
 
 def _aggregate(found: Evaluation, eta: float) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from entropy_experiments.probe_inputs import refuse_foreign
 from entropy_experiments.probe_sampling import Opened
 from entropy_experiments.rollouts import text_dumps
 from entropy_experiments.rollouts.importers import Imported, from_jsonl, from_trl_completions
@@ -54,34 +55,31 @@ class Given:
             return self._imported(self._sequences(params, where), f"{where}.sequences")
         return self._update_file(params)
 
-    def loaded(self, folder: Path) -> Made:
-        batch, meta = load_update_batch(folder)
-        at = meta.get("model")
+    def folder(self, path: Path, where: str) -> Made:
+        """An update batch that was recorded in training, drawn, or saved by an earlier study."""
+        batch, meta = load_update_batch(path)
+        at = meta.get("model") or (meta.get("identity") or {}).get("model")
         if at is not None and at != self.model:
             raise ValueError(
-                f"influence.workspace.load_path: {folder} was saved for other weights "
-                f"({at[:12]}... there, {self.model[:12]}... here). Load the checkpoint "
-                "it was made with, or leave load_path out."
+                f"{where}: {path} was saved for other weights ({at[:12]}... there, "
+                f"{self.model[:12]}... here). Load the checkpoint it was made with, or leave "
+                f"{where} out."
             )
-        self._refuse_tokens(batch.rollouts, str(folder))
-        note = f"update rollouts reused from {folder}"
-        return Made(batch=batch, real=bool(meta.get("real", False)), notes=(note,))
+        refuse_foreign(batch, meta, self.probed.checkpoint, f"{path} ({where})")
+        # Recorded: of the step that training made from these weights. Saved: as it was then.
+        recorded = meta.get("weights") is not None
+        return Made(
+            batch=batch,
+            real=recorded or bool(meta.get("real", False)),
+            bound=recorded or bool(meta.get("bound", False)),
+            notes=(f"update rollouts reused from {path}",),
+        )
 
     def _update_file(self, params: File) -> Made:
         path = Path(params.path)
         if not path.is_dir():
             return self._imported(self._dump(params), str(path), real=True)
-        batch, meta = load_update_batch(path)
-        at, here = meta.get("weights"), self.probed.checkpoint.hashes.values()
-        if at is not None and at not in here:
-            raise ValueError(
-                f"influence.workspace.params.path: {path} was recorded at weights {at[:12]}...; "
-                f"{self.probed.checkpoint.path} has others. Give the batch that was drawn from "
-                "this checkpoint: its step is the one that can be rebuilt."
-            )
-        self._refuse_tokens(batch.rollouts, str(path))
-        named, note = at is not None, f"update batch from {path}"
-        return Made(batch=batch, real=named, bound=named, notes=(note,))
+        return self.folder(path, "influence.workspace.params.path")
 
     def _imported(self, found: Imported, where: str, *, real: bool = False) -> Made:
         if found.batch is None:

@@ -7,6 +7,7 @@ goes on with the very numbers it had.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,11 +15,23 @@ from torch import Tensor
 
 from entropy_experiments.influence.matrix import Column, InfluenceMatrix
 from entropy_experiments.influence.tokens import TokenInfluence
+from entropy_experiments.numerics.weights import WeightDiagnostics
 from entropy_experiments.study.store import Stage
-from entropy_experiments.types import Direction, Estimand, Params, Rollouts, Scores, UpdateBatch
+from entropy_experiments.types import (
+    Direction,
+    Estimand,
+    Estimate,
+    Params,
+    Rollouts,
+    Scores,
+    UpdateBatch,
+)
+from entropy_experiments.types.estimate import Influence
 from entropy_experiments.update.objective import Objective
 
 _BETWEEN = "|"
+_ESTIMATE, _WEIGHTS = "estimate", "logweight_N"
+_UNITS = ("value_C", "prompt_C", "stratum_C")
 
 
 def packed(groups: Mapping[str, Params]) -> dict[str, Tensor]:
@@ -71,6 +84,42 @@ def pack_scores(scores: Scores) -> dict[str, Tensor]:
 
 def unpack_scores(stage: Stage) -> Scores:
     return Scores(stage.tensors["logprob_NS"], stage.tensors["entropy_NS"])
+
+
+def pack_estimate(found: Estimate) -> Stage:
+    """A measured change with its influence values, so that others can be paired with it."""
+    (units,) = found.influences  # of one sample of rollouts
+    weights = asdict(found.diagnostics["weights"])
+    logweight_N = weights.pop(_WEIGHTS)
+    infinite = [name for name, x in weights.items() if x == float("inf")]
+    said = {
+        "value": found.value,
+        "noise_floor": found.noise_floor,
+        "given_reasons": list(found.given_reasons),
+        "sample": units.sample,
+        "weights": {name: x for name, x in weights.items() if name not in infinite},
+        "infinite": infinite,  # JSON has no infinity
+    }
+    tensors = {f"{_ESTIMATE}{_BETWEEN}{name}": getattr(units, name) for name in _UNITS}
+    return Stage(
+        facts={_ESTIMATE: said},
+        tensors={**tensors, f"{_ESTIMATE}{_BETWEEN}{_WEIGHTS}": logweight_N},
+    )
+
+
+def unpack_estimate(stage: Stage, estimand: Estimand) -> Estimate:
+    said = stage.facts[_ESTIMATE]
+    tensors = unpacked(stage.tensors, [_ESTIMATE])[_ESTIMATE]
+    weights = {**said["weights"], **dict.fromkeys(said["infinite"], float("inf"))}
+    units = Influence(**{name: tensors[name] for name in _UNITS}, sample=said["sample"])
+    return Estimate.build(
+        value=said["value"],
+        estimand=estimand,
+        influences=[units],
+        noise_floor=said["noise_floor"],
+        diagnostics={"weights": WeightDiagnostics(**weights, logweight_N=tensors[_WEIGHTS])},
+        why_not=said["given_reasons"],
+    )
 
 
 def pack_tokens(found: TokenInfluence) -> Stage:

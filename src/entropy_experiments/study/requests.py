@@ -49,7 +49,7 @@ class EvaluationUpdate(Section):
 
 
 class EvaluationDrawn(Section):
-    prompts: Group | None = None
+    prompts: Count | None = None
     group: Count = GROUP
     split: Text | None = None
 

@@ -10,7 +10,7 @@
     ledger, reward  who moved the entropy, and the expected reward
     rollouts_NN     measured changes along single rollouts' directions, a few per stage
     without_NNN     exact leave-one-out of a rollout
-    confirm_NNN     a counterfactual step, made and measured
+    confirm         a counterfactual step, made and measured
 
 Later stages read earlier ones from disk, whether this process computed them or another did.
 """
@@ -26,6 +26,9 @@ from typing import Any
 import torch
 
 from entropy_experiments.estimate.first_order import slope_estimand
+from entropy_experiments.influence import whatif
+from entropy_experiments.influence.eventual import momentum_of
+from entropy_experiments.influence.interventions import Place, Reweighted
 from entropy_experiments.influence.lines import line_directions, rollouts_by_line
 from entropy_experiments.numerics.derivatives import How
 from entropy_experiments.study.batches import StudyInputs
@@ -45,7 +48,7 @@ from entropy_experiments.study.store import (
 )
 from entropy_experiments.trajectory import provenance
 from entropy_experiments.types import Direction, Estimand, Params, Rollouts, Scores
-from entropy_experiments.types.direction import BASELINE_PARTS, AdamGroup
+from entropy_experiments.types.direction import BASELINE_PARTS
 
 
 @dataclass(kw_only=True)
@@ -83,6 +86,31 @@ class Study:
         self.policy = self.probe.policy
         self.trained = self.probe.trained.as_trained()
         self.objective = self.probe.facts.objective
+        self._check_indices()
+
+    def _check_indices(self) -> None:
+        """A rollout that is not in U is refused here, before anything is computed."""
+        rollouts, rows = self.probe.update.rollouts, self.asked.measured_rollouts
+        count = len(rollouts)
+        for name, asked in (
+            ("measured_rollouts", rows if isinstance(rows, tuple) else ()),
+            ("leave_one_out", self.asked.leave_one_out),
+        ):
+            beyond = [row for row in asked if not 0 <= row < count]
+            if beyond:
+                raise ValueError(
+                    f"influence.{name} has {beyond[:5]}; the update batch has rollouts 0 to "
+                    f"{count - 1}."
+                )
+        for text in self.asked.what_if:
+            for place in named_places(text):
+                tokens = int(rollouts.tokens_N[place.rollout]) if place.rollout < count else 0
+                if place.rollout >= count or (place.k is not None and place.k >= tokens):
+                    end = f"its response tokens 0 to {tokens - 1}" if tokens else "no such one"
+                    raise ValueError(
+                        f"The what-if {text!r} names {place}; the update batch has rollouts 0 to "
+                        f"{count - 1}, and of rollout {place.rollout} {end}."
+                    )
 
     @property
     def microbatch(self) -> int:
@@ -104,11 +132,11 @@ class Study:
     def estimand(self) -> Estimand:
         return slope_estimand(self.policy, **self.speaks)
 
-    @property
-    def momentum_decay(self) -> float:
-        group = next(group for group in self.probe.optimizer.groups if group.names)
-        assert isinstance(group, AdamGroup)  # SGD was refused on opening
-        return group.betas[0]
+    @cached_property
+    def lasting(self) -> dict[str, Any]:
+        """How long lines of the ledger act: options `momentum_decay` and `coupled_decay`."""
+        b1, coupled = momentum_of(self.probe.optimizer)
+        return {"momentum_decay": b1, "coupled_decay": coupled}
 
     @property
     def etas(self) -> tuple[float, ...]:
@@ -146,7 +174,7 @@ class Study:
     def stage(self, name: str, key: str, cost: float, compute: Callable[[], Stage]) -> Stage:
         found = self.store.holds(name, key)
         stage = self.store.once(name, key, compute)
-        self.timings[name] = stage.seconds
+        self.timings[name] = self.timings.get(name, 0.0) + stage.seconds
         self.clock.tell(name, cost, stage.seconds, found=found)
         return stage
 
@@ -214,6 +242,17 @@ class Study:
     @cached_property
     def baseline(self) -> Direction:
         return self.direction.only(*(p for p in BASELINE_PARTS if p in self.direction.parts))
+
+
+def named_places(text: str) -> list[Place]:
+    """Rollouts and tokens that a what-if names by number."""
+    return [
+        target
+        for one in whatif.parse(text)
+        if isinstance(one, Reweighted)
+        for target, _ in one.factors
+        if isinstance(target, Place)
+    ]
 
 
 def rollouts_digest(rollouts: Rollouts) -> str:

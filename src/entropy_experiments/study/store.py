@@ -30,11 +30,30 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
+from entropy_experiments.report.run_files import (
+    DESCRIBED,
+    FORMAT,
+    IDENTITY,
+    MANIFEST,
+    SCHEMA,
+    described,
+    open_run,
+    read_manifest,
+)
 from entropy_experiments.rollouts.store import write_whole
 
-FORMAT = "entropy_experiments.influence"
-SCHEMA = 1
-MANIFEST, STAGES = "manifest.json", "stages"
+__all__ = [
+    "FORMAT",
+    "SCHEMA",
+    "RunDirectory",
+    "Stage",
+    "StageStore",
+    "digest_of",
+    "digest_of_tensors",
+    "open_run",
+]
+
+STAGES = "stages"
 _JSON = "__json__"
 _PARTIAL = re.compile(r"\..+\.(\d+)\.partial")
 
@@ -143,8 +162,6 @@ class StageStore:
 class RunDirectory:
     """Where the files of one study go. Another study's folder is refused, not mixed."""
 
-    IDENTITY = "study.json"
-
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.stages = StageStore(self.folder / STAGES)
@@ -162,9 +179,18 @@ class RunDirectory:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sweep()
         if theirs != key:
+            self._identify(key, replaces=self._earlier_files())
             (self.folder / MANIFEST).unlink(missing_ok=True)
-            said = {"format": FORMAT, "schema": SCHEMA, "key": key}
-            write_whole(self.folder / self.IDENTITY, json.dumps(said, indent=1).encode())
+
+    def _identify(self, key: str, *, replaces: set[str]) -> None:
+        """`replaces`: files of an earlier study, to be gone when this one is finished."""
+        said = {"format": FORMAT, "schema": SCHEMA, "key": key, "replaces": sorted(replaces)}
+        self._write_changed(self.folder / IDENTITY, json.dumps(said, indent=1).encode())
+
+    def _earlier_files(self) -> set[str]:
+        path = self.folder / IDENTITY
+        said = json.loads(path.read_bytes()) if path.is_file() else {}
+        return {*said.get("replaces", ()), *(self.manifest() or {"files": ()})["files"]}
 
     def finished(self, key: str) -> bool:
         """Whether every file of this very study is there, bit by bit."""
@@ -178,22 +204,13 @@ class RunDirectory:
         )
 
     def manifest(self) -> dict[str, Any] | None:
-        path = self.folder / MANIFEST
-        if not path.is_file():
-            return None
-        try:
-            found = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON ({error}). Delete it and run again.") from error
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ValueError(
-                f"{path} is not the manifest of an influence study; expected format {FORMAT!r}. "
-                "Give another folder."
-            )
-        return found
+        return read_manifest(self.folder)
 
     def write(self, files: Mapping[str, bytes], key: str, arrays: Mapping[str, Any]) -> None:
-        """All files, then the manifest; a file whose bytes are right already is left alone."""
+        """All files, then the manifest; a file whose bytes are right already is left alone.
+
+        What an earlier study of this folder wrote, and this one does not, is deleted.
+        """
         path = self.folder / MANIFEST
         manifest = {
             "format": FORMAT,
@@ -203,11 +220,27 @@ class RunDirectory:
             "arrays": dict(arrays),
         }
         encoded = json.dumps(manifest, indent=1, allow_nan=False).encode()
+        stale = self._earlier_files() - set(files)
+        bound = self._bound_to()
         if path.is_file() and path.read_bytes() != encoded:
+            self._identify(str(bound), replaces=stale)  # a crash must not forget them
             path.unlink()  # a crash from here on must not leave it beside other files
+        for name in stale:
+            self._remove(self.folder / name)
         for name, data in files.items():
             self._write_changed(self.folder / name, data)
+        self._identify(str(bound), replaces=set())
         self._write_changed(path, encoded)
+
+    def _remove(self, path: Path) -> None:
+        """The file, and the folders that are empty without it."""
+        if self.folder.resolve() not in path.resolve().parents:
+            raise ValueError(f"{path} is outside {self.folder}: its {MANIFEST} was tampered with.")
+        path.unlink(missing_ok=True)
+        for folder in path.parents:
+            if folder == self.folder or not folder.is_dir() or any(folder.iterdir()):
+                return
+            folder.rmdir()
 
     def _write_changed(self, path: Path, data: bytes) -> None:
         if path.is_file() and path.read_bytes() == data:
@@ -216,7 +249,7 @@ class RunDirectory:
         write_whole(path, data)
 
     def _bound_to(self) -> str | None:
-        path = self.folder / self.IDENTITY
+        path = self.folder / IDENTITY
         if not path.is_file():
             others = [p.name for p in self.folder.iterdir()] if self.folder.is_dir() else []
             strange = sorted(set(others) - {"rollouts", "logs", STAGES} - _partials(others))
@@ -240,13 +273,6 @@ class RunDirectory:
             match = _PARTIAL.fullmatch(path.name)
             if match and not _alive(int(match[1])):
                 path.unlink(missing_ok=True)
-
-
-DESCRIBED = ("sha256", "bytes")
-
-
-def described(data: bytes) -> dict[str, Any]:
-    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
 def _partials(names: list[str]) -> set[str]:
