@@ -642,12 +642,13 @@ def test_keys_know_what_their_stages_read(study, tmp_path):
 
     _, _, inputs = study
 
-    def names(advantage=None, **changes):
+    def names(advantage=None, folds=None, **changes):
         """Keys of one batch's stages, none of which is computed."""
         asked = inputs.probe.config.replaced(changes, where="test") if changes else None
         study = Study(inputs, StageStore(tmp_path))
         study.asked = (asked or inputs.probe.config).influence
         (found, _) = evaluations_of(study)
+        found.batch = replace(found.batch, folds=folds or found.batch.folds)
         facts = found.probe.facts
         rule = {"advantage": advantage or facts["advantage"]}
         found.probe = replace(found.probe, facts=replace(facts, values={**facts.values, **rule}))
@@ -670,7 +671,7 @@ def test_keys_know_what_their_stages_read(study, tmp_path):
     assert set(before) == {
         *("matrix", "tokens", "measured", "ledger", "reward", "without_001", "confirm"),
     }
-    for change in ({"influence.folds": 3}, {"influence.block_mb": 7}):
+    for change in ({"folds": 3}, {"influence.block_mb": 7}):
         after = names(**change)
         assert [name for name in before if before[name] == after[name]] == ["measured"]
     after = names(**{"influence.etas": [0.5]})

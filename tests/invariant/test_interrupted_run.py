@@ -79,7 +79,7 @@ def test_an_interrupted_run_continues_as_if_nothing_had_happened(tmp_path):
     again = started(out)
     stdout, stderr = again.communicate(timeout=60)
     assert again.returncode == 0, stderr
-    assert "The update that training made after step_10" in stdout
+    assert "The update that training made after step_13" in stdout
     after = units(out)
     assert len(after) == PROMPTS // AT_ONCE
     for name, was in kept.items():

@@ -170,6 +170,7 @@ def test_a_part_of_a_run_can_be_probed(tmp_path):
     assert run.predicted.interval is not None
 
 
+@pytest.mark.slow
 def test_workers_change_nothing(tmp_path):
     alone, shared = (
         probe_trajectory(settings(tmp_path / str(n), 8), steps=slice(20, 23), workers=n)

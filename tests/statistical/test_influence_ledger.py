@@ -133,6 +133,7 @@ def test_unexplained_covers_zero():
     assert stats.binomtest(truth, 100, 0.95, alternative="less").pvalue > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_coverage_has_teeth():
     """Without a line, without the curvature, or with it found by subtraction, it fails."""
     found = run((0, 100))

@@ -98,6 +98,7 @@ def check(prompts, per_prompt, replicates, *, policy_seed=0):
     return report
 
 
+@pytest.mark.slow
 def test_coverage_of_a_small_sample():
     """N = 32 in 8 prompts, 2,000 replicates: the hardest case that still has an interval."""
     check(8, 4, 2000)
@@ -131,6 +132,7 @@ def test_coverage_of_another_policy():
 
 
 @pytest.mark.parametrize("prompts", ["population", "fixed"])
+@pytest.mark.slow
 def test_curvature_is_unbiased(prompts):
     """200 replicates: within 4 standard errors of the exact second derivative."""
     policy = MarkovPolicy.random(0)
@@ -170,6 +172,7 @@ def test_fixed_prompts_ignore_the_spread_between_prompts():
     assert stats.binomtest(covered, n, 0.95).pvalue > FALSE_ALARM, covered / n
 
 
+@pytest.mark.slow
 def test_resampled_agrees():
     """Fresh rollouts of the changed policy cover the exact change, and the measurement."""
     policy = MarkovPolicy.random(0)
