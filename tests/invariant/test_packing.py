@@ -64,6 +64,7 @@ def numbers(policy, rollouts, direction, microbatch):
 
 @QUICK
 @given(how=packing)
+@pytest.mark.slow
 def test_estimates(oracle, how):
     policy, rollouts, direction = oracle
     before = list(numbers(policy, rollouts, direction, 64))
@@ -96,6 +97,7 @@ def test_weight_diagnostics(oracle, how):
 
 @QUICK
 @given(how=packing)
+@pytest.mark.slow
 def test_curvature(oracle, how):
     """Differences divide rounding by the step: 1e-12 becomes 1e-9."""
     policy, rollouts, direction = oracle

@@ -125,6 +125,7 @@ def coverage(found):
     return zero, truth
 
 
+@pytest.mark.slow
 def test_unexplained_covers_zero():
     """100 random steps, 32 prompts x 4: found 95, and 96 for the exact remainder."""
     found = run((0, 100))

@@ -155,6 +155,7 @@ def test_curvature_is_unbiased(prompts):
     assert abs(z) < 4
 
 
+@pytest.mark.slow
 def test_fixed_prompts_ignore_the_spread_between_prompts():
     """For a fixed set the truth is that set's own entropy, and the interval covers it."""
     policy = MarkovPolicy.random(2, spread=1.5)
