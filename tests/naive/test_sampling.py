@@ -8,6 +8,7 @@ from scipy.stats import chisquare
 
 from entropy_experiments.numerics.entropy import nucleus
 from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.rollouts.advantages import advantages_by_prompt, group_advantages
 from entropy_experiments.rollouts.decode import inverse_cdf
 from entropy_experiments.rollouts.sample import SampleGenerator, end_tokens
 from entropy_experiments.tasks.datasets import Problem
@@ -364,3 +365,15 @@ def test_the_progress_bar_is_for_terminals_only(capsys, monkeypatch):
     assert shown.out == ""
     assert "drawing evaluation" in shown.err
     assert "8/8" in shown.err
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_by_prompt_are_group_advantages_in_any_order(scale):
+    """Also where a rollout has no reward: it is left out of every mean and spread."""
+    reward_N = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, torch.nan, 2.0, 1.0], dtype=torch.float64)
+    prompt_N = torch.arange(8) // 4
+    order_N = torch.tensor([5, 0, 3, 7, 2, 6, 1, 4])
+    expected_N = group_advantages(reward_N, 4, scale)
+    assert bool(torch.isfinite(expected_N).all())
+    found_N = advantages_by_prompt(scale)(reward_N[order_N], prompt_N[order_N])
+    torch.testing.assert_close(found_N, expected_N[order_N], rtol=0, atol=1e-15)

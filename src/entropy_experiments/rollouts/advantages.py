@@ -13,7 +13,7 @@ tests/contract/test_trl_batches.py compares with the installed TRL.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -49,6 +49,22 @@ def group_advantages(reward_N: Tensor, group: int, scale: Scale = "group") -> Te
     else:
         advantage_N = centred_N / (_nanstd(reward_N[None])[0] + EPSILON)
     return advantage_N.nan_to_num(nan=0.0)
+
+
+def advantages_by_prompt(scale: Scale) -> Callable[[Tensor, Tensor], Tensor]:
+    """The same rule for groups in any order and of any size, as where a rollout was left out."""
+
+    def rule(reward_N: Tensor, prompt_N: Tensor) -> Tensor:
+        out_N = torch.zeros_like(reward_N)
+        own = "group" if scale == "group" else "none"
+        for prompt in prompt_N.unique():
+            rows = prompt_N == prompt
+            out_N[rows] = group_advantages(reward_N[rows], int(rows.sum()), own)
+        if scale == "batch":
+            out_N = (out_N / (_nanstd(reward_N[None])[0] + EPSILON)).nan_to_num(nan=0.0)
+        return out_N
+
+    return rule
 
 
 def weighted_rewards(reward_NF: Tensor, weights: Sequence[float]) -> Tensor:

@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured
@@ -26,7 +23,7 @@ from entropy_experiments.influence.matrix import (
 )
 from entropy_experiments.influence.tokens import TokenInfluence, token_influence
 from entropy_experiments.report.findings import numbers
-from entropy_experiments.rollouts.advantages import EPSILON, Scale, group_advantages
+from entropy_experiments.rollouts.advantages import advantages_by_prompt
 from entropy_experiments.study.batches import EvaluationBatch
 from entropy_experiments.study.facts import changes, confirmation_facts, ledger_facts
 from entropy_experiments.study.packing import (
@@ -392,7 +389,7 @@ class Evaluation:
                 study.objective,
                 probe.optimizer,
                 row,
-                advantage_of=advantage_rule(probe.facts["advantage"]),
+                advantage_of=advantages_by_prompt(probe.facts["advantage"]),
                 max_grad_norm=probe.facts["max_grad_norm"] or None,
                 microbatch=study.microbatch,
             )
@@ -452,20 +449,6 @@ class Evaluation:
 
         key = ["confirm", text, study.mode, self._tokens_key]
         return dict(self.stage("confirm", key, 30, compute).facts)
-
-
-def advantage_rule(scale: Scale) -> Callable[[Tensor, Tensor], Tensor]:
-    """Group advantages of TRL for groups that need not have one size any more."""
-
-    def rule(reward_N: Tensor, prompt_N: Tensor) -> Tensor:
-        out_N = torch.zeros_like(reward_N)
-        own = "group" if scale == "group" else "none"
-        for prompt in prompt_N.unique():
-            rows = prompt_N == prompt
-            out_N[rows] = group_advantages(reward_N[rows], int(rows.sum()), own)
-        return out_N / (reward_N.std() + EPSILON) if scale == "batch" else out_N
-
-    return rule
 
 
 def evaluations_of(study: Study) -> list[Evaluation]:
