@@ -1,1 +1,48 @@
-"""Where did the gradient stop? An empty room: nothing is here yet."""
+"""Where did the gradient stop? A doctor for any PyTorch training loop.
+
+Needs torch and the standard library only. The public names below are imported when first used, so
+that a command's help, or pytest finding the plugin, does not import torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradient_doctor.doctor import Doctor
+    from gradient_doctor.findings import Finding, Severity, Site
+    from gradient_doctor.preflight import preflight, score_test
+
+_HOME = {
+    "Doctor": "doctor",
+    "Finding": "findings",
+    "Severity": "findings",
+    "Site": "findings",
+    "preflight": "preflight",
+    "score_test": "preflight",
+}
+
+__all__ = ["Doctor", "Finding", "Severity", "Site", "preflight", "score_test"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+class _Package(ModuleType):
+    """`gradient_doctor.preflight` is the function, also after its module has been imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "preflight" and isinstance(value, ModuleType):
+            value = value.preflight
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,57 @@
+"""Detectors: each turns the facts of a session into findings of a few related classes."""
+
+from __future__ import annotations
+
+from gradient_doctor.detectors.blind import Blind
+from gradient_doctor.detectors.cosmetic import Cosmetic
+from gradient_doctor.detectors.erased import Erased
+from gradient_doctor.detectors.estimators import Estimators
+from gradient_doctor.detectors.frozen import Frozen
+from gradient_doctor.detectors.grad_calls import GradCalls
+from gradient_doctor.detectors.graph_reuse import GraphReuse
+from gradient_doctor.detectors.in_place import InPlace
+from gradient_doctor.detectors.lengths import Lengths
+from gradient_doctor.detectors.magnitude import Magnitude
+from gradient_doctor.detectors.missing import Missing
+from gradient_doctor.detectors.nonfinite import NonFinite
+from gradient_doctor.detectors.ownership import Ownership
+from gradient_doctor.detectors.padding import Padding
+from gradient_doctor.detectors.phases import Phases
+from gradient_doctor.detectors.precision import Precision
+from gradient_doctor.detectors.scaler import Scaler
+from gradient_doctor.detectors.swallowed import Swallowed
+from gradient_doctor.detectors.targets import Targets
+from gradient_doctor.detectors.unchanged import Unchanged
+from gradient_doctor.detectors.zeros import Zeros
+from gradient_doctor.explain import Ledger
+from gradient_doctor.session import Detector, Session
+
+# the ledger first: the others read it; what is left over by all others last
+DETECTORS: tuple[type[Detector], ...] = (
+    Ledger,
+    Frozen,
+    Ownership,
+    Erased,
+    GraphReuse,
+    InPlace,
+    Precision,
+    Scaler,
+    GradCalls,
+    Missing,
+    Cosmetic,
+    Targets,
+    Lengths,
+    Padding,  # before what an empty mask leads to: zeros, and numbers that are none
+    Zeros,
+    NonFinite,
+    Unchanged,
+    Magnitude,
+    Estimators,
+    Swallowed,
+    Phases,
+    Blind,
+)
+
+
+def all_detectors(session: Session) -> list[Detector]:
+    return [make(session) for make in DETECTORS]

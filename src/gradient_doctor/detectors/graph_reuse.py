@@ -1,0 +1,234 @@
+"""Classes 12 and 14: a graph, or a part of one, that has been used before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradient_doctor.detectors.places import count
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.graph import Used, node_of, nodes_of, origin_of, used_by
+from gradient_doctor.session import Backward, Detector, OpCall, Session
+
+_SECOND_TIME = "backward through the graph a second time"
+
+
+@dataclass
+class Shared:
+    """The part of a graph that an earlier backward has walked, or that an earlier step made."""
+
+    nodes: int = 0
+    entry: Any = None  # the first such node, seen from the loss
+    user: Any = None  # the call above it: what the old tensor was used for
+    used: Used | None = None
+    leaves: int = 0
+
+
+class GraphReuse(Detector):
+    """Reads the marks that the trace and earlier backwards have left on the nodes."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._step_of: dict[int, int] = {}  # by number of the backward
+        self._old: Shared | None = None  # during a backward
+        self._leaks: set[Site | None] = set()
+        self._kept = WeakIdKeyDictionary()  # tensor -> earlier steps whose graphs hang on it
+
+    def backward_starts(self, backward: Backward) -> None:
+        self._step_of[backward.number] = backward.step
+        self._old = None
+        for root in backward.roots if backward.graph is not None else ():
+            # looked for now: the marks change when the backward ends
+            old = self._shared(node_of(root), lambda node: _made_before(node, backward.step))
+            if old.entry is not None:
+                self._old = old
+
+    def backward_ended(self, backward: Backward) -> None:
+        if self._old is not None:
+            self._stale(backward, self._old, failed=False)
+            self._old = None
+
+    def backward_failed(self, backward: Backward, error: BaseException) -> None:
+        old, self._old = self._old, None
+        if "modified by an inplace operation" in str(error) and old is not None:
+            self._stale(backward, old, failed=True)
+        if _SECOND_TIME not in str(error):
+            return
+        for root in backward.roots:
+            shared = self._shared(node_of(root), _freed)
+            if shared.entry is None:
+                continue
+            if _made_before(shared.entry, backward.step):
+                self._stale(backward, shared, failed=True)
+            else:
+                self._second(backward, shared)
+            return
+        known = (f.site for f in self.session.findings if f.number in (12, 14))
+        if backward.site in known:
+            return
+        self.report(
+            12,
+            Severity.ERROR,
+            "A second backward through a graph whose buffers are gone.",
+            why="An earlier backward has freed them. That step was not traced: the shared part is "
+            "not known.",
+            fix=_SECOND_FIX,
+            site=backward.site,
+        )
+
+    def op(self, call: OpCall) -> None:
+        """A value that gathers the graphs of many steps, though no backward will ever use it."""
+        if call.taint is None or not call.taint.live:
+            return
+        kept: set[int] = set().union(*map(self._graphs_on, call.inputs))
+        if not kept:
+            return
+        for output in call.outputs:
+            if output.requires_grad:
+                self._kept[output] = kept
+        if len(kept) < 2 or call.site in self._leaks:
+            return
+        self._leaks.add(call.site)
+        self.report(
+            14,
+            Severity.WARNING,
+            f"The graphs of {len(kept)} steps are kept alive by the value made here.",
+            why=f"`{call.short}` adds a tensor that still has its graph to one of an earlier step. "
+            "Their backwards are over; the chain grows with every step, and with it the memory.",
+            fix="Use loss.item() or loss.detach() for running values.",
+            site=call.site,
+        )
+
+    def _graphs_on(self, tensor: Tensor) -> set[int]:
+        """Earlier steps whose backward is over and whose graph this tensor keeps."""
+        known = self._kept.get(tensor)
+        if known is not None:
+            return known
+        node = node_of(tensor)
+        if not _made_before(node, self.session.step):
+            return set()
+        marks = map(used_by, _inner(node))
+        steps = {self._step_of.get(used.backward) for used in marks if used and used.freed}
+        kept = self._kept[tensor] = {step for step in steps if step is not None}
+        return kept
+
+    # the shared part
+
+    def _shared(self, root: Any, is_old: Any) -> Shared:
+        """Nodes that are old, and where the rest of the graph meets them."""
+        shared = Shared()
+        if root is None:
+            return shared
+        stack: list[tuple[Any, Any]] = [(root, None)]
+        seen = {root}
+        entries: list[tuple[Any, Any]] = []
+        while stack:
+            node, above = stack.pop(0)
+            if _is_leaf(node):
+                continue
+            if is_old(node):
+                entries.append((node, above))
+                continue
+            # operations made of several nodes are marked on the last of them only
+            user = node if origin_of(node) is not None else above
+            for child, _ in node.next_functions:
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    stack.append((child, user))
+        if not entries:
+            return shared
+        # the entry that most parameters are behind: a scalar may be shared as well
+        for node, above in entries:
+            leaves = self._leaves(node)
+            if shared.entry is None or leaves.bit_count() > shared.leaves.bit_count():
+                shared.entry, shared.user, shared.leaves = node, above, leaves
+        everything = set()
+        for node, _ in entries:
+            everything.update(_inner(node))
+            shared.leaves |= self._leaves(node)
+        shared.nodes = len(everything)
+        shared.used = next((u for u in map(used_by, _inner(shared.entry)) if u is not None), None)
+        return shared
+
+    def _leaves(self, node: Any) -> int:
+        registry = self.session.registry
+        return registry.bits(n.variable for n in nodes_of(node) if _is_leaf(n))
+
+    # findings
+
+    def _second(self, backward: Backward, shared: Shared) -> None:
+        origin = origin_of(shared.entry)
+        made = None if origin is None else origin.site
+        first = None if shared.used is None else shared.used.site
+        self.report(
+            12,
+            Severity.ERROR,
+            f"This backward shares {count(shared.nodes, 'node')} with an earlier one that has "
+            "freed them.",
+            why=f"The shared part begins with {shared.entry.name()}, made at {made}; the backward "
+            f"at {first} has used it and freed what it had saved.",
+            fix=_SECOND_FIX,
+            site=backward.site,
+            parameters=shared.leaves,
+            related=(made, first),
+        )
+
+    def _stale(self, backward: Backward, old: Shared, failed: bool) -> None:
+        origin, user = origin_of(old.entry), origin_of(old.user) if old.user is not None else None
+        made = None if origin is None else origin.site
+        since = "" if origin is None else f" of step {origin.step}"
+        self.report(
+            14,
+            Severity.ERROR if failed else Severity.WARNING,
+            f"A tensor{since} is used in step {backward.step} together with its graph.",
+            why=f"{old.entry.name()}, made at {made}, and {count(old.nodes - 1, 'node')} behind it "
+            "belong to weights that have been changed since"
+            + (
+                ", or whose saved values an earlier backward has freed."
+                if failed
+                else "; the gradient that flows into them is that of an old forward."
+            ),
+            fix="Compute it anew in every step, or keep it with detach() if no gradient is meant "
+            f"to flow: {count(old.leaves.bit_count(), 'parameter')} would then get none from it.",
+            site=(user.site if user is not None else None) or backward.site,
+            parameters=old.leaves,
+            related=(made, backward.site),
+        )
+
+
+_SECOND_FIX = (
+    "Add the losses and call backward once, or run the forward again for the second loss. "
+    "retain_graph=True in the first backward also works if no weights change in between; detach() "
+    "on the shared part would silence the error, and these parameters would get nothing from it."
+)
+
+
+def _is_leaf(node: Any) -> bool:
+    return getattr(node, "variable", None) is not None
+
+
+def _inner(root: Any) -> Iterator[Any]:
+    return (node for node in nodes_of(root) if not _is_leaf(node))
+
+
+def _freed(node: Any) -> bool:
+    used = used_by(node)
+    return used is not None and used.freed
+
+
+def reuses_old_graph(backward: Backward) -> bool:
+    """Whether the loss hangs on a graph of an earlier step."""
+    return any(
+        _made_before(node, backward.step)
+        for root in backward.roots
+        for node in _inner(node_of(root))
+    )
+
+
+def _made_before(node: Any, step: int) -> bool:
+    origin = origin_of(node) if node is not None else None
+    return origin is not None and origin.step < step

@@ -1,0 +1,135 @@
+"""Class 22, while training: sums that grow with the batch, divisions by almost nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
+
+_ENOUGH = 32  # elements of a sum from which its size is worth a word
+_CUT = 100.0  # a clip that shortens the gradient this much in every step rules the learning rate
+_TINY = 1e-6
+_HUGE = 1e4  # gradient norm over parameter norm: one SGD step of 1e-4 would double the weights
+_DIVIDES = {"div", "div_", "true_divide", "divide", "__rtruediv__", "reciprocal", "rsqrt"}
+_LINEAR = {"neg", "add", "sub", "__rsub__", "squeeze", "view", "reshape", "float", "__radd__"}
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A sum over samples that nothing has divided yet."""
+
+    count: int
+    site: Site | None
+
+
+class Magnitude(Detector):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._sums = WeakIdKeyDictionary()
+        self._root: Summed | None = None
+        self._cuts: list[float] = []
+        self._smallest: tuple[float, Site | None] = (math.inf, None)
+        self._root_live = 0
+
+    def op(self, call: OpCall) -> None:
+        if not call.outputs or not call.inputs or not call.outputs[0].requires_grad:
+            return
+        result, source = call.outputs[0], call.inputs[0]
+        plain = call.short == "sum" and result.dim() == 0
+        if (plain or call.kwargs.get("reduction") == "sum") and source.numel() >= _ENOUGH:
+            self._sums[result] = Summed(source.numel(), call.site)
+        elif call.short in _LINEAR or call.short == "mul":
+            known = [self._sums[t] for t in call.inputs if t in self._sums]
+            if known and (call.short != "mul" or _plain_factor(call)):
+                self._sums[result] = max(known, key=lambda s: s.count)
+        elif call.short in _DIVIDES:
+            self._divisor(call)
+
+    def _divisor(self, call: OpCall) -> None:
+        below = call.inputs[-1] if call.short.startswith("div") else call.inputs[0]
+        if not below.is_floating_point() or not below.numel():
+            return
+        sizes = below.detach().abs()
+        sizes = sizes[sizes > 0]
+        least = float(sizes.min()) if sizes.numel() else math.inf
+        if least < min(_TINY, self._smallest[0]):
+            self._smallest = (least, call.site)
+
+    def backward_ended(self, backward: Backward) -> None:
+        roots = [self._sums[root] for root in backward.roots if root in self._sums]
+        self._root = roots[0] if roots else None
+        self._root_live = backward.received
+        least, site = self._smallest
+        self._smallest = (math.inf, None)
+        if site is None or not backward.gradients:
+            return
+        gradient = math.sqrt(sum(fact.norm**2 for fact in backward.gradients.values()))
+        weights = _norm(self.session.registry.tensors(backward.received))
+        if math.isfinite(gradient) and gradient > _HUGE * max(weights, 1e-3) and not self._scaled():
+            self.report(
+                22,
+                Severity.WARNING,
+                f"The gradient is {gradient / max(weights, 1e-3):.1e} times as long as the "
+                "parameters are.",
+                why=f"A division by {least:.1e} stands on its way (gradient norm {gradient:.1e}, "
+                f"parameter norm {weights:.1e}).",
+                fix="Clamp the denominator from below by something of its usual size.",
+                site=site,
+                parameters=backward.received,
+            )
+
+    def _scaled(self) -> bool:
+        scaler = self.session.scaler
+        return scaler is not None and bool(scaler.is_enabled())
+
+    def event(self, event: Event) -> None:
+        if event.kind == "clip" and self._root is not None:
+            total, most = _number(event.data["total_norm"]), _number(event.data["max_norm"])
+            if most > 0 and math.isfinite(total):
+                self._cuts.append(total / most)
+                self._judge()
+
+    def _judge(self) -> None:
+        """A summed loss is a choice; one that clipping always undoes is a cost."""
+        root = self._root
+        if root is None or len(self._cuts) < self.session.trace_steps or self._scaled():
+            return
+        least = min(self._cuts)
+        if least < _CUT:
+            return
+        self.report(
+            22,
+            Severity.WARNING,
+            f"The loss is a sum over {root.count} values, and clipping undoes it in every step.",
+            why=f"Nothing divides the sum, so the gradient grows with batch and length; clipping "
+            f"shortens it at least {least:.0f} times in each of {len(self._cuts)} steps, so all "
+            "steps have the same length whatever the data say.",
+            fix="Divide by the number of samples or tokens (mean instead of sum).",
+            site=root.site,
+            parameters=self._root_live,
+        )
+
+
+def _plain_factor(call: OpCall) -> bool:
+    """A number of ordinary size: 1/N written as a factor would be a normalisation."""
+    numbers = [a for a in call.args if isinstance(a, (int, float))]
+    return any(abs(n) >= 0.1 for n in numbers)
+
+
+@torch.no_grad()
+def _norm(tensors: object) -> float:
+    return math.sqrt(
+        sum(float(t.detach().float().square().sum()) for t in tensors)  # type: ignore[attr-defined]
+    )
+
+
+def _number(value: object) -> float:
+    if isinstance(value, Tensor):
+        return float(value.detach())
+    return float(value) if isinstance(value, (int, float)) else math.nan

@@ -1,0 +1,317 @@
+"""Parameters that no gradient reaches: constant losses, cuts, idle parts (1, 2, 3, 5, 11)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradient_doctor.explain import CutFact, Ledger, bits_of, how_to_mend, what_cuts
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
+from gradient_doctor.sites import is_user_file
+from gradient_doctor.taint import Taint, TracedFloat
+
+_NO_GRAD_FN = "does not require grad and does not have a grad_fn"
+_INFERENCE = "Inference tensors cannot be saved for backward"
+
+
+class Missing(Detector):
+    """Gives each parameter without gradient its one explanation."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._patched: set[Site | None] = set()  # backwards that start from a leaf, said once
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.session.ledger
+
+    # a loss that is a constant
+
+    def backward_starts(self, backward: Backward) -> None:
+        if backward.kind != "backward":
+            return
+        registry = self.session.registry
+        for root in backward.roots if backward.site not in self._patched else ():
+            patched = root.requires_grad and root.grad_fn is None and root.numel() == 1
+            known = isinstance(root, nn.Parameter) or registry.bit(root) & registry.owned
+            if patched and not known and self.ledger.should_train():
+                self._patched.add(backward.site)
+                self._constant(backward, root)
+
+    def backward_failed(self, backward: Backward, error: BaseException) -> None:
+        if _NO_GRAD_FN in str(error):
+            for root in backward.roots:
+                if not root.requires_grad:
+                    self._constant(backward, root)
+                    return
+
+    def finish(self, error: BaseException | None) -> None:
+        if isinstance(error, AttributeError) and error.name == "backward":
+            self.session.registry.flush()  # it may have come before the first backward
+            self._number(error)
+        self._verdicts(True, error)
+
+    def _constant(self, backward: Backward, root: Tensor) -> None:
+        ledger = self.ledger
+        # a leaf that was made to need gradient has no taint but its own: its term knows better
+        taint = ledger.terms.of(root).taint if backward.taint is not None else None
+        mask = taint.depends & ledger.should_train() if taint is not None else 0
+        fate = (
+            "backward() runs, but from a leaf: no parameter receives anything"
+            if root.requires_grad
+            else "backward() has nothing to start from"
+        )
+        if taint is not None and mask:
+            self._cut_loss(backward.site, taint, mask, fate)
+        else:
+            self._made_constant(backward, root, fate)
+
+    def _cut_loss(self, site: Site | None, taint: Taint, mask: int, fate: str) -> None:
+        ledger = self.ledger
+        for fact, hidden in ledger.culprits(mask, ledger.facts(taint)):
+            ledger.explained |= hidden
+            number = fact.number
+            if number == 3 and fact.size == 1 and not mask & ~hidden:
+                number = 1  # it is the loss itself that is cut, not something on its way
+            names = len(self.session.registry.names(hidden))
+            self.report(
+                number,
+                Severity.ERROR,
+                f"The loss has no grad_fn: it is cut off from all {names} parameters it depends on."
+                if number == 1
+                else f"A cut on the way makes the whole loss a constant for {names} parameters.",
+                why=f"{_upper(what_cuts(fact))}. So {fate}.",
+                fix=how_to_mend(fact),
+                site=fact.site or site,
+                parameters=hidden,
+                related=(site, taint.site),
+            )
+
+    def _made_constant(self, backward: Backward, root: Tensor, fate: str) -> None:
+        ledger = self.ledger
+        wanted = ledger.should_train()
+        before = ledger.by_site.get(backward.site, 0) & wanted
+        mask = before or wanted & ~ledger.received
+        ledger.explained |= mask
+        made = ledger.made_at(root) if backward.taint is not None else None
+        site = made.site if made is not None and made.site is not None else backward.site
+        if made is not None and made.site is not None:
+            why = f"It was made by `{made.op}` at {made.site}, from no parameter at all"
+        else:
+            why = "It depends on no parameter (where it was made is not known: this step was not"
+            why += " traced)"
+        why += f", so {fate}."
+        if before:
+            count = len(self.session.registry.names(before))
+            why += (
+                f" In earlier steps the same loss reached {count} parameters: nothing of this"
+                " batch was added to it."
+            )
+        empty = [e for e in ledger.empty if e[0] == self.session.step]
+        related: list[Site | None] = [backward.site]
+        if empty:
+            why += f" `{empty[-1][1]}` at {empty[-1][2]} gave an empty tensor in this step."
+            related.append(empty[-1][2])
+        self.report(
+            1,
+            Severity.ERROR,
+            "The loss has no grad_fn: it is a constant that no parameter took part in.",
+            why=why,
+            fix="Skip a batch that has nothing to learn from, or start the sum from a term that"
+            " depends on the parameters.",
+            site=site,
+            parameters=mask,
+            related=tuple(related),
+        )
+
+    def _number(self, error: AttributeError) -> None:
+        """`.backward` of a Python number: the loss left torch altogether."""
+        value = error.obj
+        if not isinstance(value, (int, float)):
+            return
+        site = _raised_at(error)
+        if isinstance(value, TracedFloat):
+            mask = value.taint.depends & self.ledger.should_train()
+            if mask:
+                self._cut_loss(site, value.taint, mask, "a number has no backward()")
+                return
+        mask = self.ledger.by_site.get(site, 0)
+        self.report(
+            1,
+            Severity.ERROR,
+            f"The loss is a Python {type(value).__name__}, not a tensor.",
+            why=f"backward() was asked of the number {value!r}: the sum of an empty list, or a"
+            " value that was taken out of torch.",
+            fix="Keep the loss a tensor, and skip a batch that adds nothing to it.",
+            site=site,
+            parameters=mask,
+        )
+
+    # inference tensors: torch refuses them later, far from the cause
+
+    def op_failed(self, call: OpCall, error: BaseException) -> None:
+        if _INFERENCE not in str(error):
+            return
+        ledger = self.ledger
+        self.session.registry.flush()  # there may have been no backward yet
+        for tensor in call.inputs:
+            if not tensor.is_inference():
+                continue
+            taint = self.session.taint_of(tensor)
+            mask = 0 if taint is None else taint.depends & ~taint.live & ledger.should_train()
+            found = ledger.culprits(mask, ledger.facts(taint)) if taint is not None else []
+            fact = found[0][0] if found else None
+            made = taint.site if taint is not None else None
+            source = f"it was made at {made}" if fact is None else what_cuts(fact)
+            ledger.explained |= mask
+            self.report(
+                2,
+                Severity.ERROR,
+                "A tensor made in inference_mode is used where gradients are needed.",
+                why=f"{_upper(source)}; `{call.short}` at {call.site} would have to keep it for"
+                " backward, which torch forbids.",
+                fix="Remove inference_mode there if its parameters should learn, else use no_grad.",
+                site=fact.site if fact is not None else made,
+                parameters=mask,
+                related=(call.site, made),
+            )
+            return
+
+    # verdicts
+
+    def step_ended(self, record: StepRecord) -> None:
+        if record.checked and record.backwards:
+            self._verdicts(False, None)
+
+    def _verdicts(self, at_end: bool, error: BaseException | None) -> None:
+        ledger = self.ledger
+        missing = ledger.missing(at_end, error) | (0 if error else ledger.zeroed())
+        if not missing:
+            return
+        strangers = 0
+        for bit in bits_of(missing & ledger.lost & ~ledger.reached):
+            if ledger.orphan(bit) is not None:
+                strangers |= bit  # a loss of its own is alive, but nobody called its backward
+        cut = missing & ledger.lost & ~ledger.reached & ~strangers
+        for fact, mask in ledger.culprits(cut, ledger.cuts.values()):
+            ledger.explained |= mask
+            self._cut_off(fact, mask)
+        # experts take turns, heads wait for their batch: look at all traced steps first
+        if at_end or self.session.step + 1 >= self.session.trace_steps:
+            idle = missing & ~ledger.reached & ~ledger.explained
+            turns = self._turns(idle)
+            if not at_end:
+                idle &= ~turns
+            for names, mask in self._modules(idle).items():
+                ledger.explained |= mask
+                self._idle(names, mask, bool(mask & turns))
+
+    def _cut_off(self, fact: CutFact, mask: int) -> None:
+        count = len(self.session.registry.names(mask))
+        zero = " but zeros" if fact.kind == "zero" else ""
+        self.report(
+            fact.number,
+            Severity.ERROR,
+            f"{count} parameter{'s' if count != 1 else ''} that should train"
+            f" receive{'s' if count == 1 else ''} no gradient{zero}.",
+            why=f"A loss depends on them, but {what_cuts(fact)}.",
+            fix=how_to_mend(fact),
+            site=fact.site,
+            parameters=mask,
+        )
+
+    def _idle(self, where: str, mask: int, turns: bool) -> None:
+        ledger, registry = self.ledger, self.session.registry
+        tensors = list(registry.tensors(mask))
+        size = sum(t.numel() for t in tensors)
+        bytes_ = sum(t.numel() * t.element_size() for t in tensors)
+        use = next((ledger.uses[b] for b in bits_of(mask) if b in ledger.uses), None)
+        orphan = next(filter(None, map(ledger.orphan, bits_of(mask))), None)
+        if orphan is not None:
+            how = f"they take part in the value made at {orphan}, but no backward starts from it"
+        elif use is not None:
+            how = f"they are used at {use}, but the result takes part in no loss"
+        elif ledger.traced:
+            how = "no operation of the traced steps uses them"
+        else:
+            how = "why is not known, because no step was traced"
+        wanted = registry.matching(self.session.contract.get("trainable", ()))
+        whole = any(
+            not registry.bits(module.parameters()) & ~mask for module in registry.roots.values()
+        )
+        severity = Severity.NOTE if turns else Severity.WARNING
+        if whole or mask & wanted:
+            severity = Severity.ERROR
+        self.report(
+            5,
+            severity,
+            f"{where} is trainable and in an optimizer, but no loss reaches it.",
+            why=f"{len(tensors)} parameters with {size:,} numbers ({bytes_ / 1024:,.1f} KiB of"
+            f" weights) never received a gradient: {how}.",
+            fix="Let the loss depend on it, or freeze it, or delete it.",
+            site=self._birth(where, tensors),
+            parameters=mask,
+            related=(orphan, use),
+        )
+
+    def _turns(self, idle: int) -> int:
+        """Members of a list of modules of which each step uses others: their turn may come."""
+        registry = self.session.registry
+        waiting = 0
+        for module in _all_modules(registry):
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                own = registry.bits(module.parameters())
+                waiting |= own if own & self.ledger.sometimes else 0
+        return waiting & idle
+
+    def _birth(self, where: str, tensors: list[Tensor]) -> Site | None:
+        registry = self.session.registry
+        births = [b.site for b in map(registry.birth, tensors) if b is not None]
+        if len({(s.file, s.line) for s in births if s is not None}) > 1:
+            # many lines inside a module: the line that made the module itself says more
+            module = next(
+                (m for m in _all_modules(registry) if registry.module_name(m) == where), 0
+            )
+            birth = registry.birth(module) if module else None
+            if birth is not None and birth.site is not None:
+                return birth.site
+        return next(iter(births), None)
+
+    def _modules(self, mask: int) -> dict[str, int]:
+        """The largest modules that are idle as a whole; else the parameters themselves.
+
+        Parameters of an optimizer that no module has are copies or leftovers: class 8.
+        """
+        registry = self.session.registry
+        found: dict[str, int] = {}
+        left = registry.bits(t for t in registry.tensors(mask) if registry.is_registered(t))
+        for module in _all_modules(registry):
+            own = registry.bits(p for p in module.parameters() if p.requires_grad)
+            if own & left and not own & ~mask:
+                found[registry.module_name(module)] = own & left
+                left &= ~own
+        for tensor in registry.tensors(left):
+            found[registry.name(tensor)] = registry.bit(tensor)
+        return found
+
+
+def _all_modules(registry: Any) -> list[nn.Module]:
+    """Every module of the roots, parents before children."""
+    return [module for root in registry.roots.values() for module in root.modules()]
+
+
+def _raised_at(error: BaseException) -> Site | None:
+    site = None
+    trail = error.__traceback__
+    while trail is not None:
+        code = trail.tb_frame.f_code
+        if is_user_file(code.co_filename):
+            site = Site(code.co_filename, trail.tb_lineno, code.co_name)
+        trail = trail.tb_next
+    return site
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]

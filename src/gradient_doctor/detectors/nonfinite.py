@@ -1,0 +1,186 @@
+"""Class 27: gradients that are not finite, and the line that made the first bad number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradient_doctor.detectors.common import plural
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.graph import MARK, node_of
+from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
+
+# infinities that are written on purpose: they mask
+_ON_PURPOSE = {"masked_fill", "masked_fill_", "full", "full_like", "tensor", "where", "fill_"}
+_HINTS = {
+    "div": "a division by zero",
+    "log": "the logarithm of zero",
+    "sqrt": "the square root of zero, whose slope is infinite",
+    "std": "the standard deviation of a single value",
+    "var": "the variance of a single value",
+    "exp": "an overflow of exp",
+    "norm": "the norm of a zero vector",
+    "pow": "a power whose slope is infinite at zero",
+    "__pow__": "a power whose slope is infinite at zero",
+    "mean": "the mean of nothing",
+    "mul": "zero times infinity",
+    "sub": "infinity minus infinity",
+    "softmax": "a softmax over nothing but -inf",
+    "log_softmax": "a softmax over nothing but -inf",
+}
+_FIXES = {
+    "div": "Add a small number to the denominator, or clamp it from below.",
+    "log": "Clamp from below first, or use log_softmax / logsigmoid.",
+    "sqrt": "Add a small number inside of the root.",
+    "std": "Take it over more than one value (or unbiased=False), and add a small number.",
+    "norm": "Add a small number inside of the root; mask zero rows before, not after.",
+    "exp": "Subtract the maximum first, or clamp from above.",
+}
+
+
+@dataclass(frozen=True)
+class Birth:
+    """The call that made the first non-finite numbers of a tensor's ancestry."""
+
+    op: str
+    site: Site | None
+    kind: str
+
+
+class NonFinite(Detector):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._births = WeakIdKeyDictionary()
+        self._bad: dict[int, tuple[int, Birth, Site | None]] = {}  # step -> what was seen first
+        self._steps: set[int] = set()
+        self._good = False  # some backward was finite: a scaler has found its scale
+        self._poisoned = False  # a step was taken with such gradients: all that follows is too
+
+    def op(self, call: OpCall) -> None:
+        if self._poisoned:
+            return
+        inherited = next((b for b in map(self._births.get, call.inputs) if b is not None), None)
+        for output in call.outputs:
+            if not (output.is_floating_point() and output.numel()):
+                continue
+            birth = self._birth(call, output, inherited)
+            if birth is None:
+                continue
+            self._births[output] = birth
+        if inherited is not None:
+            # the gradient can turn bad here even where the numbers do not: 0 * nan in backward
+            for output in call.outputs:
+                node = node_of(output)
+                if node is not None:
+                    cast(dict[str, Any], node.metadata).setdefault(MARK + ".birth", inherited)
+
+    def _birth(self, call: OpCall, output: Tensor, inherited: Birth | None) -> Birth | None:
+        values = output.detach()
+        if bool(values.isfinite().all()):
+            return None
+        kind = "nan" if bool(values.isnan().any()) else "inf"
+        if inherited is not None and (inherited.kind == kind or kind == "inf"):
+            return inherited
+        if kind == "inf" and (call.short in _ON_PURPOSE or _infinite(call)):
+            return None
+        return Birth(call.short, call.site, kind)
+
+    # gradients
+
+    def backward_ended(self, backward: Backward) -> None:
+        if not self.session.record.checked:
+            return
+        self._steps.add(backward.step)
+        bits = 0
+        for bit, fact in backward.gradients.items():
+            bits |= 0 if fact.finite else bit
+        self._good |= not bits
+        if not bits or backward.step in self._bad or self._poisoned:
+            return
+        birth = self._culprit(backward) or Birth("backward", backward.site, "nan")
+        self._bad[backward.step] = (bits, birth, backward.site)
+        if not self._scaled():
+            self._say(bits, birth, backward.site, Severity.WARNING)
+
+    def _scaled(self) -> bool:
+        """A scaler that looks for its scale makes infinities, and skips those steps."""
+        scaler = self.session.scaler
+        return scaler is not None and bool(scaler.is_enabled())
+
+    def _culprit(self, backward: Backward) -> Birth | None:
+        for root in backward.roots:
+            birth = self._births.get(root)
+            if birth is not None:
+                return birth
+        for blown in backward.blown:
+            birth = blown.node.metadata.get(MARK + ".birth")
+            if birth is not None:
+                return birth
+        for blown in backward.blown:
+            if blown.origin is not None:
+                short = blown.origin.op.rsplit(".", 1)[-1]
+                return Birth(short, blown.origin.site, blown.kind)
+        return None
+
+    def event(self, event: Event) -> None:
+        if event.kind != "step" or self._poisoned:
+            return
+        bad = self._bad.get(event.step)
+        if bad is not None and not self._scaled():
+            bits, birth, site = bad
+            owned = self.session.registry.bits(
+                p for group in event.data["optimizer"].param_groups for p in group["params"]
+            )
+            if bits & owned and self._stepped_on(bits & owned):
+                self._poisoned = True
+                self._say(bits, birth, site, Severity.ERROR)
+
+    def _stepped_on(self, bits: int) -> bool:
+        """Whether the bad gradients are still there: not cleaned, not skipped."""
+        return any(
+            p.grad is not None and not bool(p.grad.isfinite().all())
+            for p in self.session.registry.tensors(bits)
+        )
+
+    def step_ended(self, record: StepRecord) -> None:
+        if self._scaled() and len(self._steps) >= self.session.trace_steps:
+            self._always()
+
+    def finish(self, error: BaseException | None) -> None:
+        if self._scaled():
+            self._always()
+
+    def _always(self) -> None:
+        if self._bad and not self._good:
+            bits, birth, site = self._bad[max(self._bad)]
+            self._say(bits, birth, site, Severity.ERROR)
+
+    def _say(self, bits: int, birth: Birth, backward: Site | None, severity: Severity) -> None:
+        if any(f.number == 19 and f.severity is Severity.ERROR for f in self.session.findings):
+            return  # an empty mask: said already
+        numbers = "NaN" if birth.kind == "nan" else "infinite"
+        stepped = "; the optimizer stepped on it" if severity is Severity.ERROR else ""
+        cause = _HINTS.get(birth.op.rstrip("_"))
+        self.report(
+            27,
+            severity,
+            f"The gradient of {plural(bits.bit_count(), 'parameter')} is not finite{stepped}.",
+            why=f"The first {numbers} values come from {birth.op}"
+            + (f": {cause}." if cause else ".")
+            + " They stay in the gradient even where a mask hides them in the loss.",
+            fix=_FIXES.get(
+                birth.op.rstrip("_"), "Keep the inputs of this line away from its singular points."
+            ),
+            site=birth.site,
+            parameters=bits,
+            related=(backward,),
+        )
+
+
+def _infinite(call: OpCall) -> bool:
+    """Whether an input was infinite already, from data or on purpose."""
+    return any(t.is_floating_point() and bool(torch.isinf(t.detach()).any()) for t in call.inputs)

@@ -1,0 +1,298 @@
+"""Classes 6, 7 and 8: who owns the parameters that receive gradients?
+
+6: a parameter that is made anew in every step. 7: a parameter that lasts and is in no optimizer.
+8: as 7, while an optimizer holds its idle double; or an optimizer whose state does not fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradient_doctor.detectors.places import birth_site, by_site, count, most_common
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.registry import owned_by
+from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
+
+# state of torch's optimizers that has the shape of its parameter
+_LIKE_PARAMETER = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"),
+    *("acc_delta", "exp_inf", "ax", "prev"),
+)
+
+
+class Ownership(Detector):
+    """Compares what receives gradients with what the optimizers hold."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._received = 0
+        self._sums: dict[int, float] = {}  # of parameters in no optimizer: do they change?
+        self._fresh: dict[Site, dict[int, int]] = {}  # birth line -> step -> parameters
+        self._born_in_loop: set[Site] = set()
+        self._steps: dict[int, Site | None] = {}  # optimizers that have stepped, and where
+        self._loaded: dict[int, Site | None] = {}
+        self._said = 0
+        self._checked_states: set[int] = set()
+
+    # facts
+
+    def backward_ended(self, backward: Backward) -> None:
+        if backward.kind != "backward" or not self.session.record.checked:
+            return
+        registry = self.session.registry
+        self._received |= backward.received
+        for parameter in registry.tensors(backward.received & ~registry.owned):
+            if not isinstance(parameter, nn.Parameter):
+                continue  # an input that asked for a gradient: an embedding, an attack
+            bit = registry.bit(parameter)
+            self._sums.setdefault(bit, _sum(parameter))
+            birth = registry.birth(parameter)
+            if birth is not None and birth.site is not None:
+                per_step = self._fresh.setdefault(birth.site, {})
+                per_step[backward.step] = per_step.get(backward.step, 0) | bit
+                # step 0 of a script includes the making of its models
+                if 0 < birth.step == backward.step:
+                    self._born_in_loop.add(birth.site)
+
+    def event(self, event: Event) -> None:
+        if event.kind == "grad_set" and not event.data["empty"]:
+            self._received |= self.session.registry.bit(event.data["parameter"])
+        elif event.kind == "step_starts":
+            if self.session.record.checked:
+                self._check_state(event.data["optimizer"], event.site)
+        elif event.kind == "step":
+            self._steps[id(event.data["optimizer"])] = event.site
+        elif event.kind == "load_state":
+            self._loaded[id(event.data["optimizer"])] = event.site
+            self._checked_states.discard(id(event.data["optimizer"]))
+            self._check_names(event)
+
+    def step_ended(self, record: StepRecord) -> None:
+        if record.checked and record.number + 1 >= self.session.trace_steps:
+            self._judge(final=False)
+
+    def finish(self, error: BaseException | None) -> None:
+        self._judge(final=True)
+
+    # verdicts
+
+    def _judge(self, final: bool) -> None:
+        registry = self.session.registry
+        thrown = self._thrown_away(final)
+        if not self._steps:
+            return  # nobody has trained anything: nothing is missing from it
+        orphans: list[Tensor] = [
+            p
+            for p in registry.tensors(self._received & ~registry.owned & ~self._said & ~thrown)
+            if isinstance(p, nn.Parameter)
+            # updated by hand, or by something that is no torch optimizer
+            and self._sums.get(registry.bit(p)) == _sum(p)
+        ]
+        left = self._doubles(orphans)
+        self._said |= registry.bits(orphans)
+        if left:
+            self._unowned(left)
+
+    def _thrown_away(self, final: bool) -> int:
+        """Class 6. Gives the parameters that were made anew in every step."""
+        registry = self.session.registry
+        thrown = 0
+        for site, per_step in self._fresh.items():
+            masks = list(per_step.values())
+            anew = len(masks) > 1 and not any(
+                a & b for i, a in enumerate(masks) for b in masks[i + 1 :]
+            )
+            gone = final and not any(True for mask in masks for _ in registry.tensors(mask))
+            if not ((anew and site in self._born_in_loop) or gone):
+                continue
+            union = 0
+            for mask in masks:
+                union |= mask
+            thrown |= union
+            # if the user's own code looks at their gradients, they have served: an attack
+            if union & (self._said | self.session.gradients_read):
+                continue
+            self._said |= union
+            leaves = [
+                registry.leaves[k] for k in range(masks[-1].bit_length()) if masks[-1] >> k & 1
+            ]
+            shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves[:4])
+            number = count(len(leaves), "parameter")
+            self.report(
+                6,
+                Severity.ERROR,
+                f"{number} ({shapes}) made anew in every step and thrown away after it.",
+                why=f"In {count(len(masks), 'step')} the loss reached other tensors made by this "
+                "line. They are in no module that lasts and in no optimizer: what flows into them "
+                "is lost, and the layer is random again in the next step.",
+                fix="Make the layer once, in __init__ of the module (or before the loop), and "
+                "build the optimizer after it.",
+                site=site,
+            )
+        return thrown
+
+    def _doubles(self, orphans: list[Tensor]) -> list[Tensor]:
+        """Class 8. Gives the orphans for which no optimizer holds an idle double."""
+        registry = self.session.registry
+        left = orphans
+        for name, optimizer in registry.optimizers.items():
+            held = list(owned_by(optimizer))
+            idle = [p for p in held if p.requires_grad and not registry.bit(p) & self._received]
+            theirs, mine = Counter(map(_form, idle)), Counter(map(_form, left))
+            if not idle or not left:
+                continue
+            matched: list[Tensor] = []
+            # one shape in common is chance; all shapes of one side are a copy
+            if mine <= theirs or theirs <= mine:
+                for parameter in left:
+                    if theirs[_form(parameter)] > 0:
+                        theirs[_form(parameter)] -= 1
+                        matched.append(parameter)
+            elif not any(registry.is_registered(p) for p in idle):
+                # parts that no model has any more, and newer parts in their place
+                matched = [p for p in left if self._made_after(p, optimizer)]
+            if not matched:
+                continue
+            left = [p for p in left if not any(p is m for m in matched)]
+            if self.session.ledger is not None:
+                self.session.ledger.explained |= registry.bits(idle)
+            self._stale(name, optimizer, held, matched)
+        return left
+
+    def _stale(self, name: str, optimizer: Any, held: list[Tensor], trained: list[Tensor]) -> None:
+        registry = self.session.registry
+        made = registry.birth(optimizer)
+        later = [p for p in trained if self._made_after(p, optimizer)]
+        born = most_common(birth_site(registry, p) for p in trained)
+        at = None if made is None else made.site
+        if len(later) == len(trained):
+            site, when = born, f" They were made after {name}."
+        else:
+            site, when = at or self._steps.get(id(optimizer)) or born, ""
+        gets = sum(bool(registry.bit(p) & self._received) for p in held)
+        self.report(
+            8,
+            Severity.ERROR,
+            f"The optimizer {name} steps idle doubles instead of "
+            f"{count(len(trained), 'parameter')} "
+            "of the model.",
+            why=f"{name} owns {count(len(held), 'parameter')}, of which {gets} ever receive a "
+            f"gradient; the model has {len(trained)} in their place that receive one and are in "
+            f"no optimizer.{when}",
+            fix="Build the optimizer from the parameters of the model that is trained, after the "
+            "last copy, reload or exchange of its parts.",
+            site=site,
+            parameters=registry.bits(trained),
+            related=(at, born),
+        )
+
+    def _unowned(self, orphans: list[Tensor]) -> None:
+        """Class 7."""
+        registry = self.session.registry
+        for site, mask in by_site(registry, orphans, self._forgotten_at).items():
+            parameters = list(registry.tensors(mask))
+            size = sum(p.numel() for p in parameters)
+            late = [p for p in parameters if self._is_late(p)]
+            after = f" They were made after {', '.join(registry.optimizers)}." if late else ""
+            if not any(registry.is_registered(p) for p in parameters):
+                after += " No module has them registered, so model.parameters() leaves them out."
+            self.report(
+                7,
+                Severity.WARNING,
+                f"{count(len(parameters), 'parameter')} with a gradient in no optimizer.",
+                why=f"Every backward computes gradients for their {size:,} elements, "
+                f"and no optimizer ever uses them: they keep their values.{after}",
+                fix="Add them: optimizer.add_param_group({'params': ...}), or make them before "
+                "the optimizer. If they should stay as they are, requires_grad_(False) saves the "
+                "memory and the work. Layers in a list or dict belong into nn.ModuleList or "
+                "nn.ModuleDict.",
+                site=site,
+                parameters=mask,
+                related=(birth_site(registry, parameters[0]),),
+            )
+
+    def _made_after(self, parameter: Tensor, optimizer: Any) -> bool:
+        births = self.session.registry.birth(parameter), self.session.registry.birth(optimizer)
+        return births[0] is not None and births[1] is not None and births[0].order > births[1].order
+
+    def _is_late(self, parameter: Tensor) -> bool:
+        optimizers = self.session.registry.optimizers.values()
+        return all(self._made_after(parameter, optimizer) for optimizer in optimizers)
+
+    def _forgotten_at(self, parameter: Tensor) -> Site | None:
+        """The line of the optimizer that should hold it; of the parameter, if that came later."""
+        registry = self.session.registry
+        born = birth_site(registry, parameter)
+        if self._is_late(parameter) or not registry.is_registered(parameter):
+            return born  # in a plain list or dict of a module, `.parameters()` cannot find it
+        root = registry.name(parameter).split(".")[0]
+        best: tuple[int, int] = (-1, -1)
+        site: Site | None = None
+        for optimizer in registry.optimizers.values():
+            birth = registry.birth(optimizer)
+            if birth is None:
+                continue
+            siblings = sum(registry.name(p).split(".")[0] == root for p in owned_by(optimizer))
+            if (siblings, birth.order) > best:
+                best, site = (siblings, birth.order), birth.site
+        return site or born
+
+    # the state of optimizers
+
+    def _check_state(self, optimizer: Any, site: Site | None) -> None:
+        """Class 8: moments that do not have the shape of their parameter."""
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            return  # others factorise, quantise, shard
+        if id(optimizer) in self._checked_states or not optimizer.state:
+            return
+        self._checked_states.add(id(optimizer))
+        wrong: list[tuple[Tensor, str, Tensor]] = []
+        for parameter in owned_by(optimizer):
+            state = optimizer.state.get(parameter) or {}
+            for key in _LIKE_PARAMETER:
+                value = state.get(key)
+                if isinstance(value, Tensor) and value.shape != parameter.shape:
+                    wrong.append((parameter, key, value))
+        if wrong:
+            registry = self.session.registry
+            parameter, key, value = wrong[0]
+            self.report(
+                8,
+                Severity.ERROR,
+                f"The state of {registry.optimizer_name(optimizer)} does not fit its parameters.",
+                why=f"{registry.name(parameter)} has shape {list(parameter.shape)}, but its {key} "
+                f"has {list(value.shape)}; {len(wrong)} such tensors.",
+                fix="Load the state by name, or start the optimizer without it.",
+                site=self._loaded.get(id(optimizer)) or site,
+                parameters=registry.bits(p for p, _, _ in wrong),
+            )
+
+    def _check_names(self, event: Event) -> None:
+        """Class 8: a state saved under other names, or in another order, than ours."""
+        optimizer, state = event.data["optimizer"], event.data["state"]
+        saved = [n for g in state.get("param_groups", ()) for n in g.get("param_names", ())]
+        ours = [n for g in optimizer.param_groups for n in g.get("param_names", ())]
+        if not saved or len(saved) != len(ours) or saved == ours:
+            return
+        swapped = [(a, b) for a, b in zip(saved, ours) if a != b]
+        self.report(
+            8,
+            Severity.ERROR,
+            "The optimizer state is loaded into other parameters than it was saved from.",
+            why=f"{len(swapped)} of {len(ours)} names differ; the state of {swapped[0][0]} goes to "
+            f"{swapped[0][1]}.",
+            fix="Rebuild the parameter groups in the order of the checkpoint, or map by name.",
+            site=event.site,
+            parameters=tuple(b for _, b in swapped),
+        )
+
+
+def _form(parameter: Tensor) -> tuple[int, ...]:
+    return tuple(parameter.shape)
+
+
+def _sum(parameter: Tensor) -> float:
+    return float(parameter.detach().double().sum())

@@ -1,0 +1,152 @@
+"""Class 26: train() and eval() modes that do not fit what is being done."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.session import Backward, Detector, Event, Session
+
+_EVALUATION = re.compile(
+    r"(^|_)(eval|evaluate|evaluation|valid|validate|validation|test|accuracy|score)(_|$)"
+)
+
+
+@dataclass
+class Forward:
+    """The last forward with gradients of an outermost module in this step."""
+
+    training: bool
+    site: Site | None
+
+
+class Phases(Detector):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._switches: dict[int, tuple[Site | None, int]] = {}  # id of a module: its last eval()
+        self._forwards: dict[str, Forward] = {}
+        self._trained: set[str] = set()  # roots that a forward in train mode was seen of
+
+    def event(self, event: Event) -> None:
+        if event.kind != "mode":
+            return
+        module = event.data["module"]()
+        for part in module.modules() if module is not None else ():
+            if event.data["training"]:
+                self._switches.pop(id(part), None)
+            else:
+                self._switches[id(part)] = (event.site, event.step)
+
+    def module_starts(self, module: nn.Module, args: Any, kwargs: Any, site: Site | None) -> None:
+        name = self._root(module)
+        if name is None:
+            return
+        if torch.is_grad_enabled():
+            self._forwards[name] = Forward(module.training, site)
+        elif module.training and site is not None and _EVALUATION.search(site.function.lower()):
+            self._evaluated(module, name, site)
+
+    def _root(self, module: nn.Module) -> str | None:
+        """The root that this is, or is a part of."""
+        path = self.session.registry.module_name(module)
+        return None if path.startswith("<") else path.split(".", 1)[0]
+
+    def backward_ended(self, backward: Backward) -> None:
+        if not self.session.record.checked:
+            return
+        registry = self.session.registry
+        for name, root in registry.roots.items():
+            seen = self._forwards.get(name)
+            # without a trace only the mode of this moment is known
+            training = seen.training if seen is not None else root.training
+            theirs = registry.bits(p for p in root.parameters()) & backward.received
+            if not theirs:
+                continue
+            if training:
+                self._trained.add(name)
+                if self.session.contract.get("phase") == "eval":
+                    self._not_eval(root, name, theirs, seen)
+            else:
+                self._trains_in_eval(root, name, theirs, seen)
+        self._forwards.clear()
+
+    def _trains_in_eval(self, root: nn.Module, name: str, bits: int, seen: Forward | None) -> None:
+        contract = self.session.contract.get("phase")
+        if contract == "eval":
+            return
+        parts = _active_parts(root)
+        switch = self._switches.get(id(root))
+        turned = name in self._trained  # it was in train mode in an earlier step
+        severity = Severity.WARNING if parts or contract == "train" else Severity.NOTE
+        self.report(
+            26,
+            severity,
+            f"{name} is trained in eval() mode"
+            + (", into which it was switched in the middle of training." if turned else "."),
+            why=(
+                f"{_told(parts)} behave as in evaluation: no dropout, no batch statistics."
+                if parts
+                else "It has no part that depends on the mode, so nothing changes today."
+            ),
+            fix="Call .train() before the training step, and again after every evaluation."
+            if switch is not None
+            else "Call .train() before training; models loaded from a file start in eval().",
+            site=switch[0] if switch is not None else (seen.site if seen is not None else None),
+            parameters=bits,
+            related=(seen.site if seen is not None else None,),
+        )
+
+    def _not_eval(self, root: nn.Module, name: str, bits: int, seen: Forward | None) -> None:
+        self.report(
+            26,
+            Severity.WARNING,
+            f"{name} is in train() mode, but the contract says that this phase is eval.",
+            why=f"{_told(_active_parts(root)) or 'Parts that depend on the mode'} are active.",
+            fix="Call .eval() before, or change the contract's phase.",
+            site=seen.site if seen is not None else None,
+            parameters=bits,
+        )
+
+    def _evaluated(self, module: nn.Module, name: str, site: Site) -> None:
+        parts = _active_parts(module, dropout_only=True)
+        if not parts:
+            return
+        self.report(
+            26,
+            Severity.WARNING,
+            f"{name} is evaluated in train() mode, in {site.function}().",
+            why=f"{_told(parts)} are active: the numbers are random, and those of another model.",
+            fix="Call .eval() before the evaluation and .train() after it.",
+            site=site,
+            parameters=self.session.registry.bits(
+                p for p in module.parameters() if p.requires_grad
+            ),
+        )
+
+
+def _active_parts(root: nn.Module, dropout_only: bool = False) -> dict[str, int]:
+    """Kinds of modules whose behaviour depends on the mode, and how many there are."""
+    counts: dict[str, int] = {}
+    for part in root.modules():
+        batch_norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
+        p = getattr(part, "p", 0.0)
+        dropout = isinstance(part, nn.modules.dropout._DropoutNd) and p > 0
+        # attention modules of common libraries keep the rate as a number
+        rate = max((getattr(part, n, 0.0) for n in ("attention_dropout", "dropout_p")), key=_number)
+        inner = _number(rate) > 0 and not isinstance(rate, nn.Module)
+        if dropout or inner or (batch_norm and not dropout_only):
+            counts[type(part).__name__] = counts.get(type(part).__name__, 0) + 1
+    return counts
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _told(parts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in parts.items())

@@ -1,0 +1,239 @@
+"""Class 21: the gradient is there, but the weights do not change."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradient_doctor.detectors.places import birth_site, count, dtype_site, most_common
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.registry import owned_by
+from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
+from gradient_doctor.steps import StepFacts
+
+_LITTLE = 0.5  # share of elements that must move for a parameter to count as trained
+_NOTHING = 0.01
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Moves:
+    """One parameter over all checked steps that had a gradient for it."""
+
+    size: int
+    dtype: torch.dtype
+    steps: int = 0
+    at_zero_rate: int = 0
+    changed: list[float] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        return sum(self.changed) / len(self.changed)
+
+
+@dataclass
+class History:
+    """One optimizer."""
+
+    name: str
+    steps: int = 0  # that really happened
+    checked: int = 0
+    asked: int = 0  # of the scaler
+    backwards: int = 0  # that gave its parameters gradients
+    site: Site | None = None
+    sums: dict[int, float] = field(default_factory=dict)  # of a few, at the first backward
+    moves: dict[int, Moves] = field(default_factory=dict)
+
+
+class Unchanged(Detector):
+    """Reads what each step did to a sample of the elements."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._histories: dict[int, History] = {}
+        self._backward_at: Counter[Site | None] = Counter()
+        self._said: set[int] = set()
+
+    def _history(self, optimizer: Any) -> History:
+        name = self.session.registry.optimizer_name(optimizer)
+        return self._histories.setdefault(id(optimizer), History(name))
+
+    def backward_ended(self, backward: Backward) -> None:
+        if backward.kind != "backward" or not self.session.record.checked:
+            return
+        self._backward_at[backward.site] += 1
+        registry = self.session.registry
+        for optimizer in registry.optimizers.values():
+            received = backward.received & registry.bits(owned_by(optimizer))
+            if received:
+                history = self._history(optimizer)
+                history.backwards += 1
+                if not history.sums:
+                    some = itertools.islice(registry.tensors(received), 4)
+                    history.sums = {registry.bit(p): _sum(p) for p in some}
+
+    def event(self, event: Event) -> None:
+        if event.kind == "scaler_step" and event.data["args"]:
+            history = self._history(event.data["args"][0])
+            history.asked += 1
+            history.site = event.site
+        elif event.kind == "step":
+            history = self._history(event.data["optimizer"])
+            history.steps += 1
+            history.site = event.site
+            facts = event.data.get("update")
+            if facts is not None:
+                history.checked += 1
+                self._moved(history, facts)
+
+    def _moved(self, history: History, facts: StepFacts) -> None:
+        registry = self.session.registry
+        rates = {
+            id(p): rate
+            for group, rate in zip(facts.optimizer.param_groups, facts.rates)
+            for p in group["params"]
+        }
+        for update in facts.updates:
+            if math.isnan(update.changed) or not 0 < update.gradient_norm < math.inf:
+                continue
+            known = Moves(update.parameter.numel(), update.dtype)
+            moves = history.moves.setdefault(registry.bit(update.parameter), known)
+            moves.steps += 1
+            moves.at_zero_rate += rates.get(id(update.parameter)) == 0.0
+            moves.changed.append(update.changed)
+
+    def step_ended(self, record: StepRecord) -> None:
+        if record.checked and record.number + 1 >= self.session.trace_steps:
+            self._judge(least=3)
+
+    def finish(self, error: BaseException | None) -> None:
+        self._judge(least=2)
+        if error is None:
+            self._never()
+
+    def _judge(self, least: int) -> None:
+        for optimizer in self.session.registry.optimizers.values():
+            history = self._histories.get(id(optimizer))
+            if history is None or history.checked < least or id(optimizer) in self._said:
+                continue
+            moves = {bit: m for bit, m in history.moves.items() if m.steps >= least}
+            idle = {bit: m for bit, m in moves.items() if m.at_zero_rate == m.steps}
+            if idle:
+                self._rate_zero(optimizer, history, idle, len(moves))
+                continue
+            # never with one step at rate zero: a warmup begins like that
+            able = {bit: m for bit, m in moves.items() if not m.at_zero_rate}
+            low = {bit: m for bit, m in able.items() if m.dtype in _LOW}
+            if low and _share(low) < _LITTLE:
+                self._rounded(optimizer, history, low)
+            elif able and len(able) == len(moves) and not any(m.share for m in able.values()):
+                self._rounded(optimizer, history, able)
+
+    def _rate_zero(
+        self, optimizer: Any, history: History, idle: dict[int, Moves], total: int
+    ) -> None:
+        registry = self.session.registry
+        self._said.add(id(optimizer))
+        given = 0.0 in (registry.first_rates.get(optimizer) or ())
+        made = birth_site(registry, optimizer)
+        site = made if given else registry.scheduled_at.get(optimizer)
+        steps = min(m.steps for m in idle.values())
+        self.report(
+            21,
+            Severity.ERROR if len(idle) == total else Severity.WARNING,
+            f"The learning rate of {history.name} is 0 for {count(len(idle), 'parameter')}.",
+            why=f"In {steps} of {steps} checked steps they had a gradient and a learning rate of "
+            "exactly 0; no element changed.",
+            fix="Set the learning rate, or the factor of the scheduler, above 0; or freeze the "
+            "parameters if that is meant.",
+            site=site or history.site,
+            parameters=sum(idle),
+            related=(history.site, made),
+        )
+
+    def _rounded(self, optimizer: Any, history: History, moves: dict[int, Moves]) -> None:
+        registry = self.session.registry
+        self._said.add(id(optimizer))
+        stuck = {bit: m for bit, m in moves.items() if m.share < _LITTLE}
+        share = _share(stuck)
+        dtype = next(iter(stuck.values())).dtype
+        low = dtype in _LOW
+        made = birth_site(registry, optimizer)
+        given = most_common(dtype_site(registry, p) for p in registry.tensors(sum(stuck)))
+        rates = {float(group["lr"]) for group in optimizer.param_groups}
+        self.report(
+            21,
+            Severity.ERROR if share < _NOTHING else Severity.WARNING,
+            f"{1 - share:.0%} of the elements of {count(len(stuck), 'parameter')} do not change "
+            f"in a step of {history.name}.",
+            why=f"They have a gradient in all {history.checked} checked steps, but at a learning "
+            f"rate of {', '.join(f'{rate:g}' for rate in sorted(rates))} the update is less than "
+            f"half the distance between two neighbouring {str(dtype).removeprefix('torch.')} "
+            "values, and is rounded away.",
+            fix=(
+                "Keep the weights (or a master copy of them) in float32 and run the forward under "
+                "autocast; or take larger steps."
+                if low
+                else "Take larger steps: the learning rate is too small for these weights."
+            ),
+            site=(given if low else made) or history.site,
+            parameters=sum(stuck),
+            related=(made, history.site),
+        )
+
+    def _never(self) -> None:
+        """Optimizers that never stepped although their parameters had gradients."""
+        registry = self.session.registry
+        stepped = registry.bits(
+            p
+            for optimizer in registry.optimizers.values()
+            if self._history(optimizer).steps
+            for p in owned_by(optimizer)
+        )
+        for optimizer in registry.optimizers.values():
+            history = self._histories.get(id(optimizer))
+            if history is None or history.steps or history.backwards < 2:
+                continue
+            parameters = registry.bits(owned_by(optimizer)) & ~stepped
+            known = history.sums.items()
+            if not parameters or any(
+                _sum(p) != s for bit, s in known for p in registry.tensors(bit)
+            ):
+                continue  # a wrapper around another optimizer, or an update by hand
+            if history.asked:
+                serious = (f for f in self.session.findings if f.severity > Severity.NOTE)
+                if any(f.number in (17, 27) for f in serious):
+                    continue  # why the scaler skips is said there
+                what = f"The scaler skipped all {history.asked} steps of {history.name}."
+                why = (
+                    "It found infinite gradients each time: the scale is too large at first and "
+                    "is halved after each such step, or the gradients overflow by themselves."
+                )
+                fix = "Begin with a smaller init_scale; if it goes on, look for the overflow."
+                site = history.site
+            else:
+                what = f"The optimizer {history.name} never steps."
+                why = (
+                    f"{history.backwards} backwards gave its parameters gradients, "
+                    "and step() was never called."
+                )
+                fix = "Call its step() after backward."
+                site = birth_site(registry, optimizer) or most_common(self._backward_at)
+            severity = Severity.WARNING if history.asked else Severity.ERROR
+            self.report(21, severity, what, why=why, fix=fix, site=site, parameters=parameters)
+
+
+def _share(moves: dict[int, Moves]) -> float:
+    """Of all elements together: a tiny tensor that stands still is nothing."""
+    size = sum(m.size for m in moves.values())
+    return sum(m.share * m.size for m in moves.values()) / size if size else 1.0
+
+
+def _sum(parameter: Tensor) -> float:
+    return float(parameter.detach().double().sum())

@@ -1,0 +1,320 @@
+"""Class 20: connected, but the gradient is exactly zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradient_doctor.detectors.common import argument, plural, shape
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.graph import nodes_of
+from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
+
+_SOFTMAX = {"softmax", "log_softmax", "softmin", "gumbel_softmax"}
+_RELU = {"relu", "relu_", "relu6", "threshold"}
+_SQUASH = {"tanh", "tanh_", "sigmoid", "sigmoid_", "hardtanh", "hardsigmoid"}
+_CLAMP = {"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_max"}
+_PRODUCT = {"mul", "mul_", "multiply", "div", "div_"}
+_MATRIX = {"linear", "matmul", "mm", "bmm", "addmm"}
+_KEEPS_ZERO = {
+    *("mul", "div", "neg", "float", "to", "detach", "__getitem__", "view", "reshape", "unsqueeze"),
+    *("squeeze", "expand", "clone", "clamp", "repeat_interleave", "stack", "cat", "sum", "mean"),
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a call passes no gradient on; `structural` if no training can ever change that."""
+
+    site: Site | None
+    what: str
+    why: str
+    fix: str
+    structural: bool = False
+    deliberate: bool = False
+    made: Site | None = None
+
+
+class Zeros(Detector):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._causes: dict[tuple[Site | None, str], Cause] = {}
+        self._zeros = WeakIdKeyDictionary()  # all-zero tensor -> line where it became zero
+        self._silent = WeakIdKeyDictionary()  # output of a dead layer -> why it is dead
+        self._zero_steps: dict[int, set[int]] = {}
+        self._alive = 0
+        self._blame: dict[int, Cause] = {}
+        self._steps: set[int] = set()
+
+    # what may stop a gradient
+
+    def op(self, call: OpCall) -> None:
+        if not call.outputs:
+            return
+        result = call.outputs[0]
+        if not result.requires_grad:
+            self._follow_zero(call, result)
+            return
+        cause = self._cause(call, result)
+        if cause is not None:
+            self._causes.setdefault((call.site, call.name), cause)
+            if call.short in _RELU:
+                self._silent[result] = cause
+        elif not bool(result.detach().any()):
+            source = next((t for t in call.inputs if t in self._silent), None)
+            if source is not None:
+                self._silent[result] = self._silent[source]
+
+    def _follow_zero(self, call: OpCall, result: Tensor) -> None:
+        if not (result.is_floating_point() and result.numel()) or bool(result.any()):
+            return
+        source = next((t for t in call.inputs if t in self._zeros), None)
+        if source is not None and (
+            call.short in _KEEPS_ZERO or all(t in self._zeros for t in call.inputs)
+        ):
+            self._zeros[result] = self._zeros[source]
+        else:
+            self._zeros[result] = call.site
+
+    def _cause(self, call: OpCall, result: Tensor) -> Cause | None:
+        short, site = call.short, call.site
+        value = call.inputs[0].detach() if call.inputs else result.detach()
+        out = result.detach()
+        if not out.numel():
+            return None
+        if short in _SOFTMAX and value.dim():
+            dim = argument(call, 1, "dim", -1)
+            if isinstance(dim, int) and value.shape[dim] == 1:
+                return Cause(
+                    site,
+                    f"{short} over an axis of size 1 passes no gradient on.",
+                    f"Its input is {shape(value)} and dim={dim}: the result is "
+                    f"{'1' if 'log' not in short else '0'} whatever the input.",
+                    "Take the softmax over the axis that is to be weighted.",
+                    structural=True,
+                )
+        if short == "layer_norm" and _normalised(call) == 1:
+            return Cause(
+                site,
+                "layer_norm over a single value passes no gradient on.",
+                "One value minus its own mean is 0 whatever the value.",
+                "Normalise over the feature axis.",
+                structural=True,
+            )
+        if short in _RELU and not bool(out.any()):
+            return Cause(
+                site,
+                f"Every unit behind this {short} is dead.",
+                f"All {out.numel()} inputs are negative (greatest {float(value.max()):.3g}).",
+                "Lower the learning rate or the bias, or use a leaky activation.",
+            )
+        if short in _SQUASH and not bool(_slope(short, out).any()):
+            return Cause(
+                site,
+                f"{short} is saturated everywhere.",
+                f"Its inputs have sizes of at least {float(value.abs().min()):.3g}: in {out.dtype} "
+                "its slope is exactly 0 there.",
+                "Scale the inputs down, or normalise them first.",
+            )
+        if short in _CLAMP and not bool((out == value).any()):
+            return Cause(
+                site,
+                f"{short} cuts off every value.",
+                f"Inputs lie between {float(value.min()):.3g} and {float(value.max()):.3g}, all "
+                "outside of the bounds; outside the slope is 0.",
+                "Widen the bounds, or clamp a copy that is only reported.",
+            )
+        if short in _PRODUCT:
+            return self._product(call)
+        if short in _MATRIX:
+            return self._matrix(call)
+        return None
+
+    def _product(self, call: OpCall) -> Cause | None:
+        for factor in call.inputs:
+            if not factor.requires_grad and factor.numel() and not bool(factor.any()):
+                return Cause(
+                    call.site,
+                    "The loss is multiplied by a tensor of zeros.",
+                    f"The factor {shape(factor)} is 0 everywhere"
+                    + (f", since {self._zeros[factor]}" if factor in self._zeros else "")
+                    + ": equal rewards give zero advantages, an empty weight no loss.",
+                    "Make the factor differ between samples, or skip such batches.",
+                    made=self._zeros.get(factor),
+                )
+        numbers = [a for a in call.args if isinstance(a, (int, float))]
+        if call.short != "div" and any(n == 0 for n in numbers):
+            return Cause(
+                call.site,
+                "A term of the loss has the weight 0.",
+                "It is multiplied by the number 0.",
+                "Remove the term, or give it a weight.",
+                deliberate=True,
+            )
+        return None
+
+    def _matrix(self, call: OpCall) -> Cause | None:
+        if len(call.inputs) < 2 or call.short == "addmm":
+            return None
+        for factor in call.inputs[:2]:
+            if factor in self._silent:
+                return self._silent[factor]  # the weights after a dead layer get nothing either
+        left, right = call.inputs[0].detach(), call.inputs[1].detach()
+        if bool(left.any()):
+            if isinstance(call.inputs[1], nn.Parameter) and not bool(right.any()):
+                return Cause(
+                    call.site,
+                    "What comes before a weight of zeros gets no gradient until it has moved.",
+                    f"The weight {shape(right)} is 0 everywhere, as LoRA starts its B.",
+                    "Nothing to do, if that weight itself has a gradient and an optimizer.",
+                    deliberate=True,
+                )
+            return None
+        if bool(right.any()):
+            return None
+        return Cause(
+            call.site,
+            "Both factors of a product are zero, so neither ever gets a gradient.",
+            f"{call.short} of {shape(left)} and {shape(right)}, both 0 everywhere: the gradient of "
+            "each is a multiple of the other.",
+            "Start one of the two (LoRA: A) with random values.",
+            structural=True,
+        )
+
+    # which parameters it hits
+
+    def backward_ended(self, backward: Backward) -> None:
+        zero = 0
+        for bit, fact in backward.gradients.items():
+            if fact.zero:
+                zero |= bit
+                self._zero_steps.setdefault(bit, set()).add(backward.step)
+            else:
+                self._alive |= bit
+        self._steps.add(backward.step)
+        zero &= ~self._alive
+        if not zero or backward.graph is None:
+            return
+        stops = sorted(
+            # a node that stops everything explains more than one that stops a part
+            [*backward.vanished, *backward.partial],
+            key=lambda stop: self._cause_of(stop) is None,
+        )
+        for stop in stops:
+            hit = self.session.registry.bits(_leaves(stop)) & zero
+            zero &= ~hit
+            for bit in _single(hit):
+                cause = self._cause_of(stop) or _unknown(stop)
+                if cause is not None:
+                    self._blame[bit] = cause
+
+    def _cause_of(self, stop: Any) -> Cause | None:
+        if stop.origin is None:
+            return None
+        return self._causes.get((stop.origin.site, stop.origin.op))
+
+    # verdicts
+
+    def step_ended(self, record: StepRecord) -> None:
+        if record.traced and record.number + 1 == self.session.trace_steps:
+            self._report()
+
+    def finish(self, error: BaseException | None) -> None:
+        if self.session.step < self.session.trace_steps:
+            self._report()
+
+    def _report(self) -> None:
+        registry = self.session.registry
+        ours = registry.registered | registry.owned
+        ledger = getattr(self.session, "ledger", None)
+        if ledger is not None:
+            ours &= ~(ledger.explained | ledger.zeroed())  # round and the like: another class
+        groups: dict[Cause | None, int] = {}
+        steps: dict[Cause | None, int] = {}
+        # a function without slope (round, sign) is class 3's, and said by then
+        ours &= ~self.session.ledger.explained
+        for bit, when in self._zero_steps.items():
+            if bit & self._alive or not bit & ours:
+                continue
+            cause = self._blame.get(bit)
+            groups[cause] = groups.get(cause, 0) | bit
+            steps[cause] = min(steps.get(cause, len(when)), len(when))
+        for cause, bits in groups.items():
+            self._say(cause, bits, steps[cause])
+
+    def _say(self, cause: Cause | None, bits: int, steps: int) -> None:
+        often = f"in all {steps} examined steps" if steps > 1 else "in the only examined step"
+        if cause is None:
+            self.report(
+                20,
+                Severity.NOTE,
+                f"The gradient of {plural(bits.bit_count(), 'parameter')} is exactly zero {often}.",
+                why="They are connected to the loss, but no single operation was seen to stop the "
+                "gradient.",
+                fix="Check whether their part of the model was used by the data of these steps.",
+                parameters=bits,
+            )
+            return
+        grave = cause.structural or (steps > 1 and not cause.deliberate)
+        self.report(
+            20,
+            Severity.ERROR if grave else Severity.NOTE,
+            cause.what,
+            why=f"{cause.why} The parameters behind it have a gradient of exactly 0 {often}.",
+            fix=cause.fix,
+            site=cause.made or cause.site,
+            parameters=bits,
+            related=(cause.site,),
+        )
+
+
+def _normalised(call: OpCall) -> int:
+    sizes = argument(call, 1, "normalized_shape", ())
+    count = 1
+    for size in sizes if isinstance(sizes, (tuple, list)) else (sizes,):
+        count *= size
+    return count
+
+
+def _slope(short: str, out: Tensor) -> Tensor:
+    if short.startswith("tanh"):
+        return 1 - out * out
+    if short.startswith("sigmoid"):
+        return out * (1 - out)
+    low, high = (0.0, 1.0) if short == "hardsigmoid" else (-1.0, 1.0)
+    return (out > low) & (out < high)
+
+
+def _leaves(stop: Any) -> Iterator[Tensor]:
+    """Leaves behind the inputs of a node that got nothing."""
+    edges = stop.edges if stop.partial else range(len(stop.node.next_functions))
+    for edge in edges:
+        if edge >= len(stop.node.next_functions):
+            continue
+        for node in nodes_of(stop.node.next_functions[edge][0]):
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+
+
+def _single(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low
+        mask ^= low
+
+
+def _unknown(stop: Any) -> Cause | None:
+    if stop.partial or stop.origin is None or stop.origin.site is None:
+        return None
+    return Cause(
+        stop.origin.site,
+        f"{stop.origin.op.rsplit('.', 1)[-1]} passes only zeros back.",
+        f"A gradient arrives at {stop.name}, and nothing but zeros leaves it.",
+        "Look at the values that go into this line: all masked, saturated, or multiplied by 0?",
+    )

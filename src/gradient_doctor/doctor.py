@@ -1,0 +1,231 @@
+"""The doctor around a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradient_doctor import modes
+from gradient_doctor.detectors import all_detectors
+from gradient_doctor.findings import Finding, Severity, ordered
+from gradient_doctor.output import report_text, to_json
+from gradient_doctor.registry import Registry
+from gradient_doctor.session import Session, StepRecord
+from gradient_doctor.trace import Trace
+from gradient_doctor.watch import Watch
+
+MODES = ("auto", "trace", "light", "off")
+_CONTRACT = {"trainable", "frozen", "dtype", "phase"}
+
+
+class Doctor:
+    """Examines the steps of any PyTorch loop and says where gradients stop.
+
+    >>> with Doctor(modules={"policy": policy}, optimizers={"adam": adam}) as doctor:
+    ...     for batch in batches:
+    ...         train_on(batch)
+    ...         doctor.step()
+    >>> print(doctor.report())
+
+    `mode`: "auto" traces the first `trace_steps` steps fully, then looks every `every` steps, and
+    traces again after a look that found something; "trace" always traces; "light" only looks;
+    "off" does nothing. Weights come out bit for bit as without it.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module] | None = None,
+        optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
+        scaler: Any = None,
+        contract: Mapping[str, Any] | None = None,
+        *,
+        mode: str = "auto",
+        trace_steps: int = 3,
+        every: int = 50,
+        discover: bool = False,
+        find_steps: bool = False,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+        if trace_steps < 1 or every < 1:
+            raise ValueError(f"trace_steps ({trace_steps}) and every ({every}) must be at least 1")
+        self.mode = mode
+        self.every = every
+        registry = Registry(
+            _mapping(modules, nn.Module, "modules"),
+            _mapping(optimizers, torch.optim.Optimizer, "optimizers"),
+            # without modules there is nothing to name: find them as they are called
+            discover=discover or not modules,
+        )
+        self.session = Session(registry, scaler, _checked_contract(contract), trace_steps)
+        self._trace = Trace(self.session)
+        self._watch = Watch(self.session, self._trace, self._stepped)
+        self._find_steps = find_steps
+        self._since: list[Any] = []  # optimizers that stepped since the last boundary
+        self._look_closer = False
+        self._pushed = False
+        self._depth = 0  # our place among function modes of the user's
+
+    # life
+
+    def __enter__(self) -> Doctor:
+        if self.mode == "off":
+            return self
+        self.session.listen(all_detectors(self.session))
+        self._depth = modes.depth()
+        try:
+            self._watch.start()
+            self._begin()
+            if not self.session.registry.discover:
+                self.session.start()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.mode == "off":
+            return
+        try:
+            self._end()
+            if not isinstance(error, Exception):
+                # also at sys.exit() and Ctrl-C: the run was ended, it did not break
+                self.session.tell("finish", None)
+            else:
+                self.session.fail("finish", error)
+        finally:
+            self.remove()
+
+    def remove(self) -> None:
+        """Put everything back as it was, without a last word; harmless a second time."""
+        self._switch_trace(False)
+        self._watch.stop()
+
+    def step(self) -> None:
+        """Call at the end of each training step."""
+        if self.mode == "off":
+            return
+        self._end()
+        self.session.step += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        session = self.session
+        step = session.step
+        first = step < session.trace_steps
+        traced = self.mode == "trace" or (self.mode == "auto" and (first or self._look_closer))
+        checked = traced or (self.mode == "light" and first) or step % self.every == 0
+        self._look_closer = False
+        session.record = StepRecord(step, traced, checked)
+        session.paused = 0
+        session.cuts.clear()
+        session.arrays.clear()
+        session.numbers.clear()
+        self._switch_trace(traced)
+
+    def _end(self) -> None:
+        session = self.session
+        record = session.record
+        known = len(session.findings)
+        session.registry.refresh()
+        session.tell("step_ended", record)
+        if not record.traced and any(
+            f.severity >= Severity.WARNING for f in session.findings[known:]
+        ):
+            self._look_closer = True
+        session.remember(record)
+
+    def _switch_trace(self, on: bool) -> None:
+        self._watch.modules(on or (self.session.registry.discover and self.session.step == 0))
+        if on and not self._pushed:
+            modes.insert(self._trace, self._depth)
+            self._pushed = True
+        elif not on and self._pushed and modes.is_active(self._trace):
+            modes.remove(self._trace)
+            self._pushed = False
+        # inside a torch call (an optimizer that steps in backward) torch has taken it off the stack
+        # and will put it back: there it stays, asleep
+        self._trace.on = on
+
+    # steps of scripts
+
+    def _stepped(self, optimizer: Any) -> None:
+        """A step ends when every optimizer has stepped, or when one is about to repeat itself."""
+        if not self._find_steps:
+            return
+        repeated = any(o is optimizer for o in self._since)
+        self._since.append(optimizer)
+        waiting = [
+            o
+            for o in self.session.registry.optimizers.values()
+            if not any(o is s for s in self._since)
+        ]
+        if repeated or not waiting:
+            self._since.clear()
+            self.step()
+
+    # what it found
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings, the worst first."""
+        return ordered(self.session.findings)
+
+    @property
+    def worst(self) -> Severity | None:
+        return max((f.severity for f in self.session.findings), default=None)
+
+    def report(self) -> str:
+        """The findings as text."""
+        return report_text(self.findings, self.session.step)
+
+    def to_json(self) -> str:
+        return to_json(self.findings, self.session.step)
+
+
+def _mapping(given: Any, kind: type, what: str) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, kind):
+        raise TypeError(
+            f"{what} is a {type(given).__name__}; expected a dict of {kind.__name__}s: "
+            f'{what}={{"model": ...}}, so that findings can name parameters'
+        )
+    for name, value in dict(given).items():
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"{what}[{name!r}] is a {type(value).__name__}, expected a {kind.__name__}"
+            )
+    return dict(given)
+
+
+def _checked_contract(contract: Mapping[str, Any] | None) -> dict[str, Any]:
+    given = dict(contract or {})
+    unknown = set(given) - _CONTRACT
+    if unknown:
+        raise ValueError(
+            f"contract has unknown keys {sorted(unknown)}; known are {sorted(_CONTRACT)}"
+        )
+    for key in ("trainable", "frozen"):
+        value = given.get(key, [])
+        if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
+            raise ValueError(
+                f'contract[{key!r}] is {value!r}; expected a list such as ["policy.*"]'
+            )
+    if not isinstance(given.get("dtype", {}), Mapping):
+        raise ValueError(
+            f"contract['dtype'] is {given['dtype']!r}; expected names and dtypes such as "
+            '{"lm.*": "float32"}'
+        )
+    if given.get("phase", "train") not in ("train", "eval"):
+        raise ValueError(f"contract['phase'] is {given['phase']!r}; expected 'train' or 'eval'")
+    return given

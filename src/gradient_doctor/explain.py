@@ -1,0 +1,291 @@
+"""Why does a parameter get no gradient? One ledger for all detectors, so that nobody says it twice.
+
+The ledger only keeps facts. The order of explanations: frozen, a constant loss, autograd.grad gave
+None, a cut between the parameter and a loss, used without reaching a loss, never used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradient_doctor.findings import Site
+from gradient_doctor.registry import owned_by
+from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
+from gradient_doctor.taint import Cut, Taint
+from gradient_doctor.terms import CUTS, Term, Terms
+
+_ENOUGH = 2  # steps of its optimizer without a gradient before we speak of a parameter
+
+
+@dataclass(eq=False)
+class CutFact:
+    """A cut that losses depend on, over all steps."""
+
+    kind: str  # of the cut; "sample" also for a region that torch.distributions entered
+    op: str
+    site: Site | None
+    region: str  # "no_grad", "inference_mode"; "" outside any
+    mask: int = 0  # parameters that it hides
+    graph: int = 0  # those of them that had a graph up to here
+    step: int = -1
+    order: int = -1
+    ops: int = 0
+    size: int = 1
+
+    @property
+    def number(self) -> int:
+        """The class of the fault, if this is its cause."""
+        return {"region": 2, "checkpoint": 11}.get(self.kind, 3)
+
+    def rank(self, bit: int) -> tuple[bool, bool, int, int]:
+        """The likeliest culprit is greatest.
+
+        A cut through an existing graph says more than a second use of the parameter without
+        gradients (a rollout, a target), and what is nearer to the loss more than what is older.
+        """
+        return bool(self.graph & bit), self.kind != "sample", self.step, self.order
+
+
+class Ledger(Detector):
+    """Facts about who received what; no findings of its own."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        session.ledger = self
+        self.terms = Terms(session)
+        self.received = 0  # ever, in checked steps
+        self.nonzero = 0  # ever something else than zeros
+        self.lost = 0  # some loss depends on them, and its gradient does not reach them
+        self.reached = 0  # alive in a loss
+        self.attempted = 0  # alive in a loss whose backward failed
+        self.explained = 0  # somebody has said why
+        self.seen = 0  # some operation's result depended on them
+        self.uses: dict[int, Site | None] = {}  # by bit: the first operation that took it
+        self.cuts: dict[Any, CutFact] = {}
+        self.orphans: dict[Site | None, int] = {}  # scalars that no backward started from
+        self.by_site: dict[Site | None, int] = {}  # what backwards of this line gave gradients to
+        self.empty: list[tuple[int, str, Site | None]] = []  # (step, operation, line)
+        self.sometimes = 0  # received in one checked step, and not in another
+        self.unchecked = self.traced = False
+        self.backwards = 0
+        self._root_cuts: set[Site | None] = set()
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.busy = 0  # checked steps with a backward
+        self._since: dict[int, int] = {}  # by bit: steps of its optimizer before we knew it
+        self._before = 0  # what the last of them gave gradients to
+
+    # facts
+
+    def op(self, call: OpCall) -> None:
+        if call.taint is not None:
+            self.seen |= call.taint.depends
+        for tensor in call.inputs:
+            if isinstance(tensor, nn.Parameter) and call.short not in CUTS:
+                self.uses.setdefault(self.session.registry.bit(tensor), call.site)
+        self.terms.made(call)
+        if (
+            call.outputs
+            and call.outputs[0].numel() == 0
+            and any(tensor.numel() for tensor in call.inputs)
+        ):
+            self.empty.append((self.session.step, call.short, call.site))
+
+    def backward_starts(self, backward: Backward) -> None:
+        self.backwards += 1
+        for root in backward.roots:
+            if backward.taint is not None:
+                self.terms.of(root).used = True
+        if backward.taint is not None:
+            self._root_cuts.update(cut.site for cut in backward.taint.cuts)
+            self.lost |= backward.taint.depends & ~backward.taint.live
+            for fact in self.facts(backward.taint):
+                key = (fact.kind, fact.op, fact.site)
+                known = self.cuts.setdefault(key, fact)
+                known.mask |= fact.mask
+                known.graph |= fact.graph
+                known.step, known.order = fact.step, fact.order
+                known.ops = max(known.ops, fact.ops)
+
+    def backward_ended(self, backward: Backward) -> None:
+        self.received |= backward.received
+        self.by_site[backward.site] = self.by_site.get(backward.site, 0) | backward.received
+        for bit, fact in backward.gradients.items():
+            if not fact.zero:
+                self.nonzero |= bit
+        if backward.taint is not None:
+            self.reached |= backward.taint.live
+
+    def backward_failed(self, backward: Backward, error: BaseException) -> None:
+        if backward.taint is not None:
+            self.attempted |= backward.taint.live
+
+    def event(self, event: Event) -> None:
+        if event.kind == "step" and self.session.record.checked:
+            optimizer = event.data["optimizer"]
+            self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+
+    def step_ended(self, record: StepRecord) -> None:
+        self.unchecked |= bool(not record.checked and record.backwards)
+        self.traced |= bool(record.traced and record.backwards)
+        if record.checked and record.backwards:
+            now = 0
+            for backward in record.backwards:
+                now |= backward.received
+            self.sometimes |= (self._before ^ now) & self.received if self.busy else 0
+            self._before = now
+            self.busy += 1
+        for term in self.terms.scalars:
+            if not term.used and not term.read & self._root_cuts:
+                mask = self.orphans.get(term.site, 0)
+                self.orphans[term.site] = mask | term.live
+        self.terms.step_ended()
+        self._root_cuts.clear()
+        del self.empty[:-3]
+
+    # questions
+
+    def facts(self, taint: Taint) -> list[CutFact]:
+        """The cuts behind a value, with what they hide of it."""
+        order = {id(cut): k for k, cut in enumerate(self.session.cuts.cuts.values())}
+        hidden = taint.depends & ~taint.live
+        found: dict[Any, CutFact] = {}
+        for cut in sorted(taint.cuts, key=lambda c: order.get(id(c), -1)):
+            mask = cut.depends & hidden
+            if mask:
+                fresh = _fact(cut)
+                fact = found.setdefault((fresh.kind, fresh.op, fresh.site), fresh)
+                fact.mask |= mask
+                fact.graph |= cut.graph & mask
+                fact.step, fact.order = cut.step, order.get(id(cut), -1)
+                fact.ops = max(fact.ops, fresh.ops)
+        return list(found.values())
+
+    def should_train(self) -> int:
+        """Parameters that need gradient and that an optimizer, or the contract, wants to move."""
+        registry = self.session.registry
+        wanted = registry.matching(self.session.contract.get("trainable", ()))
+        wanted |= registry.owned
+        return registry.bits(p for p in registry.tensors(wanted) if p.requires_grad)
+
+    def missing(self, at_end: bool, error: BaseException | None = None) -> int:
+        """Those of them that have received nothing for long enough, and nobody has said why."""
+        registry = self.session.registry
+        silent = self.should_train() & ~self.received & ~self.explained & ~self.attempted
+        needed = 1 if at_end and error is None else _ENOUGH
+        if at_end and error is None and not self.unchecked and not any(self._steps.values()):
+            needed = 0 if self.backwards else 1  # no optimizer has stepped at all
+        owners: dict[int, int] = {}
+        for optimizer in registry.optimizers.values():
+            steps = self._steps.get(optimizer, 0)
+            for parameter in owned_by(optimizer):
+                bit = registry.bit(parameter)
+                owners[bit] = max(owners.get(bit, 0), steps)
+        found = 0
+        for bit in bits_of(silent):
+            steps = owners.get(bit, self.busy)
+            # what was added or unfrozen late has missed only the steps since
+            if steps - self._since.setdefault(bit, max(0, steps - 1)) >= needed:
+                found |= bit
+        return found
+
+    def zeroed(self) -> int:
+        """Received nothing but zeros, and a function without slope stands in the way."""
+        flat = 0
+        for fact in self.cuts.values():
+            if fact.kind == "zero":
+                flat |= fact.mask
+        flat &= self.should_train() & self.received
+        return flat & ~self.nonzero & ~self.reached & ~self.explained
+
+    def culprits(self, mask: int, facts: Iterable[CutFact]) -> list[tuple[CutFact, int]]:
+        """Each parameter goes to the cut that is most likely its cause."""
+        chosen: dict[int, tuple[CutFact, int]] = {}
+        facts = [fact for fact in facts if fact.mask & mask]
+        for bit in bits_of(mask):
+            able = [fact for fact in facts if fact.mask & bit]
+            if able:
+                best = max(able, key=lambda fact: fact.rank(bit))
+                chosen[id(best)] = (best, chosen.get(id(best), (best, 0))[1] | bit)
+        return list(chosen.values())
+
+    def orphan(self, bit: int) -> Site | None:
+        """The line of a loss that this parameter is alive in and that no backward started from."""
+        return next((site for site, mask in self.orphans.items() if mask & bit), None)
+
+    def made_at(self, root: Tensor) -> Term:
+        """Where a constant began: its first part that is not made of others."""
+        term = self.terms.of(root)
+        while term.parts and term.kind != "cut" and term.parts[0][0].site is not None:
+            term = term.parts[0][0]
+        return term
+
+
+def _fact(cut: Cut) -> CutFact:
+    region = cut.region.kind if cut.region is not None else ""
+    kind = "sample" if region == "sample" else cut.kind
+    size = 1
+    for length in cut.shape:
+        size *= length
+    ops = cut.region.ops if cut.region is not None else cut.count
+    op = "" if cut.region is not None else cut.op
+    return CutFact(kind, op, cut.site, region, ops=ops, size=size)
+
+
+def bits_of(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low
+        mask ^= low
+
+
+# in words
+
+
+def what_cuts(fact: CutFact) -> str:
+    """What the cut does, to follow `because`."""
+    at = fact.site if fact.site is not None else "a line outside the trace"
+    if fact.kind == "region":
+        count = f"{fact.ops} operation{'s' if fact.ops != 1 else ''}"
+        return f"{count} on the way ran without gradients, in the {fact.region} entered at {at}"
+    if fact.kind == "checkpoint":
+        return (
+            f"the reentrant checkpoint at {at} has no input that needs gradient, "
+            "so autograd records nothing inside it"
+        )
+    if fact.kind == "sample":
+        return f"a random draw at {at} has no gradient with respect to its distribution"
+    if fact.kind == "integer":
+        return f"`{fact.op}` at {at} makes whole numbers or booleans, which have no gradient"
+    if fact.kind == "zero":
+        return f"`{fact.op}` at {at} is flat between its jumps: its derivative is zero"
+    if fact.kind == "scalar":
+        return f"`{fact.op}` at {at} turns the value into a Python number"
+    if fact.kind == "function":
+        return f"the custom Function {fact.op} at {at} returns a value without gradient"
+    return f"`{fact.op}` at {at} takes the value out of the graph"
+
+
+def how_to_mend(fact: CutFact) -> str:
+    if fact.kind == "region":
+        return (
+            f"Remove the {fact.region} there, or move it to the code that really needs no gradient."
+        )
+    if fact.kind == "checkpoint":
+        return (
+            "Use checkpoint(..., use_reentrant=False), or make an input need gradient "
+            "(enable_input_require_grads() for transformers models)."
+        )
+    if fact.kind == "sample":
+        return "Use rsample(), or add a score-function term with log_prob of the sample."
+    if fact.kind in ("integer", "zero"):
+        return "Use a differentiable stand-in (softmax, a straight-through or score estimator)."
+    if fact.kind == "scalar":
+        return f"Keep the tensor; use `{fact.op}` for what is printed only."
+    if fact.kind == "function":
+        return f"Let {fact.op}.forward return a differentiable output, with a backward for it."
+    return f"Remove `{fact.op}` there, or take the parameters out of the optimizer if it is meant."

@@ -1,0 +1,55 @@
+"""Calls of torch.distributions: who draws, how, and of what a density is asked."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.distributions as distributions
+
+from gradient_doctor.patches import Patches
+from gradient_doctor.session import Session
+
+
+class Laws:
+    """Tells detectors of every `sample`, `rsample` and `log_prob`, the outermost call only."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._inside = False  # a law made of laws asks those in turn
+
+    def install(self, patches: Patches) -> None:
+        wanted = any(self.session.wants(name) for name in ("sampled", "density"))
+        for cls in _classes() if wanted else ():
+            for name in ("sample", "rsample", "log_prob"):
+                if name in vars(cls):
+                    patches.replace(cls, name, self._wrap(name))
+
+    def _wrap(self, name: str) -> Any:
+        def make(original: Any) -> Any:
+            @functools.wraps(original)
+            def method(law: Any, *args: Any, **kwargs: Any) -> Any:
+                session = self.session
+                if self._inside or session.paused or not session.record.traced:
+                    return original(law, *args, **kwargs)
+                self._inside = True
+                try:
+                    result = original(law, *args, **kwargs)
+                finally:
+                    self._inside = False
+                if name == "log_prob":
+                    value = args[0] if args else kwargs.get("value")
+                    session.tell("density", law, value, result, session.here())
+                else:
+                    session.tell("sampled", law, result, name == "rsample", session.here())
+                return result
+
+            return method
+
+        return make
+
+
+def _classes() -> list[Any]:
+    found = [getattr(distributions, name) for name in distributions.__all__]
+    base = distributions.Distribution
+    return [cls for cls in found if isinstance(cls, type) and issubclass(cls, base)]

@@ -1,0 +1,36 @@
+"""Which places of a batch of token ids are padding?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def known_pad(module: nn.Module) -> tuple[int | None, Any]:
+    """The padding id and the end-of-text id(s) that the model's configuration names."""
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        pad = getattr(config, "pad_token_id", None)
+        if isinstance(pad, int) and pad >= 0:
+            return pad, getattr(config, "eos_token_id", None)
+    for part in module.modules():
+        if isinstance(part, nn.Embedding) and part.padding_idx is not None:
+            return part.padding_idx, None
+    return None, None
+
+
+def padded_places(ids: Tensor, pad: int, eos: Any = None) -> Tensor:
+    """Runs of the padding id at either end of the rows of [rows, length].
+
+    Where the padding id also ends texts, the first one after a text is the text's own end.
+    """
+    is_pad = ids.detach() == pad
+    trailing = is_pad.flip(1).long().cumprod(1).bool().flip(1)
+    if pad == eos or (isinstance(eos, (list, tuple)) and pad in eos):
+        own_end = trailing & ~torch.roll(trailing, 1, 1)
+        trailing = trailing & ~own_end
+    leading = is_pad.long().cumprod(1).bool()
+    whole = is_pad.all(1, keepdim=True)
+    return (leading | trailing) & ~whole

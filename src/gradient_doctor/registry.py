@@ -1,0 +1,309 @@
+"""Which parameters exist, what they are called, who owns them.
+
+A parameter is a bit: sets of parameters are integers, so that the union for every operation of a
+forward costs one `|`. Bits are given on first sight; names are looked up when something is said.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradient_doctor.findings import Site
+from gradient_doctor.sites import user_frame
+
+
+@dataclass
+class Birth:
+    """Where and when a parameter, or an optimizer, was made; `order` counts through all of them."""
+
+    site: Site | None
+    step: int
+    order: int = 0
+
+
+@dataclass
+class Leaf:
+    """A tensor that gradients can end in."""
+
+    bit: int
+    ref: weakref.ref[Tensor]
+    shape: tuple[int, ...]
+    is_parameter: bool
+
+
+@dataclass
+class Registry:
+    """Modules, optimizers and the bits of their parameters; open to what turns up later."""
+
+    roots: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    discover: bool = False
+    leaves: list[Leaf] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._bits = WeakIdKeyDictionary()
+        self._by_id: dict[int, Leaf] = {}  # the same at a thirtieth of the cost; ids are used again
+        self._births = WeakIdKeyDictionary()
+        self._order = itertools.count()
+        self.frozen_at = WeakIdKeyDictionary()  # parameter -> where requires_grad went off
+        self.converted_at = WeakIdKeyDictionary()  # parameter -> where its dtype was changed
+        self.first_rates = WeakIdKeyDictionary()  # optimizer -> learning rates it was made with
+        self.scheduled_at = WeakIdKeyDictionary()  # optimizer -> where its lr scheduler was made
+        self._names: dict[int, str] = {}
+        self._modules: dict[int, str] = {}
+        self._stale = True
+        self._found: dict[str, Tensor] = {}
+        self._homes = WeakIdKeyDictionary()  # parameter -> the module that it was given to
+        self._parents: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self.unnamed: list[Any] = []  # optimizers whose variable does not exist yet
+
+    # growth
+
+    def add_root(self, module: nn.Module, name: str | None = None) -> None:
+        if any(module is known for known in self.roots.values()):
+            return
+        # a wrapper takes the place of the module it wraps: the outermost name is the one users see
+        inner: str | None = None
+        inside = {id(m) for m in module.modules()}
+        for known in [n for n, m in self.roots.items() if id(m) in inside]:
+            inner = inner or known
+            del self.roots[known]
+        if any(module is m for root in self.roots.values() for m in root.modules()):
+            return
+        name = name or variable_name(module) or inner or type(module).__name__
+        self.roots[_free(name, self.roots)] = module
+        self._stale = True
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, name: str | None = None) -> None:
+        if any(optimizer is known for known in self.optimizers.values()):
+            return
+        name = name or variable_name(optimizer) or type(optimizer).__name__
+        self.optimizers[_free(name, self.optimizers)] = optimizer
+        self._stale = True
+
+    def born(self, module: nn.Module, parameter: Tensor, site: Site | None, step: int) -> None:
+        self.made(parameter, site, step)
+        self._homes[parameter] = weakref.ref(module)
+        self._stale = True
+
+    def made(self, thing: Any, site: Site | None, step: int) -> None:
+        """A parameter or an optimizer has come into being; the first word counts."""
+        if thing not in self._births:
+            self._births[thing] = Birth(site, step, next(self._order))
+
+    def adopted(self, parent: nn.Module, child: nn.Module) -> None:
+        self._parents[child] = weakref.ref(parent)
+
+    def flush(self) -> None:
+        """Optimizers get their names, and the modules whose parameters they hold become roots."""
+        if self.discover:
+            for optimizer in self.unnamed:
+                self.add_optimizer(optimizer)
+            self.unnamed.clear()
+            for optimizer in self.optimizers.values():
+                for parameter in owned_by(optimizer):
+                    if not self.is_registered(parameter):
+                        self._add_home(parameter)
+        self.refresh()
+
+    def _add_home(self, parameter: Tensor) -> None:
+        ref = self._homes.get(parameter)
+        module = None if ref is None else ref()
+        while module is not None:
+            parent = self._parents.get(module)
+            above = None if parent is None else parent()
+            if above is None:
+                self.add_root(module)
+                return
+            module = above
+
+    def top_of(self, module: nn.Module) -> nn.Module:
+        """The outermost module that holds this one: its parts may be called one by one."""
+        while True:
+            ref = self._parents.get(module)
+            parent = None if ref is None else ref()
+            if parent is None or all(child is not module for child in parent.children()):
+                return module
+            module = parent
+
+    def everything(self) -> Iterator[Tensor]:
+        """Parameters of the roots and of the optimizers; some may come twice."""
+        yield from self.parameters().values()
+        for optimizer in self.optimizers.values():
+            yield from owned_by(optimizer)
+
+    def birth(self, thing: Any) -> Birth | None:
+        """Of a parameter or an optimizer; None for one that is older than the examination."""
+        return self._births.get(thing)
+
+    def refresh(self) -> None:
+        """Modules grow parameters while they run: look again before names are used."""
+        self._stale = True
+
+    # bits
+
+    def bit(self, tensor: Tensor) -> int:
+        """The bit of a leaf, given on first sight."""
+        seen = self._by_id.get(id(tensor))
+        if seen is not None and seen.ref() is tensor:
+            return seen.bit
+        leaf = self._bits.get(tensor)
+        if leaf is None:
+            leaf = Leaf(
+                1 << len(self.leaves),
+                weakref.ref(tensor),
+                tuple(tensor.shape),
+                isinstance(tensor, nn.Parameter),
+            )
+            self.leaves.append(leaf)
+            self._bits[tensor] = leaf
+        self._by_id[id(tensor)] = leaf
+        return leaf.bit
+
+    def known_bit(self, tensor: Tensor) -> int:
+        leaf = self._bits.get(tensor)
+        return 0 if leaf is None else leaf.bit
+
+    def bits(self, tensors: Iterable[Tensor]) -> int:
+        mask = 0
+        for tensor in tensors:
+            mask |= self.bit(tensor)
+        return mask
+
+    def tensors(self, mask: int) -> Iterator[Tensor]:
+        """The living tensors of a set."""
+        for leaf in self._of(mask):
+            tensor = leaf.ref()
+            if tensor is not None:
+                yield tensor
+
+    def _of(self, mask: int) -> Iterator[Leaf]:
+        while mask:
+            low = mask & -mask
+            yield self.leaves[low.bit_length() - 1]
+            mask ^= low
+
+    # names
+
+    def name(self, tensor: Tensor) -> str:
+        self._rename()
+        known = self._names.get(id(tensor))
+        if known is not None:
+            return known
+        birth = self.birth(tensor)
+        made = f" made at {birth.site}" if birth is not None and birth.site is not None else ""
+        return f"<unregistered {list(tensor.shape)}{made}>"
+
+    def names(self, mask: int) -> tuple[str, ...]:
+        """Names of a set, in the order of the modules; leaves that have died are left out."""
+        found = [self.name(tensor) for tensor in self.tensors(mask)]
+        order = {name: k for k, name in enumerate(self._names.values())}
+        return tuple(sorted(found, key=lambda n: order.get(n, len(order))))
+
+    def is_registered(self, tensor: Tensor) -> bool:
+        self._rename()
+        return id(tensor) in self._names
+
+    def module_name(self, module: nn.Module) -> str:
+        """The path of a module, `policy.trunk.0`; its class name where it is in no root."""
+        self._rename()
+        return self._modules.get(id(module)) or f"<{type(module).__name__}>"
+
+    def parameters(self) -> dict[str, Tensor]:
+        """All named parameters of the roots, then those of optimizers that no root has."""
+        self._rename()
+        return dict(self._found)
+
+    def _rename(self) -> None:
+        if not self._stale:
+            return
+        self._stale = False
+        self._names, self._modules, self._found = {}, {}, {}
+        for root, module in self.roots.items():
+            for name, child in module.named_modules():
+                self._modules.setdefault(id(child), f"{root}.{name}" if name else root)
+            for name, parameter in module.named_parameters():
+                full = f"{root}.{name}"
+                self._names.setdefault(id(parameter), full)
+                self._found.setdefault(full, parameter)
+
+    # sets
+
+    @property
+    def registered(self) -> int:
+        return self.bits(self.parameters().values())
+
+    @property
+    def trainable(self) -> int:
+        return self.bits(p for p in self.parameters().values() if p.requires_grad)
+
+    @property
+    def owned(self) -> int:
+        """Parameters that some optimizer holds."""
+        return self.bits(p for o in self.optimizers.values() for p in owned_by(o))
+
+    def owners(self, tensor: Tensor) -> list[str]:
+        """Names of the optimizers that hold this parameter."""
+        return [
+            name
+            for name, optimizer in self.optimizers.items()
+            if any(p is tensor for p in owned_by(optimizer))
+        ]
+
+    def optimizer_name(self, optimizer: Any) -> str:
+        for name, known in self.optimizers.items():
+            if known is optimizer:
+                return name
+        return type(optimizer).__name__
+
+    def matching(self, patterns: Iterable[str]) -> int:
+        """Parameters whose name, or a dotted end of it, fits one of the glob patterns."""
+        wanted = tuple(patterns)
+        return self.bits(
+            p for name, p in self.parameters().items() if any(fits(name, w) for w in wanted)
+        )
+
+
+def owned_by(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a glob fits the full name or what remains after some of its first parts."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[k:]), pattern) for k in range(len(parts)))
+
+
+def variable_name(thing: object) -> str | None:
+    """What the user's code calls this object: a local, a global, or an attribute of `self`."""
+    frame = user_frame()
+    while frame is not None:
+        for scope in (frame.f_locals, frame.f_globals):
+            for name, value in list(scope.items()):
+                if value is thing and not name.startswith("_") and name != "self":
+                    return name
+        owner = frame.f_locals.get("self")
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            if value is thing:
+                return name.lstrip("_")
+        frame = frame.f_back
+    return None
+
+
+def _free(name: str, taken: Mapping[str, Any]) -> str:
+    if name not in taken:
+        return name
+    number = 2
+    while f"{name}_{number}" in taken:
+        number += 1
+    return f"{name}_{number}"

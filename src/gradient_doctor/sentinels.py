@@ -1,0 +1,141 @@
+"""Guards on the nodes of one backward: where does the gradient become zero, where not finite?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradient_doctor.graph import MARK, NodeOrigin, is_opaque, origin_of
+
+# nodes that may turn a gradient to zero by doing their work: they add up, choose or move
+_SELECTORS = (
+    "AccumulateGrad",
+    "Select",
+    "Slice",
+    "Index",
+    "Gather",
+    "Embedding",
+    "Split",
+    "Unbind",
+)
+
+
+@dataclass(eq=False)
+class Vanished:
+    """A node that received a gradient and passed on nothing but zeros.
+
+    Where other inputs of the node did get a gradient (`partial`), `edges` says which did not.
+    """
+
+    node: Any
+    name: str
+    origin: NodeOrigin | None
+    partial: bool = False
+    edges: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Blown:
+    """A node that received finite gradients and passed on others."""
+
+    node: Any
+    name: str
+    origin: NodeOrigin | None
+    kind: str  # "nan" or "inf"
+
+
+@dataclass(eq=False)
+class Leak:
+    """A node whose result must not count at some places (padding), but has a gradient there."""
+
+    name: str
+    origin: NodeOrigin | None
+    leaking: int
+    places: int
+    places_size: int  # of the whole, to find the mask of that size
+
+
+class Sentinels:
+    """Hooks on every node behind a root, for one backward."""
+
+    def __init__(self, root: Tensor) -> None:
+        self.vanished: list[Vanished] = []
+        self.partial: list[Vanished] = []
+        self.blown: list[Blown] = []
+        self.leaks: list[Leak] = []
+        self._handles = [
+            node.register_hook(self._guard(node, origin))
+            for node, origin in _with_origins(root.grad_fn)
+            # a Python node's hook runs in user code's way (checkpoints replay); leave it alone
+            if not is_opaque(node)
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _guard(self, node: Any, origin: NodeOrigin | None) -> Any:
+        # the node, not a closure over its tensors: nothing is kept alive beyond the backward
+        def hook(passed_on: tuple[Any, ...], received: tuple[Any, ...]) -> None:
+            came = [g for g in received if g is not None]
+            went = [g for g in passed_on if g is not None]
+            if not came or not went:
+                return
+            with torch.no_grad():
+                self._look(node, origin, came, went)
+                if len(went) > 1:
+                    self._look_at_edges(node, origin, passed_on)
+                places = node.metadata.get(MARK + ".silent")
+                if places is not None:
+                    self._look_at_places(node, came[0], places)
+
+        return hook
+
+    def _look(
+        self, node: Any, origin: NodeOrigin | None, came: list[Tensor], went: list[Tensor]
+    ) -> None:
+        name = node.name()
+        finite = all(bool(g.isfinite().all()) for g in came)
+        if finite and not all(bool(g.isfinite().all()) for g in went):
+            nan = any(bool(g.isnan().any()) for g in went)
+            self.blown.append(Blown(node, name, origin, "nan" if nan else "inf"))
+        elif finite and not name.startswith(_SELECTORS):
+            moved = any(bool(g.any()) for g in came)
+            if moved and not any(bool(g.any()) for g in went):
+                self.vanished.append(Vanished(node, name, origin))
+
+    def _look_at_edges(
+        self, node: Any, origin: NodeOrigin | None, passed_on: tuple[Any, ...]
+    ) -> None:
+        zero = [k for k, g in enumerate(passed_on) if g is not None and not bool(g.any())]
+        if zero and len(zero) < sum(g is not None for g in passed_on):
+            self.partial.append(Vanished(node, node.name(), origin, True, tuple(zero)))
+
+    def _look_at_places(self, node: Any, came: Tensor, places: Tensor) -> None:
+        if came.numel() != places.numel():
+            return
+        leaking = int((came.reshape(-1)[places.reshape(-1).to(came.device)] != 0).sum())
+        if leaking:
+            size, silent = places.numel(), int(places.sum())
+            leak = Leak(node.name(), origin_of(node), leaking, silent, size)
+            self.leaks.append(leak)
+
+
+def _with_origins(root: Any) -> Iterator[tuple[Any, NodeOrigin | None]]:
+    """All nodes below. One call may make several nodes but marks only the last: the others, which
+    are met behind it, are of the same call."""
+    stack: list[tuple[Any, NodeOrigin | None]] = [(root, None)] if root is not None else []
+    seen = {root}
+    while stack:
+        node, above = stack.pop()
+        origin = origin_of(node) or above
+        yield node, origin
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append((child, origin))

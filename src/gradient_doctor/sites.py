@@ -1,0 +1,97 @@
+"""Which line of the user's code are we in? Frames of torch and of libraries are walked over."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+
+import torch
+
+from gradient_doctor.findings import Site
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LIBRARY = tuple(
+    os.path.join(path, "")
+    for path in {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+@functools.cache
+def _kind(filename: str) -> str:
+    """`doctor`, `torch`, `library` or `user`."""
+    if filename.startswith("<"):
+        return "user" if filename.startswith(("<ipython", "<stdin")) else "library"
+    path = os.path.abspath(filename)
+    if path.startswith(_HERE):
+        return "doctor"
+    if path.startswith(_TORCH):
+        return "torch"
+    if path.startswith(_LIBRARY) or any(part in path for part in _PARTS):
+        return "library"
+    return "user"
+
+
+def _decorated(frame: FrameType) -> CodeType | None:
+    """The function under `@torch.no_grad()`, seen from torch's wrapper around it."""
+    if frame.f_code.co_name != "decorate_context":
+        return None
+    func = frame.f_locals.get("func")
+    return getattr(func, "__code__", None)
+
+
+def here(module: str = "") -> Site | None:
+    """The innermost line outside torch, the doctor and installed libraries; else of a library.
+
+    Inside torch's wrapper of a decorated function the line is the decorator's, not the caller's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    fallback: Site | None = None
+    while frame is not None:
+        code = frame.f_code
+        kind = _kind(code.co_filename)
+        if kind == "user":
+            return Site(code.co_filename, frame.f_lineno, code.co_name, module)
+        if kind == "torch":
+            inner = _decorated(frame)
+            # we came through the wrapper's `with`, else the function itself had been met first:
+            # its caller did not switch gradients off, its decorator did
+            if inner is not None and _kind(inner.co_filename) == "user":
+                return Site(inner.co_filename, inner.co_firstlineno, inner.co_name, module)
+        elif kind == "library" and fallback is None:
+            fallback = Site(code.co_filename, frame.f_lineno, code.co_name, module)
+        frame = frame.f_back
+    return fallback
+
+
+def within(part: str) -> bool:
+    """Whether a frame of torch between here and the user's code lies in this part of it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _kind(frame.f_code.co_filename) in ("torch", "doctor"):
+        if part in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def asked_by_user(depth: int) -> bool:
+    """Whether the frame that many calls above the asking one is outside torch and the doctor."""
+    return _kind(sys._getframe(depth + 1).f_code.co_filename) in ("user", "library")
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame of the user's code, to look for names of variables in it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _kind(frame.f_code.co_filename) == "user":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def is_user_file(filename: str) -> bool:
+    return _kind(filename) == "user"

@@ -1,0 +1,101 @@
+"""What an optimizer step did to each parameter: a sample of elements before and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SAMPLE = 8192
+
+
+@dataclass
+class Sampled:
+    parameter: Tensor
+    values: Tensor
+    gradient_norm: float
+    nonzero_gradient: Tensor
+
+
+@dataclass
+class Before:
+    """Taken just before `optimizer.step()`."""
+
+    optimizer: Any
+    rates: list[float]
+    sampled: list[Sampled] = field(default_factory=list)
+    without_gradient: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Update:
+    """One parameter's step: the share of elements that moved among those with a gradient."""
+
+    parameter: Tensor
+    gradient_norm: float
+    changed: float  # of the sampled elements with non-zero gradient; nan without such
+    moved_norm: float
+    value_norm: float
+    dtype: torch.dtype
+
+
+@dataclass
+class StepFacts:
+    optimizer: Any
+    rates: list[float]
+    updates: list[Update]
+    without_gradient: list[Tensor]
+
+
+def norm_of(tensor: Tensor) -> float:
+    """The Euclidean norm; half precision is summed in fp32, as its squares overflow."""
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32 if half else None))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    stride = max(1, flat.numel() // _SAMPLE)
+    return flat[::stride].clone()
+
+
+@torch.no_grad()
+def before(optimizer: Any) -> Before:
+    taken = Before(optimizer, [float(group["lr"]) for group in optimizer.param_groups])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                taken.without_gradient.append(parameter)
+                continue
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            norm = norm_of(gradient)
+            taken.sampled.append(
+                Sampled(parameter, _sample(parameter), norm, _sample(gradient) != 0)
+            )
+    return taken
+
+
+@torch.no_grad()
+def after(taken: Before) -> StepFacts:
+    updates = []
+    for sampled in taken.sampled:
+        now = _sample(sampled.parameter)
+        moved = now != sampled.values
+        relevant = sampled.nonzero_gradient
+        count = int(relevant.sum())
+        changed = float((moved & relevant).sum()) / count if count else float("nan")
+        updates.append(
+            Update(
+                sampled.parameter,
+                sampled.gradient_norm,
+                changed,
+                float((now - sampled.values).float().norm()),
+                float(sampled.values.float().norm()),
+                sampled.parameter.dtype,
+            )
+        )
+    return StepFacts(taken.optimizer, taken.rates, updates, taken.without_gradient)

@@ -1,0 +1,345 @@
+"""The full trace: every torch call passes here, and hands its taint on to what it made."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from gradient_doctor.findings import Site
+from gradient_doctor.graph import NodeOrigin, is_dead_view, mark_origin, node_of
+from gradient_doctor.session import OpCall, Session
+from gradient_doctor.sites import asked_by_user, here, within
+from gradient_doctor.taint import (
+    Cut,
+    Region,
+    Taint,
+    TracedFloat,
+    in_graphs,
+    inputs_in,
+    merged,
+    tensors_in,
+)
+
+# calls that only look: no value comes out of them that a loss could be made from
+_LOOKS = {
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage"),
+    *("storage_offset", "is_contiguous", "is_floating_point", "is_complex", "get_device"),
+    *("untyped_storage", "data_ptr", "requires_grad_", "retain_grad", "register_hook"),
+    *("is_same_size", "type", "__len__", "__repr__", "__format__", "__hash__", "__dir__"),
+    *("is_tensor", "is_storage", "is_nonzero", "has_names", "_is_view", "__contains__"),
+    *("register_post_accumulate_grad_hook", "typename", "result_type", "is_grad_enabled"),
+    *("is_inference", "is_signed", "is_pinned", "is_shared", "is_set_to", "__index__"),
+}
+_GETTERS_THAT_COMPUTE = {"T", "mT", "H", "mH", "real", "imag", "data"}
+_SCALARS = {"item", "__float__", "tolist"}
+_EXPLICIT = {"detach", "detach_", "data", "numpy", "__array__", "new_tensor", "tensor"}
+_ZERO_DERIVATIVE = {
+    *("round", "floor", "ceil", "trunc", "sign", "sgn", "round_", "floor_", "ceil_", "heaviside"),
+    *("trunc_", "sign_", "fix", "floor_divide", "__floordiv__"),
+}
+
+
+# only the shape of their argument matters
+_SHAPE_ONLY = {
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+    *("randint_like", "new_zeros", "new_ones", "new_empty", "new_full"),
+}
+_OVERWRITES = {"zero_", "fill_", "copy_"}
+# each output is made from the input of the same place
+_PAIRWISE = {"broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"}
+_SAMPLERS = {"multinomial", "bernoulli", "normal", "poisson", "bernoulli_", "normal_"}
+_ARRAYS = {"numpy", "__array__"}
+_FROM_ARRAYS = {"tensor", "as_tensor", "from_numpy", "asarray"}
+
+
+class Trace(TorchFunctionMode):
+    """Propagates taint and reports calls to the session's detectors; changes no value."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+        self.on = True
+        self._names: dict[Any, tuple[str, bool]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        session = self.session
+        if not self.on or session.paused:
+            return func(*args, **kwargs)
+        name, looks = self._name(func)
+        if looks:
+            return _FACTS.get(name, _plain)(self.session, func, args, kwargs)
+        if name == "_set_grad_enabled":
+            return self._grad_mode(func, args, kwargs)
+        if name in ("torch.Tensor.backward", "torch.autograd.backward", "torch.autograd.grad"):
+            return func(*args, **kwargs)  # watched, see watch.py
+        return self._call(name, func, args, kwargs)
+
+    def _name(self, func: Any) -> tuple[str, bool]:
+        known = self._names.get(func)
+        if known is None:
+            name = resolve_name(func) or getattr(func, "__name__", None) or str(func)
+            parts = name.split(".")
+            if parts[-1] in ("__get__", "__set__", "__delete__"):
+                looks = parts[-1] != "__get__" or parts[-2] not in _GETTERS_THAT_COMPUTE
+                if parts[-1] == "__set__" and parts[-2] == "data":
+                    looks = False
+                name = ".".join(parts[:-1]) if parts[-1] == "__get__" else name
+            else:
+                looks = parts[-1] in _LOOKS or name.startswith(("profiler.", "torch.nn.init."))
+            known = self._names[func] = (name, looks)
+        return known
+
+    # regions
+
+    def _grad_mode(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        before = torch.is_grad_enabled()
+        result = func(*args, **kwargs)
+        after = torch.is_grad_enabled()
+        if before and not after:
+            # torch's distributions draw without gradients: that is a sample, not a mistake
+            kind = "sample" if within("distributions") else "no_grad"
+            self.session.region = Region(kind, self.session.here())
+        elif after:
+            self.session.region = None
+        return result
+
+    def _region(self) -> Region | None:
+        """The region we are in, if gradients are off and not by a custom Function's own doing."""
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return None
+        if self.session.region is None:
+            self.session.region = Region("no_grad", None)  # entered before the trace began
+        return self.session.region
+
+    # calls
+
+    def _call(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The call itself is made once and outside of all our own code, which may have mistakes."""
+        session = self.session
+        try:
+            call, taints, was = self._before(name, args, kwargs)
+        except Exception as error:
+            session.broke(self, error)
+            return func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            session.fail("op_failed", error, call)
+            raise
+        try:
+            return self._after(call, taints, was, result)
+        except Exception as error:
+            session.broke(self, error)
+            return result
+
+    def _before(
+        self, name: str, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[OpCall, list[Taint], Any]:
+        session = self.session
+        site = here(session.module_path)
+        inputs, floats = inputs_in(args, kwargs, session.numbers)
+        # taken before the call: an operation in place changes what its input is
+        taints = [t for t in map(session.taint_of, inputs) if t is not None]
+        short = name.rsplit(".", 1)[-1]
+        if short in _SHAPE_ONLY:
+            taints = []
+        elif short in _OVERWRITES:
+            taints = [t for t in map(session.taint_of, inputs[1:]) if t is not None]
+        taints.extend(f.taint for f in floats)
+        if short in _FROM_ARRAYS and args:
+            taints.extend(self._of_array(args[0]))
+        was = args[0].dtype if short == "__set__" else None
+        return OpCall(name, site, args, kwargs, inputs, floats, [], None), taints, was
+
+    def _after(self, call: OpCall, taints: list[Taint], was: Any, result: Any) -> Any:
+        session = self.session
+        name, short, site, args, inputs = call.name, call.short, call.site, call.args, call.inputs
+        outputs = tensors_in(result)
+        taint = None
+        if short in _PAIRWISE and len(outputs) == len(inputs):
+            for own, output in zip(map(session.taint_of, inputs), outputs):
+                taint = self._spread(name, short, site, [own] if own else [], [output])
+        elif outputs:
+            taint = self._spread(name, short, site, taints, outputs)
+        if was is not None and args[0].dtype != was:
+            session.registry.converted_at[args[0]] = site  # Module.to, half, bfloat16
+        if short == "__setitem__" or short == "__set__":
+            outputs = [args[0]]
+            taint = self._spread(name, short, site, taints, outputs)
+        if short in _SCALARS and taints:
+            result = self._scalar(short, site, taints, result)
+        elif short in _ARRAYS and taints:
+            self._array(short, site, taints, result)
+        # tensors without values (meta, fake) have nothing that a detector could look at
+        if session.wants("op") and not any(t.is_meta for t in outputs):
+            call.outputs, call.taint, call.result = outputs, taint, result
+            session.tell("op", call)
+        return result
+
+    def _spread(
+        self, name: str, short: str, site: Site | None, taints: list[Taint], outputs: list[Tensor]
+    ) -> Taint:
+        session = self.session
+        depends, live, cuts, opaque = merged(taints)
+        graph = in_graphs(taints) if live else 0
+        first: Taint | None = None
+        for output in outputs:
+            reached, kept = live, cuts
+            if live and not session.opaque_depth:
+                cut = self._cut(short, site, live, output)
+                if cut is not None:
+                    cut.graph |= graph
+                    reached, kept = 0, cuts | {cut}
+            elif depends and session.region is not None and not torch.is_grad_enabled():
+                session.region.ops += 1  # further operations on what the region has cut off
+            taint = Taint(depends, reached, kept, site, name, session.step, opaque)
+            if not output.requires_grad or node_of(output) is not None or is_dead_view(output):
+                session.taints[output] = taint
+                base = output._base
+                # written through a view; a parameter stays one (nn.Embedding clears its padding)
+                if base is not None and short.endswith("_") and not isinstance(base, nn.Parameter):
+                    session.taints[base] = taint
+            mark_origin(output, NodeOrigin(name, site, session.step))
+            first = first or taint
+        assert first is not None
+        return first
+
+    def _cut(self, short: str, site: Site | None, live: int, output: Tensor) -> Cut | None:
+        """The cut that this call made, if its output is out of autograd's sight."""
+        session = self.session
+        step, shape = session.step, tuple(output.shape)
+        if output.requires_grad and not is_dead_view(output):
+            if short in _ZERO_DERIVATIVE:
+                kind, region = "zero", None
+            else:
+                return None
+        else:
+            region = None
+            if short in _EXPLICIT:
+                kind = "explicit"
+            elif short in _SAMPLERS:
+                kind = "sample"
+            elif not (output.is_floating_point() or output.is_complex()):
+                kind = "integer"
+            else:
+                region = self._region()
+                kind = "region" if region is not None else "explicit"
+        if region is not None:
+            region.ops += 1
+            key: Any = region
+            where = region.site
+        else:
+            key, where = (kind, short, site, step), site
+        return session.cuts.enter(
+            key, lambda: Cut(kind, short, where, step, 0, region, shape=shape), live
+        )
+
+    def _array(self, short: str, site: Site | None, taints: list[Taint], array: Any) -> None:
+        """Arrays share memory with their tensor: known again by their address."""
+        self.session.arrays[_address(array)] = self._outside("explicit", short, site, taints)
+
+    def _of_array(self, value: Any) -> list[Taint]:
+        known = self.session.arrays.get(_address(value)) if self.session.arrays else None
+        return [] if known is None else [known]
+
+    def from_numpy(self, array: Any, tensor: Tensor) -> None:
+        """`torch.from_numpy` passes by the mode; the watch tells us of it."""
+        taints = self._of_array(array)
+        if taints and self.on and not self.session.paused:
+            site = here(self.session.module_path)
+            self._spread("torch.from_numpy", "from_numpy", site, taints, [tensor])
+        elif self.on and not self.session.paused and self.session.wants("op"):
+            site = here(self.session.module_path)
+            call = OpCall("torch.from_numpy", site, (array,), {}, [], [], [tensor], None, tensor)
+            self.session.tell("op", call)
+
+    def _scalar(self, short: str, site: Site | None, taints: list[Taint], result: Any) -> Any:
+        taint = self._outside("scalar", short, site, taints)
+        if not taint.depends:
+            return result
+        if short == "__float__":
+            # float() insists on a plain float: known again by its value, if that is no common one
+            if result not in (0.0, 1.0, -1.0):
+                self.session.numbers[result] = taint
+            return result
+        return _traced(result, taint)
+
+    def _outside(self, kind: str, short: str, site: Site | None, taints: list[Taint]) -> Taint:
+        """The taint of what left torch: a Python number, an array."""
+        depends, live, cuts, opaque = merged(taints)
+        session = self.session
+        if live:
+            key = (kind, short, site, session.step)
+            cut = session.cuts.enter(key, lambda: Cut(kind, short, site, session.step, 0), live)
+            cut.graph |= in_graphs(taints)
+            cuts = cuts | {cut}
+        return Taint(depends, 0, cuts, site, short, session.step, opaque)
+
+
+# looks that are facts about a parameter
+
+
+def _plain(session: Session, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _switched(session: Session, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    result = func(*args, **kwargs)
+    tensor = args[0]
+    if isinstance(tensor, torch.nn.Parameter):
+        if tensor.requires_grad:
+            session.registry.frozen_at.pop(tensor, None)
+        else:
+            session.registry.frozen_at[tensor] = session.here()
+    return result
+
+
+def _gradient_set(session: Session, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    with session.pause():
+        session.add_event("grad_set", parameter=args[0], empty=args[1] is None)
+    return func(*args, **kwargs)
+
+
+def _gradient_read(session: Session, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if asked_by_user(2):
+        bit = session.registry.known_bit(args[0])
+        session.gradients_read |= bit
+        session.read_since_backward |= bit
+    return func(*args, **kwargs)
+
+
+_FACTS = {
+    "torch.Tensor.requires_grad_": _switched,
+    "torch.Tensor.requires_grad.__set__": _switched,
+    "torch.Tensor.grad.__set__": _gradient_set,
+    "torch.Tensor.grad": _gradient_read,
+}
+
+
+def _address(array: Any) -> int | None:
+    interface = getattr(array, "__array_interface__", None)
+    return None if interface is None else interface["data"][0]
+
+
+def _traced(value: Any, taint: Taint) -> Any:
+    if type(value) is float:
+        _teach_yaml()
+        return TracedFloat(value, taint)
+    if isinstance(value, list):
+        return [_traced(item, taint) for item in value]
+    return value
+
+
+def _teach_yaml() -> None:
+    """PyYAML's safe dumper knows exact types only; a traced float must dump as the float it is."""
+    yaml = sys.modules.get("yaml")
+    if yaml is not None and TracedFloat not in yaml.SafeDumper.yaml_representers:
+        represent = yaml.representer.SafeRepresenter
+        represent.add_representer(TracedFloat, represent.represent_float)

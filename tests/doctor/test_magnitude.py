@@ -1,0 +1,38 @@
+"""Class 22 while training; the doubling test is in test_preflight.py."""
+
+from doctor.look import look
+
+LOOP = """\
+model = nn.Linear(4, 1)
+optimizer = torch.optim.{optimizer}(model.parameters(), lr=1e-4)
+for _ in range(4):
+    x = torch.randn(512, 4)
+    error = (model(x).squeeze(-1) - 50.0).square()
+    loss = {loss}
+    optimizer.zero_grad()
+    loss.backward()
+    {clip}
+    optimizer.step()
+"""
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+
+
+def loop(tmp_path, loss, clip=CLIP, optimizer="SGD"):
+    return look(tmp_path, LOOP.format(loss=loss, clip=clip, optimizer=optimizer))
+
+
+def test_a_sum_that_clipping_undoes_in_every_step(tmp_path):
+    finding = loop(tmp_path, "2 * error.sum()  # HERE").one(22)
+    assert "512" in finding.what
+
+
+def test_sums_that_are_a_choice_and_means(tmp_path):
+    loop(tmp_path, "error.mean()").clean()
+    loop(tmp_path, "error.sum() / 512").clean()
+    loop(tmp_path, "error.sum()", clip="pass", optimizer="Adam").clean()
+
+
+def test_a_division_by_almost_nothing(tmp_path):
+    loss = "(model(x) / (x[:, :1].abs() * 1e-9)).mean()  # HERE"
+    assert "division" in loop(tmp_path, loss, clip="pass").one(22).why
+    loop(tmp_path, "(model(x) / (x[:, :1].abs() + 1.0)).mean()", clip="pass").clean()

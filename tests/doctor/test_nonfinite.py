@@ -1,0 +1,98 @@
+"""Class 27: the line that made the first number that is none."""
+
+import pytest
+
+from doctor.look import look, names
+
+LOOP = """\
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{scaler}
+for step in range(4):
+    x = torch.randn(6, 4)
+    real = torch.arange(6) < 4
+    x = torch.where(real[:, None], x, torch.zeros(()))
+{body}
+    optimizer.zero_grad()
+    {step}
+"""
+PLAIN = "loss.backward(); optimizer.step()"
+
+
+def loop(tmp_path, *lines, scaler="", step=PLAIN):
+    body = "\n".join("    " + line for line in lines)
+    return look(tmp_path, LOOP.format(body=body, scaler=scaler, step=step))
+
+
+FAULTS = {
+    "zero-rows": (
+        "h = x / x.norm(dim=-1, keepdim=True)  # HERE",
+        "loss = torch.where(real, model(h).sum(-1), torch.zeros(())).mean()",
+    ),
+    "root-of-zero": (
+        "d = model(x) - model(x).detach()",
+        "loss = d.square().sum(-1).sqrt().mean()  # HERE",
+    ),
+    "log-of-zero": (
+        "p = model(x) - model(x).detach()",
+        "loss = p.log().mean()  # HERE",
+    ),
+    "entropy-of-a-mask": (
+        "p = model(x).masked_fill(torch.tensor([True, False, False]), -torch.inf).softmax(-1)",
+        "loss = -(p * p.log()).sum(-1).mean()  # HERE",
+    ),
+    "std-of-one": (
+        "v = model(x)[:, :1]",
+        "loss = (v / v.std(-1, keepdim=True)).mean()  # HERE",
+    ),
+    "overflow": ("loss = (model(x) * 1e4).exp().sum(-1).log().mean()  # HERE",),
+}
+
+
+@pytest.mark.parametrize("lines", FAULTS.values(), ids=FAULTS)
+def test_the_first_bad_number_is_found(tmp_path, lines):
+    found = loop(tmp_path, *lines)
+    ours = [f for f in found.of(27) if f.severity == 3]
+    assert [f.site.line for f in ours] == [found.line], "\n".join(map(str, found.findings))
+    assert "0.weight" in names(ours[0])
+
+
+CLEAN = {
+    "safe-norm": (
+        "h = x / (x.norm(dim=-1, keepdim=True) + 1e-6)",
+        "loss = torch.where(real, model(h).sum(-1), torch.zeros(())).mean()",
+    ),
+    "masked-logits": (
+        "p = model(x).masked_fill(torch.tensor([True, False, False]), -torch.inf).log_softmax(-1)",
+        "loss = -p[:, 1].mean()",
+    ),
+    "unused-nan": ("rate = torch.zeros(()) / 0", "loss = model(x).square().mean()"),
+}
+
+
+@pytest.mark.parametrize("lines", CLEAN.values(), ids=CLEAN)
+def test_infinities_that_do_no_harm(tmp_path, lines):
+    loop(tmp_path, *lines).clean()
+
+
+def test_steps_that_the_user_skips_are_a_warning(tmp_path):
+    finite = "all(p.grad.isfinite().all() for p in model.parameters())"
+    guarded = f"loss.backward()\n    if {finite}: optimizer.step()"
+    found = loop(tmp_path, *FAULTS["zero-rows"], step=guarded)
+    assert [f.severity for f in found.of(27)] == [2]
+
+
+SCALER = "scaler = torch.amp.GradScaler('cpu', init_scale={})"
+SCALED = (
+    "scaler.scale(loss).backward(); scaler.unscale_(optimizer); "
+    "scaler.step(optimizer); scaler.update()"
+)
+
+
+def test_a_scaler_that_looks_for_its_scale_is_no_fault(tmp_path):
+    # the first scales overflow fp16, the later ones do not
+    lines = ("loss = model(x).half().float().square().mean()",)
+    found = loop(tmp_path, *lines, scaler=SCALER.format("2.0**18"), step=SCALED)
+    assert not found.of(27)
+    always = loop(tmp_path, *FAULTS["zero-rows"], scaler=SCALER.format("8.0"), step=SCALED)
+    assert [f.site.line for f in always.of(27)] == [always.line]

@@ -1,0 +1,369 @@
+"""Classes 4, 6, 7, 8 and 9: each rule with its fault and with the code that only looks like it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from doctor.snippets import look, nothing, only
+from gradient_doctor import Doctor, Severity
+
+BODY = {"body.weight", "body.bias"}
+HEAD = {"head.weight", "head.bias"}
+
+
+def script(make="", forward="", step="", optimizer=None):
+    """A training loop with one part replaced; the lines are indented as their place needs it."""
+    optimizer = (
+        optimizer or "optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()])"
+    )
+    forward = forward or "loss = F.cross_entropy(head(torch.tanh(body(x))), y)"
+    step = step or "optimizer.zero_grad()\nloss.backward()\noptimizer.step()"
+    inner = "\n".join(f"    {line}" for line in f"{forward}\n{step}".splitlines())
+    return (
+        "body, head = nn.Linear(4, 8), nn.Linear(8, 3)\n"
+        f"{make}\n{optimizer}\n"
+        "for step in range(4):\n"
+        "    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))\n"
+        f"{inner}\n"
+    )
+
+
+def names(finding):
+    return set(finding.parameters)
+
+
+# 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "body.requires_grad_(False)  # FAULT",
+        "for p in body.parameters(): p.requires_grad = False  # FAULT",
+        "for p in body.parameters(): p.requires_grad_(False)  # FAULT",
+    ],
+)
+def test_frozen_against_the_contract(tmp_path, line):
+    finding = only(tmp_path, script(line), 4, contract={"trainable": ["body.*"]})
+    assert names(finding) == BODY
+    assert finding.severity is Severity.ERROR
+
+
+def test_frozen_on_purpose_is_a_note(tmp_path):
+    examination, _ = look(tmp_path, script("body.requires_grad_(False)"))
+    assert [(f.number, f.severity) for f in examination.findings] == [(4, Severity.NOTE)]
+
+
+def test_unfrozen_again(tmp_path):
+    make = "body.requires_grad_(False)\nbody.requires_grad_(True)"
+    nothing(tmp_path, script(make), contract={"trainable": ["body.*"]})
+
+
+def test_an_optimizer_of_frozen_parameters_only(tmp_path):
+    source = script(
+        "body.requires_grad_(False)  # FAULT",
+        optimizer="optimizer = torch.optim.Adam(head.parameters())\n"
+        "second = torch.optim.Adam(body.parameters())",
+        step="optimizer.zero_grad()\nloss.backward()\noptimizer.step()\nsecond.step()",
+    )
+    assert names(only(tmp_path, source, 4)) == BODY
+
+
+ADAPTED = """
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 3)
+        self.lora_A, self.lora_B = nn.Linear(4, 2, bias=False), nn.Linear(2, 3, bias=False)
+    def forward(self, x):
+        return self.base(x) + self.lora_B(self.lora_A(x))
+model, reference = Adapted(), Adapted().requires_grad_(False)
+model.base.requires_grad_(False)
+{line}
+head = nn.Linear(3, 3)
+optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])
+for step in range(4):
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    loss = F.cross_entropy(head(model(x) - reference(x)), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_adapters_loaded_for_inference(tmp_path):
+    line = "for p in model.parameters(): p.requires_grad = False  # FAULT"
+    finding = only(tmp_path, ADAPTED.format(line=line), 4)
+    assert names(finding) == {"model.lora_A.weight", "model.lora_B.weight"}
+    assert "0 of the 2" in finding.what
+
+
+def test_trainable_adapters_and_a_frozen_reference(tmp_path):
+    nothing(tmp_path, ADAPTED.format(line=""))
+
+
+def test_the_contract_says_frozen(tmp_path):
+    examination, _ = look(tmp_path, script(), contract={"frozen": ["body.*"]})
+    (finding,) = examination.findings
+    assert (finding.number, names(finding)) == (4, BODY)
+    nothing(tmp_path, script("body.requires_grad_(False)"), contract={"frozen": ["body.*"]})
+
+
+# 6
+
+
+def test_a_layer_made_in_a_function(tmp_path):
+    forward = (
+        "f = nn.Linear(8, 8)(torch.tanh(body(x)))  # FAULT\nloss = F.cross_entropy(head(f), y)"
+    )
+    finding = only(tmp_path, script(forward=forward), 6)
+    assert "[8, 8], [8]" in finding.what
+
+
+def test_a_bare_parameter_in_one_step(tmp_path):
+    source = script(
+        forward="w = nn.Parameter(torch.ones(8))  # FAULT\n"
+        "loss = F.cross_entropy(head(body(x) * w), y)"
+    )
+    only(tmp_path, source.replace("range(4)", "range(2)"), 6)
+
+
+def test_a_lazily_made_layer_lasts(tmp_path):
+    source = script(
+        make="extra = None",
+        forward="if extra is None:\n"
+        "    extra = nn.Linear(8, 8)\n"
+        "    optimizer.add_param_group({'params': extra.parameters()})\n"
+        "loss = F.cross_entropy(head(extra(body(x))), y)",
+    )
+    nothing(tmp_path, source)
+
+
+def test_an_attack_on_the_input_is_no_layer(tmp_path):
+    source = script(
+        forward="delta = nn.Parameter(torch.zeros(8, 4))\n"
+        "F.cross_entropy(head(body(x + delta)), y).backward()\n"
+        "x = x + 0.1 * delta.grad.sign()\n"
+        "loss = F.cross_entropy(head(body(x)), y)"
+    )
+    nothing(tmp_path, source)
+
+
+# 7
+
+
+def test_a_module_forgotten_in_the_optimizer(tmp_path):
+    source = script(optimizer="optimizer = torch.optim.Adam(head.parameters())  # FAULT")
+    assert names(only(tmp_path, source, 7)) == BODY
+
+
+def test_layers_in_a_plain_list(tmp_path):
+    source = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(4, 4)]  # FAULT
+        self.head = nn.Linear(4, 3)
+    def forward(self, x):
+        return self.head(self.layers[0](x))
+model = Net()
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(4):
+    loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    finding = only(tmp_path, source, 7)
+    assert len(finding.parameters) == 2
+    assert "No module has them registered" in finding.why
+
+
+def test_made_after_the_optimizer(tmp_path):
+    source = script(
+        step="optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
+        optimizer="optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()])\n"
+        "scale = nn.Linear(3, 3)  # FAULT",
+        forward="loss = F.cross_entropy(scale(head(body(x))), y)",
+    )
+    finding = only(tmp_path, source, 7)
+    assert "made after optimizer" in finding.why
+    assert names(finding) == {"scale.weight", "scale.bias"}
+
+
+def test_updated_by_hand_is_owned(tmp_path):
+    source = script(
+        optimizer="optimizer = torch.optim.Adam(head.parameters())",
+        step="optimizer.zero_grad()\nloss.backward()\noptimizer.step()\n"
+        "for p in body.parameters():\n    p.data -= 0.1 * p.grad\n    p.grad = None",
+    )
+    nothing(tmp_path, source)
+
+
+def test_inputs_that_ask_for_a_gradient(tmp_path):
+    forward = "x.requires_grad_()\nloss = F.cross_entropy(head(body(x)), y)"
+    nothing(tmp_path, script(forward=forward))
+
+
+# 8
+
+
+def test_the_optimizer_of_another_instance(tmp_path):
+    source = script(
+        make="old = nn.Linear(4, 8)",
+        optimizer="optimizer = torch.optim.Adam([*old.parameters(), *head.parameters()])  # FAULT",
+    )
+    finding = only(tmp_path, source, 8)
+    assert names(finding) == BODY
+    assert "owns 4 parameters, of which 2" in finding.why
+
+
+def test_a_head_with_more_classes(tmp_path):
+    source = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+    def forward(self, x):
+        return self.head(self.body(x))
+model = Net()
+optimizer = torch.optim.Adam(model.parameters())
+model.head = nn.Linear(4, 5)  # FAULT
+for step in range(4):
+    loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 5, (8,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    assert names(only(tmp_path, source, 8)) == {"model.head.weight", "model.head.bias"}
+
+
+def test_a_state_of_other_shapes():
+    small, large = nn.Linear(4, 3), nn.Linear(4, 5)
+    first, second = torch.optim.Adam(small.parameters()), torch.optim.Adam(large.parameters())
+    small(torch.ones(2, 4)).sum().backward()
+    first.step()
+    with Doctor(modules={"large": large}, optimizers={"second": second}) as doctor:
+        second.load_state_dict(first.state_dict())
+        large(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(RuntimeError):
+            second.step()
+    (finding,) = [f for f in doctor.findings if f.number == 8]
+    assert names(finding) == {"large.weight", "large.bias"}
+    assert "exp_avg has [3, 4]" in finding.why
+
+
+def test_a_state_for_other_names():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    forwards = torch.optim.Adam(list(model.named_parameters()))
+    backwards = torch.optim.Adam(list(model.named_parameters())[::-1])
+    with Doctor(modules={"model": model}, optimizers={"adam": backwards}) as doctor:
+        backwards.load_state_dict(copy.deepcopy(backwards.state_dict()))
+        assert not doctor.findings
+        backwards.load_state_dict(forwards.state_dict())
+    assert [f.number for f in doctor.findings] == [8]
+
+
+def test_target_networks_are_nobodys(tmp_path):
+    source = script(
+        make="target = copy.deepcopy(body).requires_grad_(False)",
+        forward="with torch.no_grad():\n    goal = target(x)\n"
+        "f = body(x)\nloss = F.cross_entropy(head(f), y) + F.mse_loss(f, goal)",
+        step="optimizer.zero_grad()\nloss.backward()\noptimizer.step()\n"
+        "with torch.no_grad():\n"
+        "    for t, p in zip(target.parameters(), body.parameters()):\n        t.lerp_(p, 0.1)",
+    )
+    nothing(tmp_path, source)
+
+
+# 9
+
+ERASING = {
+    "optimizer": "loss.backward()\noptimizer.zero_grad()  # FAULT\noptimizer.step()",
+    "modules": "loss.backward()\nbody.zero_grad(); head.zero_grad()  # FAULT\noptimizer.step()",
+    "set-none": "loss.backward()\nfor p in both: p.grad = None  # FAULT\noptimizer.step()",
+    "zero_": "loss.backward()\nfor p in both: p.grad.zero_()  # FAULT\noptimizer.step()",
+}
+
+
+@pytest.mark.parametrize("step", ERASING.values(), ids=ERASING)
+def test_erased_before_the_step(tmp_path, step):
+    source = script(make="both = [*body.parameters(), *head.parameters()]", step=step)
+    examination, lines = look(tmp_path, source)
+    found = [f for f in examination.findings if f.number == 9]
+    assert {f.severity for f in found} == {Severity.ERROR}
+    assert set().union(*map(names, found)) == BODY | HEAD
+    assert {f.site.line for f in found} <= set(lines)
+
+
+def test_only_the_last_micro_batch_counts(tmp_path):
+    step = (
+        "for part, label in zip(x.chunk(2), y.chunk(2)):\n"
+        "    optimizer.zero_grad()  # FAULT\n"
+        "    F.cross_entropy(head(body(part)), label).backward()\n"
+        "optimizer.step()"
+    )
+    finding = only(tmp_path, script(step=step), 9)
+    assert finding.severity is Severity.WARNING
+
+
+def test_accumulation_keeps_everything(tmp_path):
+    step = (
+        "optimizer.zero_grad()\n"
+        "for part, label in zip(x.chunk(2), y.chunk(2)):\n"
+        "    F.cross_entropy(head(body(part)), label).backward()\n"
+        "optimizer.step()"
+    )
+    nothing(tmp_path, script(step=step))
+
+
+def test_one_of_two_losses_is_wiped(tmp_path):
+    step = (
+        "optimizer.zero_grad()\n"
+        "loss.backward()\n"
+        "body.zero_grad()  # FAULT\n"
+        "body(x).square().mean().backward()\n"
+        "optimizer.step()"
+    )
+    finding = only(tmp_path, script(step=step), 9)
+    assert names(finding) == BODY
+    assert finding.severity is Severity.WARNING
+
+
+def test_adversarial_training_erases_by_products(tmp_path):
+    source = script(
+        optimizer="critic = torch.optim.Adam(head.parameters())\n"
+        "actor = torch.optim.Adam(body.parameters())",
+        step="critic.zero_grad()\n"
+        "F.cross_entropy(head(body(x).detach()), y).backward()\ncritic.step()\n"
+        "actor.zero_grad()\n(-F.cross_entropy(head(body(x)), y)).backward()\nactor.step()",
+    )
+    nothing(tmp_path, source)
+
+
+def test_sharpness_aware_steps_read_before_they_erase(tmp_path):
+    step = (
+        "optimizer.zero_grad()\nloss.backward()\n"
+        "shifts = [0.01 * p.grad for p in body.parameters()]\n"
+        "with torch.no_grad():\n    for p, s in zip(body.parameters(), shifts): p.add_(s)\n"
+        "body.zero_grad()\n"
+        "F.cross_entropy(head(torch.tanh(body(x))), y).backward()\n"
+        "with torch.no_grad():\n    for p, s in zip(body.parameters(), shifts): p.sub_(s)\n"
+        "optimizer.step()"
+    )
+    nothing(tmp_path, script(step=step))
+
+
+def test_a_skipped_bad_batch_is_no_erasure(tmp_path):
+    step = (
+        "optimizer.zero_grad()\nloss.backward()\n"
+        "if step == 1:\n    optimizer.zero_grad()\n    continue\n"
+        "optimizer.step()"
+    )
+    nothing(tmp_path, script(step=step))
+
+
+def test_zero_grad_after_the_step(tmp_path):
+    nothing(tmp_path, script(step="loss.backward()\noptimizer.step()\noptimizer.zero_grad()"))

@@ -1,0 +1,88 @@
+"""Class 26: train() and eval() modes."""
+
+from doctor.look import look, names
+
+LOOP = """\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), {part}, nn.ReLU())
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.last(self.body(x)).squeeze(-1)
+
+@torch.no_grad()
+def {evaluate}(model, x):
+{before}
+    value = model(x).mean().item()
+{after}
+    return value
+
+model = Model()
+{start}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({steps}):
+    x = torch.randn(6, 4)
+    loss = (model(x) - x.sum(-1)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    {evaluate}(model, x)
+"""
+EVAL, TRAIN, NOTHING = "    model.eval()", "    model.train()", "    pass"
+
+
+def loop(
+    tmp_path, before=EVAL, after=TRAIN, part="nn.Dropout(0.2)", start="model.train()", **options
+):
+    rest = {"evaluate": options.pop("evaluate", "check"), "steps": options.pop("steps", 4)}
+    body = LOOP.format(before=before, after=after, part=part, start=start, **rest)
+    return look(tmp_path, body, **options)
+
+
+def test_a_loop_that_switches_back_is_clean(tmp_path):
+    loop(tmp_path).clean()
+    loop(tmp_path, part="nn.BatchNorm1d(8)").clean()
+    loop(tmp_path, before="    model.train(False)", after="    model.train(True)").clean()
+
+
+def test_a_loop_that_stays_in_eval(tmp_path):
+    for part in ("nn.Dropout(0.2)", "nn.BatchNorm1d(8)"):
+        finding = loop(tmp_path, before=EVAL + "  # HERE", after=NOTHING, part=part).one(26)
+        assert "middle of training" in finding.what
+        assert names(finding) >= {"body.0.weight", "last.bias"}
+    # also if it happens after the steps that are traced
+    late = "    model.train(step < 4)  # HERE"
+    found = loop(tmp_path, before=NOTHING, after=late, steps=60)
+    assert found.of(26)
+    assert found.of(26)[0].site.line == found.line
+
+
+def test_a_model_without_such_parts_is_a_note(tmp_path):
+    found = loop(tmp_path, after=NOTHING, part="nn.Identity()")
+    found.clean()
+    assert [f.severity for f in found.of(26)] == [1]
+    told = loop(tmp_path, after=NOTHING, part="nn.Identity()", contract={"phase": "train"})
+    assert told.of(26)[0].severity == 2
+
+
+def test_trained_in_eval_from_the_start(tmp_path):
+    finding = loop(tmp_path, NOTHING, NOTHING, start="model.eval()  # HERE").one(26)
+    assert "middle" not in finding.what
+
+
+def test_parts_frozen_on_purpose(tmp_path):
+    loop(tmp_path, NOTHING, NOTHING, "nn.BatchNorm1d(8)", "model.body[1].eval()").clean()
+
+
+def test_evaluated_in_train_mode(tmp_path):
+    finding = loop(tmp_path, NOTHING, NOTHING, evaluate="evaluate").one(26)
+    assert "evaluate()" in finding.what
+    loop(tmp_path, NOTHING, NOTHING, evaluate="rollout").clean()
+    loop(tmp_path, NOTHING, NOTHING, "nn.Identity()", evaluate="evaluate").clean()
+
+
+def test_the_contract_may_say_eval(tmp_path):
+    found = loop(tmp_path, contract={"phase": "eval"})
+    assert any(f.number == 26 and f.severity == 2 for f in found.findings)

@@ -1,0 +1,111 @@
+"""Class 20: connected, but the gradient is exactly zero."""
+
+import pytest
+
+from doctor.look import look, names
+
+LOOP = """\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.gate = nn.Linear(8, 1)
+        self.down = nn.Linear(8, 2, bias=False)
+        self.up = nn.Linear(2, 8, bias=False)
+        self.last = nn.Linear(8, 1)
+        {init}
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        {middle}
+        return self.last(h).squeeze(-1)
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({steps}):
+    x = torch.randn(6, 4)
+    error = (model(x) - x.sum(-1)).square()
+    {weight}
+    optimizer.zero_grad()
+    loss = (error * weight).mean()
+    loss.backward()
+    optimizer.step()
+"""
+ADAPTER = "h = h + self.up(self.down(h)) + 0.0 * self.gate(h)"
+GATED = "h = h * torch.sigmoid(self.gate(h)) + self.up(self.down(h))"
+
+
+def loop(tmp_path, middle=GATED, init="pass", weight="weight = torch.ones(6)", steps=4):
+    return look(tmp_path, LOOP.format(middle=middle, init=init, weight=weight, steps=steps))
+
+
+FAULTS = {
+    "softmax-over-one": (
+        {"middle": GATED.replace("torch.sigmoid(self.gate(h))", "self.gate(h).softmax(-1)")},
+        {"gate.weight", "gate.bias"},
+        "size 1",
+    ),
+    "dead-relu": (
+        {"middle": "h = F.relu(self.down(h) - 99.0) @ self.up.weight.T + h + self.gate(h)"},
+        {"down.weight", "up.weight"},
+        "dead",
+    ),
+    "saturated": (
+        {"middle": GATED.replace("self.gate(h)", "self.gate(h) + 500.0")},
+        {"gate.weight", "gate.bias"},
+        "saturated",
+    ),
+    "clamped": (
+        {"middle": GATED.replace("self.gate(h)", "self.gate(h).clamp(5.0, 6.0)")},
+        {"gate.weight", "gate.bias"},
+        "cuts off",
+    ),
+    "both-factors-zero": (
+        {
+            "middle": GATED,
+            "init": "nn.init.zeros_(self.down.weight); nn.init.zeros_(self.up.weight)",
+        },
+        {"down.weight", "up.weight"},
+        "Both factors",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_operation_that_stops_the_gradient_is_named(tmp_path, fault):
+    options, parameters, said = FAULTS[fault]
+    options = {**options, "middle": options["middle"] + "  # HERE"}
+    finding = loop(tmp_path, **options).one(20)
+    assert parameters <= names(finding)
+    assert "last.weight" not in names(finding) or fault == "dead-relu"
+    assert said in finding.what
+
+
+def test_zero_advantages_are_traced_to_the_line_that_made_them(tmp_path):
+    weight = (
+        "reward = torch.ones(6); weight = (reward - reward.mean()) / (reward.std() + 1e-6)  # HERE"
+    )
+    finding = loop(tmp_path, weight=weight).one(20)
+    assert len(finding.parameters) == 8
+
+
+CLEAN = {
+    "plain": {},
+    "lora": {"init": "nn.init.zeros_(self.up.weight)"},
+    "softmax-over-rows": {
+        "middle": GATED.replace("torch.sigmoid(self.gate(h))", "self.gate(h).softmax(0)")
+    },
+    "weight-zero-on-purpose": {"middle": ADAPTER},
+    "zero-once": {"weight": "weight = torch.full((6,), float(step != 1))"},
+}
+
+
+@pytest.mark.parametrize("options", CLEAN.values(), ids=CLEAN)
+def test_zeros_that_pass_or_are_meant(tmp_path, options):
+    loop(tmp_path, **options).clean()
+
+
+def test_one_step_alone_proves_only_what_no_training_changes(tmp_path):
+    structural = FAULTS["softmax-over-one"][0]
+    assert loop(tmp_path, **structural, steps=1).of(20)[0].severity == 3
+    assert loop(tmp_path, **FAULTS["saturated"][0], steps=1).of(20)[0].severity == 1
