@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup smollm2 demo test test-all lint types layers format bench clean
+.PHONY: help setup smollm2 demo test test-all lint types layers format docs bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,9 +46,14 @@ types: setup  ## Static types
 layers: setup  ## Who may import whom
 	$(BIN)/lint-imports
 
+docs: setup  ## The documentation as a site, in build/site; it needs no network
+	$(BIN)/python docs/make_reference.py
+	$(BIN)/python -m mkdocs build --strict
+
 bench: setup  ## Performance and memory, against plain implementations
 	$(BIN)/python -m benchmarks.entropy
 	$(BIN)/python -m benchmarks.influence
+	$(BIN)/python -m benchmarks.doctor
 
 clean:  ## Remove the environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -24,8 +24,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,10 +31,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.counting import flops, peak_bytes, timed
 from entropy_experiments.config import load_config
 from entropy_experiments.estimate.first_order import slope_estimand
 from entropy_experiments.estimate.ratio import score_all
@@ -252,54 +248,7 @@ METHODS: Mapping[str, Callable[[Problem], Any]] = {
 }
 
 
-# Counting.
-
-
-def flops(run: Callable[[], Any]) -> int:
-    counter = FlopCounterMode(display=False)
-    with counter:
-        run()
-    return counter.get_total_flops()
-
-
-class LiveBytes(TorchDispatchMode):
-    """Largest sum of tensor storages made inside the block that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._seen(leaf.untyped_storage())
-        return out
-
-    def _seen(self, storage: Any) -> None:
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known[key] = storage.nbytes()
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._gone, key)
-
-    def _gone(self, key: int) -> None:
-        self.live -= self._known.pop(key, 0)
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    with LiveBytes() as seen:
-        run()
-    return seen.peak
-
-
-def timed(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+# Comparing.
 
 
 def stages(problem: Problem) -> dict[str, float]:

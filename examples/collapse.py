@@ -20,8 +20,11 @@ from entropy_experiments.config import load_config
 from entropy_experiments.entropy_influence import EntropyInfluencePlan, EntropyInfluenceRunner
 from entropy_experiments.entropy_trajectory import TrajectoryStep, probe_trajectory
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
-from entropy_experiments.report.curves import HEADING, draw_entropy, step_line
+from entropy_experiments.report.curves import HEADING, step_line
+from entropy_experiments.report.figures.write import write_figures
+from entropy_experiments.report.html.page import write_report
 from entropy_experiments.report.influence_tables import influence_report
+from entropy_experiments.report.trajectory_file import write_trajectory
 from entropy_experiments.report.verdict import spoken
 
 
@@ -63,8 +66,8 @@ def main() -> None:
     print(f"  predicted, summed over the steps  {spoken(run.predicted)}")
     print(f"  measured, summed over the steps   {spoken(run.measured)}")
     print(f"  fresh rollouts at both ends       {spoken(run.fresh)}")
-    figure = given.out / "entropy.png"
-    draw_entropy(run.steps, run.last, figure)
+    trajectory = write_trajectory(run, given.out / "trajectory.json")
+    figure, *_ = write_figures(trajectory, given.out / "figures", columns=2, suffixes=[".png"])
 
     print("\nOne of these steps, closely:\n")
     results = OfflineEntropyProbe(config, quiet=True).run_mixed_probe()
@@ -81,6 +84,8 @@ def main() -> None:
     print("\n".join(influence_report(study, sections=("ledger", "trust", "tokens", "what_if"))))
     print(f"\nThe curve:    {figure}\nThe log:      {results['log_path']}")
     print(f"Every token:  {given.out / 'influence' / 'tokens.parquet'}")
+    report = write_report(given.out / "influence", given.out / "report.html", trajectory=trajectory)
+    print(f"The report:   {report} (open it in a browser)")
     print("\nYour own checkpoint:\n  entropy-probe run --checkpoint path/to/checkpoint-340")
     print("  entropy-probe influence --checkpoint path/to/checkpoint-340")
 

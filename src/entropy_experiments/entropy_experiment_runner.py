@@ -36,6 +36,7 @@ from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.probe_inputs import ProbeInputs
 from entropy_experiments.probe_sampling import Opened, contents, opened
 from entropy_experiments.report.findings import numbers, weights_of
+from entropy_experiments.report.notebook import Measurements
 from entropy_experiments.rollouts.store import write_whole
 from entropy_experiments.run_conditions import careful
 from entropy_experiments.study.batches import gather_study
@@ -123,7 +124,7 @@ class EntropyMeasurements:
 
     def run_experiments(
         self, plan: ExperimentPlan | None = None, *, checkpoint_path: str | Path | None = None
-    ) -> dict[str, Any]:
+    ) -> Measurements:
         """JSON values: one entry per repeat, their summary, and where it was saved."""
         plan = plan or ExperimentPlan.of(self.config)
         if plan.repeats > 1 and self.config.rollouts.load is not None:
@@ -160,7 +161,7 @@ class EntropyMeasurements:
         if not path.is_file() or path.read_bytes() != encoded:  # a rerun changes nothing
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, encoded)
-        return results
+        return Measurements(results)
 
     def _key(self, plan: ExperimentPlan, etas: Sequence[float], probed: Opened) -> str:
         """Everything that a repeat depends on besides its seed."""

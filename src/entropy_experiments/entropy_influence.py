@@ -20,6 +20,8 @@ from entropy_experiments.config.estimates import BatchRequest
 from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
 from entropy_experiments.influence import whatif
 from entropy_experiments.probe_sampling import Opened, contents, opened
+from entropy_experiments.report.figures.style import can_draw
+from entropy_experiments.report.notebook import InfluenceSummary, WhatIfAnswers
 from entropy_experiments.run_conditions import careful
 from entropy_experiments.study.batches import check_requests, gather_study
 from entropy_experiments.study.facts import budget_facts, prediction_facts
@@ -39,8 +41,12 @@ __all__ = [
 RESULTS = Path("results") / "entropy_influence"
 NOT_RESULTS = ("detailed_logging", "output", "training", "experiment")
 """Sections that change no number of a study."""
-QUESTIONS = ("what_if", "confirm", "entropy_budget", "ranked_tokens")
-"""Asked of a study that is there: its arrays stay, summary.json has the last command's answers."""
+QUESTIONS = (
+    *("what_if", "confirm", "entropy_budget", "ranked_tokens"),
+    *("fisher", "fisher_centred", "plots"),
+)
+"""Asked of a study that is there: its arrays stay, and beside them are the last command's answers.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +63,12 @@ class EntropyInfluencePlan:
     measured_rollouts: int | Sequence[int] | None = None
     finite: bool | None = None
     leave_one_out: Sequence[int] | None = None
+    fisher: bool | None = None
+    fisher_centred: bool | None = None
     what_if: Sequence[str] | None = None
     confirm: bool | None = None
     entropy_budget: float | None = None
+    plots: bool | None = None
     run_directory: str | Path | None = None
 
     def applied(self, config: Config) -> Config:
@@ -100,7 +109,7 @@ class EntropyInfluenceRunner:
         *,
         checkpoint_path: str | Path | None = None,
         overwrite: bool = False,
-    ) -> dict[str, Any]:
+    ) -> InfluenceSummary:
         """summary.json as a dict, and `run_directory`, where the other files are."""
         config = plan.applied(self.config) if plan is not None else self.config
         check_requests(config)
@@ -113,7 +122,10 @@ class EntropyInfluenceRunner:
             probed = opened(config, checkpoint_path)
             _check_etas(asked.etas or (probed.optimizer.lr,), asked.per_sequence_etas or ())
             study_key = _study_key(config, probed)
-            key = digest_of(study_key, asked.model_dump(mode="json", include=set(QUESTIONS)))
+            questions = asked.model_dump(mode="json", include=set(QUESTIONS))
+            # Drawings are made up for once matplotlib is there.
+            questions["plots"] = asked.plots and can_draw()
+            key = digest_of(study_key, questions)
             place = asked.run_directory
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)
@@ -127,12 +139,14 @@ class EntropyInfluenceRunner:
                 run.write(files, key, arrays)
             elif say is not None:
                 say(f"{run.folder}: finished already, nothing was computed")
-        return {**open_run(run.folder).summary(), "run_directory": str(run.folder)}
+        return InfluenceSummary(
+            {**open_run(run.folder).summary(), "run_directory": str(run.folder)}
+        )
 
 
 def what_if_from(
     folder: str | Path, questions: Sequence[str], *, entropy_budget: float | None = None
-) -> dict[str, Any]:
+) -> WhatIfAnswers:
     """What-ifs from a run directory's token tables: arithmetic, no model is loaded."""
     run = open_run(folder)
     summary, out = run.summary(), []
@@ -160,7 +174,7 @@ def what_if_from(
                 "entropy_budget": budget,
             }
         )
-    return {"run_directory": str(run.folder), "evaluations": out}
+    return WhatIfAnswers({"run_directory": str(run.folder), "evaluations": out})
 
 
 def _check_etas(etas: Sequence[float], per_sequence_etas: Sequence[float]) -> None:

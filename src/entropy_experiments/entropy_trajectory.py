@@ -22,6 +22,8 @@ from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.probe_inputs import gather, measuring
 from entropy_experiments.probe_sampling import PromptIds, Sampler, opened, prompts_of
+from entropy_experiments.report.findings import numbers
+from entropy_experiments.report.notebook import trajectory_html
 from entropy_experiments.rollouts.store import load_update_batch
 from entropy_experiments.trajectory import embedded_trajectory, steps_of
 from entropy_experiments.types import Estimate
@@ -60,6 +62,11 @@ class Trajectory:
     def fresh(self) -> Estimate:
         """Last minus first, each on rollouts of its own: slow, and obviously right."""
         return self.last - self.steps[0].level
+
+    def _repr_html_(self) -> str:
+        names = ("predicted", "measured", "fresh")
+        total = {name: numbers(getattr(self, name)) for name in names}
+        return trajectory_html(total, self.steps[0].step, self.steps[-1].step + 1)
 
 
 def probe_trajectory(
@@ -111,7 +118,7 @@ def _pool(workers: int) -> Iterator[Callable[[list[Job]], Iterable[TrajectorySte
 
 
 def _probed(config: Config, path: Path, number: int, avoid: set[PromptIds]) -> TrajectoryStep:
-    inputs = gather(config, path, avoid=avoid)
+    inputs = gather(config, path, avoid=avoid, units=1)  # a step is done in a second or two
     policy, rollouts, common = inputs.policy, inputs.evaluation, inputs.measuring
     direction, _ = inputs.step()
     base = score_all(policy, policy.params, rollouts, microbatch=common["microbatch"])
@@ -130,7 +137,7 @@ def _probed(config: Config, path: Path, number: int, avoid: set[PromptIds]) -> T
 
 def _last_level(config: Config, path: Path, avoid: set[PromptIds]) -> Estimate:
     """No update follows the last checkpoint; only its entropy is asked."""
-    sampler = Sampler(config, opened(config, path))
+    sampler = Sampler(config, opened(config, path), units=1)
     return entropy_level(
         sampler.policy, sampler.evaluation(avoid), **measuring(config, sampler.horizon)
     )

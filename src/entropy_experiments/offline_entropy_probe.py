@@ -30,6 +30,8 @@ from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.probe_inputs import ProbeInputs, gather, timed
 from entropy_experiments.report.findings import Findings, results_of
 from entropy_experiments.report.logs import DetailedLogger
+from entropy_experiments.report.messages import messages
+from entropy_experiments.report.notebook import ProbeResults
 from entropy_experiments.report.verdict import verdict
 from entropy_experiments.rollouts.store import write_whole
 from entropy_experiments.run_conditions import careful
@@ -58,11 +60,13 @@ class OfflineEntropyProbe:
         """Any YAML file; the names of the package's own templates work from any folder."""
         return cls(load_config(path), quiet=quiet)
 
-    def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> dict[str, Any]:
+    def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> ProbeResults:
         """Results under the names of the documents; prints where the log is."""
         found, decode = self.findings(checkpoint_path)
-        results = results_of(found)
+        results = ProbeResults(results_of(found), unit=found.level.estimand.unit)
         results["verdict"] = verdict(found)
+        for message in messages(found):
+            self._say(message)
         log = DetailedLogger(self.config).write(found, decode)
         if log is not None:
             results["log_path"] = str(log)

@@ -15,6 +15,7 @@ from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.policy.load import Checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.probe_sampling import Opened, PromptIds, Sampler, opened, prompts_of
+from entropy_experiments.rollouts.sample import UNITS
 from entropy_experiments.rollouts.store import load_update_batch, recorded_meta
 from entropy_experiments.training_facts import TrainingFacts
 from entropy_experiments.types import Direction, OptimizerState, Rollouts, UpdateBatch
@@ -132,10 +133,12 @@ def gather(
     *,
     say: Say | None = None,
     avoid: Iterable[PromptIds] = (),
+    units: int = UNITS,
 ) -> ProbeInputs:
     """Load, then draw what is not there yet; silent unless told how to `say`.
 
-    No evaluation prompt is a prompt of the update batch, or one of `avoid`.
+    No evaluation prompt is a prompt of the update batch, or one of `avoid`. `units`: into how many
+    parts a large draw is cut, each kept as soon as it is finished.
     """
     tell, timing = say or (lambda line: None), dict[str, float]()
     with timed(timing, "load"):
@@ -146,7 +149,7 @@ def gather(
         f"{checkpoint.name}: {checkpoint.kind}, {trainable:,} trainable parameters, base "
         f"{checkpoint.base} ({timing['load']:.1f} s)"
     )
-    sampler = Sampler(config, probed, quiet=say is None)
+    sampler = Sampler(config, probed, quiet=say is None, units=units)
     with timed(timing, "sampling"):
         made = made_already(config, checkpoint, sampler)
         taken = set() if made is None else prompts_of(made[0].rollouts)

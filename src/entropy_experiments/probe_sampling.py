@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from entropy_experiments.config import Config
 from entropy_experiments.policy.load import Checkpoint, load_checkpoint
 from entropy_experiments.policy.optimizer_state import refuse_zero_lr
 from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.sample import SampleGenerator
+from entropy_experiments.rollouts.sample import UNITS, SampleGenerator
 from entropy_experiments.rollouts.store import (
     RolloutStore,
     load_rollouts,
@@ -119,7 +120,9 @@ def _source(module: str) -> Path | None:
 class Sampler:
     """Draws rollouts of a checkpoint on its task; what is drawn is on disk at once."""
 
-    def __init__(self, config: Config, probed: Opened, *, quiet: bool = True) -> None:
+    def __init__(
+        self, config: Config, probed: Opened, *, quiet: bool = True, units: int = UNITS
+    ) -> None:
         facts = probed.facts
         self.config, self.facts, self.policy = config, facts, probed.policy
         self.horizon = config.generation.max_new_tokens or facts["max_completion_length"]
@@ -131,6 +134,7 @@ class Sampler:
             batch_size=config.generation.gen_batch_size,
             master_seed=config.probe_rework.master_seed,
             progress=not quiet,
+            units=units,
         )
         self.retries: int | None = None
         self._folder = config.rollout_folder
@@ -209,7 +213,9 @@ class Sampler:
             tokenizer=self.generator.tokenizer,
             chat=batch.chat_template,
         )
-        fresh = [p for p in found if self.generator.prompt_ids(p) not in avoid][:most]
+        # As far as needed: tokenizing thousands takes longer than answering a few.
+        unlike = (p for p in found if self.generator.prompt_ids(p) not in avoid)
+        fresh = list(islice(unlike, most))
         if len(fresh) < least:
             raise ValueError(
                 f"{self.facts['dataset_name']} has {len(fresh)} problems left for the {role} "

@@ -94,6 +94,7 @@ class Doctor:
         traceback: TracebackType | None,
     ) -> None:
         if self.mode == "off":
+            self.session.let_go()
             return
         try:
             self._end()
@@ -104,6 +105,8 @@ class Doctor:
                 self.session.fail("finish", error)
         finally:
             self.remove()
+            self._since.clear()
+            self.session.let_go()
 
     def remove(self) -> None:
         """Put everything back as it was, without a last word; harmless a second time."""

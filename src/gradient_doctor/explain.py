@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from gradient_doctor.findings import Site
+from gradient_doctor.findings import Site, joined
+from gradient_doctor.graph import node_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.taint import Cut, Taint
@@ -66,6 +67,8 @@ class Ledger(Detector):
         self.explained = 0  # somebody has said why
         self.seen = 0  # some operation's result depended on them
         self.uses: dict[int, Site | None] = {}  # by bit: the first operation that took it
+        # by bit and step: the batch size of each operation that took it
+        self.loads: dict[int, dict[int, list[int]]] = {}
         self.cuts: dict[Any, CutFact] = {}
         self.orphans: dict[Site | None, int] = {}  # scalars that no backward started from
         self.by_site: dict[Site | None, int] = {}  # what backwards of this line gave gradients to
@@ -86,7 +89,11 @@ class Ledger(Detector):
             self.seen |= call.taint.depends
         for tensor in call.inputs:
             if isinstance(tensor, nn.Parameter) and call.short not in CUTS:
-                self.uses.setdefault(self.session.registry.bit(tensor), call.site)
+                bit = self.session.registry.bit(tensor)
+                self.uses.setdefault(bit, call.site)
+                if call.outputs and node_of(call.outputs[0]) is not None:
+                    loads = self.loads.setdefault(bit, {})
+                    loads.setdefault(self.session.step, []).append(_rows(call))
         self.terms.made(call)
         if (
             call.outputs
@@ -211,7 +218,7 @@ class Ledger(Detector):
             if able:
                 best = max(able, key=lambda fact: fact.rank(bit))
                 chosen[id(best)] = (best, chosen.get(id(best), (best, 0))[1] | bit)
-        return list(chosen.values())
+        return _by_line(chosen.values())
 
     def orphan(self, bit: int) -> Site | None:
         """The line of a loss that this parameter is alive in and that no backward started from."""
@@ -225,6 +232,12 @@ class Ledger(Detector):
         return term
 
 
+def _rows(call: OpCall) -> int:
+    """The length of the first axis of what a parameter is applied to."""
+    data = next((t for t in call.inputs if not isinstance(t, nn.Parameter) and t.dim()), None)
+    return 1 if data is None else data.shape[0]
+
+
 def _fact(cut: Cut) -> CutFact:
     region = cut.region.kind if cut.region is not None else ""
     kind = "sample" if region == "sample" else cut.kind
@@ -234,6 +247,26 @@ def _fact(cut: Cut) -> CutFact:
     ops = cut.region.ops if cut.region is not None else cut.count
     op = "" if cut.region is not None else cut.op
     return CutFact(kind, op, cut.site, region, ops=ops, size=size)
+
+
+def _by_line(culprits: Iterable[tuple[CutFact, int]]) -> list[tuple[CutFact, int]]:
+    """A line that cuts in several modules is one culprit; what it did there is added up."""
+    lines: dict[Any, list[tuple[CutFact, int]]] = {}
+    for fact, mask in culprits:
+        place = None if fact.site is None else fact.site.place
+        lines.setdefault((fact.kind, fact.op, fact.region, place), []).append((fact, mask))
+    found = []
+    for parts in lines.values():
+        fact, mask = parts[0]
+        sites = [part.site for part, _ in parts if part.site is not None]
+        if len(parts) > 1 and sites:
+            fact = replace(fact, site=joined(sites), ops=sum(part.ops for part, _ in parts))
+            for part, bits in parts[1:]:
+                fact.mask |= part.mask
+                fact.graph |= part.graph
+                mask |= bits
+        found.append((fact, mask))
+    return found
 
 
 def bits_of(mask: int) -> Iterator[int]:
@@ -257,6 +290,8 @@ def what_cuts(fact: CutFact) -> str:
             f"the reentrant checkpoint at {at} has no input that needs gradient, "
             "so autograd records nothing inside it"
         )
+    if fact.kind == "sample" and fact.op in ("detach", "data"):
+        return f"`{fact.op}` at {at} makes the random draw a sample without gradient"
     if fact.kind == "sample":
         return f"a random draw at {at} has no gradient with respect to its distribution"
     if fact.kind == "integer":
@@ -280,6 +315,8 @@ def how_to_mend(fact: CutFact) -> str:
             "Use checkpoint(..., use_reentrant=False), or make an input need gradient "
             "(enable_input_require_grads() for transformers models)."
         )
+    if fact.kind == "sample" and fact.op in ("detach", "data"):
+        return f"Remove `{fact.op}`, or add a score-function term with log_prob of the sample."
     if fact.kind == "sample":
         return "Use rsample(), or add a score-function term with log_prob of the sample."
     if fact.kind in ("integer", "zero"):

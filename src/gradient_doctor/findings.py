@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradient_doctor.classes import CLASSES
@@ -32,6 +34,11 @@ class Site:
         inside = f" in {self.module}" if self.module else ""
         return f"{self.file}:{self.line}{inside}"
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The line alone: one line may run in many modules."""
+        return self.file, self.line
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -56,8 +63,10 @@ class Finding:
         return CLASSES[self.number].title
 
     @property
-    def key(self) -> tuple[int, Site | None, tuple[str, ...], str]:
-        """The same fault in a later step has the same key; each blind spot is one of its own."""
+    def key(self) -> tuple[Any, ...]:
+        """One culprit line is one finding per class; each blind spot is one of its own."""
+        if self.number and self.site is not None:
+            return self.number, self.site.place
         return self.number, self.site, self.parameters, "" if self.number else self.what
 
     def at(self, severity: Severity) -> Finding:
@@ -91,6 +100,85 @@ class Finding:
         lines.extend(f"  see:   {site}" for site in self.related)
         lines.append(f"  fix:   {self.fix}")
         return "\n".join(lines)
+
+
+@dataclass
+class Culprit:
+    """All that was found of one class at one line, said as one finding."""
+
+    whole: Finding
+    parts: list[Finding] = field(default_factory=list)
+
+    def add(self, part: Finding, order: Callable[[Iterable[str]], tuple[str, ...]]) -> None:
+        """A repetition that is neither graver nor about other parameters adds nothing."""
+        known = self.parts[0] if self.parts else None
+        new = {*part.parameters} - {*self.whole.parameters}
+        if known is not None and part.severity <= self.whole.severity and not new:
+            # a later step, or another module that runs this line
+            if part.site not in [p.site for p in self.parts]:
+                self.parts.append(replace(part, what=known.what, why=known.why))
+                self.whole = replace(self.whole, site=self._site())
+            return
+        if known is not None and part.severity > known.severity:
+            self.parts.insert(0, part)
+        else:
+            self.parts.append(part)
+        first = self.parts[0]
+        names = order(dict.fromkeys(name for p in self.parts for name in p.parameters))
+        related = dict.fromkeys(site for p in self.parts for site in p.related)
+        self.whole = replace(
+            first,
+            what=_recounted(first, len(names)),
+            why=self._why(),
+            site=self._site(),
+            parameters=names if len(self.parts) > 1 else first.parameters,
+            related=tuple(related),
+        )
+
+    def _site(self) -> Site | None:
+        first = self.parts[0].site
+        return None if first is None else joined([p.site for p in self.parts if p.site is not None])
+
+    def _why(self) -> str:
+        """The first cause, then those that say something else than other numbers."""
+        first = self.parts[0]
+        told = {_without_numbers(first.why)}
+        text, left = first.why, 0
+        for part in self.parts[1:]:
+            bare = _without_numbers(part.why)
+            if bare in told:
+                left += part.why != first.why
+                continue
+            told.add(bare)
+            same = _without_numbers(part.what) == _without_numbers(first.what)
+            text += f" Also: {part.why}" if same else f" Also: {part.what} {part.why}"
+        if left:
+            text += f" The same holds {left} more time{'s' if left > 1 else ''} at this line."
+        return text
+
+
+def joined(sites: list[Site]) -> Site:
+    """One line that runs in several modules."""
+    modules = list(dict.fromkeys(site.module for site in sites))
+    if len(modules) == 1:
+        return sites[0]
+    return replace(sites[0], module=listed([m for m in modules if m], 3))
+
+
+def _without_numbers(text: str) -> str:
+    """What remains of a sentence when counts, names and places are left out."""
+    return re.sub(r"\S*[\d.]\S*", "#", text)
+
+
+def _recounted(finding: Finding, count: int) -> str:
+    """The number of parameters in a sentence, if it says one, set right."""
+    own = len(finding.parameters)
+    if own == count:
+        return finding.what
+    said = re.compile(rf"\b{own} parameters?\b")
+    if own == 1 and said.search(finding.what):
+        return f"{finding.what} With others of this line they are {count}."
+    return said.sub(f"{count} parameters", finding.what)
 
 
 def listed(names: tuple[str, ...] | list[str], shown: int = _SHOWN) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
 
 from gradient_doctor.findings import Site
 
@@ -50,6 +51,11 @@ def is_dead_view(tensor: Tensor) -> bool:
         and node_of(tensor) is None
         and not isinstance(tensor, torch.nn.Parameter)
     )
+
+
+def next_number() -> int:
+    """What the next node of this thread will have as `_sequence_nr`: smaller ones are older."""
+    return _get_sequence_nr()
 
 
 def mark_origin(tensor: Tensor, origin: NodeOrigin) -> None:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch.distributions as distributions
+from torch import Tensor
 
 from gradient_doctor.patches import Patches
 from gradient_doctor.session import Session
@@ -41,6 +42,9 @@ class Laws:
                     value = args[0] if args else kwargs.get("value")
                     session.tell("density", law, value, result, session.here())
                 else:
+                    taint = session.taint_of(result) if isinstance(result, Tensor) else None
+                    if taint is not None and name == "rsample":
+                        taint.drawn = True  # detached, it is a sample like any other
                     session.tell("sampled", law, result, name == "rsample", session.here())
                 return result
 

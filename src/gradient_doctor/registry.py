@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -44,8 +44,8 @@ class Leaf:
 class Registry:
     """Modules, optimizers and the bits of their parameters; open to what turns up later."""
 
-    roots: dict[str, nn.Module] = field(default_factory=dict)
-    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    roots: MutableMapping[str, nn.Module] = field(default_factory=dict)
+    optimizers: MutableMapping[str, torch.optim.Optimizer] = field(default_factory=dict)
     discover: bool = False
     leaves: list[Leaf] = field(default_factory=list)
 
@@ -149,6 +149,14 @@ class Registry:
         """Modules grow parameters while they run: look again before names are used."""
         self._stale = True
 
+    def let_go(self) -> None:
+        """Names stay known for as long as the user keeps the modules."""
+        self.roots = weakref.WeakValueDictionary(self.roots)
+        self.optimizers = weakref.WeakValueDictionary(self.optimizers)
+        self.unnamed.clear()
+        self._names, self._modules, self._found = {}, {}, {}
+        self._stale = True
+
     # bits
 
     def bit(self, tensor: Tensor) -> int:
@@ -205,9 +213,12 @@ class Registry:
 
     def names(self, mask: int) -> tuple[str, ...]:
         """Names of a set, in the order of the modules; leaves that have died are left out."""
-        found = [self.name(tensor) for tensor in self.tensors(mask)]
+        return self.in_order(self.name(tensor) for tensor in self.tensors(mask))
+
+    def in_order(self, names: Iterable[str]) -> tuple[str, ...]:
+        self._rename()
         order = {name: k for k, name in enumerate(self._names.values())}
-        return tuple(sorted(found, key=lambda n: order.get(n, len(order))))
+        return tuple(sorted(names, key=lambda n: order.get(n, len(order))))
 
     def is_registered(self, tensor: Tensor) -> bool:
         self._rename()

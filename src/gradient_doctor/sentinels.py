@@ -46,6 +46,7 @@ class Blown:
     name: str
     origin: NodeOrigin | None
     kind: str  # "nan" or "inf"
+    singular: bool = False  # even a gradient of size one would not pass: no scale helps
 
 
 @dataclass(eq=False)
@@ -88,6 +89,8 @@ class Sentinels:
                 return
             with torch.no_grad():
                 self._look(node, origin, came, went)
+                if self.blown and self.blown[-1].node is node:
+                    self.blown[-1].singular = _singular(node, received)
                 if len(went) > 1:
                     self._look_at_edges(node, origin, passed_on)
                 places = node.metadata.get(MARK + ".silent")
@@ -124,6 +127,21 @@ class Sentinels:
             size, silent = places.numel(), int(places.sum())
             leak = Leak(node.name(), origin_of(node), leaking, silent, size)
             self.leaks.append(leak)
+
+
+def _singular(node: Any, received: tuple[Any, ...]) -> bool:
+    """Whether it is the slope that is not finite; a product may also overflow by a large gradient.
+
+    Backward is linear: the node is asked again, with the same gradient made small.
+    """
+    sizes = [float(g.abs().max()) for g in received if g is not None and g.numel()]
+    factor = 1.0 / max([1.0, *sizes])
+    try:
+        again = node(*(None if g is None else g * factor for g in received))
+    except Exception:  # nodes that can be asked only once
+        return False
+    again = again if isinstance(again, tuple) else (again,)
+    return any(isinstance(g, Tensor) and not bool(g.isfinite().all()) for g in again)
 
 
 def _with_origins(root: Any) -> Iterator[tuple[Any, NodeOrigin | None]]:

@@ -17,14 +17,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.findings import Finding, Severity, Site
+from gradient_doctor.findings import Culprit, Finding, Severity, Site
 from gradient_doctor.graph import Graph, node_of, walk
 from gradient_doctor.registry import Registry
 from gradient_doctor.sites import here
-from gradient_doctor.taint import NO_CUTS, CutBook, Region, Taint, TracedFloat
+from gradient_doctor.taint import NO_CUTS, CutBook, Region, Taint, TracedFloat, tensors_in
 
 STRICT = "GRADIENT_DOCTOR_STRICT"  # set in our own tests: a detector's error is an error there
-_KEPT = 8  # step records whose events stay
+_KEPT = 32  # step records
 
 
 @dataclass(slots=True)
@@ -47,6 +47,18 @@ class OpCall:
     @property
     def short(self) -> str:
         return self.name.rsplit(".", 1)[-1]
+
+    @property
+    def targets(self) -> list[Tensor]:
+        """The tensors that the call writes to."""
+        if "out" in self.kwargs:
+            return tensors_in(self.kwargs["out"])
+        short = self.short
+        if short == "__setitem__" or (short.endswith("_") and not short.endswith("__")):
+            return tensors_in(self.args[0]) if self.args else []
+        if self.kwargs.get("inplace") is True:
+            return self.inputs[:1]
+        return []
 
 
 @dataclass
@@ -80,6 +92,7 @@ class Backward:
     partial: list[Any] = field(default_factory=list)  # sentinels.Vanished: only some inputs
     blown: list[Any] = field(default_factory=list)  # sentinels.Blown
     leaks: list[Any] = field(default_factory=list)  # sentinels.Leak
+    outdated: bool = False  # hangs on a graph of weights that have been stepped since (class 14)
 
     def release(self) -> None:
         """Tensors and nodes must not live longer than the user's own references to them."""
@@ -131,6 +144,9 @@ class Detector:
 
     def op(self, call: OpCall) -> None:
         """After a torch call of a traced step."""
+
+    def write_starts(self, call: OpCall) -> None:
+        """Before a torch call of a traced step that changes a tensor, or its `.data`."""
 
     def op_failed(self, call: OpCall, error: BaseException) -> None:
         """A torch call of a traced step raised."""
@@ -220,8 +236,8 @@ class Session:
         self.taints = WeakIdKeyDictionary()
         self.arrays: dict[int | None, Taint] = {}  # numpy arrays by address
         self.numbers: dict[float, Taint] = {}  # plain floats that left torch, by value
-        self._keys: dict[Any, int] = {}
-        self._reported: list[Finding] = []  # since the last error
+        self._culprits: dict[Any, tuple[int, Culprit]] = {}  # and their place in `findings`
+        self._reported: dict[Any, Finding] = {}  # since the last error
         self._order = itertools.count()
         self._handlers: dict[str, list[Callable[..., None]]] = {}
         self._broken: set[str] = set()
@@ -230,7 +246,7 @@ class Session:
 
     def listen(self, detectors: list[Detector]) -> None:
         for name in (
-            *("start", "op", "op_failed", "backward_starts", "backward_ended"),
+            *("start", "op", "write_starts", "op_failed", "backward_starts", "backward_ended"),
             *("backward_failed", "event", "event_ended", "event_failed", "step_ended", "finish"),
             *("module_starts", "sampled", "density"),
         ):
@@ -287,9 +303,9 @@ class Session:
     def fail(self, name: str, error: BaseException, *facts: Any) -> None:
         """Pass an error on; what is found because of it is noted on the error itself."""
         self.registry.flush()  # the error may come before the first backward: names are needed
-        self._reported = []  # also what was said before, and is confirmed by the error
+        self._reported = {}  # also what was said before, and is confirmed by the error
         self.tell(name, *facts, error)
-        for finding in self._reported:
+        for finding in self._reported.values():
             note = f"gradient_doctor: {finding}"
             known = note in getattr(error, "__notes__", ())
             if finding.severity >= Severity.WARNING and not known:
@@ -307,22 +323,29 @@ class Session:
         self.start()
 
     def remember(self, record: StepRecord) -> None:
-        """Keep the last few records whole; the events of older ones are dropped."""
+        """Keep the last few records; events hold what they speak of, and end with their step."""
+        record.events.clear()
         self.history.append(record)
-        for old in self.history[:-_KEPT]:
-            old.events.clear()
-        del self.history[: -4 * _KEPT]
+        del self.history[:-_KEPT]
+
+    def let_go(self) -> None:
+        """The examination is over: nothing of the user's is kept alive from here on."""
+        self.registry.let_go()
+        self.record.events.clear()
+        self._handlers.clear()
+        self.scaler = self.ledger = self.region = None
+        self.module_stack.clear()
+        self.cuts.clear()
+        self.arrays.clear()
+        self.numbers.clear()
 
     def report(self, finding: Finding) -> Finding:
-        """Keep a finding once; a second time only if it is graver."""
-        self._reported.append(finding)
-        at = self._keys.get(finding.key)
-        if at is None:
-            self._keys[finding.key] = len(self.findings)
-            self.findings.append(finding)
-        elif finding.severity > self.findings[at].severity:
-            self.findings[at] = finding
-        return finding
+        """Keep what is found at one line as one finding, with all parameters that it hits."""
+        at, culprit = self._culprits.setdefault(finding.key, (len(self.findings), Culprit(finding)))
+        culprit.add(finding, self.registry.in_order)
+        self.findings[at : at + 1] = [culprit.whole]
+        self._reported[finding.key] = culprit.whole
+        return culprit.whole
 
     # where we are
 

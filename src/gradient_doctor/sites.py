@@ -83,6 +83,14 @@ def asked_by_user(depth: int) -> bool:
     return _kind(sys._getframe(depth + 1).f_code.co_filename) in ("user", "library")
 
 
+def called_by_user() -> bool:
+    """Whether the call that the doctor is looking at stands in the user's own code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _kind(frame.f_code.co_filename) == "doctor":
+        frame = frame.f_back
+    return frame is not None and _kind(frame.f_code.co_filename) == "user"
+
+
 def user_frame() -> FrameType | None:
     """The innermost frame of the user's code, to look for names of variables in it."""
     frame: FrameType | None = sys._getframe(1)

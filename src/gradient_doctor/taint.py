@@ -56,6 +56,7 @@ class Taint:
     op: str
     step: int
     opaque: frozenset[str] = frozenset()
+    drawn: bool = False  # a draw by rsample, or a simple function of one
 
     def cutting(self, mask: int) -> list[Cut]:
         """The cuts that stand between some of these parameters and the value."""

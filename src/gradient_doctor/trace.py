@@ -52,6 +52,11 @@ _OVERWRITES = {"zero_", "fill_", "copy_"}
 # each output is made from the input of the same place
 _PAIRWISE = {"broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"}
 _SAMPLERS = {"multinomial", "bernoulli", "normal", "poisson", "bernoulli_", "normal_"}
+# what is done to a draw before it is an action
+_OF_ACTIONS = {
+    *("detach", "data", "tanh", "sigmoid", "clamp", "clip", "float", "to", "clone", "view"),
+    *("reshape", "squeeze", "unsqueeze", "__getitem__", "flatten", "contiguous"),
+}
 _ARRAYS = {"numpy", "__array__"}
 _FROM_ARRAYS = {"tensor", "as_tensor", "from_numpy", "asarray"}
 
@@ -156,7 +161,10 @@ class Trace(TorchFunctionMode):
         if short in _FROM_ARRAYS and args:
             taints.extend(self._of_array(args[0]))
         was = args[0].dtype if short == "__set__" else None
-        return OpCall(name, site, args, kwargs, inputs, floats, [], None), taints, was
+        call = OpCall(name, site, args, kwargs, inputs, floats, [], None)
+        if (short == "__set__" or call.targets) and session.wants("write_starts"):
+            session.tell("write_starts", call)
+        return call, taints, was
 
     def _after(self, call: OpCall, taints: list[Taint], was: Any, result: Any) -> Any:
         session = self.session
@@ -189,17 +197,18 @@ class Trace(TorchFunctionMode):
         session = self.session
         depends, live, cuts, opaque = merged(taints)
         graph = in_graphs(taints) if live else 0
+        drawn = len(taints) == 1 and taints[0].drawn and short in _OF_ACTIONS
         first: Taint | None = None
         for output in outputs:
             reached, kept = live, cuts
             if live and not session.opaque_depth:
-                cut = self._cut(short, site, live, output)
+                cut = self._cut(short, site, live, output, drawn)
                 if cut is not None:
                     cut.graph |= graph
                     reached, kept = 0, cuts | {cut}
             elif depends and session.region is not None and not torch.is_grad_enabled():
                 session.region.ops += 1  # further operations on what the region has cut off
-            taint = Taint(depends, reached, kept, site, name, session.step, opaque)
+            taint = Taint(depends, reached, kept, site, name, session.step, opaque, drawn)
             if not output.requires_grad or node_of(output) is not None or is_dead_view(output):
                 session.taints[output] = taint
                 base = output._base
@@ -211,7 +220,9 @@ class Trace(TorchFunctionMode):
         assert first is not None
         return first
 
-    def _cut(self, short: str, site: Site | None, live: int, output: Tensor) -> Cut | None:
+    def _cut(
+        self, short: str, site: Site | None, live: int, output: Tensor, drawn: bool
+    ) -> Cut | None:
         """The cut that this call made, if its output is out of autograd's sight."""
         session = self.session
         step, shape = session.step, tuple(output.shape)
@@ -223,7 +234,7 @@ class Trace(TorchFunctionMode):
         else:
             region = None
             if short in _EXPLICIT:
-                kind = "explicit"
+                kind = "sample" if drawn else "explicit"
             elif short in _SAMPLERS:
                 kind = "sample"
             elif not (output.is_floating_point() or output.is_complex()):

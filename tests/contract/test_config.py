@@ -76,8 +76,8 @@ KEYS = {
     "memory_config": "microbatch_size gradient_checkpointing",
     "influence": "workspace.kind workspace.params workspace.load_path workspace.save_path "
     "evaluation_requests etas per_sequence_etas grad_chunk_size microbatch_size measured_rollouts "
-    "finite leave_one_out folds block_mb reward ranked_tokens what_if confirm entropy_budget "
-    "run_directory",
+    "finite leave_one_out fisher fisher_centred folds block_mb reward ranked_tokens what_if "
+    "confirm entropy_budget plots run_directory",
     "experiment": "compute_true compute_linear compute_linquad eta_list repeats clip_overrides",
     "training": "output_dir max_steps learning_rate per_device_batch_size "
     "gradient_accumulation_steps save_steps seed lora.r lora.alpha lora.dropout "

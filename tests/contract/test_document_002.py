@@ -38,7 +38,7 @@ FIRST_ORDER = {"deltaH1", "bars_dot", "curvature_term", "linear_range"}
 MEASURED = {"deltaH_true", "H_upd", "diagnostics", "sweep"}
 KILOBYTES = {
     "minimal": (0.3, 2),
-    "standard": (3, 15),
+    "standard": (5, 10),
     "detailed": (50, 500),
     "debug": (1000, 10_000),
 }

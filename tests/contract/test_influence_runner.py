@@ -18,7 +18,6 @@ from entropy_experiments import (
     BatchRequest,
     EntropyInfluencePlan,
     EntropyInfluenceRunner,
-    WorkspaceSpec,
     what_if_from,
 )
 from entropy_experiments.cli import app
@@ -27,66 +26,18 @@ from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.influence.finite import contributions
 from entropy_experiments.numerics.derivatives import shifted
-from entropy_experiments.probe_sampling import opened
 from entropy_experiments.report.influence_tables import influence_report
-from entropy_experiments.study.batches import gather_study
 from entropy_experiments.study.stages import Study
 from entropy_experiments.study.store import RunDirectory, Stage, StageStore
 from entropy_experiments.update.objective import token_coefficients
+from oracles.small_study import ETAS, EVERYTHING, ROWS, SETTINGS, WHAT_IF, array, plan, settings_in
 from tolerances import INVARIANT
-
-ROWS, ETAS = [0, 2, 5], (0.003, 0.001)
-SETTINGS = {
-    "batch_config": {"B_E": 6},
-    "memory_config": {"microbatch_size": 32},
-}
-WHAT_IF = ["drop=negative", "lr=0.001"]
-
-
-def plan(folder, **changes):
-    return EntropyInfluencePlan(
-        **{
-            "workspace": WorkspaceSpec(
-                kind="update", params={"batch": "drawn", "prompts": 2, "group": 4}
-            ),
-            "evaluation_requests": [
-                BatchRequest(kind="evaluation", params={"group": 2}),
-                BatchRequest(kind="update", params={"fresh": True}),
-            ],
-            "etas": ETAS,
-            "per_sequence_etas": [0.001],
-            "grad_chunk_size": 3,
-            "microbatch_size": 32,
-            "measured_rollouts": ROWS,
-            "leave_one_out": [1],
-            "what_if": WHAT_IF,
-            "confirm": True,
-            "run_directory": folder,
-            **changes,
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    """(run directory, summary, the inputs it was made of)."""
-    folder = tmp_path_factory.mktemp("study") / "run"
-    settings = {**SETTINGS, "rollouts": {"save": str(folder / "rollouts")}}
-    summary = EntropyInfluenceRunner(settings, quiet=True).run(plan(folder))
-    assert summary["update"]["norms"]["gradient"] > 0  # otherwise nothing below has teeth
-    config = plan(folder).applied(parse_config(settings))
-    inputs = gather_study(config, opened(config, None))
-    return folder, summary, inputs
-
-
-def array(folder, name):
-    return np.load(folder / name, allow_pickle=False)
 
 
 def test_every_file_is_there_with_its_hash(study):
     folder, _, _ = study
     manifest = json.loads((folder / "manifest.json").read_text())
-    names = {"summary.json", "config.yaml", "tokens.parquet"}
+    names = {"summary.json", "config.yaml", "tokens.parquet", "update_rollouts.json"}
     for e in ("eval_00", "eval_01"):
         names |= {f"{e}_delta_matrix.npy", f"{e}_tokens.parquet", f"{e}_rollout_influence.npy"}
         names |= {f"{e}_per_sequence/rollouts.npy"}
@@ -95,6 +46,9 @@ def test_every_file_is_there_with_its_hash(study):
         for part in ("grad", "baseline_plus_grad"):
             names.add(f"{e}_per_sequence/{part}/eta_0.001.npy")
         names |= {f"{e}_grad_eta/eta_0.001.npy", f"{e}_grad_eta/eta_0.001.json"}
+        names |= {f"{e}_fisher/{part}.npy" for part in ("kernel", "cosine", "contribution")}
+        names |= {f"{e}_fisher/measured.npy", f"{e}_fisher/changes.json"}
+        names |= {f"plots/{e}_ledger.png", f"plots/{e}_grad_delta_samples.png"}
     names.add("eval_00_rewards.npy")
     assert set(manifest["files"]) == names
     for name, facts in manifest["files"].items():
@@ -104,7 +58,7 @@ def test_every_file_is_there_with_its_hash(study):
     for name, facts in manifest["arrays"].items():
         assert facts["shape"] == list(array(folder, name).shape)
         assert facts["description"]
-        assert facts["units"] in ("nats", "1", "index")
+        assert facts["units"] in ("nats", "nats per eta", "1", "index")
     assert not list(folder.rglob("*.partial"))
     stamps = [(folder / name).stat().st_mtime_ns for name in names]
     assert (folder / "manifest.json").stat().st_mtime_ns >= max(stamps)
@@ -275,8 +229,7 @@ def test_a_rerun_changes_nothing_and_computes_nothing(study, monkeypatch):
         raise AssertionError("something was computed")
 
     monkeypatch.setattr("entropy_experiments.entropy_influence.gather_study", refuse)
-    settings = {**SETTINGS, "rollouts": {"save": str(folder / "rollouts")}}
-    again = EntropyInfluenceRunner(settings, quiet=True).run(plan(folder))
+    again = EntropyInfluenceRunner(settings_in(folder), quiet=True).run(plan(folder, **EVERYTHING))
     assert again == summary
     assert snapshot(folder) == before
 
@@ -287,7 +240,7 @@ def test_another_question_reuses_every_stage(study, tmp_path):
     folder, _, _ = study
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    settings = {**SETTINGS, "rollouts": {"save": str(copy / "rollouts")}}
+    settings = settings_in(copy)
     arrays = {p.name: p.read_bytes() for p in copy.glob("*.npy")}
     stages = {p.name for p in (copy / "stages").iterdir()}
     other = plan(copy, what_if=["drop_rollouts=2"], confirm=False)
@@ -322,7 +275,7 @@ def test_a_damaged_stage_is_refused_and_a_damaged_file_is_written_again(study, t
     right = (copy / "tokens.parquet").read_bytes()
     (copy / "tokens.parquet").write_bytes(right[:-1])
     assert not run.finished(summary["key"])
-    settings = {**SETTINGS, "rollouts": {"save": str(copy / "rollouts")}}
+    settings = settings_in(copy)
     EntropyInfluenceRunner(settings, quiet=True).run(plan(copy))
     assert (copy / "tokens.parquet").read_bytes() == right
     (copy / "tokens.parquet").unlink()
@@ -381,6 +334,8 @@ def test_a_plan_is_checked_like_a_file():
         EntropyInfluenceRunner({}, quiet=True).run(EntropyInfluencePlan(what_if=["drop"]))
     with pytest.raises(ValueError, match=r"influence.etas is \[0.1, 0.1\d+\]; expected step sizes"):
         EntropyInfluenceRunner({}, quiet=True).run(EntropyInfluencePlan(etas=[0.1, 0.10000001]))
+    with pytest.raises(ConfigError, match=r"fisher_centred is true and influence.fisher is false"):
+        EntropyInfluencePlan(fisher_centred=True).applied(config)
     applied = EntropyInfluencePlan(microbatch_size=7).applied(config)
     assert applied.memory_config.microbatch_size == 7
     assert EntropyInfluencePlan().applied(config) is config
@@ -447,6 +402,7 @@ def test_the_command_hands_over_its_options(runner, tmp_path):
         *("--config", "test_deltaH1", "--checkpoint", "step_60", "--out", str(out)),
         *("--what-if", "drop=negative", "--what-if", "lr=1e-3", "--confirm"),
         *("--entropy-budget", "-0.01", "--set", "influence.folds=4", "--overwrite", "--quiet"),
+        *("--fisher", "--set", "influence.plots=false"),
     )
     assert result.exit_code == 0, result.stderr
     made = runner.made[-1]
@@ -454,6 +410,7 @@ def test_the_command_hands_over_its_options(runner, tmp_path):
     assert asked.run_directory == str(out)
     assert asked.what_if == ("drop=negative", "lr=1e-3")
     assert (asked.confirm, asked.entropy_budget, asked.folds) == (True, -0.01, 4)
+    assert (asked.fisher, asked.fisher_centred, asked.plots) == (True, False, False)
     assert made.config.checkpoint.checkpoint_path == "step_60"
     assert made.config.rollouts.save == str(out / "rollouts")
     assert (made.overwrite, made.quiet) == (True, True)
@@ -482,6 +439,9 @@ def test_bad_input_has_exit_code_two(study, tmp_path):
     result = invoke("--from", str(folder), "--confirm")
     assert result.exit_code == 2
     assert "--confirm together with --from" in result.stderr
+    result = invoke("--from", str(folder), "--what-if", "drop=negative", "--fisher")
+    assert result.exit_code == 2
+    assert "--fisher together with --from: a saved table is read without a model" in result.stderr
     result = invoke("--from", str(folder))
     assert result.exit_code == 2
     assert "--from has no question" in result.stderr
@@ -592,7 +552,7 @@ def test_a_question_without_an_answer_costs_no_study(study, tmp_path, monkeypatc
     folder, summary, _ = study
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    settings = {**SETTINGS, "rollouts": {"save": str(copy / "rollouts")}}
+    settings = settings_in(copy)
     runner = EntropyInfluenceRunner(settings, quiet=True)
     predict = whatif.repredict
 
@@ -617,6 +577,10 @@ def test_a_question_without_an_answer_costs_no_study(study, tmp_path, monkeypatc
     assert found["what_if"][0] == {"name": "lr=0.002", "error": "no such table"}
     assert found["what_if"][2]["prediction"]["lr"] == 0.004
     assert found["what_if"][2]["confirmation"] == {"error": "no such step"}
+    told = "\n".join(influence_report(summary_now))
+    assert "lr=0.002: no answer. no such table" in told
+    assert "    not made: no such step" in told
+    assert "nats: no answer. The entropy budget is" in told
     # Asked for in another order: a confirmation is found by its question.
     assert [found["what_if"][i] for i in (3, 1)] == summary["evaluations"][0]["what_if"]
     assert {p.name for p in (copy / "stages").iterdir()} == before
@@ -630,7 +594,7 @@ def test_a_question_without_an_answer_costs_no_study(study, tmp_path, monkeypatc
         },
     }
     empty = tmp_path / "empty"
-    settings = {**SETTINGS, "rollouts": {"save": str(copy / "rollouts")}}
+    settings = settings_in(copy)
     for match, changes in refused.items():
         with pytest.raises(ValueError, match=match):
             EntropyInfluenceRunner(settings, quiet=True).run(plan(empty, **changes), overwrite=True)
@@ -638,6 +602,7 @@ def test_a_question_without_an_answer_costs_no_study(study, tmp_path, monkeypatc
 
 
 def test_keys_know_what_their_stages_read(study, tmp_path):
+    from entropy_experiments.study import ledgers, questions
     from entropy_experiments.study.evaluation import evaluations_of
 
     _, _, inputs = study
@@ -660,22 +625,26 @@ def test_keys_know_what_their_stages_read(study, tmp_path):
 
         found.stage = remember
         for stage in (
-            *("matrix", "tokens", "whole", "_entropy_ledger", "_reward_ledger"),
-            *(lambda: found.left_out(1), lambda: found.confirmed("drop=negative")),
+            *(lambda: found.matrix, lambda: found.tokens, lambda: found.whole),
+            *(lambda: ledgers.entropy_stage(found), lambda: ledgers.reward_stage(found)),
+            *(lambda: questions.left_out(found, 1), lambda: questions.fisher(found)),
+            lambda: questions.confirmed(found, "drop=negative"),
         ):
             with pytest.raises(KeyError):
-                stage() if callable(stage) else getattr(found, stage)
+                stage()
         return keys
 
     before = names()
     assert set(before) == {
-        *("matrix", "tokens", "measured", "ledger", "reward", "without_001", "confirm"),
+        *("matrix", "tokens", "measured", "ledger", "reward", "without_001", "confirm", "fisher"),
     }
     for change in ({"folds": 3}, {"influence.block_mb": 7}):
         after = names(**change)
         assert [name for name in before if before[name] == after[name]] == ["measured"]
     after = names(**{"influence.etas": [0.5]})
-    assert {n for n in before if before[n] != after[n]} == {"measured", "ledger"}
+    assert {n for n in before if before[n] != after[n]} == {"measured", "ledger", "fisher"}
+    after = names(**{"influence.fisher": True, "influence.fisher_centred": True})
+    assert [name for name in before if before[name] != after[name]] == ["fisher"]
     assert inputs.probe.facts["advantage"] != "batch"
     after = names(advantage="batch")
     assert [name for name in before if before[name] != after[name]] == ["without_001"]

@@ -1,12 +1,22 @@
-"""Every command and every snippet of the documents runs; every file they point to exists."""
+"""Every command and every snippet of the documents runs; every file they point to exists.
+
+Commands and snippets run in this process, which has the libraries in memory: starting one takes ten
+seconds each. That a process of its own works as well is for test_cli, test_document_002 and the
+tests that kill one.
+"""
 
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from entropy_experiments.cli import app
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -27,16 +37,24 @@ def run(command, cwd=ROOT):
     return found.stdout
 
 
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """From the root of the repository for the reader; here, so that nothing is left there."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize("body", list(blocks("python")))
-def test_python_snippets_run(body, tmp_path):
-    # From the root of the repository for the reader; here, so that nothing is left there.
-    body = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{body}"
-    out = run([sys.executable, "-W", "error::UserWarning", "-c", body], cwd=tmp_path)
-    assert out.strip(), "a snippet shows something"
+def test_python_snippets_run(body, elsewhere):
+    out = StringIO()
+    with redirect_stdout(out):
+        exec(compile(body, "a snippet", "exec"), {"__name__": "__main__"})
+    assert out.getvalue().strip(), "a snippet shows something"
 
 
 @pytest.mark.parametrize("body", list(blocks("bash")))
-def test_shell_commands_run(body, tmp_path):
+def test_shell_commands_run(body, elsewhere):
     """`console` blocks need files of the reader's own; everything in `bash` blocks runs here."""
     for line in body.splitlines():
         command = line.split("#")[0].strip()
@@ -44,11 +62,12 @@ def test_shell_commands_run(body, tmp_path):
             continue
         words = shlex.split(command)
         if words[0] == "entropy-probe":
-            words = [sys.executable, "-m", "entropy_experiments.cli", *words[1:]]
-            assert run(words, cwd=tmp_path).strip()
+            done = CliRunner().invoke(app, words[1:], catch_exceptions=False)
+            assert done.exit_code == 0, done.output
+            assert done.stdout.strip()
         else:
             assert words[0] == "make", f"expected make or entropy-probe; got {command!r}"
-            assert run(recipe(tmp_path, *words[1:])).strip()
+            assert run(recipe(elsewhere, *words[1:])).strip()
 
 
 def recipe(tmp_path, *goals):
@@ -63,7 +82,7 @@ SCREEN = (
     *("predicted, summed over the steps", "measured, summed over the steps", "fresh rollouts"),
     *("The update that training made after step_13", "predicted change", "measured change"),
     *("Step certificate: the step rebuilt here is the step that was made", "momentum"),
-    *("none is assumed", "entropy.png", "entropy_probe_", "entropy-probe run --checkpoint"),
+    *("none is assumed", "trajectory.png", "entropy_probe_", "entropy-probe run --checkpoint"),
     *("most entropy-destroying tokens", "drop=negative: predicted", "made and measured"),
     *("tokens with A < 0", "unexplained", "tokens.parquet"),
 )
@@ -72,12 +91,13 @@ SCREEN = (
 def check_demo(out, folder):
     for words in SCREEN:
         assert words in out
-    assert (folder / "entropy.png").stat().st_size > 10_000
+    assert (folder / "figures" / "trajectory.png").stat().st_size > 10_000
     return [float(row.split()[2]) for row in out.splitlines() if "█" in row]
 
 
 def test_demo_shows_the_curve_and_a_verdict(tmp_path):
-    short = ["--first", "8", "--last", "11", "--prompts", "12"]
+    # Other processes share the steps in test_demo_as_it_is and in test_workers_change_nothing.
+    short = ["--first", "8", "--last", "11", "--prompts", "12", "--workers", "1"]
     out = run([sys.executable, "examples/collapse.py", "--out", str(tmp_path), *short])
     assert len(check_demo(out, tmp_path)) == 3
 

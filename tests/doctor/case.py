@@ -74,6 +74,38 @@ batch = dict(zip(("signal", "label", "soft"), make_batch(torch.Generator().manua
 def loss_fn(batch):
     return loss_of(model, **batch)
 """,
+    "dqn": """\
+online, target, optimizer = build()
+modules, optimizers = {"online": online, "target": target}, {"optimizer": optimizer}
+generator = torch.Generator().manual_seed(1)
+state = torch.randn(ROWS, STATE, generator=generator)
+batch = walk(state, act(online, state, 0.3, generator), generator)
+
+
+def loss_fn(batch):
+    return loss_of(online, target, batch)
+""",
+    "gan": """\
+generator, discriminator, slow, fast = build()
+modules = {"generator": generator, "discriminator": discriminator}
+optimizers = {"generator": slow, "discriminator": fast}
+batch = make_batch(torch.Generator().manual_seed(1))
+
+
+def loss_fn(batch):
+    judge = discriminator_loss(generator, discriminator, batch)
+    return judge + generator_loss(generator, discriminator, batch)
+""",
+    "rnn_bptt": """\
+model, optimizer = build()
+model.dropout.p = 0.0
+modules, optimizers = {"model": model}, {"optimizer": optimizer}
+batch = make_texts(torch.Generator().manual_seed(1))[-1]
+
+
+def loss_fn(batch):
+    return loss_of(model, batch)[0]
+""",
     "hf_trainer": """\
 model = build()
 model.config._attn_implementation = "eager"

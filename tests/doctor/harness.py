@@ -12,7 +12,8 @@ from typing import Any
 from doctor.case import Case
 
 HERE = Path(__file__).parent
-RECIPES = ("mlp_loop", "actor_critic", "amp_scaler", "hf_trainer", "peft_checkpointing", "trl_grpo")
+LIGHT = ("mlp_loop", "actor_critic", "amp_scaler", "dqn", "gan", "rnn_bptt")
+RECIPES = (*LIGHT, "hf_trainer", "peft_checkpointing", "trl_grpo")
 MARK = "# FAULT"
 WARNING = 2
 

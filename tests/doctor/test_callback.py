@@ -70,7 +70,8 @@ def test_it_watches_the_trainers_steps(trainer, callback, monkeypatch, capsys, a
     use(monkeypatch, Stub)
     before = state_of_torch()
     doctor = callback(mode="trace")
-    trainer(doctor, gradient_accumulation_steps=accumulation).train()
+    run = trainer(doctor, gradient_accumulation_steps=accumulation)  # kept: we ask for its names
+    run.train()
     session = doctor.doctor.session
     assert session.step == 6
     assert [len(r.backwards) for r in session.history[:6]] == [accumulation] * 6

@@ -138,3 +138,41 @@ for step in range(4):
     optimizer.zero_grad()
 """
     nothing(tmp_path, source)
+
+
+SQUASHED = """
+policy = nn.Linear(4, 4)
+optimizer = torch.optim.Adam(policy.parameters())
+for step in range(4):
+    x = torch.randn(8, 4)
+    mean, scale = policy(x).chunk(2, -1)
+    law = Normal(mean, scale.exp())
+    raw = {draw}
+    logp = law.log_prob(raw) - torch.log(1 - torch.tanh(raw).square() + 1e-6){mark}
+    loss = -(logp.sum(-1) * x[:, 0]).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "draw",
+    ["law.sample()", "law.rsample().detach()", "law.rsample().data", "law.rsample()[:].detach()"],
+)
+def test_the_correction_of_a_detached_draw_is_no_term(draw, tmp_path):
+    nothing(tmp_path, SQUASHED.format(draw=draw, mark=""))
+
+
+def test_what_is_detached_and_no_draw_is_a_term(tmp_path):
+    source = SQUASHED.format(draw="mean.detach()", mark="  # FAULT")
+    assert only(tmp_path, source, 23).severity is Severity.WARNING
+
+
+def test_a_detached_draw_that_takes_the_only_gradient_away(tmp_path):
+    source = loop("f = Normal(body(x), 0.3).rsample().detach()  # FAULT",
+                  "loss = F.cross_entropy(head(f), y)")  # fmt: skip
+    finding = only(tmp_path, source, 3)
+    assert set(finding.parameters) == BODY
+    assert "`detach`" in finding.why
+    assert "rsample" not in finding.fix

@@ -210,3 +210,36 @@ def test_steps_that_the_user_counts():
     (finding,) = [f for f in doctor.findings if f.severity >= Severity.WARNING]
     assert finding.number == 14
     assert "A tensor of step 0 is used in step 1" in finding.what
+
+
+TURNS = """
+maker, judge = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+makes = torch.optim.Adam(maker.parameters())
+judges = torch.optim.Adam(judge.parameters())
+fake = None
+for step in range(7):
+    {fake}
+    loss = judge(fake.detach()).mean() - judge(torch.randn(8, 4)).mean()
+    judges.zero_grad()
+    loss.backward()
+    judges.step()
+    if step % {often} == {often} - 1:
+        loss = -judge(fake).mean(){mark}
+        makes.zero_grad()
+        loss.backward({retain})
+        makes.step()
+"""
+FAKE = "fake = maker(torch.randn(8, 2))"
+
+
+@pytest.mark.parametrize("often", [1, 2, 3])
+def test_optimizers_that_take_turns(tmp_path, often):
+    nothing(tmp_path, TURNS.format(fake=FAKE, often=often, mark="", retain=""))
+
+
+@pytest.mark.parametrize("often", [1, 2])
+def test_a_fake_of_weights_that_were_stepped(tmp_path, often):
+    fake = f"if step < {often}: {FAKE}"
+    source = TURNS.format(fake=fake, often=often, mark="  # FAULT", retain="retain_graph=True")
+    finding = only(tmp_path, source, 14)
+    assert set(finding.parameters) == {"maker.weight", "maker.bias"}

@@ -7,6 +7,7 @@ import pytest
 from doctor.case import PREFLIGHT, Case
 from doctor.documents.cases import DOCUMENTS
 from doctor.harness import (
+    LIGHT,
     RECIPES,
     faulty_source,
     marked_lines,
@@ -16,11 +17,12 @@ from doctor.harness import (
 )
 from doctor.injectors import DEV
 from doctor.judged.injectors import JUDGED
+from doctor.judged.second import SECOND
 
 CLASSES = range(1, 28)
 
 
-@pytest.mark.parametrize("case", [*DEV, *JUDGED], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*DEV, *JUDGED, *SECOND], ids=lambda case: case.id)
 def test_the_fault_is_in_the_script_and_its_mark_is_not(case, tmp_path):
     path, lines = write_case(case, tmp_path)
     source = path.read_text()
@@ -44,8 +46,25 @@ def test_every_class_has_two_cases_to_develop_on_and_one_elsewhere():
     assert not seen & held_out
 
 
+def test_the_second_set_has_every_class_and_recipe_and_no_fault_of_the_others():
+    assert 30 <= len(SECOND) <= 36
+    assert {case.number for case in SECOND} == set(CLASSES)
+    assert {case.recipe for case in SECOND} == set(RECIPES)
+    light = sum(case.recipe in LIGHT for case in SECOND)
+    assert 0.6 <= light / len(SECOND) <= 0.75
+    assert not {case.edits for case in SECOND} & {case.edits for case in [*DEV, *JUDGED]}
+    assert not {case.name for case in SECOND} & {case.name for case in [*DEV, *JUDGED]}
+
+
+def test_a_pattern_of_a_case_does_not_name_the_root():
+    roots = ("model.", "agent.", "generator.", "discriminator.", "online.", "target.")
+    for case in SECOND:
+        asked = (case.contract or {}).get("trainable", [])
+        assert not [p for p in [*case.parameters, *asked] if p.startswith(roots)], case.id
+
+
 def test_every_name_is_given_once():
-    ids = [case.id for case in [*DEV, *JUDGED]]
+    ids = [case.id for case in [*DEV, *JUDGED, *SECOND]]
     assert len(set(ids)) == len(ids)
 
 

@@ -241,13 +241,67 @@ optimizer = Sharp([*body.parameters(), *head.parameters()])""",
     nothing(tmp_path, source)
 
 
-def test_all_steps_skipped_by_the_scaler(tmp_path):
-    source = script(
-        "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**126)",
-        forward="loss = 1e6 * F.cross_entropy(head(torch.tanh(body(x))), y)",
-        step=SCALED,
+MIXED = "with torch.autocast('cpu', torch.float16):\n    o = head(torch.tanh(body(x)))\n"
+SKIPPED = SCALED.replace("scaler.step(optimizer)", "scaler.step(optimizer)  # FAULT")
+
+
+def scaled(scale, forward=MIXED + "loss = F.cross_entropy(o.float(), y)"):
+    return script(
+        f"scaler = torch.amp.GradScaler('cpu', init_scale={scale})", forward=forward, step=SKIPPED
     )
+
+
+@pytest.mark.parametrize("scale", ["2.0**40", "2.0**127"])
+def test_all_steps_skipped_by_the_scaler(tmp_path, scale):
+    # in fp16 on the way back, or in the scaled loss itself
+    examination, lines = look(tmp_path, scaled(scale).replace("loss = F", "loss = 9 * F"))
+    shown = "\n".join(map(str, examination.findings))
+    (finding,) = [f for f in examination.findings if f.severity >= Severity.WARNING]
+    assert (finding.number, finding.site.line) == (21, lines[0]), shown
+    assert set(finding.parameters) == ALL
+    assert "skipped 4 of 4 steps" in finding.what
+    first = float(eval(scale))
+    assert f"Scales seen: {first:g}, {first / 2:g}, {first / 4:g}, {first / 8:g}." in finding.why
+    (place,) = [f for f in examination.findings if f.number == 27]
+    assert place.severity is Severity.NOTE
+    assert place.site in finding.related
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        # the loss is no number, or its slope is none: no scale would help
+        MIXED + "loss = F.cross_entropy(o.float(), y) * float('nan')  # FAULT",
+        MIXED + "loss = F.cross_entropy(o.float(), y) + (0.0 * o).float().sum().sqrt()  # FAULT",
+    ],
+    ids=["loss", "slope"],
+)
+def test_steps_skipped_for_another_reason(tmp_path, forward):
+    source = scaled("64.0", forward).replace("step(optimizer)  # FAULT", "step(optimizer)")
+    finding = only(tmp_path, source, 27)
+    assert finding.severity is Severity.ERROR
+    assert "the scaler skips them all" in finding.what
+
+
+def test_a_scaler_that_finds_its_scale(tmp_path):
+    source = scaled("2.0**20").replace("range(4)", "range(8)")
     examination, _ = look(tmp_path, source)
-    found = [f for f in examination.findings if f.severity >= Severity.WARNING]
-    # one of them: what made the gradients infinite says more, if it is known
-    assert [f.number for f in found] in ([21], [27])
+    assert not [f for f in examination.findings if f.number in (21, 27)]
+
+
+def test_a_long_run_of_skipped_steps_is_told_before_its_end():
+    body = nn.Linear(4, 4)
+    sgd = torch.optim.SGD(body.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    with Doctor({"body": body}, {"sgd": sgd}, scaler, every=4) as doctor:
+        for _ in range(16):
+            sgd.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = body(torch.ones(2, 4)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(sgd)
+            scaler.update()
+            doctor.step()
+        found = [f for f in doctor.findings if f.severity >= Severity.WARNING]
+        assert [f.number for f in found] == [21]
+    assert [f.number for f in doctor.findings if f.severity >= Severity.WARNING] == [21]

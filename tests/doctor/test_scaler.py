@@ -124,3 +124,55 @@ def test_a_scaler_without_half_precision_is_a_note(tmp_path):
     source = script(BACKWARD, *STEP).replace("torch.float16", "torch.bfloat16")
     examination, _ = look(tmp_path, source)
     assert [(f.number, f.severity) for f in examination.findings] == [(17, Severity.NOTE)]
+
+
+PLAIN = """
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+{make}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=128.0{enabled})
+for step in range(4):
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    {forward}
+    optimizer.zero_grad()
+    scaler.scale(loss).backward(){mark}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+FORWARD = "loss = F.cross_entropy(model(x).float(), y)"
+AUTOCAST = "with torch.autocast('cpu', torch.{}{}): " + FORWARD
+
+
+def plain(forward=FORWARD, make="", enabled="", mark=""):
+    return PLAIN.format(forward=forward, make=make, enabled=enabled, mark=mark)
+
+
+@pytest.mark.parametrize("forward", [FORWARD, AUTOCAST.format("float16", ", enabled=False")])
+def test_a_scaler_in_float32_is_of_no_use(tmp_path, forward):
+    finding = only(tmp_path, plain(forward, mark="  # FAULT"), 17)
+    assert finding.severity is Severity.WARNING
+    assert "Everything ran in float32" in finding.why
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forward": AUTOCAST.format("float16", "")},
+        {"forward": "loss = F.cross_entropy(model(x).half().float(), y)"},
+        {"make": "model = model.requires_grad_(True); h = nn.Linear(4, 4).half()",
+         "forward": "loss = F.cross_entropy(model(h(x.half()).float().detach()), y)"},
+        {"enabled": ", enabled=False"},
+        # an autocast that happens to meet no operation that it changes
+        {"make": "model = nn.Embedding(4, 3)",
+         "forward": "with torch.autocast('cpu', torch.float16): loss = model(y).square().mean()"},
+    ],
+    ids=["autocast", "half-inside", "half-encoder", "disabled", "nothing-to-cast"],
+)  # fmt: skip
+def test_a_scaler_that_is_of_use(tmp_path, options):
+    nothing(tmp_path, plain(**options))
+
+
+def test_what_is_compiled_is_not_judged(tmp_path):
+    make = "model = torch.compile(model, backend='eager')"
+    forward = AUTOCAST.format("float16", "")
+    nothing(tmp_path, plain(forward, make))

@@ -261,7 +261,8 @@ def test_a_recorded_batch_is_known_at_every_door(probed, tmp_path):
 def small_study(tmp_path, name, requests=None, **asked):
     folder = tmp_path / name
     config = settings(tmp_path, requests or [{"kind": "evaluation", "params": {"group": 1}}])
-    small = {"run_directory": str(folder), "measured_rollouts": [0], "reward": False, **asked}
+    small = {"measured_rollouts": [0], "reward": False, "plots": False, **asked}
+    small["run_directory"] = str(folder)
     changes = {f"influence.{key}": value for key, value in small.items()}
     changes["generation.max_new_tokens"] = None  # long enough to be right sometimes
     summary = EntropyInfluenceRunner(config.replaced(changes), quiet=True).run()

@@ -92,6 +92,19 @@ def test_a_large_batch_has_units_to_keep(rollouts, batch_size, sizes):
     assert [end - start for start, end in pairwise(finished)] == sizes
 
 
+def test_one_unit_on_request_draws_the_same():
+    many = [Problem(id=str(i), prompt="12345678"[: 1 + i % 7] + "=", answer="") for i in range(40)]
+    seen = []
+    options = {"batch_size": 64}
+    whole = generator(None, seen.append, units=1, **options).generate_evaluation_batch(many)
+    assert [told.rollouts for told in seen if told.finished_unit] == [40]
+    parts = generator(None, **options).generate_evaluation_batch(many)
+    for name in ("tokens_NS", "response_NS", "truncated_N"):
+        assert torch.equal(getattr(whole, name), getattr(parts, name)), name
+    with pytest.raises(ValueError, match="units is 0; expected at least 1"):
+        generator(units=0)
+
+
 def test_a_batch_that_fits_at_once_continues_too(tmp_path):
     def draw(store=None, progress=None):
         return generator(store, progress, batch_size=64).generate_evaluation_batch(

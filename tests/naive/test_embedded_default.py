@@ -105,6 +105,7 @@ def test_the_prediction_is_within_ten_percent_and_curvature_explains_the_rest(fo
     assert found.difference.covers(0.0) or (found.difference + found.bend).covers(0.0)
 
 
+@pytest.mark.slow
 def test_so_it_is_with_the_settings_of_the_quick_start(tmp_path):
     """snis, 128 prompts: the forms are paired, so the prediction is as good."""
     config = load_config().under(tmp_path).with_overrides(["estimator.eta_sweep=false"])

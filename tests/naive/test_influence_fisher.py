@@ -20,8 +20,10 @@ from entropy_experiments import (
 )
 from entropy_experiments.influence import by_rollout, fisher
 from entropy_experiments.influence.fisher import (
+    fisher_blocks,
     fisher_kernel,
     logprob_changes,
+    one_per_rollout,
     predicted_logprob_changes,
     rollout_coefficients,
     top_contributors,
@@ -257,6 +259,32 @@ def test_logprob_changes_are_sums_over_the_response():
         there, here = (policy.score(p, left).logprob_NS[n] for p in (moved, policy.params))
         truth = float((there - here)[left.response_NS[n]].sum())
         assert float(found_N[n]) == pytest.approx(truth, rel=1e-9, abs=1e-12)
+
+
+def test_the_right_side_is_the_policy_as_the_loss_sees_it():
+    """Sampled at another temperature than it was trained at."""
+    policy, (left, right) = policy_of("lora"), sides_of("lora")
+    trained = SequenceProcessor(policy.model, temperature=0.7)
+    p = preconditioner_of("lora")
+    g, k = explicit(policy, left), explicit(trained, right)
+    found = fisher_blocks(policy, left, right, p, trained=trained, microbatch=2)
+    assert_near(found.value_NM, g @ (long(p) * k).T)
+    assert_near(found.own_N, (long(p) * g**2).sum(1))
+    assert_near(found.own_M, (long(p) * k**2).sum(1))
+    plain = fisher_blocks(policy, left, right, p)
+    assert float((plain.value_NM - found.value_NM).abs().max()) > 0.1  # teeth
+    g, k = g - left.weight_N @ g, k - right.weight_N @ k
+    found = fisher_blocks(policy, left, right, p, trained=trained, centred=True)
+    assert_near(found.value_NM, g @ (long(p) * k).T)
+
+
+def test_one_coefficient_per_rollout_is_told_from_many():
+    for objective, stale in ((Objective(), False), (Objective(entropy_coef=0.05), False)):
+        _, batch, _, coefficient = step_of(objective, stale=stale)
+        single = objective.entropy_coef == 0
+        assert one_per_rollout(coefficient, batch.rollouts) == single
+    nothing = Scores(*(torch.zeros_like(x_NS) for x_NS in coefficient))
+    assert one_per_rollout(nothing, batch.rollouts)  # no advantage at all
 
 
 def test_a_zero_gradient_has_cosine_zero():

@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from entropy_experiments.cli import report as report_verb
+from entropy_experiments.report.figures import style
 from entropy_experiments.report.influence_tables import in_context, influence_report, printable
 from naive.test_linearity import with_manifest, write_run
 
@@ -403,6 +404,62 @@ def test_budget_notes_and_assumptions(summary):
     assert lines[-1] == "Not verifiable from the files: lora_alpha."
 
 
+KERNEL = {
+    "eta": 0.004,
+    "centred": False,
+    "correlation": 0.98764,
+    "relative_gap": 0.123,
+    "moved": [
+        {
+            "rollout": 7,
+            "predicted": -0.428,
+            "measured": -0.473,
+            "contributors": [{"rollout": i, "value": -0.07 + 0.01 * i} for i in range(5)],
+        }
+    ],
+}
+
+
+def test_the_kernel_is_told(summary):
+    summary["evaluations"][0]["fisher"] = KERNEL
+    lines = influence_report(summary)
+    at = next(i for i, text in enumerate(lines) if text.startswith("Fisher kernel"))
+    assert lines[at].endswith("the gradient part of the step at eta 0.004:")
+    assert lines[at + 1] == (
+        "  predicted against measured: correlation 0.9876, they differ by 12% of the measured"
+    )
+    assert lines[at + 2] == (
+        "  evaluation rollout 7: predicted -0.428, measured -0.473; most by update rollouts "
+        "0 (-0.07), 1 (-0.06), 2 (-0.05)"
+    )
+    assert not any("Fisher" in text for text in influence_report(SUMMARY))
+
+
+def test_a_kernel_that_moves_nothing(summary):
+    nothing = {**KERNEL, "correlation": None, "relative_gap": None, "moved": []}
+    summary["evaluations"][0]["fisher"] = nothing
+    assert "  predicted against measured: nothing moved" in influence_report(summary)
+
+
+def test_questions_without_an_answer_are_told_with_the_reason(summary):
+    (evaluation,) = summary["evaluations"]
+    evaluation["fisher"] = {"error": "No P."}
+    evaluation["what_if"] = [{"name": "beta=0.1", "error": "No reference."}]
+    evaluation["leave_one_out"] = [{"rollout": 3, "error": "A group of one."}]
+    evaluation["entropy_budget"] = {"budget": 0.01, "error": "The other sign."}
+    lines = influence_report(summary)
+    for told in (
+        "Fisher kernel: no answer. No P.",
+        "  beta=0.1: no answer. No reference.",
+        "  without rollout 3: no answer. A group of one.",
+        "To change the entropy by +0.01 nats: no answer. The other sign.",
+    ):
+        assert told in lines
+    answered = copy.deepcopy(SUMMARY)
+    answered["evaluations"][0]["what_if"][0]["confirmation"] = {"error": "No such step."}
+    assert "    not made: No such step." in influence_report(answered)
+
+
 def test_several_batches_are_told_apart(summary):
     second = copy.deepcopy(summary["evaluations"][0]) | {"name": "eval_01", "kind": "update"}
     summary["evaluations"].append(second)
@@ -475,7 +532,7 @@ def test_the_verb_says_what_is_wrong(tmp_path, options, message):
 
 
 def test_the_verb_names_the_extra_that_draws(tmp_path, monkeypatch):
-    monkeypatch.setattr(report_verb, "find_spec", lambda name: None)
+    monkeypatch.setattr(style, "find_spec", lambda name: None)
     found = reported(write_run(tmp_path), "--samples")
     assert found.exit_code == 2
     assert "pip install 'entropy-experiments[plot]'" in found.stderr

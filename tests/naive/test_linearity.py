@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from entropy_experiments.report.influence_plots import plot_grad_delta_samples
+from entropy_experiments.report.figures.samples import plot_grad_delta_samples
 from entropy_experiments.report.linearity import Deltas, analyze_grad_linearity, fitted
 from entropy_experiments.report.run_files import FORMAT, SCHEMA, described, open_run
 
@@ -358,21 +358,26 @@ def test_an_unknown_flavour(tmp_path):
 def test_the_plot_goes_below_the_folder_or_where_told(tmp_path):
     run = write_run(tmp_path / "run")
     path = plot_grad_delta_samples(run)
-    assert path == run / "plots" / "grad_delta_samples.png"
+    assert path == run / "plots" / "eval_00_grad_delta_samples.png"
     assert path.stat().st_size > 10_000
     other = plot_grad_delta_samples(run, [3, 0], tmp_path / "new" / "two.png")
     assert other.stat().st_size > 5_000
 
 
 def test_the_plot_shows_the_points_and_the_line(tmp_path, monkeypatch):
-    import matplotlib.pyplot as plt
+    from entropy_experiments.report.figures import samples
 
-    figures = []
-    monkeypatch.setattr(plt, "close", figures.append)
+    figures, image = [], samples.image
+
+    def keep(figure, *suffix):
+        figures.append(figure)
+        return image(figure, *suffix)
+
+    monkeypatch.setattr(samples, "image", keep)
     run = write_run(tmp_path, curvatures=(300.0, 0.0, 0.0, 0.0))
     plot_grad_delta_samples(run, [0])
     (axes,) = figures[0].axes
-    assert axes.get_title() == "update rollout 0"
+    assert axes.get_title(loc="left") == "update rollout 0"
     shown = {line.get_label(): line for line in axes.lines}
     line = shown["first order"]
     assert line.get_ydata()[1] == pytest.approx(-3 * 0.004)
@@ -380,12 +385,10 @@ def test_the_plot_shows_the_points_and_the_line(tmp_path, monkeypatch):
     assert list(bars.lines[0].get_ydata()) == pytest.approx(
         [-3 * eta + 300 * eta**2 for eta in ETAS]
     )
-    monkeypatch.undo()
-    plt.close(figures[0])
 
 
 def test_the_plot_takes_the_largest(tmp_path):
-    from entropy_experiments.report import influence_plots
+    from entropy_experiments.report.figures import samples
 
     deltas = {
         i: Deltas(
@@ -399,7 +402,7 @@ def test_the_plot_takes_the_largest(tmp_path):
         )
         for i in range(10)
     }
-    assert influence_plots._chosen(deltas, None, "eval_00") == [0, 1, 2, 3, 8, 9]
+    assert samples._chosen(deltas, None, "eval_00") == [0, 1, 2, 3, 8, 9]
 
 
 @pytest.mark.parametrize("rollouts", [[7], []])

@@ -14,26 +14,19 @@ import torch
 import yaml
 
 from entropy_experiments.config import parse_config
-from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
-from entropy_experiments.report.findings import results_of
-from entropy_experiments.report.logs import CORE, DetailedLogger, read_log
+from entropy_experiments.report.findings import numbers, results_of
+from entropy_experiments.report.log_json import NULLS
+from entropy_experiments.report.logs import CORE, DetailedLogger, newest_log, read_log
+from entropy_experiments.report.messages import messages
+from naive.conftest import BATCHES
 
 NOON = datetime(2025, 1, 15, 12, 0, 0)
-BATCHES = {"batch_config": {"B_E": 8, "B_U": 2, "G": 4}, "memory_config": {"microbatch_size": 16}}
 CONTEXT = {"evaluation_rollouts", "update_rollouts", "raw"}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """One real run with everything in it."""
-    folder = tmp_path_factory.mktemp("rollouts")
-    config = {
-        **BATCHES,
-        "update": {"batch": "drawn"},
-        "rollouts": {"save": str(folder)},
-        "importance": {"clip_c": 5.0},
-    }
-    return OfflineEntropyProbe(config, quiet=True).findings()
+def found(probed):
+    return probed
 
 
 def logger(folder: Path, level: str, **switches) -> DetailedLogger:
@@ -250,10 +243,215 @@ def test_what_is_not_a_number_is_null(found, tmp_path):
     findings = replace(found[0], linear_range=float("inf"))
     log = strictly(logger(tmp_path, "debug").write(findings, found[1], now=NOON))
     assert log["linear_range"] is None
+    assert log["nulls"]["linear_range"] == NULLS["linear_range"]
+
+
+def test_every_null_has_its_reason(found, tmp_path):
+    """By name where a field may lack; by place where a number should have been finite."""
+    log = written(found, tmp_path, "standard")
+    lacking = {
+        name for e in log["estimates"].values() for name, value in e.items() if value is None
+    }
+    assert lacking
+    assert lacking <= set(log["nulls"])
+    broken = found[0].evaluation_scores._replace(
+        logprob_NS=torch.full_like(found[0].evaluation_scores.logprob_NS, float("nan"))
+    )
+    path = logger(tmp_path, "debug").write(replace(found[0], evaluation_scores=broken), found[1])
+    bad = strictly(path)  # a run of hours is not lost to one NaN
+    assert bad["evaluation_rollouts"][0]["logprob"] is None
+    assert bad["nulls"]["evaluation_rollouts[0].logprob"] == "not finite: nan"
+    assert "more numbers that are not finite" in bad["nulls"]["and elsewhere"]
+
+
+def test_messages_note_retries_norms_and_times(found, tmp_path):
+    findings = found[0]
+    log = written(found, tmp_path, "standard")
+    assert log["messages"] == messages(findings)
+    sampling, update, *_, times = log["messages"]
+    assert f"{findings.retries} group(s) drawn again" in sampling or findings.retries == 0
+    assert "no group drawn again" in messages(replace(findings, retries=0))[0]
+    assert "drawn again" not in messages(replace(findings, retries=None))[0]
+    assert f"gradient norm {findings.stats.grad_norm:.3g}" in update
+    for part, norm in findings.stats.part_norms.items():
+        assert f"{part} {norm:.3g}" in update
+    for name, took in findings.timing.items():
+        assert f"{name} {took:.2g}" in times
+    assert "messages" not in written(found, tmp_path, "minimal")
+
+
+# Field by field.
+
+
+def estimates_of(findings):
+    """Every estimate that a log has, from where the run has it."""
+    predicted = findings.predicted
+    return {
+        "H_orig": findings.level,
+        "deltaH1": predicted.total,
+        "bars_dot": predicted.total / findings.lr,
+        "deltaH1_to_go": findings.to_go,
+        "baseline": predicted.lines["momentum"] + predicted.lines["decay"],
+        **predicted.lines,
+        "direct": predicted.total.diagnostics["direct"],
+        "state": predicted.total.diagnostics["state"],
+        "gradient_eventual": predicted.lines["gradient"] / (1 - findings.momentum_decay),
+        "curvature_term": findings.bend,
+        "deltaH_true": findings.measured[findings.lr],
+        "H_upd": findings.level + findings.measured[findings.lr],
+        "difference": predicted.total - findings.measured[findings.lr],
+    }
+
+
+def test_every_field_of_a_standard_log_is_the_runs_own(found, tmp_path):
+    log, f = written(found, tmp_path, "standard"), found[0]
+    weights = f.measured[f.lr].diagnostics["weights"]
+    expected = {
+        "schema": 1,
+        "level": "standard",
+        "checkpoint": f.checkpoint,
+        "learning_rate": f.lr,
+        "H_orig": f.level.value,
+        "B_E": 8,
+        "B_U": 2,
+        "avg_generation_length": float(f.evaluation.response_NS.sum(1).double().mean()),
+        "avg_reward": float(f.update.reward_N.double().mean()),
+        "update": "hypothetical",
+        "assumed": dict(f.assumed),
+        "not_verifiable": list(f.not_verifiable),
+        "notes": list(f.notes),
+        "timing": dict(f.timing),
+        "deltaH1": f.predicted.total.value,
+        "bars_dot": f.predicted.total.value / f.lr,
+        "deltaH1_to_go": f.to_go.value,
+        "curvature_term": f.bend.value,
+        "linear_range": f.linear_range,
+        "deltaH_true": f.measured[f.lr].value,
+        "H_upd": f.level.value + f.measured[f.lr].value,
+        "difference": f.predicted.total.value - f.measured[f.lr].value,
+        "messages": messages(f),
+        "provenance": json.loads(json.dumps(dict(f.provenance))),
+        "update_vector": {
+            "loss": f.stats.loss,
+            "step": f.stats.step,
+            "grad_norm": f.stats.grad_norm,
+            "clipped_norm": f.stats.clipped_norm,
+            "clip_factor": f.stats.clip_factor,
+            "microbatches": f.stats.microbatches,
+            "precision": dict(f.stats.precision),
+            "part_norms": dict(f.stats.part_norms),
+        },
+        "diagnostics": {
+            "ESS": weights.ess,
+            "ESS_fraction": weights.ess_fraction,
+            "w_max": weights.w_max,
+            "w_min": weights.w_min,
+            "clip_fraction": weights.clip_fraction,
+            "k_hat": weights.k_hat,
+            "kl": weights.kl,
+            "samples_needed": weights.samples_needed,
+            "rollouts": weights.rollouts,
+        },
+    }
+    elsewhere = {"sweep", "estimates", "batches", "nulls"}
+    assert set(log) == set(expected) | elsewhere
+    for name, value in expected.items():
+        assert log[name] == value, name
+    own = estimates_of(f)
+    assert set(log["estimates"]) == set(own)
+    for name, estimate in own.items():
+        same_estimate(log["estimates"][name], estimate)
+    assert [point["eta"] for point in log["sweep"]] == sorted(f.measured)
+    for point in log["sweep"]:
+        change = f.measured[point["eta"]]
+        same_estimate(point, change)
+        assert point["diagnostics"]["ESS"] == pytest.approx(
+            change.diagnostics["weights"].ess, rel=1e-5
+        )
+
+
+def same_estimate(told, estimate):
+    """Values to the last digit, error bars to six."""
+    assert told["value"] == pytest.approx(estimate.value, rel=1e-12)
+    for name, value in numbers(estimate).items():
+        if name not in ("value", "trusted", "why_not") and value is not None:
+            assert told[name] == pytest.approx(value, rel=6e-6), name
+    assert (told["trusted"], told["why_not"]) == (estimate.trusted, list(estimate.why_not))
+    if estimate.interval is not None:
+        assert told["interval"] == pytest.approx(list(estimate.interval), rel=6e-6)
+
+
+def test_every_field_of_a_rollout_is_the_runs_own(found, tmp_path):
+    """Of the detailed and the debug level; no field is left unchecked."""
+    log, f = written(found, tmp_path, "debug"), found[0]
+    weights = f.change.diagnostics["weights"]
+    for rows, rollouts, scores, more in (
+        (
+            log["evaluation_rollouts"],
+            f.evaluation,
+            f.evaluation_scores,
+            {
+                "logweight": weights.logweight_N,
+                "weight": weights.logweight_N.exp(),
+                "integrand": f.change.diagnostics["integrand_N"],
+            },
+        ),
+        (
+            log["update_rollouts"],
+            f.update.rollouts,
+            f.stats.found.scores,
+            {"reward": f.update.reward_N},
+        ),
+    ):
+        for i, row in enumerate(rows):
+            inside_S = rollouts.response_NS[i]
+            expected = {
+                "prompt_id": int(rollouts.prompt_N[i]),
+                "tokens": int(inside_S.sum()),
+                "truncated": bool(rollouts.truncated_N[i]),
+                "logprob": float(scores.logprob_NS[i][inside_S].sum()),
+                "token_ids": rollouts.tokens_NS[i][inside_S].tolist(),
+                **{name: float(value_N[i]) for name, value_N in more.items()},
+            }
+            for name, value in expected.items():
+                assert row[name] == pytest.approx(value), name
+            entropy = float(scores.entropy_NS[i][inside_S].sum())
+            if "reward" in row:
+                assert row["entropy"] == pytest.approx(entropy)
+                advantage = float(f.update.advantage_NS[i][inside_S].double().mean())
+                assert row["advantage"] == pytest.approx(advantage, abs=1e-6)
+            texts = {"prompt", "response", "entropy", "advantage"}
+            arrays = {"token_logprob", "token_entropy"}
+            assert set(row) <= set(expected) | texts | arrays
+    assert {"logweight", "weight", "integrand"} <= set(log["evaluation_rollouts"][0])
+
+
+# Reading.
+
+
+def test_what_is_no_log_is_refused_by_name(found, tmp_path):
+    path = logger(tmp_path, "standard").write(*found, now=NOON)
+    with pytest.raises(FileNotFoundError, match=r"No log .*nowhere\.json"):
+        read_log(tmp_path / "nowhere.json")
+    beside = path.with_name(path.name.replace(".json.gz", "_summary.json"))
+    with pytest.raises(ValueError, match=r"is no log of .* not the summary beside it"):
+        read_log(beside)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="is no log, or cut short"):
+        read_log(path)
+
+
+def test_the_newest_log_of_a_folder(found, tmp_path):
+    assert newest_log(tmp_path) is None
+    logs = [
+        logger(tmp_path / "logs", "minimal").write(*found, now=NOON + timedelta(hours=hour))
+        for hour in (30, 0)
+    ]
+    assert newest_log(tmp_path) == newest_log(tmp_path / "logs") == logs[0]
 
 
 def test_a_log_of_another_schema_is_refused(found, tmp_path):
     path = logger(tmp_path, "minimal", compress=False).write(*found, now=NOON)
-    path.write_text(path.read_text().replace('"schema": 1', '"schema": 99'))
+    path.write_text(path.read_text().replace('"schema":1', '"schema":99'))
     with pytest.raises(ValueError, match=r"has log schema 99; this version reads 1"):
         read_log(path)

@@ -3,7 +3,7 @@
 Nothing heavy is imported until a verb has read its configuration: help answers at once, and a
 mistake in a file is reported before torch is loaded.
 
-Exit codes: 0 done, 1 unexpected, 2 bad input (the message says what to change), 130 interrupted.
+Exit codes are in `endings`, and in docs/exit_codes.md for those who read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from entropy_experiments import __version__
-from entropy_experiments.cli import config, influence, measure, report, run
+from entropy_experiments.cli import config, doctor, influence, measure, report, run
+from entropy_experiments.cli.endings import EXIT_CODES
 
 app = typer.Typer(
     name="entropy-probe",
@@ -22,7 +23,10 @@ app = typer.Typer(
     "  entropy-probe run                        the policy shipped with the package\n"
     "  entropy-probe run --checkpoint step_60   your own checkpoint\n"
     "  entropy-probe influence                  which tokens moved the entropy, and what if\n"
-    "  entropy-probe config template            a configuration to start from",
+    "  entropy-probe doctor train.py            where do the gradients of a script stop?\n"
+    "  entropy-probe report RUN                 what a finished run says, or several\n"
+    "  entropy-probe config template            a configuration to start from\n\n"
+    "\b\nExit codes:\n" + "\n".join(f"  {code:<3}  {what}" for code, what in EXIT_CODES.items()),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -32,6 +36,7 @@ app.command("run", epilog=run.EXAMPLES)(run.run)
 app.command("measure", epilog=measure.EXAMPLES)(measure.measure)
 app.command("influence", epilog=influence.EXAMPLES)(influence.influence)
 app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("doctor", cls=doctor.ScriptCommand, epilog=doctor.EXAMPLES)(doctor.doctor)
 app.add_typer(config.app, name="config")
 
 

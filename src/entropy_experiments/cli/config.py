@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from entropy_experiments.cli.endings import ending
-from entropy_experiments.cli.options import Debug, Overrides
+from entropy_experiments.cli.options import AsJson, Debug, Overrides, Quiet, tell
 
 app = typer.Typer(
     help="Print a template or the schema; check a file without running it.",
@@ -36,28 +36,33 @@ def template(
     out: Annotated[Path | None, typer.Option("--out", help="Write to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     names: Annotated[bool, typer.Option("--list", help="Print the names only.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Print a configuration to start from."""
     with ending(debug=debug):
-        from entropy_experiments.config import template_names, template_text
+        from entropy_experiments.config import load_config, template_names, template_text
 
         if names:
-            typer.echo("\n".join(template_names()))
+            tell(list(template_names()), template_names, as_json=as_json)
             return
         text = template_text(name)
         if out is None:
-            typer.echo(text, nl=False)
+            tell(load_config(name).dump(), text.splitlines, as_json=as_json)
             return
         if out.exists() and not force:
             raise ValueError(f"{out} exists. Choose another name, or overwrite it with --force.")
         out.write_text(text, "utf-8")
-        typer.echo(f"{out} written. Run it: entropy-probe run --config {out}", err=True)
+        if as_json:
+            typer.echo(json.dumps({"written": str(out)}))
+        elif not quiet:
+            typer.echo(f"{out} written. Run it: entropy-probe run --config {out}", err=True)
 
 
 @app.command(epilog="\b\nExample:\n  entropy-probe config schema > schema.json")
-def schema(debug: Debug = False) -> None:
-    """Print the JSON schema of a configuration, for editors."""
+def schema(as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False) -> None:
+    """Print the JSON schema of a configuration, for editors; --json changes nothing."""
     with ending(debug=debug):
         from entropy_experiments.config import json_schema
 
@@ -72,6 +77,8 @@ def schema(debug: Debug = False) -> None:
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="YAML file or name of a template.")],
     overrides: Overrides = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Validate a configuration; print the keys read under another name or without effect."""
@@ -79,6 +86,6 @@ def check(
         from entropy_experiments.config import load_config
 
         found = load_config(file).with_overrides(overrides or [])
-        typer.echo(f"{found.source}: valid.")
-        for note in found.notes:
-            typer.echo(f"  note: {note}")
+        notes = [] if quiet else [f"  note: {note}" for note in found.notes]
+        result = {"source": str(found.source), "valid": True, "notes": list(found.notes)}
+        tell(result, lambda: [f"{found.source}: valid.", *notes], as_json=as_json)

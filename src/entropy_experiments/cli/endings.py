@@ -17,7 +17,15 @@ import typer
 
 import entropy_experiments
 
-UNEXPECTED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+DONE, UNEXPECTED, BAD_INPUT, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_CODES = {
+    DONE: "done",
+    UNEXPECTED: "an unexpected error, with its traceback; doctor: the script crashed",
+    BAD_INPUT: "bad input: the message says what to change",
+    FINDINGS: "doctor: findings of warning or above (otherwise the script's own code)",
+    INTERRUPTED: "interrupted: the message says what is kept, and how to go on",
+}
+"""Of every verb; docs/exit_codes.md says more."""
 PACKAGE = Path(entropy_experiments.__file__).parent
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +15,10 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    configured,
+    interrupted,
+    library_aside,
+    tell,
     tell_notes,
 )
 
@@ -29,6 +30,7 @@ EXAMPLES = (
     "  entropy-probe influence\n"
     "  entropy-probe influence --checkpoint runs/checkpoint-60 --out results/step_60\n"
     "  entropy-probe influence --what-if drop=negative --what-if clip_high=0.28 --confirm\n"
+    "  entropy-probe influence --out results/step_60 --fisher\n"
     "  entropy-probe influence --from results/step_60 --what-if 'drop=p<0.1&A<0'\n"
     "  entropy-probe influence --entropy-budget -0.02 --json > influence.json"
 )
@@ -53,6 +55,9 @@ def influence(
         float | None,
         typer.Option("--entropy-budget", metavar="NATS", help="Learning rate that changes H so."),
     ] = None,
+    fisher: Annotated[
+        bool, typer.Option("--fisher", help="The Fisher kernel of all pairs of rollouts too.")
+    ] = False,
     saved: Annotated[
         Path | None,
         typer.Option("--from", help="What-ifs from this run directory, without a model."),
@@ -66,13 +71,23 @@ def influence(
 ) -> None:
     """Say which tokens, rollouts and optimizer terms moved the entropy, and what if."""
     found: Config | None = None
-    with ending(debug=debug, interrupted=lambda: _interrupted(found)):
+    with ending(debug=debug, interrupted=lambda: interrupted(found, _kept)):
         if saved is not None:
             given = {"--config": config, "--checkpoint": checkpoint, "--set": overrides}
-            given |= {"--out": out, "--confirm": confirm, "--overwrite": overwrite}
+            given |= {"--out": out, "--confirm": confirm, "--fisher": fisher}
+            given |= {"--overwrite": overwrite}
             _from_saved(saved, what_if or [], entropy_budget, given, as_json=as_json)
             return
-        found = _configured(config, checkpoint, out, what_if, confirm, entropy_budget, overrides)
+        changes: dict[str, Any] = {}
+        if out is not None:
+            changes["influence.run_directory"] = str(out)
+            changes["rollouts.save"] = str(out / "rollouts")
+        # What is not asked for here is as the file has it.
+        asked = {"what_if": what_if, "confirm": confirm, "fisher": fisher}
+        changes |= {f"influence.{name}": value for name, value in asked.items() if value}
+        if entropy_budget is not None:
+            changes["influence.entropy_budget"] = entropy_budget
+        found = configured(config, changes, checkpoint, overrides)
         if confirm and not found.influence.what_if:
             raise ValueError(
                 "--confirm has nothing to confirm; expected a step to make and measure. Add "
@@ -81,18 +96,12 @@ def influence(
         tell_notes(found, quiet=quiet)
 
         from entropy_experiments.entropy_influence import EntropyInfluenceRunner
-
-        # With --json, stdout carries JSON and nothing else, whatever a library prints.
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            summary = EntropyInfluenceRunner(found, quiet=quiet).run(overwrite=overwrite)
-        if as_json:
-            typer.echo(json.dumps(summary, indent=2, allow_nan=False))
-            return
-
         from entropy_experiments.report.influence_tables import influence_report
 
-        typer.echo("\n".join(influence_report(summary)))
-        typer.echo(f"Files: {summary['run_directory']}")
+        with library_aside(as_json=as_json):
+            summary = EntropyInfluenceRunner(found, quiet=quiet).run(overwrite=overwrite)
+        files = f"Files: {summary['run_directory']}"
+        tell(summary, lambda: [*influence_report(summary), files], as_json=as_json)
 
 
 def _from_saved(
@@ -115,48 +124,20 @@ def _from_saved(
     from entropy_experiments.entropy_influence import what_if_from
 
     found = what_if_from(folder, what_if, entropy_budget=entropy_budget)
-    if as_json:
-        typer.echo(json.dumps(found, indent=2, allow_nan=False))
-        return
+    tell(found, lambda: _answers(found), as_json=as_json)
+
+
+def _answers(found: dict[str, Any]) -> list[str]:
+    lines = []
     for evaluation in found["evaluations"]:
         if len(found["evaluations"]) > 1:
-            typer.echo(f"{evaluation['name']}:")
-        for answer in evaluation["what_if"]:
-            typer.echo(answer["text"])
+            lines.append(f"{evaluation['name']}:")
+        lines += [answer["text"] for answer in evaluation["what_if"]]
         if evaluation["entropy_budget"] is not None:
-            typer.echo(evaluation["entropy_budget"]["text"])
+            lines.append(evaluation["entropy_budget"]["text"])
+    return lines
 
 
-def _configured(
-    config: str | None,
-    checkpoint: Path | None,
-    out: Path | None,
-    what_if: list[str] | None,
-    confirm: bool,
-    entropy_budget: float | None,
-    overrides: list[str] | None,
-) -> Config:
-    """The file, then the options, then --set: the most explicit wins."""
-    from entropy_experiments.config import load_config
-
-    changes: dict[str, Any] = {}
-    if out is not None:
-        changes["influence.run_directory"] = str(out)
-        changes["rollouts.save"] = str(out / "rollouts")
-    if checkpoint is not None:
-        changes["checkpoint.checkpoint_path"] = str(checkpoint)
-    if what_if:
-        changes["influence.what_if"] = what_if
-    if confirm:
-        changes["influence.confirm"] = True
-    if entropy_budget is not None:
-        changes["influence.entropy_budget"] = entropy_budget
-    found = load_config(config).replaced(changes, where="the command line")
-    return found.with_overrides(overrides or [])
-
-
-def _interrupted(config: Config | None) -> str:
-    if config is None:
-        return "Interrupted before anything was computed."
+def _kept(config: Config) -> str:
     place = config.influence.run_directory or "results/entropy_influence"
-    return f"Interrupted. Finished stages are kept in {place}; the same command continues."
+    return f"Finished stages are kept in {place}; the same command continues."

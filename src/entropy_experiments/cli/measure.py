@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +15,12 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    configured,
+    interrupted,
+    library_aside,
+    tell,
     tell_notes,
 )
-from entropy_experiments.cli.run import configured
 
 if TYPE_CHECKING:
     from entropy_experiments.config import Config
@@ -49,8 +49,8 @@ def measure(
 ) -> None:
     """Measure an update's entropy change at several step sizes, over fresh batches."""
     found: Config | None = None
-    with ending(debug=debug, interrupted=lambda: _interrupted(found)):
-        found = configured(config, checkpoint, out, overrides or [])
+    with ending(debug=debug, interrupted=lambda: interrupted(found, _kept)):
+        found = configured(config, {}, checkpoint, overrides, under=out)
         tell_notes(found, quiet=quiet)
 
         from entropy_experiments.entropy_experiment_runner import (
@@ -58,18 +58,13 @@ def measure(
             measurement_report,
         )
 
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        with library_aside(as_json=as_json):
             results = EntropyMeasurements(found, quiet=quiet).run_experiments()
-        if as_json:
-            typer.echo(json.dumps(results, indent=2, allow_nan=False))
-        else:
-            typer.echo("\n".join(measurement_report(results)))
+        tell(results, lambda: measurement_report(results), as_json=as_json)
 
 
-def _interrupted(config: Config | None) -> str:
-    if config is None:
-        return "Interrupted before anything was computed."
+def _kept(config: Config) -> str:
     return (
-        f"Interrupted. Finished repeats and rollouts are kept in {config.rollout_folder}; the same "
-        "command continues from them."
+        f"Finished repeats and rollouts are kept in {config.rollout_folder}; the same command "
+        "continues from them."
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,8 +27,48 @@ Overrides = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on the screen.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no notes on the screen.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def configured(
+    config: str | None,
+    changes: Mapping[str, Any],
+    checkpoint: Path | None,
+    overrides: list[str] | None,
+    *,
+    under: Path | None = None,
+) -> Config:
+    """The file, then the options, then --set: the most explicit wins."""
+    from entropy_experiments.config import load_config
+
+    found = load_config(config)
+    if under is not None:
+        found = found.under(under)
+    if checkpoint is not None:
+        changes = {**changes, "checkpoint.checkpoint_path": str(checkpoint)}
+    found = found.replaced(changes, where="the command line")
+    return found.with_overrides(overrides or [])
+
+
+def library_aside(*, as_json: bool) -> AbstractContextManager[Any]:
+    """With --json, stdout carries JSON and nothing else, whatever a library prints."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
+
+
+def tell(results: Any, words: Callable[[], Sequence[str]], *, as_json: bool) -> None:
+    """Results as JSON, or in words."""
+    if as_json:
+        typer.echo(json.dumps(results, indent=2, allow_nan=False))
+    else:
+        typer.echo("\n".join(words()))
+
+
+def interrupted(config: Config | None, kept: Callable[[Config], str]) -> str:
+    """What Ctrl-C leaves behind: `kept` says where."""
+    if config is None:
+        return "Interrupted before anything was computed."
+    return f"Interrupted. {kept(config)}"
 
 
 def tell_notes(config: Config, *, quiet: bool) -> None:

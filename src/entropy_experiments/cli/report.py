@@ -1,26 +1,62 @@
-"""`entropy-probe report`: what the files of a finished influence study say, without any model."""
+"""`entropy-probe report`: what the files of finished runs say, in words, figures and HTML."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import math
+import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from entropy_experiments.cli.config import Debug
 from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.options import AsJson, Debug, Quiet, tell
+
+if TYPE_CHECKING:
+    from entropy_experiments.report.linearity import LineFit
 
 EXAMPLES = (
     "\b\nExamples:\n"
-    "  entropy-probe report results/entropy_influence/run            the study in words\n"
+    "  entropy-probe report results/entropy_influence/run   in words, and run/report.html\n"
+    "  entropy-probe report logs/2026-11-16/entropy_probe_14-30-25_step_60.json.gz\n"
+    "  entropy-probe report build/demo/influence --trajectory build/demo/trajectory.json\n"
+    "  entropy-probe report RUN --figures figures           PDF and PNG, for papers\n"
+    "  entropy-probe report RUN1 RUN2 RUN3 --html three.html   side by side\n"
     "  entropy-probe report results/entropy_influence/run --linearity\n"
     "  entropy-probe report RUN --samples --rollout 3 --rollout 7 --out two.png"
 )
+UNTOLD = ("texts", "covariance", "matrix", "environment")
+"""Sections of a gathered run that --json leaves out: they are files of the run already."""
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of an influence study.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a study or a probe, log or trajectory.json; several: side by side.",
+        ),
+    ],
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Where the HTML report goes.")
+    ] = None,
+    no_html: Annotated[bool, typer.Option("--no-html", help="Print the text alone.")] = False,
+    figures: Annotated[
+        Path | None,
+        typer.Option("--figures", metavar="DIR", help="Write figures for papers, PDF and PNG."),
+    ] = None,
+    columns: Annotated[
+        int, typer.Option("--columns", help="Width of figures: 1 or 2 columns of a paper.")
+    ] = 1,
+    trajectory: Annotated[
+        Path | None,
+        typer.Option("--trajectory", metavar="FILE", help="The run's trajectory.json beside it."),
+    ] = None,
+    evaluation: Annotated[
+        str | None,
+        typer.Option("--evaluation", metavar="NAME", help="Evaluation batch that is drawn."),
+    ] = None,
     linearity: Annotated[
         bool, typer.Option("--linearity", help="Is each rollout's change a line in the step size?")
     ] = False,
@@ -34,31 +70,163 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", help="Where the drawing goes (--samples).")
     ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Read a study's files again: its summary, or the fits and drawings over step sizes."""
+    """Read runs' files again: in words, as one HTML file, as figures; several side by side."""
     with ending(debug=debug):
         if (rollouts or out is not None) and not samples:
             raise ValueError("--rollout and --out are about the drawing: add --samples.")
+        if no_html and (html or ((trajectory or evaluation) and figures is None)):
+            raise ValueError(
+                "--no-html together with --html, --trajectory or --evaluation, which are about "
+                "the HTML report. Leave one out."
+            )
+        if len(runs) > 1:
+            asked = {"--figures": figures, "--trajectory": trajectory, "--evaluation": evaluation}
+            asked |= {"--linearity": linearity, "--samples": samples}
+            _side_by_side(runs, html, asked, as_json=as_json)
+            return
+        (run,) = runs
+        found: dict[str, Any] = {"run": str(run)}
+        lines: list[str] = []
         if linearity:
-            from entropy_experiments.report.linearity import analyze_grad_linearity
+            from entropy_experiments.report.linearity import (
+                analyze_grad_linearity,
+                linearity_table,
+            )
 
-            analyze_grad_linearity(run, show=typer.echo)
+            fits = analyze_grad_linearity(run, show=None)
+            found["linearity"] = [_fit(fit) for fit in fits]
+            lines += linearity_table(fits)
         if samples:
-            typer.echo(_drawn(run, rollouts, out))
-        if not linearity and not samples:
-            from entropy_experiments.report.influence_tables import influence_report
-            from entropy_experiments.report.run_files import open_run
+            found["samples"] = str(_drawn(run, rollouts, out))
+            lines.append(found["samples"])
+        words_alone = linearity or samples
+        if not words_alone and not as_json:
+            lines += _in_words(run)
+        if as_json and not words_alone:
+            found |= _gathered(run, trajectory, evaluation)
+        asked_html = html is not None or trajectory or evaluation
+        if (asked_html and not no_html) or not (no_html or words_alone):
+            page = _write_html(run, html, trajectory, evaluation, quiet=quiet)
+            if page is not None:
+                found["html"] = str(page)
+                lines.append(f"Report: {page}")
+        if figures is not None:
+            from entropy_experiments.report.figures.write import write_figures
 
-            typer.echo("\n".join(influence_report(open_run(run).summary())))
+            options = {"trajectory": trajectory, "evaluation": evaluation, "columns": columns}
+            found["figures"] = [str(path) for path in write_figures(run, figures, **options)]
+            lines.append(f"Figures: {len(found['figures'])} files in {figures}")
+        tell(found, lambda: lines, as_json=as_json)
+
+
+def _fit(fit: LineFit) -> dict[str, Any]:
+    bend = fit.bend if math.isfinite(fit.bend) else None  # of a line without a slope
+    return {**asdict(fit), "bend": bend, "flags": list(fit.flags)}
+
+
+def _gathered(run: Path, trajectory: Path | None, evaluation: str | None) -> dict[str, Any]:
+    from entropy_experiments.report.html.data import gather
+
+    data = gather(run, trajectory=trajectory, evaluation=evaluation)
+    return {name: value for name, value in data.items() if name not in UNTOLD}
+
+
+def _side_by_side(
+    runs: list[Path], html: Path | None, asked: dict[str, Any], *, as_json: bool
+) -> None:
+    wrong = [name for name, value in asked.items() if value]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)} with {len(runs)} runs: these are about one run. Leave them out, "
+            "or name one run."
+        )
+    from entropy_experiments.report.compare import compare
+
+    found = compare(runs)
+    if html is not None:
+        from entropy_experiments.report.html.compare import write_comparison
+
+        found["html"] = str(write_comparison(runs, html))
+    if as_json or not sys.stdout.isatty():
+        from entropy_experiments.report.compare_tables import table_lines
+
+        tell(found, lambda: list(table_lines(found))[1:], as_json=as_json)
+    else:
+        _on_the_screen(found)
+    if html is not None and not as_json:
+        typer.echo(f"Report: {html}")
+
+
+def _on_the_screen(found: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from entropy_experiments.report.compare_tables import tables
+
+    console = Console()
+    for one in tables(found):
+        console.print(Text(one.title, style="bold"), Text(one.about, style="dim"), sep="\n")
+        drawn = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for at, name in enumerate(one.head):
+            # Folded where the screen is narrow: a number cut short would be another number.
+            drawn.add_column(Text(name), justify="left" if at == 0 else "right", overflow="fold")
+        for row in one.rows:
+            drawn.add_row(*(Text(cell) for cell in row))
+        console.print(drawn)
+
+
+def _in_words(run: Path) -> list[str]:
+    from entropy_experiments.report.html.data import is_trajectory, log_of
+
+    if is_trajectory(run):
+        from entropy_experiments.report.html.data import gather
+
+        told = gather(run)["verdict"]
+        return [told["sentence"], *told["points"]]
+    run = log_of(run)
+    if run.is_file():
+        from entropy_experiments.report.html.from_log import log_report
+        from entropy_experiments.report.logs import read_log
+
+        return log_report(read_log(run))
+    from entropy_experiments.report.influence_tables import influence_report
+    from entropy_experiments.report.run_files import open_run
+
+    return influence_report(open_run(run).summary())
+
+
+def _write_html(
+    run: Path,
+    html: Path | None,
+    trajectory: Path | None,
+    evaluation: str | None,
+    *,
+    quiet: bool,
+) -> Path | None:
+    from entropy_experiments.report.html.page import missing, write_report
+
+    lacking = missing()
+    if lacking is not None and html is None:
+        if not quiet:
+            typer.echo(f"No HTML report: {lacking}", err=True)  # the words were what was asked for
+        return None
+    return write_report(run, html, trajectory=trajectory, evaluation=evaluation)
 
 
 def _drawn(run: Path, rollouts: list[int] | None, out: Path | None) -> Path:
-    if find_spec("matplotlib") is None:
+    from entropy_experiments.report.figures.style import INSTALL, can_draw
+
+    if not can_draw():
         raise ValueError(
-            "Drawing needs matplotlib, which is not installed: pip install "
-            "'entropy-experiments[plot]'. --linearity has the same in numbers."
+            f"Drawing needs matplotlib, which is not installed: {INSTALL}. --linearity has the "
+            "same in numbers."
         )
-    from entropy_experiments.report.influence_plots import plot_grad_delta_samples
+    from entropy_experiments.report.figures.samples import plot_grad_delta_samples
 
     return plot_grad_delta_samples(run, rollouts, out)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +15,10 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    configured,
+    interrupted,
+    library_aside,
+    tell,
     tell_notes,
 )
 
@@ -47,40 +48,19 @@ def run(
 ) -> None:
     """Predict what an update does to entropy, measure it, and say what to believe."""
     found: Config | None = None
-    with ending(debug=debug, interrupted=lambda: _interrupted(found)):
-        found = configured(config, checkpoint, out, overrides or [])
+    with ending(debug=debug, interrupted=lambda: interrupted(found, _kept)):
+        found = configured(config, {}, checkpoint, overrides, under=out)
         tell_notes(found, quiet=quiet)
 
         from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 
-        # With --json, stdout carries JSON and nothing else, whatever a library prints.
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        with library_aside(as_json=as_json):
             results = OfflineEntropyProbe(found, quiet=quiet).run_mixed_probe()
-        if as_json:
-            typer.echo(json.dumps(results, indent=2, allow_nan=False))
-        else:
-            typer.echo("\n".join(results["verdict"]))
+        tell(results, lambda: results["verdict"], as_json=as_json)
 
 
-def configured(
-    config: str | None, checkpoint: Path | None, out: Path | None, overrides: list[str]
-) -> Config:
-    """The file, then the options, then --set: the most explicit wins."""
-    from entropy_experiments.config import load_config
-
-    found = load_config(config)
-    if out is not None:
-        found = found.under(out)
-    if checkpoint is not None:
-        changes = {"checkpoint.checkpoint_path": str(checkpoint)}
-        found = found.replaced(changes, where="--checkpoint")
-    return found.with_overrides(overrides)
-
-
-def _interrupted(config: Config | None) -> str:
-    if config is None:
-        return "Interrupted before anything was computed."
+def _kept(config: Config) -> str:
     return (
-        f"Interrupted. Finished units of rollouts are kept in {config.rollout_folder}; the "
-        "same command continues from them."
+        f"Finished units of rollouts are kept in {config.rollout_folder}; the same command "
+        "continues from them."
     )

@@ -221,6 +221,12 @@ class Influence(Section):
     are not measured are NaN."""
     leave_one_out: Many[Index] = ()
     """Update rollouts to leave out exactly: advantages, normaliser, clip and denominator anew."""
+    fisher: bool = False
+    """The Fisher kernel too: how much learning from each update rollout raises the log-prob of each
+    evaluation rollout, and the changes it predicts against those measured."""
+    fisher_centred: bool = False
+    """Subtract the mean gradient of either side from the kernel and its cosines: the noise that all
+    pairs share."""
     folds: Annotated[int, Field(ge=2)] = 2
     """Parts of the evaluation prompts that give each token its standard error and its sign. At most
     one for each prompt; with one prompt nothing is ranked."""
@@ -236,8 +242,19 @@ class Influence(Section):
     """Rebuild each counterfactual step in full and measure it."""
     entropy_budget: Number | None = None
     """Change of entropy in nats (below 0: entropy spent) whose learning rate is asked."""
+    plots: bool = True
+    """Draw the ledger and the measured rollouts into plots/, where matplotlib is installed."""
     run_directory: Path | None = None
     """Folder of all result files. null: results/entropy_influence/<checkpoint>_<key>."""
+
+    @model_validator(mode="after")
+    def _kernel(self) -> Influence:
+        if self.fisher_centred and not self.fisher:
+            raise ValueError(
+                "influence.fisher_centred is true and influence.fisher is false: there is no "
+                "kernel to centre. Set influence.fisher: true (--fisher), or leave it out."
+            )
+        return self
 
 
 class Experiment(Section):

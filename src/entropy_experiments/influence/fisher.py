@@ -14,12 +14,15 @@ sum_i w_i grad S_i is subtracted first (for rollouts of the policy its expectati
 subtracted is noise shared by all pairs). cosine: divided by sqrt(K_ii K_jj) of the gradients as
 they stand, centred or not; a zero gradient has cosine 0 with everything. Both need P > 0 to be
 what their names say; the kernel itself takes any P.
+
+Where the loss sees another policy than the one asked about (another temperature, the full softmax),
+the right side's gradients are those of `trained`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,50 +57,83 @@ class Contributor(NamedTuple):
     value: float
 
 
+class Kernel(NamedTuple):
+    """K of every pair, and of each rollout with itself, in fp64."""
+
+    value_NM: Tensor
+    own_N: Tensor
+    """K_ii of the left rollouts."""
+    own_M: Tensor
+    """K_jj of the right ones."""
+
+    @property
+    def cosine_NM(self) -> Tensor:
+        scale_NM = (self.own_N[:, None] * self.own_M).sqrt()
+        some_NM = scale_NM > 0
+        return torch.where(some_NM, self.value_NM / torch.where(some_NM, scale_NM, 1.0), 0.0)
+
+
 def fisher_kernel(
     policy: Policy,
     left: Rollouts,
     right: Rollouts,
     preconditioner: Params | None = None,
     *,
+    cosine: bool = False,
+    **options: Any,
+) -> Tensor:
+    """[N_left, N_right] in fp64; `options` are those of `fisher_blocks`."""
+    if cosine and preconditioner is not None:
+        check_cosine(preconditioner)
+    found = fisher_blocks(policy, left, right, preconditioner, **options)
+    return found.cosine_NM if cosine else found.value_NM
+
+
+def fisher_blocks(
+    policy: Policy,
+    left: Rollouts,
+    right: Rollouts,
+    preconditioner: Params | None = None,
+    *,
+    trained: Policy | None = None,
     worth: Scores | None = None,
     centred: bool = False,
-    cosine: bool = False,
     block_bytes: int = BLOCK_BYTES,
     microbatch: int = 8,
-) -> Tensor:
-    """[N_left, N_right] in fp64; without a preconditioner, P is 1.
+) -> Kernel:
+    """The kernel and its diagonals, blocks of right rollouts at a time; no preconditioner: P is 1.
 
-    `worth`: token coefficients of the right rollouts, in place of 1 for every log-prob.
+    `worth`: token coefficients of the right rollouts, in place of 1 for every log-prob. `trained`:
+    the policy of the right side, if it is another.
     """
     whole(left)
     whole(right)
     require_full_precision(policy.params)
-    p = _checked(preconditioner, policy.params, cosine)
+    trained, p = trained or policy, preconditioner
+    check_params("the trained policy", trained.params, policy.params)
+    if p is not None:
+        check_params("preconditioner", p, policy.params)
     size = fitting(policy.params, block_bytes)
     at_once = min(microbatch, size)
     left_worth, right_worth = _sum_of_logprobs(left), worth or _sum_of_logprobs(right)
     shift_left = shift_right = None
     if centred:
         shift_left = _mean_gradient(policy, left, left_worth, at_once)
-        same = right is left and worth is None
-        shift_right = shift_left if same else _mean_gradient(policy, right, right_worth, at_once)
+        same = right is left and worth is None and trained is policy
+        shift_right = shift_left if same else _mean_gradient(trained, right, right_worth, at_once)
 
     out_NM = torch.zeros(len(left), len(right), dtype=torch.float64)
-    square_N, square_M = out_NM.new_zeros(len(left)), out_NM.new_zeros(len(right))
+    own_N, own_M = out_NM.new_zeros(len(left)), out_NM.new_zeros(len(right))
     for rows_M in torch.arange(len(right)).split(size):
-        block = _block(policy, right, right_worth, rows_M, shift_right, at_once)
-        square_M[rows_M] = _weigh(block, p)
+        block = _block(trained, right, right_worth, rows_M, shift_right, at_once)
+        own_M[rows_M] = _weigh(block, p)
         for rows_N, columns, part in left.split(at_once):
             cut = Scores(*(x_NS[rows_N, columns] for x_NS in left_worth))
             gradients = _centred(rollout_gradients(policy, part, [cut])[0], shift_left)
             out_NM[rows_N.cpu()[:, None], rows_M] = products(gradients, block).cpu()
-            if cosine and int(rows_M[0]) == 0:
-                square_N[rows_N.cpu()] = _weigh(dict(gradients), p)
-    if not cosine:
-        return out_NM
-    scale_NM = (square_N[:, None] * square_M).sqrt()
-    return torch.where(scale_NM > 0, out_NM / torch.where(scale_NM > 0, scale_NM, 1.0), 0.0)
+            if int(rows_M[0]) == 0:
+                own_N[rows_N.cpu()] = _weigh(dict(gradients), p)
+    return Kernel(out_NM, own_N, own_M)
 
 
 def top_contributors(kernel_M: Tensor, count: int) -> list[Contributor]:
@@ -113,16 +149,28 @@ def top_contributors(kernel_M: Tensor, count: int) -> list[Contributor]:
 
 def rollout_coefficients(coefficient: Scores, rollouts: Rollouts) -> Tensor:
     """coef_j where dL/dl_jk is the same for all tokens of a rollout and dL/dh_jk is 0."""
-    response_NS, (l_NS, h_NS) = rollouts.response_NS, coefficient
-    mean_N = torch.where(response_NS, l_NS, 0.0).sum(1) / rollouts.tokens_N
-    off_NS = torch.where(response_NS, (l_NS - mean_N[:, None]).abs() + h_NS.abs(), 0.0)
-    if float(off_NS.max()) > CONSTANT * float(l_NS.abs().max()):
+    mean_N, off_N = _spread(coefficient, rollouts)
+    if float(off_N.max()) > CONSTANT:
         raise ValueError(
-            f"Rollout {int(off_NS.amax(1).argmax())} has token coefficients that differ (clipping, "
-            "a KL term), or an entropy bonus; expected one number per rollout. Give them to "
+            f"Rollout {int(off_N.argmax())} has token coefficients that differ (clipping, a KL "
+            "term), or an entropy bonus; expected one number per rollout. Give them to "
             "fisher_kernel as worth=, and ones as coefficients."
         )
     return mean_N
+
+
+def one_per_rollout(coefficient: Scores, rollouts: Rollouts) -> bool:
+    """Whether `rollout_coefficients` says all that the token coefficients do."""
+    return float(_spread(coefficient, rollouts)[1].max()) <= CONSTANT
+
+
+def _spread(coefficient: Scores, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+    """Mean coefficient of each rollout, and how far its tokens are from it: 1 is the largest."""
+    response_NS, (l_NS, h_NS) = rollouts.response_NS, coefficient
+    mean_N = torch.where(response_NS, l_NS, 0.0).sum(1) / rollouts.tokens_N
+    off_NS = torch.where(response_NS, (l_NS - mean_N[:, None]).abs() + h_NS.abs(), 0.0)
+    largest = l_NS.abs().max().clamp(min=torch.finfo(l_NS.dtype).tiny)
+    return mean_N, off_NS.amax(1) / largest
 
 
 def predicted_logprob_changes(
@@ -155,18 +203,14 @@ def logprob_changes(
     return torch.where(rollouts.response_NS, gap_NS, 0.0).sum(1)
 
 
-def _checked(preconditioner: Params | None, params: Params, cosine: bool) -> Params | None:
-    if preconditioner is None:
-        return None
-    check_params("preconditioner", preconditioner, params)
-    if cosine:
-        for name, value in preconditioner.items():
-            if not bool((value >= 0).all()):
-                raise ValueError(
-                    f"The preconditioner of {name!r} has negative entries, as an optimizer that "
-                    "maximizes has; a cosine needs P >= 0. Give minus the preconditioner."
-                )
-    return preconditioner
+def check_cosine(preconditioner: Params) -> None:
+    """Refuse a P that gives no cosine."""
+    for name, value in preconditioner.items():
+        if not bool((value >= 0).all()):
+            raise ValueError(
+                f"The preconditioner of {name!r} has negative entries, as an optimizer that "
+                "maximizes has; a cosine needs P >= 0. Give minus the preconditioner."
+            )
 
 
 def _sum_of_logprobs(rollouts: Rollouts) -> Scores:

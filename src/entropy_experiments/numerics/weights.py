@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from arviz_stats.base.array import array_stats
 from torch import Tensor
 
 from entropy_experiments.numerics.sums import earlier
@@ -125,6 +124,8 @@ def pareto_k_hat(logweight_N: Tensor) -> float:
 
     Infinite where nothing can be fitted: all the weight is on a few rollouts.
     """
+    from arviz_stats.base.array import array_stats  # a second, and most runs are too small to ask
+
     with np.errstate(divide="ignore", invalid="ignore"):
         _, k_hat = array_stats.psislw(-logweight_N.detach().cpu().double().numpy())
     return float(k_hat) if np.isfinite(k_hat) else math.inf

@@ -118,6 +118,11 @@ class Findings:
         total = decay + self.gradient_eventual.value
         return decay / total if total else None
 
+    def _repr_html_(self) -> str:
+        from entropy_experiments.report.notebook import probe_html
+
+        return probe_html(results_of(self), self.level.estimand.unit)
+
 
 def results_of(found: Findings) -> dict[str, Any]:
     """The result keys of the documents, and `estimates` with all that belongs to each number."""

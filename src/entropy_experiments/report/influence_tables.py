@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-Numbers = Mapping[str, Any]
+from entropy_experiments.report.amounts import Numbers, cell, contains_zero, spoken, value_of
+from entropy_experiments.report.influence_answers import budget, fisher, left_out, what_if
 
-SECTIONS = ("change", "ledger", "trust", "groups", "tokens", "left_out", "what_if", "budget")
+SECTIONS = (
+    *("change", "ledger", "trust", "groups", "tokens"),
+    *("left_out", "fisher", "what_if", "budget"),
+)
 TOKENS = 10
 GROUPS = 12
 RELIABLE = 0.5
@@ -48,9 +52,10 @@ def influence_report(
         "trust": _trust,
         "groups": _groups,
         "tokens": _tokens,
-        "left_out": _left_out,
-        "what_if": _what_if,
-        "budget": _budget,
+        "left_out": left_out,
+        "fisher": fisher,
+        "what_if": what_if,
+        "budget": budget,
     }
     found: Sequence[Mapping[str, Any]] = summary.get("evaluations", ())
     lines = _headline(summary)
@@ -109,7 +114,7 @@ def _ledger(evaluation: Mapping[str, Any]) -> list[str]:
         return []
     reward, total = evaluation["ledger"].get("reward"), value_of(entropy["predicted"])
     # None where parts cancel, or where the total is lost in its own error bar.
-    shares = total and not _withheld(evaluation) and not _contains_zero(entropy["predicted"])
+    shares = total and not _withheld(evaluation) and not contains_zero(entropy["predicted"])
     books = [("entropy, nats", entropy), *([("expected reward", reward)] if reward else [])]
     columns = f"{'this step':>{WIDE}} {'eventual':>{WIDE}} {'stderr':>{NARROW}}"
     head = f"  {'':{NAME}}" + "".join(f"  {title:^{len(columns)}}" for title, _ in books)
@@ -137,15 +142,15 @@ def _line_cells(line: Numbers | None) -> str:
     if line is None:
         line = {"this_step": None}
     return (
-        f"{_cell(line['this_step'], WIDE)} {_cell(line.get('eventual'), WIDE)} "
-        f"{_cell(line.get('stderr'), NARROW, '.1e')}"
+        f"{cell(line['this_step'], WIDE)} {cell(line.get('eventual'), WIDE)} "
+        f"{cell(line.get('stderr'), NARROW, '.1e')}"
     )
 
 
 def _sum_cells(estimate: Numbers | None) -> str:
     estimate = estimate or {"value": None, "stderr": None}
-    stderr = _cell(estimate["stderr"], NARROW, ".1e")
-    return f"{_cell(estimate['value'], WIDE)} {'':>{WIDE}} {stderr}"
+    stderr = cell(estimate["stderr"], NARROW, ".1e")
+    return f"{cell(estimate['value'], WIDE)} {'':>{WIDE}} {stderr}"
 
 
 def _share(share: float) -> str:
@@ -229,7 +234,7 @@ def _groups(evaluation: Mapping[str, Any]) -> list[str]:
         width = max((len(name) for name, _ in shown), default=0)
         for name, group in shown:
             unsure = "" if group.get("stable", True) else "  sign unsure"
-            error = _cell(group.get("stderr"), 5, ".0e")
+            error = cell(group.get("stderr"), 5, ".0e")
             lines.append(
                 f"  {name:{width}}  {group['value']:+.3e} +- {error}  {group['tokens']:>6} tokens"
                 f"{unsure}"
@@ -254,7 +259,7 @@ def _tokens(evaluation: Mapping[str, Any], most: str = "destroying") -> list[str
     lines = [f"The {len(shown)} most entropy-{most} tokens, >>marked<< in their context:"]
     for place, token in enumerate(shown, start=1):
         lines.append(
-            f"  {place:>2}. {token['value']:+.2e} +- {_cell(token.get('stderr'), 5, '.0e')}  "
+            f"  {place:>2}. {token['value']:+.2e} +- {cell(token.get('stderr'), 5, '.0e')}  "
             f"p {token['probability']:.2f}  A {token['advantage']:+.2f}  "
             f"rollout {token['rollout']}, token {token['k']}"
         )
@@ -275,90 +280,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-# What else could have been.
-
-
-def _left_out(evaluation: Mapping[str, Any]) -> list[str]:
-    found = evaluation.get("leave_one_out")
-    if not found:
-        return []
-    lines = ["Steps made anew without a rollout (its share is what it did in the step as made):"]
-    for one in found:
-        lines.append(
-            f"  without rollout {one['rollout']}: predicted {spoken(one['first_order'])}, measured "
-            f"{value_of(one['measured']):+.4g}; leaving it out is worth "
-            f"{-value_of(one['difference']):+.2e}, its share was {one['influence']:+.2e}"
-        )
-    return lines
-
-
-def _what_if(evaluation: Mapping[str, Any]) -> list[str]:
-    results = evaluation.get("what_if")
-    if not results:
-        return []
-    lines = ["What if (advantages, normalisers, P and clip factor as they were):"]
-    for result in results:
-        predicted = result["prediction"]
-        error = predicted.get("change_stderr")
-        lines.append(
-            f"  {result['name']}: predicted {predicted['total']:+.4g} nats instead of "
-            f"{predicted['recorded']:+.4g}, a difference of {predicted['change']:+.3g}"
-            f"{'' if error is None else f' +- {error:.0e}'} "
-            f"({predicted['changed_tokens']} tokens changed)"
-        )
-        lines += [f"    {note}" for note in predicted.get("notes", ())]
-        lines += _confirmed(result.get("confirmation"))
-    return lines
-
-
-def _confirmed(found: Mapping[str, Any] | None) -> list[str]:
-    if found is None:
-        return []
-    lines = [f"    made and measured: {spoken(found['measured'])}"]
-    if found.get("agrees") is None:
-        return [*lines, "    no interval, so nothing is confirmed"]
-    settled = "explained" if found.get("accounted") else "NOT explained"
-    beyond = found.get("beyond_linear", False)
-    if not found["agrees"]:
-        lines.append(f"    the prediction is outside the measured interval, {settled} by")
-    elif found.get("accounted") and not beyond:
-        lines.append("    confirmed: the prediction is inside the measured interval")
-    else:
-        doubt = "not confirmed" if found.get("accounted") else "NOT explained by"
-        lines.append(f"    the prediction is inside the measured interval, but {doubt}")
-    gap = value_of(found["recomputed"]) - value_of(found["frozen"])
-    parts = [f"denominator and clip {gap:+.2g}"]
-    if found.get("curvature") is not None:
-        parts.append(f"curvature {value_of(found['curvature']):+.2g}")
-    parts.append(f"rest {value_of(found['rest']):+.2g}")
-    lines.append(f"    measured - predicted: {', '.join(parts)}")
-    if "change" in found:  # against the step as it was, both measured
-        agrees, seen = found.get("effect_agrees"), found.get("effect")
-        if seen is None and agrees is not None:  # an older summary
-            seen = "as predicted" if agrees else "not as predicted"
-        seen = seen or "no interval, so nothing can be said"
-        lines.append(f"    against the step as it was: {spoken(found['change'])}, {seen}")
-    if beyond:
-        lines.append(
-            "    beyond the linear range: curvature or rest is over half of the slope's share"
-        )
-    return lines
-
-
-def _budget(evaluation: Mapping[str, Any]) -> list[str]:
-    found = evaluation.get("entropy_budget")
-    if not found:
-        return []
-    curved = found.get("curved")
-    told = (
-        f"To change the entropy by {found['budget']:+.4g} nats: learning rate "
-        f"{found['linear']:.4g} by the slope alone"
-    )
-    if found.get("curvature_known", True):
-        told += f", {'none' if curved is None else f'{curved:.4g}'} with curvature"
-    return [told, *(f"  {note}" for note in found.get("notes", ()))]
-
-
 def _provenance(summary: Mapping[str, Any]) -> list[str]:
     lines = [f"Note: {note}." for note in summary.get("notes", ())]
     if summary.get("assumed"):
@@ -370,26 +291,3 @@ def _provenance(summary: Mapping[str, Any]) -> list[str]:
     if summary.get("not_verifiable"):
         lines.append("Not verifiable from the files: " + "; ".join(summary["not_verifiable"]) + ".")
     return lines
-
-
-# Numbers: estimates are as `findings.numbers` writes them.
-
-
-def value_of(estimate: Numbers) -> float:
-    return float(estimate["value"])
-
-
-def spoken(estimate: Numbers) -> str:
-    """A change with its interval, signs always shown."""
-    interval = estimate["interval"]
-    bar = "no interval" if interval is None else f"95% {interval[0]:+.3g} to {interval[1]:+.3g}"
-    return f"{value_of(estimate):+.4g} nats ({bar})"
-
-
-def _contains_zero(estimate: Numbers) -> bool:
-    interval = estimate["interval"]
-    return interval is not None and interval[0] <= 0 <= interval[1]
-
-
-def _cell(value: float | None, width: int, form: str = "+.2e") -> str:
-    return f"{'-' if value is None else format(value, form):>{width}}"

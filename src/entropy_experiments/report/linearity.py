@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import numpy as np
 from scipy.special import chdtrc
 
-from entropy_experiments.report.run_files import Files, RunFiles, files_of
+from entropy_experiments.report.run_files import Files, files_of
 
 Flavour = Literal["grad", "baseline_plus_grad"]
 """Along v_i alone; along v_baseline + v_i, minus what the baseline alone does."""
@@ -314,8 +314,7 @@ def _first_order(run: Files, evaluation: str, reference_eta: float | None) -> np
 
 def _is_measured(run: Files, name: str) -> bool:
     """The manifest says what a matrix holds; without one it is first order."""
-    arrays = run.manifest.get("arrays", {}) if isinstance(run, RunFiles) else {}
-    return arrays.get(name, {}).get("description", "").startswith("measured")
+    return run.arrays.get(name, {}).get("description", "").startswith("measured")
 
 
 def _reference_eta(run: Files) -> float:

@@ -1,12 +1,15 @@
 """The log of a run, at four levels, each with all that the one before has.
 
     minimal    the core numbers, timing, batch sizes
-    standard   + every estimate, the sweep, batch statistics, weights, update norms, provenance
+    standard   + every estimate, the sweep, batch statistics, weights, update norms, messages
+               (sampling retries, norms, times) and provenance
     detailed   + every rollout: prompt, response, log-prob, entropy, weight, reward, advantage
     debug      + every token of every rollout; the tensors as computed, each parameter's share
 
 Three files: the log, a summary with the core numbers, and the exact config. The `log_*` switches
 only take away from what the level allows. Each file appears whole or not at all.
+
+A number that JSON cannot hold is null, and `nulls` says why (`log_json`).
 """
 
 from __future__ import annotations
@@ -23,12 +26,16 @@ from torch import Tensor
 
 from entropy_experiments.config import Config, config_yaml
 from entropy_experiments.report.findings import Findings, results_of
+from entropy_experiments.report.log_json import finite_only, log_text, short
+from entropy_experiments.report.messages import messages
 from entropy_experiments.rollouts.store import write_whole
 from entropy_experiments.types import Rollouts, Scores
 
 SCHEMA = 1
 RAW_GRADIENT = 100_000
 """Elements of a loss gradient that a debug log holds at most."""
+BESIDE = ("summary.json", "config.yaml", "report.html")
+"""What a log's files are called beside it; the report is there if someone asked for it."""
 LEVELS = ("minimal", "standard", "detailed", "debug")
 CORE = (
     *("checkpoint", "update", "bars_dot", "deltaH1", "deltaH_true", "learning_rate"),
@@ -54,8 +61,7 @@ class DetailedLogger:
         folder = Path(settings.output_directory) / now.strftime("%Y-%m-%d")
         folder.mkdir(parents=True, exist_ok=True)
         stem = _free_stem(folder, f"entropy_probe_{now.strftime('%H-%M-%S')}_{found.checkpoint}")
-        content = self.content(found, decode)
-        text = json.dumps(content, indent=None if settings.level == "debug" else 1, allow_nan=False)
+        text = log_text(self.content(found, decode))
         if settings.compress:
             path = folder / f"{stem}.json.gz"
             # A fixed mtime: the same run writes the same bytes.
@@ -64,7 +70,7 @@ class DetailedLogger:
             path = folder / f"{stem}.json"
             write_whole(path, text.encode())
         core = {"schema": SCHEMA, **{k: v for k, v in results_of(found).items() if k in CORE}}
-        summary = json.dumps(core, indent=1, allow_nan=False)
+        summary = json.dumps(finite_only(core), indent=1, allow_nan=False)
         write_whole(folder / f"{stem}_summary.json", summary.encode())
         write_whole(folder / f"{stem}_config.yaml", self._config_text(found).encode())
         if settings.max_files:
@@ -72,13 +78,20 @@ class DetailedLogger:
         return path
 
     def content(self, found: Findings, decode: Decode) -> dict[str, Any]:
-        """What the log holds at the level asked for."""
+        """What the log holds at the level asked for: JSON values, none of them NaN."""
+        return finite_only(self._content(found, decode))
+
+    def _content(self, found: Findings, decode: Decode) -> dict[str, Any]:
         settings, results = self._settings, results_of(found)
         depth = LEVELS.index(settings.level)
         head = {"schema": SCHEMA, "level": settings.level}
         if depth == 0:
             return {**head, **{name: results[name] for name in CORE if name in results}}
+        results["estimates"] = {n: short(e) for n, e in results["estimates"].items()}
+        if "sweep" in results:
+            results["sweep"] = [short(point) for point in results["sweep"]]
         content = {**head, **results, "batches": _batches(found), "update_vector": _update(found)}
+        content["messages"] = messages(found)
         content["provenance"] = dict(found.provenance)
         if depth >= 2 and settings.log_sequences:
             tokens = depth >= 3 and settings.log_tokens
@@ -102,13 +115,32 @@ class DetailedLogger:
 def read_log(path: str | Path) -> dict[str, Any]:
     """The content of a log, compressed or not."""
     path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"No log {path}; expected a .json or .json.gz file of a run.")
     data = path.read_bytes()
-    content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    try:
+        content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(
+            f"{path} is no log, or cut short ({error}). Run the probe again."
+        ) from None
+    if not isinstance(content, dict) or "level" not in content:
+        raise ValueError(
+            f"{path} is no log of `entropy-probe run`; expected its entropy_probe_*.json or "
+            ".json.gz, not the summary beside it."
+        )
     if content.get("schema") != SCHEMA:
         raise ValueError(
-            f"{path} has log schema {content.get('schema')!r}; this version reads {SCHEMA}."
+            f"{path} has log schema {content.get('schema')!r}; this version reads {SCHEMA}. Run "
+            "the probe again, or read it with the version that wrote it."
         )
     return content
+
+
+def newest_log(folder: str | Path) -> Path | None:
+    """The last log below a folder that `entropy-probe run --out` or its `logs` was; or None."""
+    found = [log for top in ("logs", ".") for log in _logs(Path(folder) / top)]
+    return max(found, key=lambda log: (log.parent.name, log.name), default=None)
 
 
 def _batches(found: Findings) -> dict[str, Any]:
@@ -153,7 +185,8 @@ def _evaluation(found: Findings) -> dict[str, Tensor]:
         return {}
     shown = ("integrand_N", "entropy_N")
     logweight_N = found.change.diagnostics["weights"].logweight_N
-    return {"logweight": logweight_N, **{n[:-2]: found.change.diagnostics[n] for n in shown}}
+    weights = {"logweight": logweight_N, "weight": logweight_N.exp()}
+    return weights | {n[:-2]: found.change.diagnostics[n] for n in shown}
 
 
 def _rewards(found: Findings) -> dict[str, Tensor]:
@@ -247,14 +280,23 @@ def _free_stem(folder: Path, stem: str) -> str:
     return tried
 
 
+def _logs(directory: Path) -> list[Path]:
+    """Under their dates, in no order."""
+    found = directory.glob("*/entropy_probe_*.json*")
+    return [
+        path
+        for path in found
+        if path.name.endswith((".json", ".json.gz")) and not path.name.endswith("_summary.json")
+    ]
+
+
 def _rotate(directory: Path, most: int, *, keep: Path) -> None:
     """Keep the newest runs; a run is its three files."""
-    found = directory.glob("*/entropy_probe_*.json*")
-    logs = [path for path in found if not path.name.endswith("_summary.json")]
+    logs = _logs(directory)
     logs.sort(key=lambda p: (p.stat().st_mtime, p.name))
     for old in logs[: max(0, len(logs) - most)]:
         if old == keep:
             continue
         stem = old.name.removesuffix(".gz").removesuffix(".json")
-        for name in (old.name, f"{stem}_summary.json", f"{stem}_config.yaml"):
+        for name in (old.name, *(f"{stem}_{end}" for end in BESIDE)):
             (old.parent / name).unlink(missing_ok=True)

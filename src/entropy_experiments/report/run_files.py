@@ -46,6 +46,11 @@ class Files(ABC):
     @abstractmethod
     def read(self, name: str) -> bytes: ...
 
+    @property
+    def arrays(self) -> Mapping[str, Any]:
+        """What each array holds, where that was written down."""
+        return {}
+
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
@@ -104,6 +109,26 @@ class PlainFiles(Files):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NewFiles(Files):
+    """Files of a study that are about to be written."""
+
+    folder: Path
+    contents: Mapping[str, bytes]
+    described: Mapping[str, Any]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.contents)
+
+    @property
+    def arrays(self) -> Mapping[str, Any]:
+        return self.described
+
+    def read(self, name: str) -> bytes:
+        return self.contents[name]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFiles(Files):
     """A finished study's folder."""
 
@@ -113,6 +138,10 @@ class RunFiles(Files):
     @property
     def names(self) -> list[str]:
         return list(self.manifest["files"])
+
+    @property
+    def arrays(self) -> Mapping[str, Any]:
+        return self.manifest.get("arrays", {})
 
     def read(self, name: str) -> bytes:
         """The file's bytes, which have the hash that the manifest says."""

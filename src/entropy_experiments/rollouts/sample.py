@@ -72,15 +72,18 @@ class SampleGenerator:
         master_seed: int = 0,
         progress: ProgressCallback | bool | None = None,
         store: RolloutStore | None = None,
+        units: int = UNITS,
     ) -> None:
-        for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        sizes = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "units": units}
+        for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
         if isinstance(stop, str) or not all(stop):
             raise ValueError(f"stop is {stop!r}; expected a list of non-empty strings.")
         self.policy, self.tokenizer = policy, tokenizer
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
-        self.stop, self.master_seed, self.store = tuple(stop), master_seed, store
+        self.stop, self.units = tuple(stop), units
+        self.master_seed, self.store = master_seed, store
         self.progress = ProgressBar() if progress is True else (progress or None)
         self.ends = end_tokens(policy.model, tokenizer)
 
@@ -276,7 +279,7 @@ class SampleGenerator:
         else:
             lengths = sorted({len(draw.prompt) for draw in draws})
             blocks = [[n for n in order if len(draws[n].prompt) == size] for size in lengths]
-        size = min(self.batch_size, ceil(len(draws) / (UNITS if len(draws) >= SEVERAL else 1)))
+        size = min(self.batch_size, ceil(len(draws) / (self.units if len(draws) >= SEVERAL else 1)))
         return [block[i : i + size] for block in blocks for i in range(0, len(block), size)]
 
     def _padding_is_safe(self) -> bool:

@@ -24,12 +24,7 @@ from entropy_experiments.influence import whatif
 from entropy_experiments.influence.interventions import Objected
 from entropy_experiments.probe_inputs import ProbeInputs, timed
 from entropy_experiments.probe_sampling import Opened, PromptIds, Sampler, prompts_of
-from entropy_experiments.rollouts.store import (
-    MANIFEST,
-    load_update_batch,
-    save_rollouts,
-    save_update_batch,
-)
+from entropy_experiments.rollouts.store import save_rollouts
 from entropy_experiments.study.given import FOREIGN_REWARDS, Given, Made, rewards_fit
 from entropy_experiments.study.requests import (
     EvaluationDrawn,
@@ -41,7 +36,7 @@ from entropy_experiments.study.requests import (
     evaluation_params,
     workspace_params,
 )
-from entropy_experiments.study.store import digest_of, digest_of_tensors
+from entropy_experiments.study.workspace import save_workspace, workspace_sizes
 from entropy_experiments.tasks.datasets import Problem, load_problems
 from entropy_experiments.tasks.rewards import Reward, build_reward
 from entropy_experiments.types import Rollouts, UpdateBatch
@@ -90,7 +85,7 @@ def check_requests(config: Config) -> None:
 def gather_study(config: Config, probed: Opened, *, quiet: bool = True) -> StudyInputs:
     """Every batch that the plan names, of a checkpoint that was opened with this config."""
     check_requests(config)
-    config, timing = _with_workspace(config), dict[str, float]()
+    config, timing = workspace_sizes(config), dict[str, float]()
     with timed(timing, "sampling"):
         maker = _Maker(config, probed, quiet=quiet)
         made, evaluations = maker.all()
@@ -143,22 +138,6 @@ def _folded(batch: EvaluationBatch, asked: int) -> EvaluationBatch:
     return replace(batch, folds=prompts, notes=(*batch.notes, note))
 
 
-def _with_workspace(config: Config) -> Config:
-    """Sizes of a workspace that is drawn are those of batch_config."""
-    asked = config.influence.workspace
-    params = workspace_params(asked)
-    changes: dict[str, Any] = {}
-    if isinstance(params, WorkspaceUpdate | WorkspaceDrawn):
-        changes["batch_config.B_U"] = params.prompts
-    if isinstance(params, WorkspaceUpdate):
-        changes["update.batch"] = params.batch
-    if isinstance(params, WorkspaceDrawn):
-        changes["batch_config.U_split"] = params.split or config.batch_config.E_split
-    changes["batch_config.G"] = getattr(params, "group", None)
-    changes = {key: value for key, value in changes.items() if value is not None}
-    return config.replaced(changes, where="influence.workspace.params") if changes else config
-
-
 class _Maker:
     """Makes the batches of one study, each after those it must not share prompts with."""
 
@@ -188,7 +167,7 @@ class _Maker:
         for i, request in enumerate(asked.evaluation_requests):
             if request.kind == "update":
                 found[i] = self._own_prompts(i, request, made.batch)
-        self._save(asked.workspace, made)
+        save_workspace(asked.workspace, made, self.probed, self.given.model)
         return made, tuple(_folded(found[i], asked.folds) for i in sorted(found))
 
     def _workspace(self, asked: Workspace) -> Made | None:
@@ -226,33 +205,6 @@ class _Maker:
             drawn.batch, rollouts=replace(drawn.batch.rollouts, behaviour_logprob_NS=None)
         )
         return Made(batch=batch, notes=drawn.notes)
-
-    def _save(self, asked: Workspace, made: Made) -> None:
-        if asked.save_path is None or asked.save_path == asked.load_path:
-            return
-        folder = Path(asked.save_path)
-        meta = {**self._meta(), "real": made.real, "bound": made.bound}
-        if not (folder / MANIFEST).is_file():
-            save_update_batch(folder, made.batch, meta=meta)
-            return
-        theirs, said = load_update_batch(folder)
-        if said == meta and _digest(theirs) == _digest(made.batch):
-            return  # a rerun changes nothing
-        raise ValueError(
-            f"influence.workspace.save_path: {folder} holds another update batch (fingerprint "
-            f"{theirs.rollouts.fingerprint[:12]}... there, {made.batch.rollouts.fingerprint[:12]}"
-            "... here, or other advantages, log-probs or settings). Give another folder, or delete "
-            "that one."
-        )
-
-    def _meta(self) -> dict[str, Any]:
-        workspace = self.config.influence.workspace
-        return {
-            "model": self.given.model,
-            "kind": workspace.kind,
-            "params": workspace.params,
-            "dataset": self.probed.facts["dataset_name"],
-        }
 
     def _evaluation(self, i: int, request: BatchRequest, avoid: set[PromptIds]) -> EvaluationBatch:
         where = f"influence.evaluation_requests[{i}].params"
@@ -382,18 +334,6 @@ class _Maker:
                 f"earlier evaluation batch (such as {text[:40]!r}); expected others: an update "
                 "moves its own prompts most. The update's own prompts are kind: update."
             )
-
-
-def _digest(batch: UpdateBatch) -> str:
-    tensors = {
-        "advantage": batch.advantage_NS,
-        "reward": batch.reward_N,
-        "old": batch.old_logprob_NS,
-        "reference": batch.ref_logprob_NS,
-        "microbatch": batch.microbatch_N,
-        "loss": batch.loss_NS,
-    }
-    return digest_of(batch.rollouts.fingerprint, digest_of_tensors(tensors))
 
 
 def _custom(params: Any) -> list[Problem]:

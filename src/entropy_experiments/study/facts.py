@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from entropy_experiments.influence import whatif
+from entropy_experiments.influence.fisher import top_contributors
 from entropy_experiments.influence.ledger import Ledger
 from entropy_experiments.report.findings import finite, numbers, weights_of
 from entropy_experiments.study.store import Stage
 from entropy_experiments.types import Estimate
+
+CONTRIBUTORS = 5
+"""Update rollouts named for each evaluation rollout whose log-prob they moved."""
 
 
 def changes(found: Mapping[str, Estimate]) -> Stage:
@@ -45,6 +51,31 @@ def ledger_facts(found: Ledger) -> dict[str, Any]:
         if found.predicted_by_prompt is None
         else numbers(found.predicted_by_prompt),
         "notes": list(found.notes),
+    }
+
+
+def fisher_facts(stage: Stage) -> dict[str, Any]:
+    """Of every evaluation rollout the change predicted and measured, and who made most of it."""
+    share_EN, measured_E = stage.tensors["contribution_EN"], stage.tensors["measured_E"]
+    predicted_E = share_EN.sum(1)
+    size, gap = (float(x_E.norm()) for x_E in (measured_E, predicted_E - measured_E))
+    both = torch.stack([predicted_E, measured_E])
+    varied = len(measured_E) > 1 and bool((both.std(1) > 0).all())
+    return {
+        **stage.facts,
+        "correlation": float(torch.corrcoef(both)[0, 1]) if varied else None,
+        "relative_gap": gap / size if size else None,
+        "rollouts": [
+            {
+                "rollout": i,
+                "predicted": float(predicted_E[i]),
+                "measured": float(measured_E[i]),
+                "contributors": [
+                    one._asdict() for one in top_contributors(share_EN[i], CONTRIBUTORS)
+                ],
+            }
+            for i in range(len(measured_E))
+        ],
     }
 
 

@@ -1,4 +1,4 @@
-"""The files of a finished study, as bytes: summary.json, arrays, token tables.
+"""The files of a finished study, as bytes: summary.json, arrays, token tables, drawings.
 
 Everything here is made from stages on disk, so files of a resumed study are those of one that was
 never disturbed. `docs` of each array (what, shape, units) go into the manifest.
@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,17 @@ from entropy_experiments.config import config_yaml
 from entropy_experiments.influence import whatif
 from entropy_experiments.influence.groups import By, Most, grouped, ranked
 from entropy_experiments.influence.token_rows import token_rows
+from entropy_experiments.report.figures.study import study_plots
+from entropy_experiments.report.figures.style import INSTALL, can_draw
 from entropy_experiments.report.findings import finite
+from entropy_experiments.report.run_files import NewFiles
 from entropy_experiments.study.evaluation import Evaluation, evaluations_of
-from entropy_experiments.study.facts import budget_facts, prediction_facts
+from entropy_experiments.study.facts import budget_facts, fisher_facts, prediction_facts
+from entropy_experiments.study.ledgers import ledgers
+from entropy_experiments.study.questions import confirmed, fisher, left_out
 from entropy_experiments.study.stages import Study
 from entropy_experiments.study.store import FORMAT, SCHEMA
+from entropy_experiments.study.texts import update_texts
 from entropy_experiments.trajectory import provenance
 
 TABLE_FACTS = b"entropy_experiments.table"
@@ -38,6 +45,8 @@ GROUPS: tuple[By, ...] = (
 )
 BEFORE, AFTER = 24, 8
 """Tokens shown around a ranked token."""
+MOVED = 5
+"""Evaluation rollouts whose log-prob changes summary.json tells; changes.json has all."""
 SPLIT = "split so that each entry's slope in eta is the first-order contribution"
 """How a measured change is shared among evaluation rollouts: F_ij of `influence.finite`."""
 
@@ -56,7 +65,17 @@ class StudyFiles:
         summary = self._summary(evaluations, key)
         self.files["summary.json"] = json.dumps(summary, indent=1, allow_nan=False).encode()
         self.files["config.yaml"] = config_yaml(self.study.config).encode()
+        texts = json.dumps(self._texts[0], indent=1, allow_nan=False)
+        self.files["update_rollouts.json"] = texts.encode()
+        if self.study.asked.plots and can_draw():
+            folder = self.study.store.folder.parent
+            made = NewFiles(folder=folder, contents=self.files, described=self.arrays)
+            self.files |= study_plots(made, summary)
         return self.files, self.arrays, summary
+
+    @cached_property
+    def _texts(self) -> tuple[list[dict[str, Any]], list[str]]:
+        return update_texts(self.study.probe.update, self.study.probe.checkpoint.tokenizer.decode)
 
     def _array(self, name: str, values: np.ndarray, what: str, units: str = "nats") -> None:
         buffer = io.BytesIO()
@@ -66,7 +85,7 @@ class StudyFiles:
 
     def _evaluation(self, found: Evaluation) -> dict[str, Any]:
         study, name = self.study, found.name
-        matrix, tokens, ledgers = found.matrix, found.tokens, found.ledgers
+        matrix, tokens, books = found.matrix, found.tokens, ledgers(found)
         scale = study.etas[0] / study.direction.lr
         self._matrix_files(found, scale)
         self._single_files(found)
@@ -75,7 +94,7 @@ class StudyFiles:
             reward_N = found.batch.reward_N.numpy()
             self._array(f"{name}_rewards.npy", reward_N, "reward of each evaluation rollout", "1")
         parts = float(tokens.rollout_N.abs().sum()) + sum(map(abs, tokens.baseline.values()))
-        predicted = ledgers["entropy"]["predicted"]["value"]
+        predicted = books["entropy"]["predicted"]["value"]
         residual = predicted - tokens.total
         # One budget, one entropy: that of the first evaluation batch.
         budget = study.asked.entropy_budget if found is self.evaluations[0] else None
@@ -102,7 +121,7 @@ class StudyFiles:
                 "matrix_residual": matrix.total - tokens.gradient,
                 "matrix_passes": matrix.passes,
             },
-            "ledger": ledgers,
+            "ledger": books,
             "groups": _groups(found),
             "ranked": {most: self._ranked(found, most) for most in ("destroying", "creating")},
             "reliability": finite(tokens.reliability),
@@ -111,15 +130,16 @@ class StudyFiles:
             "doubts": list(tokens.doubts),
             "measured_rollouts": found.measured_rows,
             "leave_one_out": [
-                {"rollout": row, **_answered(lambda row=row: found.left_out(row))}
+                {"rollout": row, **_answered(lambda row=row: left_out(found, row))}
                 for row in study.asked.leave_one_out
             ],
+            "fisher": self._fisher(found) if study.asked.fisher else None,
             "what_if": [self._what_if(found, text) for text in study.asked.what_if],
             "entropy_budget": None
             if budget is None
             else {
                 "budget": budget,
-                **_answered(lambda: budget_facts(ledgers["entropy"], study.direction.lr, budget)),
+                **_answered(lambda: budget_facts(books["entropy"], study.direction.lr, budget)),
             },
             "table": whatif.facts(tokens),
         }
@@ -178,12 +198,39 @@ class StudyFiles:
             text = json.dumps(said, indent=1, allow_nan=False)
             self.files[f"{name}_grad_eta/{end}.json"] = text.encode()
 
+    def _fisher(self, found: Evaluation) -> dict[str, Any]:
+        def answer() -> dict[str, Any]:
+            stage = fisher(found)
+            eta, folder = stage.facts["eta"], f"{found.name}_fisher"
+            centred = ", both gradients centred" if stage.facts["centred"] else ""
+            done = f"first-order change of S_i by each update rollout at eta {eta:g}"
+            for name, what, units in (
+                ("kernel", f"K_ij = (grad S_i)^T P (grad S_j){centred}", "nats per eta"),
+                ("cosine", f"K_ij / sqrt(K_ii K_jj){centred}", "1"),
+                ("contribution", done, "nats"),
+            ):
+                values_EN, what = (
+                    stage.tensors[f"{name}_EN"].numpy(),
+                    f"{what} [evaluation, update]",
+                )
+                self._array(f"{folder}/{name}.npy", values_EN, what, units)
+            what = f"measured change of S_i along the gradient part of the step at eta {eta:g}"
+            self._array(f"{folder}/measured.npy", stage.tensors["measured_E"].numpy(), what)
+            told = fisher_facts(stage)
+            rows = told.pop("rollouts")
+            self.files[f"{folder}/changes.json"] = json.dumps(rows, indent=1).encode()
+            moved = sorted(rows, key=lambda row: -abs(row["measured"]))[:MOVED]
+            return {**told, "moved": moved}
+
+        return _answered(answer)
+
     def _table(self, found: Evaluation) -> None:
         import pyarrow
         import pyarrow.parquet
 
         decode = self.study.probe.checkpoint.tokenizer.decode
         rows = {**token_rows(found.tokens, decode), **whatif.fold_columns(found.tokens)}
+        rows["piece"] = self._texts[1]
         table = pyarrow.table(rows)
         facts = json.dumps(whatif.facts(found.tokens)).encode()
         table = table.replace_schema_metadata({TABLE_FACTS: facts})
@@ -217,7 +264,7 @@ class StudyFiles:
             prediction = whatif.repredict(found.tokens, text)
             confirmation = None
             if self.study.asked.confirm:
-                confirmation = _answered(lambda: found.confirmed(text))
+                confirmation = _answered(lambda: confirmed(found, text))
             return {
                 "name": prediction.name,
                 "prediction": prediction_facts(prediction),
@@ -235,6 +282,8 @@ class StudyFiles:
                 "every group of the update batch has equal rewards: the update is momentum and "
                 "weight decay alone"
             )
+        if study.asked.plots and not can_draw():
+            notes.append(f"plots/ is left out: matplotlib is not installed ({INSTALL})")
         return {
             "format": FORMAT,
             "schema": SCHEMA,

@@ -11,6 +11,7 @@
     rollouts_NN     measured changes along single rollouts' directions, a few per stage
     without_NNN     exact leave-one-out of a rollout
     confirm         a counterfactual step, made and measured
+    fisher          the kernel of every pair of rollouts, and the log-prob changes it predicts
 
 Later stages read earlier ones from disk, whether this process computed them or another did.
 """
@@ -43,11 +44,19 @@ from entropy_experiments.study.store import (
     SCHEMA,
     Stage,
     StageStore,
+    batch_digest,
     digest_of,
     digest_of_tensors,
 )
 from entropy_experiments.trajectory import provenance
-from entropy_experiments.types import Direction, Estimand, Params, Rollouts, Scores
+from entropy_experiments.types import (
+    Direction,
+    Estimand,
+    Params,
+    Rollouts,
+    Scores,
+    UpdateBatch,
+)
 from entropy_experiments.types.direction import BASELINE_PARTS
 
 
@@ -117,6 +126,19 @@ class Study:
         return self.config.memory_config.microbatch_size
 
     @property
+    def block_bytes(self) -> int:
+        return self.asked.block_mb << 20
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self.probe.facts["max_grad_norm"] or None
+
+    @property
+    def update_side(self) -> tuple[Any, UpdateBatch, Any]:
+        """The policy as the loss sees it, the batch, the loss."""
+        return self.trained, self.probe.update, self.objective
+
+    @property
     def mode(self) -> How:
         """Of every derivative along a direction. g_H itself is always one backward."""
         method = self.config.approx_delta_h.method
@@ -159,16 +181,7 @@ class Study:
             [probe.facts["max_grad_norm"], probe.lr, self.trained.temperature, self.microbatch],
             [probe.measuring, probe.predicting, self.config.importance.clip_c],
             rollouts_digest(batch.rollouts),
-            digest_of_tensors(
-                {
-                    "advantage": batch.advantage_NS,
-                    "reward": batch.reward_N,
-                    "old": batch.old_logprob_NS,
-                    "reference": batch.ref_logprob_NS,
-                    "microbatch": batch.microbatch_N,
-                    "loss": batch.loss_NS,
-                }
-            ),
+            batch_digest(batch),
         )
 
     def stage(self, name: str, key: str, cost: float, compute: Callable[[], Stage]) -> Stage:
@@ -219,13 +232,7 @@ class Study:
         """The step's parts and lines by name; they sum to the whole direction."""
 
         def compute() -> Stage:
-            found = line_directions(
-                self.trained,
-                self.probe.update,
-                self.objective,
-                self.direction,
-                microbatch=self.microbatch,
-            )
+            found = line_directions(*self.update_side, self.direction, microbatch=self.microbatch)
             return Stage(facts={"names": list(found)}, tensors=packed(found))
 
         stage = self.stage("lines", digest_of(self.key), self.cost / 2, compute)

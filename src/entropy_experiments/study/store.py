@@ -41,6 +41,7 @@ from entropy_experiments.report.run_files import (
     read_manifest,
 )
 from entropy_experiments.rollouts.store import write_whole
+from entropy_experiments.types import UpdateBatch
 
 __all__ = [
     "FORMAT",
@@ -48,6 +49,7 @@ __all__ = [
     "RunDirectory",
     "Stage",
     "StageStore",
+    "batch_digest",
     "digest_of",
     "digest_of_tensors",
     "open_run",
@@ -95,6 +97,20 @@ def digest_of_tensors(tensors: Mapping[str, Tensor | None]) -> str:
         found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         found.update(value.flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
+
+
+def batch_digest(batch: UpdateBatch) -> str:
+    """sha256 of what training knows of a batch's tokens, which its fingerprint does not say."""
+    return digest_of_tensors(
+        {
+            "advantage": batch.advantage_NS,
+            "reward": batch.reward_N,
+            "old": batch.old_logprob_NS,
+            "reference": batch.ref_logprob_NS,
+            "microbatch": batch.microbatch_N,
+            "loss": batch.loss_NS,
+        }
+    )
 
 
 class StageStore:

@@ -9,6 +9,7 @@ from gradient_doctor.detectors.estimators import Estimators
 from gradient_doctor.detectors.frozen import Frozen
 from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
+from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
@@ -34,6 +35,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Erased,
     GraphReuse,
     InPlace,
+    HiddenWrites,
     Precision,
     Scaler,
     GradCalls,

@@ -154,8 +154,9 @@ class Cosmetic(Detector):
     def _say_addend(self, site: Site, idle: Idle) -> None:
         ledger = self.ledger
         facts = ledger.facts(idle.taint) if idle.taint is not None else []
-        told = {(f.number, f.site) for f in self.session.findings}
-        if any((number, fact.site) in told for fact in facts for number in (1, 2, 3, 10, 11)):
+        told = {(f.number, f.site.place) for f in self.session.findings if f.site is not None}
+        cuts = [fact.site.place for fact in facts if fact.site is not None]
+        if any((number, place) in told for place in cuts for number in (1, 2, 3, 10, 11)):
             return  # the cut has taken some parameter's only gradient: that is the finding
         hidden = 0
         for fact in facts:

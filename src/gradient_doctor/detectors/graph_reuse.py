@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.places import count
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.graph import Used, node_of, nodes_of, origin_of, used_by
-from gradient_doctor.session import Backward, Detector, OpCall, Session
+from gradient_doctor.graph import Used, next_number, node_of, nodes_of, origin_of, used_by
+from gradient_doctor.registry import owned_by
+from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
 
 _SECOND_TIME = "backward through the graph a second time"
 
@@ -37,15 +39,23 @@ class GraphReuse(Detector):
         self._old: Shared | None = None  # during a backward
         self._leaks: set[Site | None] = set()
         self._kept = WeakIdKeyDictionary()  # tensor -> earlier steps whose graphs hang on it
+        # optimizer -> number of the first node that is younger than its last step
+        self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def event(self, event: Event) -> None:
+        if event.kind == "step":
+            self._stepped[event.data["optimizer"]] = next_number()
 
     def backward_starts(self, backward: Backward) -> None:
         self._step_of[backward.number] = backward.step
         self._old = None
         for root in backward.roots if backward.graph is not None else ():
             # looked for now: the marks change when the backward ends
-            old = self._shared(node_of(root), lambda node: _made_before(node, backward.step))
+            old = self._shared(
+                node_of(root), lambda node: _made_before(node, backward.step), self._is_outdated
+            )
             if old.entry is not None:
-                self._old = old
+                self._old, backward.outdated = old, True
 
     def backward_ended(self, backward: Backward) -> None:
         if self._old is not None:
@@ -67,8 +77,8 @@ class GraphReuse(Detector):
             else:
                 self._second(backward, shared)
             return
-        known = (f.site for f in self.session.findings if f.number in (12, 14))
-        if backward.site in known:
+        known = [f.site.place for f in self.session.findings if f.number in (12, 14) and f.site]
+        if backward.site is not None and backward.site.place in known:
             return
         self.report(
             12,
@@ -118,7 +128,33 @@ class GraphReuse(Detector):
 
     # the shared part
 
-    def _shared(self, root: Any, is_old: Any) -> Shared:
+    def _is_outdated(self, entry: Any) -> bool:
+        """Whether weights behind it have changed since they were used, or its graph is freed.
+
+        The number of the step alone says little: in scripts steps are guessed, and where two
+        optimizers take turns the guess may fall between a forward and its backward.
+        """
+        nodes = list(_inner(entry))
+        if any(map(_freed, nodes)):
+            return True
+        owners = {
+            id(p): optimizer
+            for optimizer in self.session.registry.optimizers.values()
+            for p in owned_by(optimizer)
+        }
+        for node in nodes:
+            for child, _ in node.next_functions:
+                if child is None or not _is_leaf(child):
+                    continue
+                owner = owners.get(id(child.variable))
+                # weights without an optimizer are changed by hand, out of sight
+                if owner is None and isinstance(child.variable, nn.Parameter):
+                    return True
+                if owner is not None and self._stepped.get(owner, 0) > node._sequence_nr():
+                    return True
+        return False
+
+    def _shared(self, root: Any, is_old: Any, counts: Any = bool) -> Shared:
         """Nodes that are old, and where the rest of the graph meets them."""
         shared = Shared()
         if root is None:
@@ -139,6 +175,7 @@ class GraphReuse(Detector):
                 if child is not None and child not in seen:
                     seen.add(child)
                     stack.append((child, user))
+        entries = [entry for entry in entries if counts(entry[0])]
         if not entries:
             return shared
         # the entry that most parameters are behind: a scalar may be shared as well
@@ -218,15 +255,6 @@ def _inner(root: Any) -> Iterator[Any]:
 def _freed(node: Any) -> bool:
     used = used_by(node)
     return used is not None and used.freed
-
-
-def reuses_old_graph(backward: Backward) -> bool:
-    """Whether the loss hangs on a graph of an earlier step."""
-    return any(
-        _made_before(node, backward.step)
-        for root in backward.roots
-        for node in _inner(node_of(root))
-    )
 
 
 def _made_before(node: Any, step: int) -> bool:

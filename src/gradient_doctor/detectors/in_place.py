@@ -5,15 +5,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
-
-from gradient_doctor.detectors.graph_reuse import reuses_old_graph
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
-from gradient_doctor.taint import tensors_in
 
 _CHANGED = re.compile(
     r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]\]"
@@ -61,7 +57,7 @@ class InPlace(Detector):
         self._steps: deque[Stepped] = deque(maxlen=8)
 
     def op(self, call: OpCall) -> None:
-        for target in _targets(call):
+        for target in call.targets:
             if target.is_inference():
                 continue
             base = target._base
@@ -94,7 +90,7 @@ class InPlace(Detector):
 
     def backward_failed(self, backward: Backward, error: BaseException) -> None:
         found = _CHANGED.search(str(error))
-        if found is None or reuses_old_graph(backward):
+        if found is None or backward.outdated:
             return  # a cached graph does not fit today's weights: class 14
         shape = tuple(int(n) for n in found[1].split(",") if n.strip())
         complaint = Complaint(shape, found[2] or "", int(found[3]), int(found[4]))
@@ -169,16 +165,3 @@ class InPlace(Detector):
             parameters=0 if write is None else write.bits,
             related=(backward.site,),
         )
-
-
-def _targets(call: OpCall) -> list[Tensor]:
-    """The tensors that a call has written to."""
-    if "out" in call.kwargs:
-        return tensors_in(call.kwargs["out"])
-    short = call.short
-    if short == "__setitem__" or (short.endswith("_") and not short.endswith("__")):
-        first: Any = call.args[0] if call.args else None
-        return tensors_in(first)
-    if call.kwargs.get("inplace") is True:
-        return call.outputs[:1]
-    return []

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradient_doctor.explain import CutFact, Ledger, bits_of, how_to_mend, what_cuts
-from gradient_doctor.findings import Severity, Site
+from gradient_doctor.findings import Severity, Site, listed
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file
 from gradient_doctor.taint import Taint, TracedFloat
@@ -186,7 +186,7 @@ class Missing(Detector):
             self._verdicts(False, None)
 
     def _verdicts(self, at_end: bool, error: BaseException | None) -> None:
-        ledger = self.ledger
+        ledger, registry = self.ledger, self.session.registry
         missing = ledger.missing(at_end, error) | (0 if error else ledger.zeroed())
         if not missing:
             return
@@ -204,8 +204,15 @@ class Missing(Detector):
             turns = self._turns(idle)
             if not at_end:
                 idle &= ~turns
-            for names, mask in self._modules(idle).items():
+            lines: dict[Any, tuple[list[str], int]] = {}
+            for name, mask in self._modules(idle).items():
                 ledger.explained |= mask
+                site = self._birth(name, list(registry.tensors(mask)))
+                # modules that one line made are idle together
+                key = name if site is None else (site.place, bool(mask & turns))
+                names, known = lines.get(key, ([], 0))
+                lines[key] = ([*names, name], known | mask)
+            for names, mask in lines.values():
                 self._idle(names, mask, bool(mask & turns))
 
     def _cut_off(self, fact: CutFact, mask: int) -> None:
@@ -222,7 +229,7 @@ class Missing(Detector):
             parameters=mask,
         )
 
-    def _idle(self, where: str, mask: int, turns: bool) -> None:
+    def _idle(self, names: list[str], mask: int, turns: bool) -> None:
         ledger, registry = self.ledger, self.session.registry
         tensors = list(registry.tensors(mask))
         size = sum(t.numel() for t in tensors)
@@ -247,24 +254,50 @@ class Missing(Detector):
         self.report(
             5,
             severity,
-            f"{where} is trainable and in an optimizer, but no loss reaches it.",
+            f"{listed(names, 3)} is trainable and in an optimizer, but no loss reaches it."
+            if len(names) == 1
+            else f"{listed(names, 3)} are trainable and in an optimizer, but no loss reaches them.",
             why=f"{len(tensors)} parameters with {size:,} numbers ({bytes_ / 1024:,.1f} KiB of"
-            f" weights) never received a gradient: {how}.",
+            f" weights) never received a gradient: {how}."
+            + (" Others of the same list are chosen by the data: their turn may come." * turns),
             fix="Let the loss depend on it, or freeze it, or delete it.",
-            site=self._birth(where, tensors),
+            site=self._birth(names[0], tensors),
             parameters=mask,
             related=(orphan, use),
         )
 
     def _turns(self, idle: int) -> int:
-        """Members of a list of modules of which each step uses others: their turn may come."""
-        registry = self.session.registry
+        """Idle members of a list whose other members take turns, or that the data choose from."""
+        ledger, registry = self.ledger, self.session.registry
         waiting = 0
         for module in _all_modules(registry):
-            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                own = registry.bits(module.parameters())
-                waiting |= own if own & self.ledger.sometimes else 0
-        return waiting & idle
+            if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                continue
+            members = {child: registry.bits(child.parameters()) for child in module.children()}
+            used = {child: own & ledger.received for child, own in members.items()}
+            # as a whole, not only some part inside of it
+            turns = any(own and not own & ~ledger.sometimes for own in used.values())
+            if turns or self._routed([child for child, own in used.items() if own]):
+                for own in members.values():
+                    waiting |= own if own and not own & ~idle else 0
+        return waiting
+
+    def _routed(self, members: list[nn.Module]) -> bool:
+        """Whether members of one make get different amounts of data, as experts do."""
+        makes: dict[Any, list[dict[int, list[int]]]] = {}
+        for member in members:
+            named = [(n, tuple(p.shape), p) for n, p in member.named_parameters()]
+            make = (type(member), *((name, shape) for name, shape, _ in named))
+            bits = [self.session.registry.bit(p) for _, _, p in named]
+            makes.setdefault(make, []).append(self.ledger.loads.get(bits[0], {}) if bits else {})
+        for loads in makes.values():
+            steps = sorted({step for load in loads for step in load})
+            if any(len({max(load[s]) for load in loads if s in load}) > 1 for s in steps):
+                return True
+            calls = {tuple(len(load.get(s, ())) for load in loads) for s in steps}
+            if len(calls) > 1:
+                return True
+        return False
 
     def _birth(self, where: str, tensors: list[Tensor]) -> Site | None:
         registry = self.session.registry

@@ -13,6 +13,7 @@ from gradient_doctor.detectors.common import plural
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import MARK, node_of
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
+from gradient_doctor.taint import tensors_in
 
 # infinities that are written on purpose: they mask
 _ON_PURPOSE = {"masked_fill", "masked_fill_", "full", "full_like", "tensor", "where", "fill_"}
@@ -51,11 +52,22 @@ class Birth:
     kind: str
 
 
+@dataclass(frozen=True)
+class Bad:
+    """Gradients of one step that are not finite."""
+
+    bits: int
+    birth: Birth
+    backward: Site | None
+    by_scale: bool  # the scaler's factor may have made them: with a smaller one they might be fine
+
+
 class NonFinite(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._births = WeakIdKeyDictionary()
-        self._bad: dict[int, tuple[int, Birth, Site | None]] = {}  # step -> what was seen first
+        self._bad: dict[int, Bad] = {}  # step -> what was seen first
+        self._loss_is_finite = True  # before it was scaled
         self._steps: set[int] = set()
         self._good = False  # some backward was finite: a scaler has found its scale
         self._poisoned = False  # a step was taken with such gradients: all that follows is too
@@ -99,45 +111,51 @@ class NonFinite(Detector):
         for bit, fact in backward.gradients.items():
             bits |= 0 if fact.finite else bit
         self._good |= not bits
-        if not bits or backward.step in self._bad or self._poisoned:
+        known = self._bad.get(backward.step)
+        if not bits or self._poisoned or (known is not None and not known.by_scale):
             return
-        birth = self._culprit(backward) or Birth("backward", backward.site, "nan")
-        self._bad[backward.step] = (bits, birth, backward.site)
+        birth, by_scale = self._culprit(backward)
+        bad = Bad(bits, birth, backward.site, by_scale and self._scaled())
+        if known is None or not bad.by_scale:
+            self._bad[backward.step] = bad
         if not self._scaled():
-            self._say(bits, birth, backward.site, Severity.WARNING)
+            self._say(bad, Severity.WARNING)
 
     def _scaled(self) -> bool:
         """A scaler that looks for its scale makes infinities, and skips those steps."""
         scaler = self.session.scaler
         return scaler is not None and bool(scaler.is_enabled())
 
-    def _culprit(self, backward: Backward) -> Birth | None:
+    def _culprit(self, backward: Backward) -> tuple[Birth, bool]:
+        """Where it began, and whether the factor of a scaler may be what made it."""
         for root in backward.roots:
             birth = self._births.get(root)
             if birth is not None:
-                return birth
+                return birth, self._loss_is_finite
         for blown in backward.blown:
             birth = blown.node.metadata.get(MARK + ".birth")
             if birth is not None:
-                return birth
+                return birth, False
         for blown in backward.blown:
             if blown.origin is not None:
                 short = blown.origin.op.rsplit(".", 1)[-1]
-                return Birth(short, blown.origin.site, blown.kind)
-        return None
+                return Birth(short, blown.origin.site, blown.kind), not blown.singular
+        return Birth("backward", backward.site, "nan"), True
 
     def event(self, event: Event) -> None:
+        if event.kind == "scale" and self.session.record.checked:
+            losses = tensors_in(event.data["args"])
+            self._loss_is_finite = all(bool(loss.isfinite().all()) for loss in losses)
         if event.kind != "step" or self._poisoned:
             return
         bad = self._bad.get(event.step)
         if bad is not None and not self._scaled():
-            bits, birth, site = bad
             owned = self.session.registry.bits(
                 p for group in event.data["optimizer"].param_groups for p in group["params"]
             )
-            if bits & owned and self._stepped_on(bits & owned):
+            if bad.bits & owned and self._stepped_on(bad.bits & owned):
                 self._poisoned = True
-                self._say(bits, birth, site, Severity.ERROR)
+                self._say(bad, Severity.ERROR)
 
     def _stepped_on(self, bits: int) -> bool:
         """Whether the bad gradients are still there: not cleaned, not skipped."""
@@ -155,15 +173,26 @@ class NonFinite(Detector):
             self._always()
 
     def _always(self) -> None:
-        if self._bad and not self._good:
-            bits, birth, site = self._bad[max(self._bad)]
-            self._say(bits, birth, site, Severity.ERROR)
+        """No backward was finite. If a smaller scale may help, the steps that are skipped are the
+        finding (class 21), and this is its explanation."""
+        if not self._bad or self._good:
+            return
+        singular = [bad for bad in self._bad.values() if not bad.by_scale]
+        if singular:
+            self._say(singular[-1], Severity.ERROR)
+        else:
+            self._say(self._bad[max(self._bad)], Severity.NOTE)
 
-    def _say(self, bits: int, birth: Birth, backward: Site | None, severity: Severity) -> None:
+    def _say(self, bad: Bad, severity: Severity) -> None:
+        bits, birth = bad.bits, bad.birth
         if any(f.number == 19 and f.severity is Severity.ERROR for f in self.session.findings):
             return  # an empty mask: said already
         numbers = "NaN" if birth.kind == "nan" else "infinite"
-        stepped = "; the optimizer stepped on it" if severity is Severity.ERROR else ""
+        stepped = ""
+        if severity is Severity.ERROR:
+            stepped = "; the optimizer stepped on it"
+            if self._scaled():
+                stepped = " in any examined step; the scaler skips them all"
         cause = _HINTS.get(birth.op.rstrip("_"))
         self.report(
             27,
@@ -171,13 +200,17 @@ class NonFinite(Detector):
             f"The gradient of {plural(bits.bit_count(), 'parameter')} is not finite{stepped}.",
             why=f"The first {numbers} values come from {birth.op}"
             + (f": {cause}." if cause else ".")
-            + " They stay in the gradient even where a mask hides them in the loss.",
+            + (
+                " A gradient that was scaled less might have passed."
+                if bad.by_scale
+                else " They stay in the gradient even where a mask hides them in the loss."
+            ),
             fix=_FIXES.get(
                 birth.op.rstrip("_"), "Keep the inputs of this line away from its singular points."
             ),
             site=birth.site,
             parameters=bits,
-            related=(backward,),
+            related=(bad.backward,),
         )
 
 

@@ -18,6 +18,7 @@ from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
 from gradient_doctor.taint import tensors_in
 
+_LOW = {torch.float16, torch.bfloat16}
 _SCALED = MARK + ".scaled"
 _ORDER = (
     "The order is: scaler.scale(loss).backward(); scaler.unscale_(optimizer); "
@@ -50,7 +51,8 @@ class Scaler(Detector):
         self._root_scaled = False
         self._inside = 0  # within scaler.step
         self._scaler: Any = None
-        self._half = False
+        self._first: Site | None = None  # where a loss was scaled first
+        self._low: set[torch.dtype] = set()  # precisions below fp32 that something ran in
         self._traced = 0
 
     def _stage(self, optimizer: Any) -> Stage:
@@ -66,8 +68,12 @@ class Scaler(Detector):
     # facts
 
     def op(self, call: OpCall) -> None:
-        if not self._half and call.outputs and call.outputs[0].dtype is torch.float16:
-            self._half = True
+        if torch.float16 in self._low:
+            return
+        self._low.update(t.dtype for t in call.outputs if t.dtype in _LOW)
+        device = call.outputs[0].device.type if call.outputs else "meta"
+        if device != "meta" and torch.is_autocast_enabled(device):
+            self._low |= {torch.get_autocast_dtype(device)} & _LOW
 
     def event_ended(self, event: Event) -> None:
         if event.kind == "scale" and event.data["scaler"].is_enabled():
@@ -106,6 +112,8 @@ class Scaler(Detector):
                 stage.backward_since, stage.updated_early = True, None
             return
         self._traced += self.session.record.traced
+        dtypes = {fact.dtype for fact in backward.gradients.values()}
+        self._low |= dtypes & _LOW
         received = backward.received
         self._spent &= ~received
         if self._root_scaled:
@@ -136,7 +144,9 @@ class Scaler(Detector):
                 self._inside += event.kind == "scaler_step"
                 return
             self._scaler = event.data["scaler"]
-            if event.kind == "unscale":
+            if event.kind == "scale":
+                self._first = self._first or event.site
+            elif event.kind == "unscale":
                 self._unscale(event)
             elif event.kind == "scaler_step":
                 self._step(event)
@@ -319,15 +329,29 @@ class Scaler(Detector):
         self._say(Severity.ERROR, what, why, site, bits, related)
 
     def finish(self, error: BaseException | None) -> None:
-        if error is None and self._scaler is not None and self._traced and not self._half:
-            self.report(
-                17,
-                Severity.NOTE,
-                "The gradient scaler is of no use here.",
-                why="No operation of the traced steps computed in float16; only there do small "
-                "gradients vanish.",
-                fix="Remove it, or run the forward under torch.autocast(dtype=torch.float16).",
-            )
+        if error is not None or self._first is None or not self._traced or self.session.compiled:
+            return  # what torch.compile runs, and how, is not seen
+        self._low |= {p.dtype for p in self.session.registry.everything()} & _LOW
+        if torch.float16 in self._low:
+            return
+        plain = not self._low
+        self.report(
+            17,
+            Severity.WARNING if plain else Severity.NOTE,
+            "The gradient scaler is of no use here.",
+            why=(
+                "Everything ran in float32: no parameter, operation or gradient of the traced steps"
+                " was in half precision, and no autocast asked for it. Only in float16 do small "
+                "gradients vanish; here the scaler costs a check of all gradients per step, and "
+                "skips steps for nothing while it looks for its scale."
+                if plain
+                else "No operation of the traced steps computed in float16, and bfloat16 has the "
+                "range of float32; only in float16 do small gradients vanish."
+            ),
+            fix="Remove it (or enabled=False), or run the forward under "
+            "torch.autocast(dtype=torch.float16) if mixed precision is meant.",
+            site=self._first,
+        )
 
     def _say(
         self,

@@ -19,6 +19,8 @@ from gradient_doctor.steps import StepFacts
 
 _LITTLE = 0.5  # share of elements that must move for a parameter to count as trained
 _NOTHING = 0.01
+_PATIENCE = 10  # skipped steps; a scaler that looks for its scale needs fewer
+_SHOWN = 6
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -45,6 +47,7 @@ class History:
     steps: int = 0  # that really happened
     checked: int = 0
     asked: int = 0  # of the scaler
+    scales: list[float] = field(default_factory=list)  # at those times, of checked steps
     backwards: int = 0  # that gave its parameters gradients
     site: Site | None = None
     sums: dict[int, float] = field(default_factory=dict)  # of a few, at the first backward
@@ -81,8 +84,10 @@ class Unchanged(Detector):
     def event(self, event: Event) -> None:
         if event.kind == "scaler_step" and event.data["args"]:
             history = self._history(event.data["args"][0])
-            history.asked += 1
+            history.asked += event.data["scaler"].is_enabled()
             history.site = event.site
+            if self.session.record.checked and len(history.scales) < _SHOWN:
+                history.scales.append(float(event.data["scaler"].get_scale()))
         elif event.kind == "step":
             history = self._history(event.data["optimizer"])
             history.steps += 1
@@ -111,9 +116,11 @@ class Unchanged(Detector):
     def step_ended(self, record: StepRecord) -> None:
         if record.checked and record.number + 1 >= self.session.trace_steps:
             self._judge(least=3)
+            self._all_skipped(_PATIENCE)
 
     def finish(self, error: BaseException | None) -> None:
         self._judge(least=2)
+        self._all_skipped(2)
         if error is None:
             self._never()
 
@@ -187,46 +194,66 @@ class Unchanged(Detector):
             related=(made, history.site),
         )
 
+    def _unmoved(self, optimizer: Any, history: History) -> int:
+        """Its parameters, if it has never stepped and nobody else moves them."""
+        registry = self.session.registry
+        parameters = registry.bits(owned_by(optimizer))
+        for other in registry.optimizers.values():
+            if other is not optimizer and self._history(other).steps:
+                parameters &= ~registry.bits(owned_by(other))
+        known = history.sums.items()
+        if any(_sum(p) != s for bit, s in known for p in registry.tensors(bit)):
+            return 0  # a wrapper around another optimizer, or an update by hand
+        return parameters
+
+    def _all_skipped(self, least: int) -> None:
+        """Every step that was asked of the scaler was skipped."""
+        for optimizer in self.session.registry.optimizers.values():
+            history = self._histories.get(id(optimizer))
+            if history is None or history.steps or history.asked < least:
+                continue
+            parameters = self._unmoved(optimizer, history)
+            told = [f for f in self.session.findings if f.number in (17, 27)]
+            if not parameters or any(f.severity is Severity.ERROR for f in told):
+                continue  # why the scaler skips is said there
+            if id(optimizer) in self._said:
+                continue
+            self._said.add(id(optimizer))
+            scales = ", ".join(f"{scale:g}" for scale in history.scales)
+            self.report(
+                21,
+                Severity.WARNING,
+                f"The scaler skipped {history.asked} of {history.asked} steps of {history.name}.",
+                why="The weights have not changed: each time it found gradients that are not "
+                "finite. "
+                + (f"Scales seen: {scales}. " if scales else "")
+                + "The scale is too large at first and is halved after each such step, or the "
+                "gradients overflow by themselves.",
+                fix="Begin with a smaller init_scale; if it goes on, look for the overflow.",
+                site=history.site,
+                parameters=parameters,
+                related=tuple(f.site for f in told if f.number == 27),
+            )
+
     def _never(self) -> None:
         """Optimizers that never stepped although their parameters had gradients."""
         registry = self.session.registry
-        stepped = registry.bits(
-            p
-            for optimizer in registry.optimizers.values()
-            if self._history(optimizer).steps
-            for p in owned_by(optimizer)
-        )
         for optimizer in registry.optimizers.values():
             history = self._histories.get(id(optimizer))
-            if history is None or history.steps or history.backwards < 2:
+            if history is None or history.steps or history.asked or history.backwards < 2:
                 continue
-            parameters = registry.bits(owned_by(optimizer)) & ~stepped
-            known = history.sums.items()
-            if not parameters or any(
-                _sum(p) != s for bit, s in known for p in registry.tensors(bit)
-            ):
-                continue  # a wrapper around another optimizer, or an update by hand
-            if history.asked:
-                serious = (f for f in self.session.findings if f.severity > Severity.NOTE)
-                if any(f.number in (17, 27) for f in serious):
-                    continue  # why the scaler skips is said there
-                what = f"The scaler skipped all {history.asked} steps of {history.name}."
-                why = (
-                    "It found infinite gradients each time: the scale is too large at first and "
-                    "is halved after each such step, or the gradients overflow by themselves."
+            parameters = self._unmoved(optimizer, history)
+            if parameters:
+                self.report(
+                    21,
+                    Severity.ERROR,
+                    f"The optimizer {history.name} never steps.",
+                    why=f"{history.backwards} backwards gave its parameters gradients, "
+                    "and step() was never called.",
+                    fix="Call its step() after backward.",
+                    site=birth_site(registry, optimizer) or most_common(self._backward_at),
+                    parameters=parameters,
                 )
-                fix = "Begin with a smaller init_scale; if it goes on, look for the overflow."
-                site = history.site
-            else:
-                what = f"The optimizer {history.name} never steps."
-                why = (
-                    f"{history.backwards} backwards gave its parameters gradients, "
-                    "and step() was never called."
-                )
-                fix = "Call its step() after backward."
-                site = birth_site(registry, optimizer) or most_common(self._backward_at)
-            severity = Severity.WARNING if history.asked else Severity.ERROR
-            self.report(21, severity, what, why=why, fix=fix, site=site, parameters=parameters)
 
 
 def _share(moves: dict[int, Moves]) -> float:

@@ -1,0 +1,51 @@
+"""Entropy over a run: fresh rollouts, and both changes summed from the first checkpoint on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from entropy_experiments.report.figures.style import (
+    ACCENT,
+    DESTROY,
+    LINE,
+    MUTED,
+    legend_above,
+    panels,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def trajectory_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
+    """`found`: what `read_trajectory` gives. Rewards stand below, on the same steps."""
+    steps = found["steps"]
+    rewards = [step["reward"] for step in steps]
+    both = all(reward is not None for reward in rewards)
+    figure, grid = panels(1 + both, columns=columns, height=1.6 if both else 2.5)
+    axes = grid[0]
+    at = [*(step["step"] for step in steps), steps[-1]["step"] + 1]
+    levels = [*(step["level"] for step in steps), found["last"]]
+    first = levels[0]["value"]
+    low, high = zip(*(level["interval"] or [level["value"]] * 2 for level in levels))
+    axes.fill_between(at, low, high, color=LINE, linewidth=0)
+    fresh = [level["value"] for level in levels]
+    axes.plot(at, fresh, color=MUTED, linewidth=0.8, label="fresh rollouts, 95 %")
+    for name, style, colour in (("predicted", "-", ACCENT), ("measured", "--", DESTROY)):
+        summed = [first, *(first + step[f"{name}_sum"]["value"] for step in steps)]
+        axes.plot(at, summed, style, color=colour, label=f"{name}, summed")
+    axes.set_ylabel(f"entropy, nats per {found['unit']}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(at[0], at[-1])
+    legend_above(axes, 3 if columns == 2 else 2)
+    if both:
+        figure.set_size_inches(figure.get_figwidth(), 3.2)
+        axes.get_gridspec().set_height_ratios([2.6, 1])  # type: ignore[union-attr]
+        axes.tick_params(labelbottom=False)
+        below = grid[1]
+        below.plot(at[:-1], rewards, color=MUTED, linewidth=1.0)
+        below.set(xlim=axes.get_xlim(), ylabel="reward")
+        figure.align_ylabels(grid)
+    grid[-1].set_xlabel("optimizer step")
+    return figure

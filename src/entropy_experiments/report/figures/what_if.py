@@ -1,0 +1,71 @@
+"""The step as it was and every other step: predicted and, where made, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from entropy_experiments.report.figures.style import (
+    ACCENT,
+    INK,
+    UNSURE,
+    in_units,
+    legend_above,
+    panels,
+    whiskers,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROW = 0.26
+LONGEST = 28
+
+
+def what_if_figure(found: Mapping[str, Any], *, columns: int) -> Figure | None:
+    """None: no question has an answer."""
+    asked = [one for one in found["asked"] if "prediction" in one]
+    if not asked:
+        return None
+    names = ["as it was", *(_short(one["name"]) for one in asked)]
+    totals = [asked[0]["prediction"]["recorded"], *(one["prediction"]["total"] for one in asked)]
+    figure, (axes,) = panels(1, columns=columns, height=0.85 + ROW * len(names))
+    axes.axvline(totals[0], color=UNSURE, linewidth=0.8, linestyle=":", zorder=0.5)
+    places = range(len(names))
+    made = [(0, found["measured"])] + [
+        (place, one["confirmation"]["measured"])
+        for place, one in enumerate(asked, start=1)
+        if (one.get("confirmation") or {}).get("measured")
+    ]
+    values = [one["value"] for _, one in made]
+    bars = [one["interval"] for _, one in made]
+    axes.errorbar(
+        values,
+        [place for place, _ in made],
+        xerr=whiskers(values, bars),
+        fmt="o",
+        color=INK,
+        elinewidth=0.9,
+        label="made and measured, 95 %",
+    )
+    axes.plot(
+        totals,
+        places,
+        "D",
+        color=ACCENT,
+        markerfacecolor="none",
+        markersize=5.5,
+        label="predicted",
+    )
+    axes.set_yticks(list(places), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    seen = [*totals, *values, *(end for bar in bars if bar for end in bar)]
+    in_units(axes.xaxis, seen, "entropy change", "nats")
+    legend_above(axes, 2)
+    return figure
+
+
+def _short(name: str) -> str:
+    shown = "".join(letter if letter.isprintable() else "?" for letter in name)
+    return shown if len(shown) <= LONGEST else shown[: LONGEST - 1] + "…"

@@ -1,0 +1,79 @@
+"""Every figure of a run, as files: the same gathered numbers as the HTML report, so the same.
+
+write_figures(RUN, DIR)        DIR/curve.pdf, DIR/curve.png, DIR/ledger.pdf, ...
+study_plots(files, summary)    plots/<evaluation>_ledger.png, ..._grad_delta_samples.png
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from entropy_experiments.report.figures.curve import curve_figure
+from entropy_experiments.report.figures.influence import (
+    cells_figure,
+    matrix_figure,
+    points_figure,
+    rollouts_figure,
+)
+from entropy_experiments.report.figures.ledger import ledger_figure
+from entropy_experiments.report.figures.style import NEEDED, can_draw, image, paper_style
+from entropy_experiments.report.figures.trajectory import trajectory_figure
+from entropy_experiments.report.figures.what_if import what_if_figure
+from entropy_experiments.report.html.data import gather
+from entropy_experiments.rollouts.store import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".pdf", ".png")
+
+
+def write_figures(
+    run: str | Path,
+    folder: str | Path,
+    *,
+    trajectory: str | Path | None = None,
+    evaluation: str | None = None,
+    columns: int = 1,
+    suffixes: Sequence[str] = SUFFIXES,
+) -> list[Path]:
+    """The files written; `columns` of a two-column paper, 1 or 2, are how wide figures are."""
+    if not can_draw():
+        raise ValueError(NEEDED)
+    data = gather(run, trajectory=trajectory, evaluation=evaluation)
+    folder, out = Path(folder), []
+    with paper_style():
+        made = figures_of(data, columns=columns)
+        if not made:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in data["absent"].items())
+            raise ValueError(f"{run} has nothing to draw ({reasons}).")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in made.items():
+            for suffix in suffixes:
+                path = folder / f"{name}{suffix}"
+                write_whole(path, image(figure, suffix))
+                out.append(path)
+    return out
+
+
+def figures_of(data: Mapping[str, Any], *, columns: int = 1) -> dict[str, Figure]:
+    """By name; a section that the run has no data for has none. Within `paper_style`."""
+    makers = {
+        "trajectory": lambda found: {"trajectory": trajectory_figure(found, columns=columns)},
+        "curve": lambda found: {"curve": curve_figure(found, data["unit"], columns=columns)},
+        "ledger": lambda found: {"ledger": ledger_figure(found["books"], columns=columns)},
+        "rollouts": lambda found: {"rollouts": rollouts_figure(found, columns=columns)},
+        "covariance": lambda found: {
+            "points": points_figure(found, columns=columns),
+            "cells": cells_figure(found["cells"], columns=columns),
+        },
+        "what_if": lambda found: {"what_if": what_if_figure(found, columns=columns)},
+        "matrix": lambda found: {"matrix": matrix_figure(found, columns=columns)},
+    }
+    out: dict[str, Figure] = {}
+    for name, make in makers.items():
+        if data.get(name):
+            out |= {key: figure for key, figure in make(data[name]).items() if figure is not None}
+    return out

@@ -1,0 +1,1 @@
+"""One offline HTML file of a run: `write_report` of `page`."""

@@ -1,0 +1,300 @@
+"""The drawings of a report as plotly figures: plain dicts, no plotly in Python.
+
+Colours are names ("$destroy", "$create", "$accent", "$ink", ...) that report.js replaces by the
+page's own, light or dark. Orange lowers the entropy, blue raises it: a pair that eyes without red
+or green tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from entropy_experiments.report.html.influence_charts import by_rollout, cells, matrix, points
+from entropy_experiments.report.html.marks import (
+    Figure,
+    across,
+    band_of,
+    edge,
+    figure_of,
+    interval_text,
+    line,
+    note,
+    segment,
+    upright,
+)
+
+SAME_LEFT = {"l": 64}
+"""Of drawings that stand above each other and share their steps."""
+
+
+def figures(data: Mapping[str, Any]) -> dict[str, Figure]:
+    """By name; a section without data has none."""
+    makers = {
+        "trajectory": lambda found: {"trajectory": trajectory(found), **rewards(found)},
+        "curve": lambda found: {"curve": curve(found, data["unit"])},
+        "ledger": lambda found: {f"ledger_{b['name']}": waterfall(b) for b in found["books"]},
+        "rollouts": lambda found: {"rollouts": by_rollout(found)},
+        "covariance": lambda found: {"points": points(found), "cells": cells(found["cells"])},
+        "what_if": what_if,
+        "matrix": lambda found: {"matrix": matrix(found)},
+    }
+    out: dict[str, Figure] = {}
+    for name, make in makers.items():
+        if data.get(name):
+            out |= make(data[name])
+    return out
+
+
+def curve(found: Mapping[str, Any], unit: str) -> Figure:
+    """Measured points with their intervals on the predicted line with its band."""
+    lr, predicted, bend = found["lr"], found["predicted"], found["curvature"]
+    points = found["points"]
+    reach = max([lr, *(point["eta"] for point in points)]) * 1.06
+    grid = [reach * i / 40 for i in range(41)]
+    slope = predicted["value"] / lr
+    traces: list[Any] = []
+    if predicted["interval"] is not None:
+        low, high = (end / lr for end in predicted["interval"])
+        traces.append(
+            {
+                "x": [*grid, *reversed(grid)],
+                "y": [*(low * x for x in grid), *(high * x for x in reversed(grid))],
+                "fill": "toself",
+                "fillcolor": "$accentwash",
+                "line": {"width": 0},
+                "hoverinfo": "skip",
+                "name": "predicted, 95 %",
+                "showlegend": False,
+            }
+        )
+    traces.append(line(grid, [slope * x for x in grid], "predicted", "$accent"))
+    if bend is not None:
+        curved = [slope * x + bend["value"] * (x / lr) ** 2 for x in grid]
+        traces.append(line(grid, curved, "with curvature", "$accent", dash="dot", width=1.5))
+    for trusted, name in ((True, "measured, 95 %"), (False, "measured, not trusted")):
+        some = [p for p in points if bool(p["trusted"]) == trusted]
+        if some:
+            traces.append(_measured(some, name, "$ink" if trusted else "$muted", filled=trusted))
+    shapes = [across(0.0)]
+    notes = []
+    straight = found["linear_range"]
+    if straight is not None:
+        end = min(straight, reach)
+        shapes.append(band_of("x", 0, end, "$wash"))
+        left = end > reach / 3
+        told = "line holds within 10 %" if left else "◂ line holds within 10 %"
+        notes.append(note(end, 1, told, "right" if left else "left"))
+    floor = found["noise_floor"]
+    if floor:
+        shapes.append(band_of("y", -floor, floor, "$floor"))
+        notes.append({**note(reach, floor, "noise floor", "right"), "yref": "y"})
+    return figure_of(
+        traces,
+        400,
+        shapes=shapes,
+        annotations=notes,
+        xaxis={"title": {"text": "step size η"}, "range": [0, reach]},
+        yaxis={"title": {"text": f"entropy change, nats per {unit}"}},
+        showlegend=True,
+    )
+
+
+def _measured(points: Sequence[Mapping[str, Any]], name: str, colour: str, *, filled: bool) -> Any:
+    values = [p["value"] for p in points]
+    ends = [p["interval"] or (p["value"], p["value"]) for p in points]
+    return {
+        "x": [p["eta"] for p in points],
+        "y": values,
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - v for (_, high), v in zip(ends, values)],
+            "arrayminus": [v - low for (low, _), v in zip(ends, values)],
+            "color": colour,
+            "thickness": 1.2,
+            "width": 0,
+        },
+        "mode": "markers",
+        "marker": {"color": colour if filled else "$paper", "size": 8, "line": edge(colour)},
+        "name": name,
+        "hovertemplate": "η %{x:.3g}: %{y:.3g}<extra></extra>",
+    }
+
+
+def waterfall(book: Mapping[str, Any]) -> Figure:
+    """From zero to the prediction line by line, and on to the measurement."""
+    rows = book["rows"]
+    entropy = book["name"] == "entropy"
+
+    def colour(row: Mapping[str, Any]) -> str:
+        if row["kind"] == "total":
+            return "$ink"
+        if not entropy:
+            return "$muted"
+        return "$destroy" if row["value"] < 0 else "$create"
+
+    ends = [row["start"] + row["value"] for row in rows]
+    intervals = [row["interval"] for row in rows]
+    errors = [
+        (0.0, 0.0) if bar is None else (row["value"] - bar[0], bar[1] - row["value"])
+        for row, bar in zip(rows, intervals)
+    ]
+    names = [row["name"] for row in rows]
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "y": names,
+        "base": [row["start"] for row in rows],
+        "x": [row["value"] for row in rows],
+        "marker": {"color": [colour(row) for row in rows], "line": {"width": 0}},
+        "width": 0.62,
+        "customdata": [interval_text(bar) for bar in intervals],
+        "hovertemplate": "%{y}: %{x:.3g}<br>%{customdata}<extra></extra>",
+        "showlegend": False,
+    }
+    whiskers = {
+        "x": ends,
+        "y": names,
+        "mode": "markers",
+        "marker": {"size": 1, "color": "$ink"},
+        "error_x": {
+            "type": "data",
+            "symmetric": False,
+            "array": [high for _, high in errors],
+            "arrayminus": [low for low, _ in errors],
+            "color": "$whisker",
+            "thickness": 1.2,
+            "width": 0,
+        },
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+    steps = [
+        {
+            **segment(end, at + 0.31, end, at + 0.69),
+            "line": {"color": "$muted", "width": 1},
+        }
+        for at, end in enumerate(ends[:-1])
+    ]
+    return figure_of(
+        [bars, whiskers],
+        60 + 34 * len(rows),
+        shapes=[upright(0.0), *steps],
+        xaxis={"nticks": 5},
+        yaxis={"autorange": "reversed", "showgrid": False, "ticks": ""},
+    )
+
+
+def what_if(found: Mapping[str, Any]) -> dict[str, Figure]:
+    """The step as it was and every other step: predicted and, where made, measured."""
+    asked = [one for one in found["asked"] if "prediction" in one]
+    if not asked:
+        return {}
+    # plotly reads tags in its texts, and `drop=p<0.1` has the beginning of one.
+    names = ["the step as it was", *(escape(one["name"], quote=False) for one in asked)]
+    totals = [asked[0]["prediction"]["recorded"], *(one["prediction"]["total"] for one in asked)]
+    traces = [
+        {
+            "x": totals,
+            "y": names,
+            "mode": "markers",
+            "marker": {
+                "symbol": "diamond-open",
+                "size": 10,
+                "color": "$accent",
+                "line": edge("$accent"),
+            },
+            "name": "predicted",
+            "hovertemplate": "%{y}: predicted %{x:.4g}<extra></extra>",
+        }
+    ]
+    made = [(names[0], found["measured"])] + [
+        (name, one["confirmation"]["measured"])
+        for name, one in zip(names[1:], asked)
+        if (one.get("confirmation") or {}).get("measured")
+    ]
+    if made:
+        measured = [one for _, one in made]
+        values = [m["value"] for m in measured]
+        ends = [m["interval"] or (m["value"], m["value"]) for m in measured]
+        traces.append(
+            {
+                "x": values,
+                "y": [name for name, _ in made],
+                "error_x": {
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [high - v for (_, high), v in zip(ends, values)],
+                    "arrayminus": [v - low for (low, _), v in zip(ends, values)],
+                    "color": "$ink",
+                    "thickness": 1.2,
+                    "width": 0,
+                },
+                "mode": "markers",
+                "marker": {"size": 8, "color": "$ink"},
+                "name": "made and measured, 95 %",
+                "hovertemplate": "%{y}: measured %{x:.4g}<extra></extra>",
+            }
+        )
+    figure = figure_of(
+        traces,
+        110 + 38 * len(names),
+        shapes=[{**upright(totals[0]), "line": {"color": "$muted", "width": 1, "dash": "dot"}}],
+        xaxis={"title": {"text": "entropy change, nats"}},
+        yaxis={"autorange": "reversed", "type": "category", "showgrid": False},
+        showlegend=True,
+    )
+    return {"what_if": figure}
+
+
+def trajectory(found: Mapping[str, Any]) -> Figure:
+    """Entropy of fresh rollouts, and both changes summed from the first checkpoint on."""
+    steps = found["steps"]
+    at = [*(step["step"] for step in steps), steps[-1]["step"] + 1]
+    levels = [*(step["level"] for step in steps), found["last"]]
+    first = levels[0]["value"]
+    ends = [level["interval"] or (level["value"], level["value"]) for level in levels]
+    band = {
+        "x": [*at, *reversed(at)],
+        "y": [*(high for _, high in ends), *(low for low, _ in reversed(ends))],
+        "fill": "toself",
+        "fillcolor": "$wash",
+        "line": {"width": 0},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+    fresh = line(at, [level["value"] for level in levels], "fresh rollouts, 95 %", "$muted")
+    traces = [band, {**fresh, "line": {"color": "$muted", "width": 1.2}}]
+    for name, colour, dash in (("predicted", "$accent", "solid"), ("measured", "$ink", "dot")):
+        summed = [first, *(first + step[f"{name}_sum"]["value"] for step in steps)]
+        traces.append(line(at, summed, f"{name}, summed", colour, dash=dash))
+    return figure_of(
+        traces,
+        380,
+        margin=SAME_LEFT,
+        xaxis={"showgrid": False, "range": [at[0], at[-1]]},
+        yaxis={"title": {"text": f"entropy, nats per {found['unit']}"}, "rangemode": "tozero"},
+        showlegend=True,
+    )
+
+
+def rewards(found: Mapping[str, Any]) -> dict[str, Figure]:
+    """The batches' mean rewards below the entropy, on the same steps."""
+    steps = [step for step in found["steps"] if step["reward"] is not None]
+    if not steps:
+        return {}
+    trace = line([s["step"] for s in steps], [s["reward"] for s in steps], "reward", "$ink")
+    figure = figure_of(
+        [{**trace, "line": {"color": "$ink", "width": 1.2}}],
+        180,
+        margin=SAME_LEFT,
+        xaxis={
+            "title": {"text": "optimizer step"},
+            "showgrid": False,
+            "range": [found["steps"][0]["step"], found["steps"][-1]["step"] + 1],
+        },
+        yaxis={"title": {"text": "reward"}, "nticks": 4},
+    )
+    return {"rewards": figure}

@@ -1,0 +1,233 @@
+"""What a log of `entropy-probe run` has for a report: more the more detailed it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from entropy_experiments.report.html import books, words
+from entropy_experiments.report.logs import read_log
+
+LINES = ("momentum", "decay", "gradient")
+OF_STUDIES = ("influence by rollout", "probability and advantage", "what if", "the matrix")
+ONLY_STUDIES = "only a study has influences (entropy-probe influence)"
+
+
+def log_data(path: str | Path) -> dict[str, Any]:
+    path = Path(path)
+    log = read_log(path)
+    level, lr = log["level"], log["learning_rate"]
+    config = _config(path)
+    unit = _unit(config)
+    estimates = log.get("estimates") or {}
+    predicted = _estimate(estimates, log, "deltaH1")
+    measured = _estimate(estimates, log, "deltaH_true")
+    bend = estimates.get("curvature_term")
+    sweep = [(one["eta"], one) for one in log.get("sweep") or ()]
+    absent: dict[str, str] = dict.fromkeys(OF_STUDIES, ONLY_STUDIES)
+    out: dict[str, Any] = {
+        "kind": "probe",
+        "title": f"Entropy change at {log['checkpoint']}",
+        "checkpoint": log["checkpoint"],
+        "source": path.name,
+        "key": None,
+        "lr": lr,
+        "unit": unit,
+        "level": _estimate(estimates, log, "H_orig"),
+        "predicted": predicted,
+        "measured": measured,
+        "difference": estimates.get("difference"),
+        "sizes": {name: log[name] for name in ("B_E", "B_U")},
+        "seconds": (log.get("timing") or {}).get("total"),
+        "absent": absent,
+        "others": [],
+        **dict.fromkeys(("rollouts", "covariance", "what_if", "matrix")),
+    }
+    out["verdict"] = _verdict(log, predicted, measured, estimates, unit)
+    out["curve"] = out["weights"] = out["ledger"] = None
+    if sweep and predicted is not None:
+        reach = log.get("linear_range")
+        out["curve"] = books.curve(lr, predicted, bend, sweep, linear_range=reach)
+    elif level == "minimal":
+        absent["step sizes, ledger and weights"] = (
+            "a minimal log has none (detailed_logging.level: standard)"
+        )
+    elif predicted is None:
+        absent["predicted and measured"] = (
+            "the prediction was skipped (probe_rework.compute_delta_h1: false)"
+        )
+    else:
+        absent["predicted and measured"] = "nothing was measured (importance.enabled: false)"
+    if sweep:
+        out["weights"] = books.weights(sweep)
+    if predicted is not None and all(name in estimates for name in LINES):
+        lines = {
+            ("this batch's gradient" if name == "gradient" else name): estimates[name]
+            for name in LINES
+        }
+        rest = None
+        if measured is not None:
+            gap = measured["value"] - predicted["value"] - (bend or {"value": 0.0})["value"]
+            rest = {"value": gap}
+        whole = books.book("entropy", f"nats per {unit}", lines, predicted, bend, measured, rest)
+        out["ledger"] = {"books": [{**whole, "notes": []}]}
+    out["texts"] = _texts(log, absent)
+    out["assumed"] = None
+    if "assumed" in log:
+        told = ("assumed", "not_verifiable", "notes")
+        out["assumed"] = {name: log[name] for name in told}
+    else:
+        absent["what was assumed"] = (
+            f"a {level} log does not say (detailed_logging.level: standard)"
+        )
+    out["environment"] = _environment(path, log, config)
+    return out
+
+
+def _estimate(estimates: Mapping[str, Any], log: Mapping[str, Any], name: str) -> Any:
+    """With its interval where the log has it; None: the phase was skipped."""
+    if name in estimates:
+        return estimates[name]
+    value = log.get(name)
+    return None if value is None else {"value": value, "interval": None, "trusted": None}
+
+
+def _verdict(
+    log: Mapping[str, Any],
+    predicted: Any,
+    measured: Any,
+    estimates: Mapping[str, Any],
+    unit: str,
+) -> dict[str, Any]:
+    change, points = measured or predicted, []
+    if change is None:
+        said = f"Neither predicted nor measured: only the entropy of {log['checkpoint']} is known."
+    else:
+        said = words.sentence(
+            update=words.made_by(log["checkpoint"], log["update"] == "recorded"),
+            change=change,
+            level=log["H_orig"],
+            unit=unit,
+            predicted=predicted if measured is not None else None,
+        )
+    gap = estimates.get("difference")
+    if gap is not None:
+        points.append(
+            f"Predicted minus measured, paired: {words.number(gap['value'], 2)} (95 % "
+            f"{words.ends(gap['interval'])})."
+        )
+    terms = [estimates.get(name) for name in ("direct", "state")]
+    if all(terms):
+        direct, state = (words.number(term["value"], 2) for term in terms)  # type: ignore[index]
+        points.append(f"{direct} by other choices in the same states, {state} by other states.")
+    if "linear_range" in log and log["linear_range"] is not None:
+        points.append(f"The straight line holds within 10 % up to eta {log['linear_range']:.2g}.")
+    certificate = log.get("step_certificate")
+    if certificate is not None:
+        points.append(
+            f"Step certificate {'passed' if certificate['passed'] else 'FAILED'}: "
+            f"{certificate['share']:.2%} of the elements to rounding."
+        )
+    known = [one["trusted"] for one in (predicted, measured) if one and one["trusted"] is not None]
+    return {
+        "sentence": said,
+        "points": points,
+        "trusted": all(known) if known else None,
+        "doubts": words.doubts_of(predicted, measured),
+        "text": log_report(log),
+    }
+
+
+def log_report(log: Mapping[str, Any]) -> list[str]:
+    """A log in words, for a terminal."""
+    estimates = log.get("estimates") or {}
+    update = words.made_by(log["checkpoint"], log["update"] == "recorded")
+    lines = [f"{update}, at learning rate {log['learning_rate']:.3g}:"]
+    shown = (
+        ("entropy now", "H_orig"),
+        ("predicted change", "deltaH1"),
+        ("measured change", "deltaH_true"),
+        ("difference", "difference"),
+        ("curvature adds", "curvature_term"),
+    )
+    for name, key in shown:
+        found = _estimate(estimates, log, key)
+        if found is None:
+            continue
+        sign = "" if key == "H_orig" else "+"
+        bar = found["interval"]
+        told = "" if bar is None else f" (95% {bar[0]:{sign}.3g} to {bar[1]:{sign}.3g})"
+        lines.append(f"  {name:16} {found['value']:{sign}.4g} nats{told}")
+        lines += [f"    NOT trusted: {why}" for why in found.get("why_not") or ()]
+    weights = log.get("diagnostics")
+    if weights:
+        lines.append(
+            f"Importance weights: ESS {weights['ESS']:.1f} of {weights['rollouts']} rollouts, "
+            f"largest {weights['w_max']:.2f}"
+        )
+    if log.get("assumed"):
+        told = ", ".join(f"{name} = {value}" for name, value in log["assumed"].items())
+        lines.append(f"ASSUMED, not read from any file: {told}.")
+    return lines
+
+
+def _texts(log: Mapping[str, Any], absent: dict[str, str]) -> dict[str, Any] | None:
+    """Rollouts as text; a log has no influences to colour them with."""
+    found = log.get("update_rollouts")
+    if not found:
+        absent["the update rollouts"] = (
+            f"a {log['level']} log has no texts (detailed_logging.level: detailed)"
+        )
+        return None
+    prompts: dict[str, int] = {}
+    rows = [
+        {
+            "i": i,
+            "n": row["tokens"],
+            "prompt": row["prompt_id"],
+            "p": prompts.setdefault(row["prompt"], len(prompts)),
+            "reward": row.get("reward"),
+            "advantage": row.get("advantage"),
+            "text": row["response"],
+            **({"truncated": True} if row["truncated"] else {}),
+        }
+        for i, row in enumerate(found)
+    ]
+    return {
+        "prompts": list(prompts),
+        "rollouts": rows,
+        "tokens": sum(row["n"] for row in rows),
+        "without_tokens": 0,
+    }
+
+
+def _config(path: Path) -> str | None:
+    """The exact configuration, which is a file of its own beside the log."""
+    stem = path.name.removesuffix(".gz").removesuffix(".json")
+    beside = path.with_name(f"{stem}_config.yaml")
+    return beside.read_text(encoding="utf-8") if beside.is_file() else None
+
+
+def _unit(config: str | None) -> str:
+    """Per what the log's numbers are; only its configuration says."""
+    found = yaml.safe_load(config) if config is not None else None
+    normalize = ((found or {}).get("approx_delta_h") or {}).get("normalize", "per_token")
+    return "token" if normalize == "per_token" else "sequence"
+
+
+def _environment(path: Path, log: Mapping[str, Any], config: str | None) -> dict[str, Any]:
+    provenance = log.get("provenance") or {}
+    sizes = f"{log['B_E']} evaluation prompts, {log['B_U']} update prompts"
+    return {
+        "facts": {
+            "log": f"{path.name}, level {log['level']}",
+            "learning rate": words.plain(log["learning_rate"]),
+            "batches": sizes,
+            "seconds": f"{(log.get('timing') or {}).get('total', 0):.1f}",
+        },
+        "versions": {k: v for k, v in provenance.items() if not isinstance(v, dict | list)},
+        "config": config,
+    }

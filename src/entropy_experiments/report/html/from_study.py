@@ -1,0 +1,225 @@
+"""What an influence study's run directory has for a report; no model, no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entropy_experiments.report.html import books, words
+from entropy_experiments.report.html.covariance import covariance
+from entropy_experiments.report.html.token_views import MOST_TOKENS, token_views
+from entropy_experiments.report.influence_tables import RELIABLE, influence_report
+from entropy_experiments.report.run_files import RunFiles, open_run
+
+COLUMNS = (
+    *("rollout", "prompt", "k", "logprob", "probability", "entropy", "advantage", "reward"),
+    *("influence", "stderr", "stable", "counted"),
+)
+CELLS = (160, 400)
+"""Rows and columns of the matrix that are drawn; more are added up in blocks."""
+EARLIER = "the run was written by an earlier version; run the study again to have it"
+
+
+def study_data(
+    folder: str | Path, *, evaluation: str | None = None, most_tokens: int = MOST_TOKENS
+) -> dict[str, Any]:
+    """A plain dict: a key per section, and `absent` with the reason for each that is missing."""
+    run = open_run(folder)
+    summary = run.summary()
+    found = _chosen(summary["evaluations"], evaluation, run.folder)
+    ledger, level = found["ledger"]["entropy"], found["level"]
+    unit = (found.get("estimand") or {}).get("unit", "token")
+    out: dict[str, Any] = {
+        "kind": "influence",
+        "title": f"Who moved the entropy at {summary['checkpoint']}",
+        "checkpoint": summary["checkpoint"],
+        "source": run.folder.name,
+        "key": summary["key"],
+        "lr": summary["lr"],
+        "unit": unit,
+        "level": level,
+        "predicted": ledger["predicted"],
+        "measured": ledger["measured"],
+        "difference": None,
+        "sizes": {"B_E": found["prompts"], "B_U": summary["update"]["prompts"]},
+        "seconds": sum(summary["timings"].values()),
+        "absent": {},
+    }
+    measured = [(float(eta), at["full"]) for eta, at in found["aggregate"].items()]
+    out["verdict"] = _verdict(summary, found, unit)
+    out["curve"] = books.curve(summary["lr"], ledger["predicted"], ledger["curvature"], measured)
+    out["ledger"] = _ledger(found, unit, out["absent"])
+    out["weights"] = books.weights(measured)
+    out["rollouts"] = _rollouts(found)
+    out |= _tokens(run, found, out["absent"], most_tokens)
+    out["what_if"] = _what_if(found, out["absent"])
+    out["matrix"] = _matrix(run, found, summary, out["absent"])
+    out["others"] = [_other(one) for one in summary["evaluations"] if one is not found]
+    out["assumed"] = {
+        "assumed": summary["assumed"],
+        "not_verifiable": summary["not_verifiable"],
+        "notes": [*summary["notes"], *found["notes"]],
+    }
+    out["environment"] = _environment(run, summary, found)
+    return out
+
+
+def _chosen(found: Sequence[dict[str, Any]], name: str | None, folder: Path) -> dict[str, Any]:
+    by_name = {one["name"]: one for one in found}
+    if name is not None and name not in by_name:
+        raise ValueError(f"No evaluation batch {name!r} in {folder}; it has {list(by_name)}.")
+    return found[0] if name is None else by_name[name]
+
+
+def _verdict(summary: Mapping[str, Any], found: Mapping[str, Any], unit: str) -> dict[str, Any]:
+    ledger, reward = found["ledger"]["entropy"], found["ledger"].get("reward")
+    predicted, measured = ledger["predicted"], ledger["measured"]
+    rest, points = ledger["unexplained"], []
+    share = predicted["value"]
+    withheld = found["cancellation"]["withheld"]
+    lines = sorted(ledger["lines"].items(), key=lambda pair: -abs(pair[1]["this_step"]))
+    if lines and share and not withheld and not _holds_zero(predicted):
+        told = [
+            f"{line['this_step'] / share:.0%} {books.LINE_NAMES.get(name, name)}"
+            for name, line in lines
+            if abs(line["this_step"] / share) >= 0.005
+        ]
+        points.append(f"Of the predicted change: {words.signed(', '.join(told))}.")
+    if reward is not None:
+        bought = reward["measured"]
+        points.append(
+            f"Expected reward changes by {words.number(bought['value'])} (95 % "
+            f"{words.ends(bought['interval'])})."
+        )
+    if rest is not None and rest["interval"] is not None:
+        points.append(
+            f"Unexplained by all lines and curvature: {words.number(rest['value'], 2)} (95 % "
+            f"{words.ends(rest['interval'])}), "
+            + ("nothing." if _holds_zero(rest) else "more than two orders can tell.")
+        )
+    tokens = found["reliability"]
+    if tokens is not None:
+        advice = "" if tokens >= RELIABLE else "; read groups, not single tokens"
+        points.append(f"Reliability of single tokens {tokens:.2f} (two halves of E){advice}.")
+    return {
+        "sentence": words.sentence(
+            update=words.made_by(summary["checkpoint"], summary["update"]["real"]),
+            change=measured,
+            level=found["level"]["value"],
+            unit=unit,
+            predicted=predicted,
+        ),
+        "points": points,
+        "trusted": predicted["trusted"] and measured["trusted"],
+        "doubts": [*words.doubts_of(predicted, measured), *found["doubts"]],
+        "text": influence_report(summary),
+    }
+
+
+def _holds_zero(estimate: Mapping[str, Any]) -> bool:
+    interval = estimate["interval"]
+    return interval is not None and interval[0] <= 0 <= interval[1]
+
+
+def _ledger(found: Mapping[str, Any], unit: str, absent: dict[str, str]) -> dict[str, Any]:
+    if found["ledger"].get("reward") is None:
+        absent["the reward's ledger"] = (
+            "needs rewards of the evaluation rollouts and two or more per prompt (influence.reward)"
+        )
+    return {"books": books.study_books(found["ledger"], unit)}
+
+
+def _rollouts(found: Mapping[str, Any]) -> dict[str, Any]:
+    groups = found["groups"]["rollout"]
+    rows = [{"rollout": int(name), **group} for name, group in groups.items()]
+    return {"rows": sorted(rows, key=lambda row: row["value"])}
+
+
+def _tokens(
+    run: RunFiles, found: Mapping[str, Any], absent: dict[str, str], most: int
+) -> dict[str, Any]:
+    name = f"{found['name']}_tokens.parquet"
+    table = run.table(name)
+    columns = {c: table.column(c).to_numpy(zero_copy_only=False) for c in COLUMNS}
+    whole = "piece" in table.column_names
+    pieces = table.column("piece" if whole else "text").to_pylist()
+    texts = run.json("update_rollouts.json") if "update_rollouts.json" in run else None
+    if texts is None:
+        absent["prompts, and spaces between tokens"] = EARLIER
+    folds = sum(c.startswith("fold_") for c in table.column_names)
+    by_cell = covariance(columns)
+    if by_cell is None:
+        absent["probability and advantage"] = "no token of this batch has any influence"
+    views = token_views(columns, pieces, texts, folds, most_tokens=most)
+    return {"texts": views, "covariance": by_cell}
+
+
+def _what_if(found: Mapping[str, Any], absent: dict[str, str]) -> dict[str, Any] | None:
+    asked, without = found.get("what_if") or [], found.get("leave_one_out") or []
+    budget = found.get("entropy_budget")
+    if not asked and not without and budget is None:
+        absent["what if"] = "nothing was asked (entropy-probe influence --what-if drop=negative)"
+        return None
+    measured = found["ledger"]["entropy"]["measured"]
+    return {"asked": asked, "without": without, "budget": budget, "measured": measured}
+
+
+def _matrix(
+    run: RunFiles, found: Mapping[str, Any], summary: Mapping[str, Any], absent: dict[str, str]
+) -> dict[str, Any] | None:
+    name = f"{found['name']}_delta_matrix.npy"
+    matrix_EN = run.array(name)
+    if not np.isfinite(matrix_EN).all():
+        absent["the matrix"] = "single rollouts were measured (influence.finite), not every pair"
+        return None
+    rows_E = np.argsort(matrix_EN.sum(1), kind="stable")
+    columns_N = np.argsort(matrix_EN.sum(0), kind="stable")
+    drawn, sizes = matrix_EN[rows_E][:, columns_N], []
+    for axis, most in enumerate(CELLS):
+        size = -(-drawn.shape[axis] // most)
+        sizes.append(size)
+        if size > 1:
+            drawn = np.add.reduceat(drawn, np.arange(0, drawn.shape[axis], size), axis=axis)
+    return {
+        "values": drawn.tolist(),
+        "rows": rows_E[:: sizes[0]].tolist(),
+        "columns": columns_N[:: sizes[1]].tolist(),
+        "block": sizes,
+        "shape": list(matrix_EN.shape),
+        "eta": summary["reference_eta"],
+    }
+
+
+def _other(found: Mapping[str, Any]) -> dict[str, Any]:
+    ledger = found["ledger"]["entropy"]
+    keep = {name: found[name] for name in ("name", "kind", "rollouts", "prompts", "level")}
+    return {**keep, "predicted": ledger["predicted"], "measured": ledger["measured"]}
+
+
+def _environment(
+    run: RunFiles, summary: Mapping[str, Any], found: Mapping[str, Any]
+) -> dict[str, Any]:
+    update = summary["update"]
+    versions = {k: v for k, v in summary["provenance"].items() if not isinstance(v, dict)}
+    return {
+        "facts": {
+            "base": summary["base"],
+            "learning rate": words.plain(summary["lr"]),
+            "update batch": f"{update['rollouts']} rollouts of {update['prompts']} prompts, "
+            f"{update['tokens']} counted tokens",
+            "evaluation batch": f"{found['name']}: {found['rollouts']} rollouts of "
+            f"{found['prompts']} prompts, {found['tokens']} tokens",
+            "loss": ", ".join(f"{k} {v}" for k, v in update["objective"].items()),
+            "clip factor": words.plain(update["clip_factor"]),
+            "precision": ", ".join(
+                f"{k} {v}" for k, v in summary["provenance"]["precision"].items()
+            ),
+            "seconds": f"{sum(summary['timings'].values()):.0f}",
+            "study": summary["key"][:16],
+        },
+        "versions": versions,
+        "config": run.read("config.yaml").decode() if "config.yaml" in run else None,
+    }

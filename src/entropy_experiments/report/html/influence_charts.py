@@ -1,0 +1,185 @@
+"""Drawings of who moved the entropy: rollouts, tokens, cells of probability x advantage, pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from entropy_experiments.report.html.marks import (
+    Figure,
+    across,
+    cell_text,
+    figure_of,
+    power_of,
+    symmetric,
+)
+from entropy_experiments.report.html.words import plain, unit_of
+
+WHISKERS = 150
+"""Rollouts with error bars drawn; more would be a grey smear."""
+DIVERGING = [[0, "$destroy"], [0.5, "$paper"], [1, "$create"]]
+
+
+def by_rollout(found: Mapping[str, Any]) -> Figure:
+    """Every update rollout, from most destroying to most creating."""
+    rows = found["rows"]
+    whiskers = len(rows) <= WHISKERS
+    traces = []
+    place = {row["rollout"]: at for at, row in enumerate(rows, start=1)}
+    for name, colour, keep in (
+        ("lowers entropy", "$destroy", lambda row: row["stable"] and row["value"] < 0),
+        ("raises entropy", "$create", lambda row: row["stable"] and row["value"] > 0),
+        ("sign unsure", "$unsure", lambda row: not row["stable"]),
+    ):
+        some = [row for row in rows if keep(row)]
+        if not some:
+            continue
+        trace: dict[str, Any] = {
+            "x": [place[row["rollout"]] for row in some],
+            "y": [row["value"] for row in some],
+            "mode": "markers",
+            "marker": {"color": colour, "size": 6 if len(rows) <= 600 else 4},
+            "customdata": [[row["rollout"], plain(row["stderr"], 1)] for row in some],
+            "hovertemplate": "rollout %{customdata[0]}: %{y:.2e} ± %{customdata[1]}<extra></extra>",
+            "name": name,
+        }
+        if whiskers:
+            trace["error_y"] = {
+                "type": "data",
+                "array": [row["stderr"] or 0.0 for row in some],
+                "color": colour,
+                "thickness": 1,
+                "width": 0,
+            }
+        traces.append(trace)
+    return figure_of(
+        traces,
+        330,
+        shapes=[across(0.0)],
+        xaxis={"title": {"text": "update rollouts, in order of influence"}, "showgrid": False},
+        yaxis={"title": {"text": "influence, nats"}},
+        showlegend=True,
+    )
+
+
+def points(found: Mapping[str, Any]) -> Figure:
+    """Single tokens: influence against probability, by the advantage's sign."""
+    at = found["points"]
+    traces = []
+    for name, symbol, keep in (
+        ("sign unsure", "circle", lambda a, sure: not sure),
+        ("advantage < 0", "triangle-down-open", lambda a, sure: sure and a < 0),
+        ("advantage > 0", "triangle-up", lambda a, sure: sure and a >= 0),
+    ):
+        colour = "$unsure" if symbol == "circle" else "$ink"
+        some = [
+            i for i, (a, sure) in enumerate(zip(at["advantage"], at["stable"])) if keep(a, sure)
+        ]
+        if not some:
+            continue
+        traces.append(
+            {
+                "x": [at["probability"][i] for i in some],
+                "y": [at["influence"][i] for i in some],
+                "customdata": [[at["rollout"][i], at["k"][i], at["advantage"][i]] for i in some],
+                "mode": "markers",
+                "marker": {"color": colour, "symbol": symbol, "size": 6, "opacity": 0.6},
+                "hovertemplate": "p %{x:.3f}, A %{customdata[2]:.2f}: %{y:.2e}<br>rollout "
+                "%{customdata[0]}, token %{customdata[1]}<extra></extra>",
+                "name": name,
+            }
+        )
+    return figure_of(
+        traces,
+        360,
+        shapes=[across(0.0)],
+        xaxis={"title": {"text": "probability of the token"}, "range": [-0.02, 1.02]},
+        yaxis={"title": {"text": "influence, nats"}},
+        showlegend=True,
+    )
+
+
+def cells(found: Mapping[str, Any]) -> Figure:
+    """Sums over cells of probability and advantage."""
+    shown = [
+        [None if not count else value for value, count in zip(*row)]
+        for row in zip(found["influence"], found["tokens"])
+    ]
+    power = power_of(found["influence"])
+    words = [
+        ["" if value is None else cell_text(value / 10.0**power) for value in row] for row in shown
+    ]
+    return figure_of(
+        [
+            {
+                "type": "heatmap",
+                "x": found["probability"],
+                "y": found["advantage"],
+                "z": shown,
+                "text": words,
+                "texttemplate": "%{text}",
+                "textfont": {"size": 10, "color": "$ink"},
+                "customdata": found["tokens"],
+                "colorscale": DIVERGING,
+                "zmid": 0,
+                **symmetric(found["influence"], 1.0),
+                "showscale": False,
+                "xgap": 2,
+                "ygap": 2,
+                "hovertemplate": "p %{x}, A %{y}<br>%{z:.3g} nats, %{customdata} tokens"
+                "<extra></extra>",
+            }
+        ],
+        360,
+        xaxis={
+            "title": {"text": f"probability (sums in {unit_of(power)}nats)"},
+            "type": "category",
+            "showgrid": False,
+            "tickangle": 0,
+            "tickfont": {"size": 10},
+            "ticks": "",
+        },
+        yaxis={
+            "title": {"text": "advantage"},
+            "type": "category",
+            "showgrid": False,
+            "ticks": "",
+            "tickfont": {"size": 10},
+        },
+    )
+
+
+def matrix(found: Mapping[str, Any]) -> Figure:
+    """Contributions of pairs; rows and columns in order of their sums."""
+    rows = len(found["values"])
+    places = {"type": "category", "showgrid": False, "showticklabels": False, "ticks": ""}
+    return figure_of(
+        [
+            {
+                "type": "heatmap",
+                "x": [f"#{i}" for i in found["columns"]],
+                "y": [f"#{i}" for i in found["rows"]],
+                "z": found["values"],
+                "colorscale": DIVERGING,
+                "zmid": 0,
+                # Single pairs are extreme: the colour is full where one in a hundred is larger.
+                **symmetric(found["values"], 0.99),
+                "colorbar": {
+                    "thickness": 8,
+                    "outlinewidth": 0,
+                    "exponentformat": "e",
+                    "nticks": 5,
+                    "tickfont": {"size": 10},
+                },
+                "hovertemplate": "update rollout %{x}, evaluation rollout %{y}: %{z:.2e}"
+                "<extra></extra>",
+            }
+        ],
+        max(300, min(560, 120 + 5 * rows)),
+        xaxis={"title": {"text": f"{found['shape'][1]} update rollouts"}, **places},
+        yaxis={
+            "title": {"text": f"{found['shape'][0]} evaluation rollouts"},
+            **places,
+            "autorange": "reversed",
+        },
+    )

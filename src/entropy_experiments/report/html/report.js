@@ -1,0 +1,259 @@
+"use strict";
+// Draws the figures in the page's colours, and builds rollouts as text nodes while they are read.
+(() => {
+  const read = (id) => {
+    const element = document.getElementById(id);
+    return element ? JSON.parse(element.textContent) : null;
+  };
+  const number = (x, digits = 3) => {
+    if (x === null || x === undefined) return "–";
+    const size = Math.abs(x);
+    const text = size !== 0 && (size < 1e-3 || size >= 1e5) ? size.toExponential(digits - 1) : String(+size.toPrecision(digits));
+    return (x < 0 ? "−" : "+") + text;
+  };
+  const element = (tag, className, text) => {
+    const made = document.createElement(tag);
+    if (className) made.className = className;
+    if (text !== undefined) made.textContent = text;
+    return made;
+  };
+
+  // Figures.
+  const figures = read("figures");
+  const themed = () => {
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name) => style.getPropertyValue("--" + name).trim();
+    const fill = (value) => {
+      if (typeof value === "string") return value.startsWith("$") ? colour(value.slice(1)) : value;
+      if (Array.isArray(value)) return value.map(fill);
+      if (value && typeof value === "object") {
+        return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, fill(inner)]));
+      }
+      return value;
+    };
+    return { colour, fill };
+  };
+  const config = { displayModeBar: false, responsive: true, displaylogo: false, showTips: false };
+  const draw = () => {
+    const { colour, fill } = themed();
+    const narrow = window.innerWidth < 720;
+    for (const place of document.querySelectorAll(".chart")) {
+      const figure = figures[place.dataset.figure];
+      if (!figure) continue;
+      const layout = fill(figure.layout);
+      const axis = { gridcolor: colour("line"), zeroline: false, linecolor: colour("axis"), tickcolor: colour("axis"), ticks: "outside", ticklen: 3, automargin: true, exponentformat: "power", tickfont: { size: narrow ? 10 : 12 } };
+      for (const name of ["xaxis", "yaxis"]) {
+        const own = layout[name] || {};
+        const title = own.title ? { ...own.title, font: { size: 12, color: colour("muted") }, standoff: 8 } : undefined;
+        layout[name] = { ...axis, ...own, title, fixedrange: true };
+      }
+      Plotly.react(place, fill(figure.data), {
+        ...layout,
+        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", dragmode: false, hovermode: "closest", bargap: 0.3,
+        font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("ink") },
+        margin: { l: 8, r: 12, t: layout.showlegend ? 36 : 14, b: 8, ...layout.margin },
+        showlegend: Boolean(layout.showlegend),
+        legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: narrow ? 11 : 12, color: colour("muted") }, itemclick: false, itemdoubleclick: false, bgcolor: "rgba(0,0,0,0)" },
+        hoverlabel: { bgcolor: colour("raised"), bordercolor: colour("axis"), font: { color: colour("ink"), size: 12 } },
+      }, config);
+    }
+  };
+  draw();
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  window.matchMedia("(max-width: 720px)").addEventListener("change", draw);
+
+  // Rollouts.
+  const views = read("views");
+  if (!views) return;
+  const PAGE = 12;
+  const coloured = Boolean(views.vocabulary);
+  const list = document.getElementById("list");
+  const more = document.getElementById("more");
+  const tip = document.getElementById("tip");
+  const choose = { sort: document.getElementById("sort"), sign: document.getElementById("sign"), find: document.getElementById("find") };
+  const has = (name) => views.rollouts.some((row) => row[name] !== undefined && row[name] !== null);
+  const orders = {
+    lowers: ["lowers entropy most", has("influence") && ((a, b) => a.influence - b.influence)],
+    raises: ["raises entropy most", has("influence") && ((a, b) => b.influence - a.influence)],
+    size: ["largest influence", has("influence") && ((a, b) => Math.abs(b.influence) - Math.abs(a.influence))],
+    reward: ["reward, highest first", has("reward") && ((a, b) => b.reward - a.reward)],
+    advantage: ["advantage, highest first", has("advantage") && ((a, b) => b.advantage - a.advantage)],
+    longest: ["longest first", (a, b) => b.n - a.n],
+    prompt: ["by prompt", (a, b) => a.prompt - b.prompt],
+    given: ["as in the batch", (a, b) => a.i - b.i],
+  };
+  for (const [value, [label, order]] of Object.entries(orders)) {
+    if (!order) continue;
+    const option = element("option", "", label);
+    option.value = value;
+    choose.sort.append(option);
+  }
+
+  // Marks that would steer the text itself are shown, not obeyed.
+  const visible = (text) => text
+    .replace(/[\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]/g, (c) => "⟨U+" + c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "⟩")
+    .replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
+    .replace(/\u007f/g, "␡");
+  const texts = new Map();
+  const textOf = (row) => {
+    if (!texts.has(row)) {
+      const response = row.text !== undefined ? row.text : (row.t || []).map((k) => views.vocabulary[k]).join("");
+      texts.set(row, (views.prompts[row.p] + response).toLowerCase());
+    }
+    return texts.get(row);
+  };
+  const token = (row, k) => {
+    const text = views.vocabulary[row.t[k]];
+    const span = element("span", "t");
+    if (text === "") {
+      span.className += " mark";
+      span.textContent = "▪";
+    } else {
+      span.textContent = visible(text).replaceAll("\n", "⏎\n");
+    }
+    span.dataset.k = k;
+    if (row.s[k] === "1") span.className += " unsure";
+    else if (row.s[k] === "2") span.className += " outside";
+    else if (row.v[k] !== 0) {
+      const size = Math.sqrt(Math.min(1, Math.abs(row.v[k] * views.units.influence) / views.scale));
+      const name = row.v[k] < 0 ? "--destroy-rgb" : "--create-rgb";
+      span.style.backgroundColor = `rgba(var(${name}), calc(${size.toFixed(3)} * var(--strongest)))`;
+    }
+    return span;
+  };
+  const card = (row) => {
+    const made = element("article", "rollout");
+    made.dataset.i = row.i;
+    made.id = "rollout-" + row.i;
+    const facts = element("div", "facts");
+    const say = (name, value, strong) => {
+      const item = element("span", "", name + " ");
+      item.append(element(strong ? "b" : "span", "", value));
+      facts.append(item);
+    };
+    say("rollout", String(row.i), true);
+    if (row.influence !== undefined) say("influence", number(row.influence, 2), true);
+    if (row.advantage !== null && row.advantage !== undefined) say("advantage", number(row.advantage));
+    if (row.reward !== null && row.reward !== undefined) say("reward", String(+row.reward.toPrecision(3)));
+    say("prompt", String(row.prompt));
+    say("tokens", String(row.n));
+    if (row.truncated) facts.append(element("span", "", "cut off"));
+    made.append(facts);
+    const prompt = element("bdi", "prompt", visible(views.prompts[row.p]));
+    prompt.dir = "auto";
+    if (prompt.textContent) made.append(prompt);
+    const response = element("bdi", "response");
+    response.dir = "auto";
+    if (row.text !== undefined) response.textContent = visible(row.text);
+    else if (!row.t) response.append(element("span", "gap", "text left out: this file holds the rollouts of most influence"));
+    else {
+      row.t.forEach((_, k) => {
+        if (row.gaps && row.gaps[k] !== undefined) response.append(element("span", "gap", visible(row.gaps[k])));
+        response.append(token(row, k));
+      });
+    }
+    made.append(response);
+    return made;
+  };
+  const byId = new Map(views.rollouts.map((row) => [row.i, row]));
+  let shown = [];
+  let built = 0;
+  const extend = () => {
+    for (const row of shown.slice(built, built + PAGE)) list.append(card(row));
+    built = Math.min(shown.length, built + PAGE);
+    const left = shown.length - built;
+    more.hidden = left === 0;
+    more.textContent = `Show ${Math.min(PAGE, left)} more of ${left.toLocaleString("en")}`;
+    document.getElementById("count").textContent = `${built.toLocaleString("en")} of ${shown.length.toLocaleString("en")} shown`;
+  };
+  const restart = () => {
+    const wanted = choose.find.value.toLowerCase();
+    const sign = choose.sign.value;
+    shown = views.rollouts.filter((row) =>
+      (sign === "" || (sign === "+" ? row.advantage > 0 : row.advantage < 0)) && (wanted === "" || textOf(row).includes(wanted)));
+    shown.sort(orders[choose.sort.value][1]);
+    list.replaceChildren();
+    built = 0;
+    hide();
+    extend();
+  };
+  const jump = (i) => {
+    choose.sign.value = "";
+    choose.find.value = "";
+    restart();
+    const row = byId.get(i);
+    if (!row) return;
+    const already = document.getElementById("rollout-" + i);
+    const place = already || card(row);
+    if (!already) list.prepend(place);
+    for (const old of list.querySelectorAll(".found")) old.classList.remove("found");
+    place.classList.add("found");
+    place.scrollIntoView({ block: "center" });
+  };
+
+  // The numbers of the token pointed at.
+  let on = null;
+  const hide = () => {
+    tip.hidden = true;
+    if (on) on.classList.remove("on");
+    on = null;
+  };
+  const show = (span) => {
+    const row = byId.get(Number(span.closest(".rollout").dataset.i));
+    const k = Number(span.dataset.k);
+    const value = row.v[k] * views.units.influence;
+    const advantage = (Array.isArray(row.a) ? row.a[k] : row.a) * views.units.advantage;
+    const logprob = row.l[k] * views.units.logprob;
+    const what = element("bdi", "what", JSON.stringify(visible(views.vocabulary[row.t[k]]).slice(0, 80)));
+    const rows = element("dl");
+    const say = (name, text) => rows.append(element("dt", "", name), element("dd", "", text));
+    const signed = (x) => (x < 0 ? "−" : "") + Math.abs(x).toFixed(4);
+    if (row.s[k] === "2") say("influence", "none: not in the loss");
+    else {
+      say("influence", number(value) + " nats");
+      if (row.e && views.t !== null) {
+        const error = row.e[k] * views.units.influence;
+        say("± s.e.", number(error, 2).slice(1) + `, ${views.folds} parts of E`);
+        say("95 %", number(value - views.t * error, 2) + " to " + number(value + views.t * error, 2));
+      } else say("95 %", "no interval: one fold");
+      if (row.s[k] === "1") say("sign", "unsure: parts of E disagree");
+    }
+    say("log-prob", signed(logprob) + `  (p ${Math.exp(logprob).toPrecision(3)})`);
+    say("entropy", signed(row.h[k] * views.units.entropy) + " nats");
+    say("advantage", number(advantage));
+    say("token", `${k} of rollout ${row.i}`);
+    tip.replaceChildren(what, rows);
+    hide();
+    on = span;
+    span.classList.add("on");
+    tip.hidden = false;
+    const box = span.getClientRects()[0];
+    const wide = document.documentElement.clientWidth;
+    const left = Math.max(6, Math.min(box.left, wide - tip.offsetWidth - 6));
+    const below = box.bottom + 8 + tip.offsetHeight < window.innerHeight;
+    tip.style.left = `${left + window.scrollX}px`;
+    tip.style.top = `${(below ? box.bottom + 6 : box.top - tip.offsetHeight - 6) + window.scrollY}px`;
+  };
+  if (coloured) {
+    list.addEventListener("pointerover", (event) => {
+      const span = event.target.closest(".t");
+      if (span) show(span);
+    });
+    list.addEventListener("pointerleave", hide);
+    list.addEventListener("click", (event) => {
+      const span = event.target.closest(".t");
+      if (span) show(span);
+      else hide();
+    });
+    window.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
+  }
+  document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
+  choose.sort.addEventListener("change", restart);
+  choose.sign.addEventListener("change", restart);
+  choose.find.addEventListener("input", restart);
+  more.addEventListener("click", extend);
+  for (const place of document.querySelectorAll('[data-figure="rollouts"], [data-figure="points"]')) {
+    if (place.on) place.on("plotly_click", (event) => jump(event.points[0].customdata[0]));
+  }
+  restart();
+})();

@@ -1,0 +1,83 @@
+"""What a report says in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Numbers = Mapping[str, Any]
+MINUS = "−"
+
+
+def sentence(
+    *, update: str, change: Numbers, level: float | None, unit: str, predicted: Numbers | None
+) -> str:
+    """The verdict: what the update does to the entropy, how sure that is, what was predicted."""
+    value, interval = change["value"], change.get("interval")
+    size = plain(abs(value), 2)
+    share = f", {abs(value) / level:.1%} of it" if level else ""
+    if interval is None:
+        said = (
+            f"{update} changes the policy’s entropy by {number(value)} nats per {unit}{share}; "
+            "without an interval nobody knows how sure that is"
+        )
+    elif interval[0] <= 0 <= interval[1]:
+        said = (
+            f"{update} changes the policy’s entropy by {number(value)} nats per {unit} (95 % "
+            f"{ends(interval)}): too little to tell from nothing with these rollouts"
+        )
+    else:
+        verb = "lowers" if value < 0 else "raises"
+        low, high = sorted(abs(end) for end in interval)  # sizes, as the verb has the sign
+        bar = f" (95 % {plain(low, 2)} to {plain(high, 2)})"
+        said = f"{update} {verb} the policy’s entropy by {size} nats per {unit}{bar}{share}"
+    if predicted is not None:
+        said += f"; first order predicts {number(predicted['value'])}"
+    return said + "."
+
+
+def made_by(checkpoint: str, real: bool) -> str:
+    return (
+        f"The update that training made after {checkpoint}"
+        if real
+        else f"A hypothetical update from {checkpoint}"
+    )
+
+
+def number(x: float | None, digits: int = 3) -> str:
+    """Signed, with a true minus."""
+    if x is None:
+        return "–"
+    whole = "#" if digits > 1 else ""  # 0.00700: as many digits as its neighbours
+    return signed(f"{x:+{whole}.{digits}g}") if x else "0"
+
+
+def scaled(x: float | None, power: int, sign: str = "+") -> str:
+    """In units of 10**power, so that a column has its decimal points below each other."""
+    return "–" if x is None else signed(f"{x / 10.0**power:{sign}.3f}")
+
+
+def unit_of(power: int) -> str:
+    """A power of ten as people write it; nothing for 1."""
+    digits = str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return "" if power == 0 else f"10{digits} "
+
+
+def plain(x: float | None, digits: int = 3) -> str:
+    return "–" if x is None else signed(f"{x:.{digits}g}")
+
+
+def ends(interval: Any, digits: int = 2) -> str:
+    if interval is None:
+        return "no interval"
+    return f"{number(interval[0], digits)} to {number(interval[1], digits)}"
+
+
+def signed(text: str) -> str:
+    return text.replace("-", MINUS)
+
+
+def doubts_of(*estimates: Numbers | None) -> list[str]:
+    """Why numbers are not trusted, each reason once."""
+    found = (why for one in estimates if one is not None for why in one.get("why_not") or ())
+    return list(dict.fromkeys(found))

@@ -1,0 +1,87 @@
+"""A run's entropy over its steps as a file: trajectory.json.
+
+    steps[i]    step, level, predicted, measured, reward; and both changes summed up to here
+    last        entropy after the last step
+    total       predicted, measured and fresh, from the first checkpoint to the last
+
+Sums have intervals of their own: steps share their prompts, so their errors do not just add up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from entropy_experiments.report.curves import Step
+from entropy_experiments.report.findings import numbers
+from entropy_experiments.rollouts.store import write_whole
+from entropy_experiments.types import Estimate
+from entropy_experiments.types.estimate import combine
+
+FORMAT = "entropy_experiments.trajectory"
+SCHEMA = 1
+NAME = "trajectory.json"
+
+
+class Run(Protocol):
+    """What is kept of a run (`entropy_trajectory.Trajectory`)."""
+
+    @property
+    def steps(self) -> Sequence[Step]: ...
+    @property
+    def last(self) -> Estimate: ...
+    @property
+    def predicted(self) -> Estimate: ...
+    @property
+    def measured(self) -> Estimate: ...
+    @property
+    def fresh(self) -> Estimate: ...
+
+
+def write_trajectory(run: Run, path: str | Path) -> Path:
+    """The file appears whole or not at all."""
+    path, rows = Path(path), []
+    for at, step in enumerate(run.steps, start=1):
+        so_far = run.steps[:at]
+        rows.append(
+            {
+                "step": step.step,
+                "level": numbers(step.level),
+                "predicted": numbers(step.predicted),
+                "measured": numbers(step.measured),
+                "predicted_sum": numbers(combine([(1.0, s.predicted) for s in so_far])),
+                "measured_sum": numbers(combine([(1.0, s.measured) for s in so_far])),
+                "reward": step.reward,
+            }
+        )
+    content = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "unit": run.last.estimand.unit,
+        "steps": rows,
+        "last": numbers(run.last),
+        "total": {name: numbers(getattr(run, name)) for name in ("predicted", "measured", "fresh")},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(content, indent=1, allow_nan=False).encode())
+    return path
+
+
+def read_trajectory(path: str | Path) -> dict[str, Any]:
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"No file {path}; expected a {NAME} as write_trajectory makes it.")
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}). Write it again.") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is no trajectory; expected format {FORMAT!r}. Give another file.")
+    if found.get("schema") != SCHEMA or not found.get("steps"):
+        raise ValueError(
+            f"{path} has schema {found.get('schema')!r} and {len(found.get('steps') or ())} steps; "
+            f"this version reads schema {SCHEMA}, one step or more. Write it again."
+        )
+    return found

@@ -1,0 +1,27 @@
+"""Finished studies for all that read them."""
+
+import pytest
+
+from contract.report_runs import small_study
+from entropy_experiments import EntropyInfluenceRunner
+from entropy_experiments.config import parse_config
+from entropy_experiments.probe_sampling import opened
+from entropy_experiments.study.batches import gather_study
+from oracles.small_study import EVERYTHING, plan, settings_in
+
+
+@pytest.fixture(scope="session")
+def study(tmp_path_factory):
+    """(run directory, summary, the inputs it was made of)."""
+    folder = tmp_path_factory.mktemp("study") / "run"
+    settings, asked = settings_in(folder), plan(folder, **EVERYTHING)
+    summary = EntropyInfluenceRunner(settings, quiet=True).run(asked)
+    assert summary["update"]["norms"]["gradient"] > 0  # otherwise nothing about it has teeth
+    config = asked.applied(parse_config(settings))
+    return folder, summary, gather_study(config, opened(config, None))
+
+
+@pytest.fixture(scope="session")
+def report_run(tmp_path_factory):
+    """A run directory to be read, not written."""
+    return small_study(tmp_path_factory.mktemp("report") / "run")

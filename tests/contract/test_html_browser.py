@@ -1,0 +1,186 @@
+"""The HTML report in a real browser: no error, no request, sorting, filtering, hovering.
+
+Chromium is driven without a window through playwright. Where either is missing (CI machines may
+lack them) the tests are skipped: apt-get install chromium; pip install playwright.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+
+import pytest
+
+from contract.report_runs import HOSTILE, hostile_run, large_run, rows_of
+from entropy_experiments.report.html.page import write_report
+
+pytestmark = pytest.mark.slow
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+PATIENCE = 120_000
+"""Milliseconds; a busy machine draws slowly."""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no chromium here: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with playwright.sync_playwright() as driver:
+        # Containers run as root, where chromium has no sandbox.
+        sandbox = [] if os.geteuid() else ["--no-sandbox"]
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=sandbox, timeout=PATIENCE)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def run(report_run):
+    return report_run
+
+
+class Opened:
+    """A page, and everything that it complained of or asked for."""
+
+    def __init__(self, browser, path, **look):
+        self.said, self.asked = [], []
+        self.context = browser.new_context(**look)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE)
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.url = path.resolve().as_uri()
+        started = time.perf_counter()
+        self.page.goto(self.url)
+        self.page.wait_for_selector(".rollout")
+        self.seconds = time.perf_counter() - started
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, failed, *_):
+        if failed is None:
+            assert self.said == []
+            assert self.asked == [self.url]
+        self.context.close()
+
+    def rollouts(self):
+        return [
+            int(i)
+            for i in self.page.eval_on_selector_all(".rollout", "x => x.map(e => e.dataset.i)")
+        ]
+
+
+def influences(run):
+    rows, total = rows_of(run), {}
+    for i, value in zip(rows["rollout"], rows["influence"]):
+        total[i] = total.get(i, 0.0) + value
+    return total
+
+
+@pytest.mark.parametrize("look", ["light", "dark", "narrow"])
+def test_every_chart_is_drawn_and_nothing_sticks_out(browser, run, look):
+    size = {"width": 390 if look == "narrow" else 1180, "height": 850}
+    scheme = "dark" if look == "dark" else "light"
+    with Opened(browser, write_report(run), viewport=size, color_scheme=scheme) as opened:
+        page = opened.page
+        charts = page.locator(".chart")
+        assert charts.count() >= 8
+        for at in range(charts.count()):
+            assert charts.nth(at).locator("svg.main-svg").count() > 0
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        paper = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        brightness = sum(int(x) for x in paper[4:-1].split(",")) / 3
+        assert (brightness < 60) == (look == "dark")
+
+
+def test_sorting_filtering_and_hovering(browser, run):
+    total, rows = influences(run), rows_of(run)
+    with Opened(browser, write_report(run)) as opened:
+        page = opened.page
+        assert opened.rollouts() == sorted(total, key=lambda i: total[i])
+        page.select_option("#sort", "raises")
+        assert opened.rollouts() == sorted(total, key=lambda i: -total[i])
+        page.select_option("#sort", "given")
+        page.select_option("#sign", "+")
+        positive = {i for i, a in zip(rows["rollout"], rows["advantage"]) if a > 0}
+        assert 0 < len(positive) < len(total)
+        assert opened.rollouts() == sorted(positive)
+        assert page.inner_text("#count") == f"{len(positive)} of {len(positive)} shown"
+        page.select_option("#sign", "")
+        texts = json.loads((run / "update_rollouts.json").read_text())
+        wanted = texts[0]["prompt_text"]
+        page.fill("#find", wanted.upper())
+        assert opened.rollouts() == [t["rollout"] for t in texts if t["prompt_text"] == wanted]
+        page.fill("#find", "")
+
+        at = max(range(len(rows["k"])), key=lambda at: abs(rows["influence"][at]))
+        i, k = rows["rollout"][at], rows["k"][at]
+        token = page.locator(f"#rollout-{i} .t").nth(k)
+        token.hover()
+        tip = page.inner_text("#tip").replace("−", "-")
+        said = dict(
+            zip(
+                page.locator("#tip dt").all_inner_texts(), page.locator("#tip dd").all_inner_texts()
+            )
+        )
+        said = {name: text.replace("−", "-") for name, text in said.items()}
+        assert float(said["influence"].split()[0]) == pytest.approx(rows["influence"][at], rel=0.01)
+        assert float(said["log-prob"].split()[0]) == pytest.approx(rows["logprob"][at], abs=1e-4)
+        assert float(said["entropy"].split()[0]) == pytest.approx(rows["entropy"][at], abs=1e-4)
+        assert float(said["advantage"]) == pytest.approx(rows["advantage"][at], rel=0.01)
+        low, high = (float(end) for end in said["95 %"].split(" to "))
+        assert low < rows["influence"][at] < high
+        assert rows["piece"][at].strip() in tip
+        page.keyboard.press("Escape")
+        assert page.locator("#tip").is_hidden()
+
+
+def test_colours_follow_the_sign(browser, run):
+    rows = rows_of(run)
+    with Opened(browser, write_report(run)) as opened:
+        for at in range(len(rows["k"])):
+            style = opened.page.locator(f"#rollout-{rows['rollout'][at]} .t").nth(rows["k"][at])
+            found = style.get_attribute("class"), style.get_attribute("style") or ""
+            if not rows["counted"][at]:
+                assert found == ("t outside", "")
+            elif not rows["stable"][at]:
+                assert found == ("t unsure", "")
+            elif abs(rows["influence"][at]) > 1e-9:
+                assert ("destroy" if rows["influence"][at] < 0 else "create") in found[1]
+            if at > 60:
+                break
+
+
+def test_hostile_texts_do_nothing_in_a_browser(browser, run, tmp_path):
+    bad = hostile_run(run, tmp_path / "hostile")
+    with Opened(browser, write_report(bad), viewport={"width": 390, "height": 850}) as opened:
+        page = opened.page
+        assert page.locator("#list img, #list script, main img").count() == 0
+        shown = page.inner_text("#list")
+        assert HOSTILE[0] in shown
+        assert HOSTILE[5] in shown
+        assert "\u202e" not in shown  # shown by name, not obeyed
+        assert "⟨U+202E⟩" in shown
+        assert "\x00" not in shown
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert "{{ 7 * 7 }}" in page.inner_text("#assumed")
+
+
+def test_a_large_batch_opens(browser, run, tmp_path):
+    with Opened(browser, write_report(large_run(run, tmp_path / "large"))) as opened:
+        print(f"2,000 x 200 tokens opened in {opened.seconds:.1f} s")
+        page = opened.page
+        assert len(opened.rollouts()) == 12
+        assert page.locator(".t").count() == 12 * 200
+        page.click("#more")
+        assert len(opened.rollouts()) == 24
+        assert page.inner_text("#count") == "24 of 2,000 shown"
+        page.fill("#find", "word123 ")
+        assert 0 < len(opened.rollouts()) <= 12

@@ -1,0 +1,19 @@
+"""One small probe for all that read what it found."""
+
+import pytest
+
+from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
+
+BATCHES = {"batch_config": {"B_E": 8, "B_U": 2, "G": 4}, "memory_config": {"microbatch_size": 16}}
+
+
+@pytest.fixture(scope="session")
+def probed(tmp_path_factory):
+    """(findings, decode) of a run with everything in it."""
+    config = {
+        **BATCHES,
+        "update": {"batch": "drawn"},
+        "rollouts": {"save": str(tmp_path_factory.mktemp("rollouts"))},
+        "importance": {"clip_c": 5.0},
+    }
+    return OfflineEntropyProbe(config, quiet=True).findings()
