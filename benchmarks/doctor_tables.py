@@ -8,8 +8,9 @@ COLUMNS = ("notices", "kind", "line", "parameters")
 INTRODUCTION = """\
 # The doctor and other tools
 
-Made by `python -m benchmarks.doctor_comparison` (its docstring says how to make an environment
-with the other tools); the messages behind every mark are in `benchmarks/doctor_comparison.json`.
+Made by `python -m benchmarks.doctor_comparison{option}` (its docstring says how to make an
+environment with the other tools); the messages behind every mark are in
+`benchmarks/doctor_comparison.json`.
 Versions: {versions}.
 
 The cases are the held-out faults of `tests/doctor/judged` on
@@ -72,10 +73,13 @@ def markdown(result: dict[str, Any]) -> str:
         )
     parts = [
         INTRODUCTION.format(
-            versions=", ".join(versions), recipes=", ".join(result["recipes"]),
-            count=len(cases), left_out=left_out,
+            option="" if heavy else " --recipes all",
+            versions=", ".join(versions),
+            recipes=", ".join(result["recipes"]),
+            count=len(cases),
+            left_out=left_out,
         )
-    ]  # fmt: skip
+    ]
     parts.append("| tool | how it is applied | cases | notices | kind | line | parameters |"
                  " false alarms |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
     for name, entry in tools.items():

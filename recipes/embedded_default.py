@@ -30,6 +30,7 @@ from entropy_experiments.rollouts.importers import from_trl_inputs
 from entropy_experiments.rollouts.store import save_update_batch
 from entropy_experiments.tasks import countdown
 from entropy_experiments.types import UpdateBatch
+from gradient_doctor.hf import DoctorCallback
 
 PACKAGE = Path(__file__).parents[1] / "src" / "entropy_experiments"
 STEPS = 56
@@ -212,7 +213,8 @@ def grpo(folder: Path, *, steps: int, lr: float, prompts: int, group: int, rank:
         train_dataset=data,
         processing_class=tok,
         peft_config=lora,
-        callbacks=[record],
+        # the adapters must learn from the first steps on, or there is nothing to ship
+        callbacks=[record, DoctorCallback(contract={"trainable": ["*lora_*"]}, raise_on="error")],
     )
     record.trainer = trainer
     trainer.train()

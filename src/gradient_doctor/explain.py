@@ -33,6 +33,7 @@ class CutFact:
     region: str  # "no_grad", "inference_mode"; "" outside any
     mask: int = 0  # parameters that it hides
     graph: int = 0  # those of them that had a graph up to here
+    own: int = 0  # those whose optimizer stepped right after a loss with this cut
     step: int = -1
     order: int = -1
     ops: int = 0
@@ -43,13 +44,15 @@ class CutFact:
         """The class of the fault, if this is its cause."""
         return {"region": 2, "checkpoint": 11}.get(self.kind, 3)
 
-    def rank(self, bit: int) -> tuple[bool, bool, int, int]:
+    def rank(self, bit: int) -> tuple[bool, bool, bool, int, int]:
         """The likeliest culprit is greatest.
 
-        A cut through an existing graph says more than a second use of the parameter without
-        gradients (a rollout, a target), and what is nearer to the loss more than what is older.
+        A cut in the loss that the parameter's own optimizer steps on says more than one in another
+        loss (a GAN's detached fakes); a cut through an existing graph more than a second use of the
+        parameter without gradients (a rollout, a target); the nearer to the loss, the more.
         """
-        return bool(self.graph & bit), self.kind != "sample", self.step, self.order
+        graph = bool(self.graph & bit)
+        return bool(self.own & bit), graph, self.kind != "sample", self.step, self.order
 
 
 class Ledger(Detector):
@@ -76,6 +79,8 @@ class Ledger(Detector):
         self.sometimes = 0  # received in one checked step, and not in another
         self.unchecked = self.traced = False
         self.backwards = 0
+        self._recent: list[CutFact] = []  # of the backwards since the last optimizer step
+        self._stepped = False
         self._root_cuts: set[Site | None] = set()
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.busy = 0  # checked steps with a backward
@@ -107,6 +112,9 @@ class Ledger(Detector):
         for root in backward.roots:
             if backward.taint is not None:
                 self.terms.of(root).used = True
+        if self._stepped:
+            self._recent.clear()
+            self._stepped = False
         if backward.taint is not None:
             self._root_cuts.update(cut.site for cut in backward.taint.cuts)
             self.lost |= backward.taint.depends & ~backward.taint.live
@@ -117,6 +125,7 @@ class Ledger(Detector):
                 known.graph |= fact.graph
                 known.step, known.order = fact.step, fact.order
                 known.ops = max(known.ops, fact.ops)
+                self._recent.append(known)
 
     def backward_ended(self, backward: Backward) -> None:
         self.received |= backward.received
@@ -134,6 +143,10 @@ class Ledger(Detector):
     def event(self, event: Event) -> None:
         if event.kind == "step" and self.session.record.checked:
             optimizer = event.data["optimizer"]
+            self._stepped = True
+            theirs = self.session.registry.bits(owned_by(optimizer)) if self._recent else 0
+            for fact in self._recent:
+                fact.own |= fact.mask & theirs
             self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
 
     def step_ended(self, record: StepRecord) -> None:

@@ -95,6 +95,7 @@ def check_demo(out, folder):
     return [float(row.split()[2]) for row in out.splitlines() if "█" in row]
 
 
+@pytest.mark.slow
 def test_demo_shows_the_curve_and_a_verdict(tmp_path):
     # Other processes share the steps in test_demo_as_it_is and in test_workers_change_nothing.
     short = ["--first", "8", "--last", "11", "--prompts", "12", "--workers", "1"]

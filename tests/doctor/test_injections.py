@@ -18,11 +18,12 @@ from doctor.harness import (
 from doctor.injectors import DEV
 from doctor.judged.injectors import JUDGED
 from doctor.judged.second import SECOND
+from doctor.judged.third import THIRD
 
 CLASSES = range(1, 28)
 
 
-@pytest.mark.parametrize("case", [*DEV, *JUDGED, *SECOND], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*DEV, *JUDGED, *SECOND, *THIRD], ids=lambda case: case.id)
 def test_the_fault_is_in_the_script_and_its_mark_is_not(case, tmp_path):
     path, lines = write_case(case, tmp_path)
     source = path.read_text()
@@ -56,15 +57,24 @@ def test_the_second_set_has_every_class_and_recipe_and_no_fault_of_the_others():
     assert not {case.name for case in SECOND} & {case.name for case in [*DEV, *JUDGED]}
 
 
+def test_the_third_set_has_every_class_and_light_recipe_and_no_fault_of_the_others():
+    earlier = [*DEV, *JUDGED, *SECOND]
+    assert 25 <= len(THIRD) <= 30
+    assert {case.number for case in THIRD} == set(CLASSES)
+    assert {case.recipe for case in THIRD} == set(LIGHT)
+    assert not {case.edits for case in THIRD} & {case.edits for case in earlier}
+    assert not {case.name for case in THIRD} & {case.name for case in earlier}
+
+
 def test_a_pattern_of_a_case_does_not_name_the_root():
     roots = ("model.", "agent.", "generator.", "discriminator.", "online.", "target.")
-    for case in SECOND:
+    for case in [*SECOND, *THIRD]:
         asked = (case.contract or {}).get("trainable", [])
         assert not [p for p in [*case.parameters, *asked] if p.startswith(roots)], case.id
 
 
 def test_every_name_is_given_once():
-    ids = [case.id for case in [*DEV, *JUDGED, *SECOND]]
+    ids = [case.id for case in [*DEV, *JUDGED, *SECOND, *THIRD]]
     assert len(set(ids)) == len(ids)
 
 

@@ -367,6 +367,19 @@ def test_deliberate_cuts_are_clean(name, tmp_path):
     nothing(tmp_path, CLEAN[name])
 
 
+def test_the_loss_that_its_own_optimizer_steps_on_counts(tmp_path):
+    """The judge's loss detaches on purpose; what stops the maker is in the maker's own loss."""
+    source = GAN.replace("if step % 2:", "if True:").replace(
+        "        loss = -judge(fake).mean()\n",
+        "        with torch.no_grad():  # FAULT\n"
+        "            fake = maker(torch.randn(8, 2))\n"
+        "        loss = -judge(fake).mean()\n",
+    )
+    examination, lines = look(tmp_path, source)
+    (finding,) = [f for f in serious(examination) if f.number in (2, 3)]
+    assert (finding.number, finding.site.line) == (2, lines[0])
+
+
 def test_without_a_trace_a_missing_gradient_is_still_seen(tmp_path):
     source = loop("f = body(x).detach()", LOSS)
     source = source.replace("nn.Linear(4, 8)", "nn.Linear(4, 8)  # FAULT")

@@ -278,6 +278,21 @@ def test_target_networks_are_nobodys(tmp_path):
     nothing(tmp_path, source)
 
 
+def test_a_replaced_weight_stays_in_the_optimizer(tmp_path):
+    """Tied after the optimizer was made: it keeps stepping a tensor that no model has."""
+    make = "last = nn.Linear(8, 8)\nend = nn.Linear(8, 8)"
+    optimizer = (
+        "parts = nn.ModuleList([body, head, last, end])\n"
+        "optimizer = torch.optim.Adam(parts.parameters())  # FAULT\n"
+        "{tie}"
+    )
+    forward = "loss = F.cross_entropy(head(end(last(torch.tanh(body(x))))), y)"
+    tied = optimizer.format(tie="end.weight = last.weight")
+    finding = only(tmp_path, script(make, forward, optimizer=tied), 8)
+    assert "[8, 8]" in finding.what
+    nothing(tmp_path, script(make, forward, optimizer=optimizer.format(tie="pass")))
+
+
 # 9
 
 ERASING = {

@@ -76,6 +76,13 @@ def test_parts_frozen_on_purpose(tmp_path):
     loop(tmp_path, NOTHING, NOTHING, "nn.BatchNorm1d(8)", "model.body[1].eval()").clean()
 
 
+def test_only_the_inside_is_in_eval(tmp_path):
+    """A part that was switched, or loaded, in eval() and then wrapped; its wrapper says train."""
+    finding = loop(tmp_path, NOTHING, NOTHING, start="model.body.eval()  # HERE").one(26)
+    assert "dropout" in finding.what
+    loop(tmp_path, NOTHING, NOTHING, "nn.Dropout(0.0)", "model.body.eval()").clean()
+
+
 def test_evaluated_in_train_mode(tmp_path):
     finding = loop(tmp_path, NOTHING, NOTHING, evaluate="evaluate").one(26)
     assert "evaluate()" in finding.what

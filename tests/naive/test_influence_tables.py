@@ -500,7 +500,7 @@ def reported(*arguments):
 
 def test_the_verb_tells_a_finished_study(tmp_path, summary):
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    found = reported(with_manifest(tmp_path))
+    found = reported(with_manifest(tmp_path), "--no-html")
     assert found.exit_code == 0
     assert found.stdout.splitlines() == influence_report(summary)
 

@@ -95,6 +95,8 @@ class Ownership(Detector):
         self._said |= registry.bits(orphans)
         if left:
             self._unowned(left)
+        if final:
+            self._strangers()
 
     def _thrown_away(self, final: bool) -> int:
         """Class 6. Gives the parameters that were made anew in every step."""
@@ -188,6 +190,40 @@ class Ownership(Detector):
             parameters=registry.bits(trained),
             related=(at, born),
         )
+
+    def _strangers(self) -> None:
+        """Class 8: held by an optimizer, but no model has them and no operation ever took them."""
+        registry, ledger = self.session.registry, self.session.ledger
+        if ledger is None or not ledger.traced:
+            return
+        for name, optimizer in registry.optimizers.items():
+            if id(optimizer) not in self._steps:
+                continue
+            strange = [
+                p
+                for p in owned_by(optimizer)
+                if p.requires_grad
+                and not registry.is_registered(p)
+                and not registry.bit(p) & (self._received | ledger.seen | ledger.explained)
+            ]
+            made = registry.birth(optimizer)
+            if not strange:
+                continue
+            ledger.explained |= registry.bits(strange)
+            shapes = ", ".join(str(list(p.shape)) for p in strange[:4])
+            self.report(
+                8,
+                Severity.WARNING,
+                f"The optimizer {name} holds {count(len(strange), 'parameter')} ({shapes}) that "
+                "no model has.",
+                why=f"Of the {count(len(list(owned_by(optimizer))), 'parameter')} of {name} these "
+                "are in no module, and no operation of the traced steps took them: they were "
+                "replaced (tied, swapped, reloaded) after the optimizer was made, and it keeps "
+                "them and their moments in memory.",
+                fix="Build the optimizer after the last exchange of the model's parts.",
+                site=None if made is None else made.site,
+                related=(birth_site(registry, strange[0]), self._steps[id(optimizer)]),
+            )
 
     def _unowned(self, orphans: list[Tensor]) -> None:
         """Class 7."""

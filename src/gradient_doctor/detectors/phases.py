@@ -71,6 +71,8 @@ class Phases(Detector):
                 self._trained.add(name)
                 if self.session.contract.get("phase") == "eval":
                     self._not_eval(root, name, theirs, seen)
+                else:
+                    self._inside_in_eval(root, name, theirs, seen)
             else:
                 self._trains_in_eval(root, name, theirs, seen)
         self._forwards.clear()
@@ -97,6 +99,26 @@ class Phases(Detector):
             if switch is not None
             else "Call .train() before training; models loaded from a file start in eval().",
             site=switch[0] if switch is not None else (seen.site if seen is not None else None),
+            parameters=bits,
+            related=(seen.site if seen is not None else None,),
+        )
+
+    def _inside_in_eval(self, root: nn.Module, name: str, bits: int, seen: Forward | None) -> None:
+        """The root says train(), but every dropout below it was switched to eval()."""
+        active = [part for part in root.modules() if _kind_of(part) == "dropout"]
+        if not active or any(part.training for part in active):
+            return
+        # batch statistics are often frozen on purpose; dropout that never drops is a slip
+        switches = [self._switches[id(part)] for part in active if id(part) in self._switches]
+        self.report(
+            26,
+            Severity.WARNING,
+            f"{name} is in train() mode, but all of its dropout is in eval().",
+            why=f"{_told(_active_parts(root, dropout_only=True))} below it do nothing: a part of "
+            f"{name} was switched to eval(), or was made so, after {name} itself.",
+            fix=f"Call {name}.train() on the whole, after everything is put together; or set the "
+            "rate to 0 if no dropout is meant.",
+            site=switches[0][0] if switches else (seen.site if seen is not None else None),
             parameters=bits,
             related=(seen.site if seen is not None else None,),
         )
@@ -133,15 +155,21 @@ def _active_parts(root: nn.Module, dropout_only: bool = False) -> dict[str, int]
     """Kinds of modules whose behaviour depends on the mode, and how many there are."""
     counts: dict[str, int] = {}
     for part in root.modules():
-        batch_norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
-        p = getattr(part, "p", 0.0)
-        dropout = isinstance(part, nn.modules.dropout._DropoutNd) and p > 0
-        # attention modules of common libraries keep the rate as a number
-        rate = max((getattr(part, n, 0.0) for n in ("attention_dropout", "dropout_p")), key=_number)
-        inner = _number(rate) > 0 and not isinstance(rate, nn.Module)
-        if dropout or inner or (batch_norm and not dropout_only):
+        kind = _kind_of(part)
+        if kind == "dropout" or (kind == "batch_norm" and not dropout_only):
             counts[type(part).__name__] = counts.get(type(part).__name__, 0) + 1
     return counts
+
+
+def _kind_of(part: nn.Module) -> str | None:
+    """`dropout` or `batch_norm`, for a module that is another one in eval()."""
+    if isinstance(part, nn.modules.batchnorm._BatchNorm):
+        return "batch_norm"
+    if isinstance(part, nn.modules.dropout._DropoutNd):
+        return "dropout" if part.p > 0 else None
+    # attention modules of common libraries keep the rate as a number
+    rates = (getattr(part, name, 0.0) for name in ("attention_dropout", "dropout_p"))
+    return "dropout" if max(map(_number, rates)) > 0 else None
 
 
 def _number(value: Any) -> float:
