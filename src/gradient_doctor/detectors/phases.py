@@ -57,14 +57,17 @@ class Phases(Detector):
         return None if path.startswith("<") else path.split(".", 1)[0]
 
     def backward_ended(self, backward: Backward) -> None:
-        if not self.session.record.checked:
-            return
         registry = self.session.registry
+        checked = self.session.record.checked
         for name, root in registry.roots.items():
+            # the usual slip comes with the first evaluation, between two looks
+            if not checked and (root.training or name not in self._trained):
+                continue
             seen = self._forwards.get(name)
             # without a trace only the mode of this moment is known
             training = seen.training if seen is not None else root.training
-            theirs = registry.bits(p for p in root.parameters()) & backward.received
+            theirs = registry.bits(p for p in root.parameters() if p.requires_grad)
+            theirs &= backward.received if checked else registry.owned
             if not theirs:
                 continue
             if training:
