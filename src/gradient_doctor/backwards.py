@@ -64,7 +64,11 @@ class Backwards:
             with session.pause():
                 backward.taint = self._taint(backward.roots)
                 backward.graph = _graph(backward.roots)
-                guards = [Sentinels(root) for root in backward.roots if root.grad_fn is not None]
+                guards = [
+                    Sentinels(root, session.broke)
+                    for root in backward.roots
+                    if root.grad_fn is not None
+                ]
         session.add_event("backward", backward=backward)
         session.tell("backward_starts", backward)
         if kind == "backward":
@@ -90,8 +94,11 @@ class Backwards:
                 receipt.remove()
             if failed:
                 backward.release()
-        with session.pause():
-            self._close(backward, result, site)
+        try:
+            with session.pause():
+                self._close(backward, result, site)
+        except Exception as error:  # values that cannot be read: batched by vmap, on meta
+            session.broke(self, error)
         session.tell("backward_ended", backward)
         backward.release()
         return result

@@ -231,6 +231,10 @@ def _contract(path: str) -> dict[str, Any]:
 
 def _json_path(path: str) -> Path:
     """Known to be writable before hours of training; each rank but the first adds its number."""
+    if path == "-":
+        raise UsageError(
+            "--json -: expected a file; `entropy-probe doctor --json -` prints to stdout"
+        )
     target = Path(path)
     if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
         raise UsageError(f"--json {path}: expected a file in a folder that exists, and is writable")

@@ -110,7 +110,8 @@ def walk(tensor: Tensor) -> Graph:
         return graph
     for node in nodes_of(tensor.grad_fn):
         graph.nodes += 1
-        leaf = getattr(node, "variable", None)
+        # a custom Function's node may have any attribute that its author gave it
+        leaf = None if is_opaque(node) else getattr(node, "variable", None)
         if leaf is not None:
             graph.leaves.append(leaf)
         elif is_opaque(node):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ class Leak:
 class Sentinels:
     """Hooks on every node behind a root, for one backward."""
 
-    def __init__(self, root: Tensor) -> None:
+    def __init__(self, root: Tensor, broke: Callable[[Any, Exception], None]) -> None:
+        self._broke = broke  # told of our own failures: they must not end the user's backward
         self.vanished: list[Vanished] = []
         self.partial: list[Vanished] = []
         self.blown: list[Blown] = []
@@ -87,17 +88,31 @@ class Sentinels:
             went = [g for g in passed_on if g is not None]
             if not came or not went:
                 return
-            with torch.no_grad():
-                self._look(node, origin, came, went)
-                if self.blown and self.blown[-1].node is node:
-                    self.blown[-1].singular = _singular(node, received)
-                if len(went) > 1:
-                    self._look_at_edges(node, origin, passed_on)
-                places = node.metadata.get(MARK + ".silent")
-                if places is not None:
-                    self._look_at_places(node, came[0], places)
+            try:
+                with torch.no_grad():
+                    self._inspect(node, origin, passed_on, received, came, went)
+            except Exception as error:  # batched, nested, sparse or meta gradients
+                self._broke(self, error)
 
         return hook
+
+    def _inspect(
+        self,
+        node: Any,
+        origin: NodeOrigin | None,
+        passed_on: tuple[Any, ...],
+        received: tuple[Any, ...],
+        came: list[Tensor],
+        went: list[Tensor],
+    ) -> None:
+        self._look(node, origin, came, went)
+        if self.blown and self.blown[-1].node is node:
+            self.blown[-1].singular = _singular(node, received)
+        if len(went) > 1:
+            self._look_at_edges(node, origin, passed_on)
+        places = node.metadata.get(MARK + ".silent")
+        if places is not None:
+            self._look_at_places(node, came[0], places)
 
     def _look(
         self, node: Any, origin: NodeOrigin | None, came: list[Tensor], went: list[Tensor]

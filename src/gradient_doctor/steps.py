@@ -61,9 +61,15 @@ def _sample(tensor: Tensor) -> Tensor:
     return flat[::stride].clone()
 
 
+def _rate(group: dict[str, Any]) -> float:
+    """The learning rate; some optimizers have none, or find their own (None)."""
+    rate = group.get("lr")
+    return float("nan") if rate is None else float(rate)
+
+
 @torch.no_grad()
 def before(optimizer: Any) -> Before:
-    taken = Before(optimizer, [float(group["lr"]) for group in optimizer.param_groups])
+    taken = Before(optimizer, [_rate(group) for group in optimizer.param_groups])
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad

@@ -109,6 +109,21 @@ class TracedFloat(float):
         return self
 
 
+def plain(value: Any) -> Any:
+    """The same without traced floats, in dicts, lists and tuples too; itself if it has none."""
+    if type(value) is TracedFloat:
+        return float.__pos__(value)
+    if type(value) is dict:
+        made: Any = {key: plain(item) for key, item in value.items()}
+        same = all(made[key] is item for key, item in value.items())
+    elif type(value) in (list, tuple):
+        made = type(value)(plain(item) for item in value)
+        same = all(a is b for a, b in zip(made, value))
+    else:
+        return value
+    return value if same else made
+
+
 def _carry(name: str) -> Any:
     plain = getattr(float, name)
 

@@ -27,7 +27,7 @@ from gradient_doctor.graph import NodeOrigin, mark_origin
 from gradient_doctor.laws import Laws
 from gradient_doctor.patches import Patches
 from gradient_doctor.session import Session
-from gradient_doctor.taint import Cut, Region, Taint, inputs_in, merged, tensors_in
+from gradient_doctor.taint import Cut, Region, Taint, inputs_in, merged, plain, tensors_in
 from gradient_doctor.trace import Trace
 
 
@@ -52,6 +52,7 @@ class Watch:
         patch(torch.inference_mode, "__enter__", self._inference)
         patch(torch.autograd.Function, "apply", self._function)
         patch(torch, "from_numpy", self._from_numpy)
+        patch(torch, "save", _save)
         patch(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         patch(torch.optim.Optimizer, "__init__", self._new_optimizer)
         patch(torch.optim.Optimizer, "load_state_dict", self._load_state)
@@ -383,3 +384,13 @@ class Watch:
             facts = steps.after(before) if before is not None else None
         session.add_event("step", optimizer=optimizer, update=facts)
         self._stepped(optimizer)
+
+
+def _save(original: Any) -> Any:
+    """Checkpoints hold plain floats: a reduced one is refused by `weights_only`."""
+
+    @functools.wraps(original)
+    def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(plain(obj), *args, **kwargs)
+
+    return save

@@ -94,6 +94,7 @@ def check(out: Path, undisturbed: Path) -> None:
     assert not list(out.rglob("*.partial"))
 
 
+@pytest.mark.slow
 def test_killed_twice_and_continued(undisturbed, tmp_path):
     reference, _ = undisturbed
     out = tmp_path / "run"

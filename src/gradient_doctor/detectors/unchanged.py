@@ -173,7 +173,8 @@ class Unchanged(Detector):
         low = dtype in _LOW
         made = birth_site(registry, optimizer)
         given = most_common(dtype_site(registry, p) for p in registry.tensors(sum(stuck)))
-        rates = {float(group["lr"]) for group in optimizer.param_groups}
+        given_rates = (group.get("lr") for group in optimizer.param_groups)
+        rates = {float(rate) for rate in given_rates if rate is not None}
         self.report(
             21,
             Severity.ERROR if share < _NOTHING else Severity.WARNING,
