@@ -26,8 +26,6 @@ from doctor.judged.injectors import JUDGED
 from doctor.judged.second import SECOND
 from doctor.judged.third import THIRD
 
-pytest.importorskip("gradient_doctor.script")
-
 HEAVY = {"hf_trainer", "peft_checkpointing", "trl_grpo"}
 # Of the heavy recipes, these run in `make test`; they share one import of the libraries.
 QUICK = {
