@@ -16,6 +16,7 @@ that serves every direction.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import torch
@@ -29,13 +30,21 @@ from entropy_experiments.estimate.ratio import (
     check_scores,
     drawn_with,
     estimand_of,
+    no_scores,
     payload,
     ratio_sums,
     refuse_unmoved,
     score_all,
     stale_reasons,
 )
-from entropy_experiments.numerics.derivatives import How, dot, dual, pushforward
+from entropy_experiments.numerics.derivatives import (
+    How,
+    dot,
+    dual,
+    pushforward,
+    require_full_precision,
+)
+from entropy_experiments.numerics.ranks import ALONE, Ranks
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import (
     Attribution,
@@ -119,31 +128,16 @@ def first_order(
             why_not=doubts,
         )
 
-    def sums_of(packed: Rollouts, size: int, shared: Scores | None = None) -> Tensor:
-        return _sums(policy, packed, v, estimand, mode, baseline, size, shared)
-
     def value_of(packed: Rollouts, size: int) -> float:
-        return point(_slope, sums_of(packed, size), packed)
+        sums_NM = _sums(policy, packed, v, estimand, mode, baseline, size, None)
+        return point(_slope, sums_NM, packed)
 
-    sums_NM = sums_of(rollouts, microbatch, base)
+    sums_NM = _sums(policy, rollouts, v, estimand, mode, baseline, microbatch, base)
     if not sums_NM[:, :3].any():
         refuse_unmoved(policy, rollouts, v)
     here = point(_slope, sums_NM, rollouts)
-    return by_prompt(
-        _slope,
-        sums_NM,
-        rollouts,
-        estimand,
-        noise_floor=spread(value_of, here, rollouts, microbatch, count=repackings),
-        diagnostics={
-            "direct": by_prompt(_direct, sums_NM, rollouts, estimand),
-            "state": by_prompt(_state, sums_NM, rollouts, estimand),
-            "tokens_N": rollouts.tokens_N,
-            "truncated": rollouts.truncated_share,
-        },
-        why_not=doubts,
-        check_tail=True,
-    )
+    floor = spread(value_of, here, rollouts, microbatch, count=repackings)
+    return _estimate(sums_NM, rollouts, estimand, noise_floor=floor, why_not=doubts)
 
 
 def first_order_by_part(
@@ -181,6 +175,77 @@ def slope_estimand(
     )
 
 
+def score_slopes(
+    policy: Policy,
+    rollouts: Rollouts,
+    v: Params,
+    *,
+    mode: How = "jvp",
+    microbatch: int = 8,
+    ranks: Ranks = ALONE,
+) -> tuple[Scores, Scores]:
+    """The scores at theta and their derivatives along v, both from one pass, in fp64."""
+    whole(rollouts)
+    require_full_precision(policy.params)
+
+    def local() -> list[Tensor]:
+        here, slopes = no_scores(rollouts), no_scores(rollouts)
+        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+            found, slope = pushforward(
+                lambda params: policy.score(params, part), policy.params, v, how=mode
+            )
+            check_scores(found, part, rows_N, columns)
+            for whole_NS, part_NS in zip((*here, *slopes), (*found, *slope), strict=True):
+                whole_NS[rows_N, columns] = part_NS.double()
+        return [*here, *slopes]
+
+    logprob_NS, entropy_NS, dlogprob_NS, dentropy_NS = ranks.summed(local)
+    return Scores(logprob_NS, entropy_NS), Scores(dlogprob_NS, dentropy_NS)
+
+
+def slope_of_scores(
+    found: Scores,
+    slope: Scores,
+    rollouts: Rollouts,
+    estimand: Estimand,
+    *,
+    noise_floor: float | None = None,
+) -> Estimate:
+    """dH per unit learning rate, from what `score_slopes` gives."""
+    return _estimate(
+        _columns(found, slope, rollouts, estimand),
+        rollouts,
+        estimand,
+        noise_floor=noise_floor,
+        why_not=stale_reasons(found, rollouts, estimand),
+    )
+
+
+def _estimate(
+    sums_NM: Tensor,
+    rollouts: Rollouts,
+    estimand: Estimand,
+    *,
+    noise_floor: float | None,
+    why_not: Iterable[str],
+) -> Estimate:
+    return by_prompt(
+        _slope,
+        sums_NM,
+        rollouts,
+        estimand,
+        noise_floor=noise_floor,
+        diagnostics={
+            "direct": by_prompt(_direct, sums_NM, rollouts, estimand),
+            "state": by_prompt(_state, sums_NM, rollouts, estimand),
+            "tokens_N": rollouts.tokens_N,
+            "truncated": rollouts.truncated_share,
+        },
+        why_not=why_not,
+        check_tail=True,
+    )
+
+
 def _sums(
     policy: Policy,
     rollouts: Rollouts,
@@ -192,23 +257,13 @@ def _sums(
     base: Scores | None,
 ) -> Tensor:
     """Per rollout: direct and state part of A', then B', A and B."""
-    out_NM = rollouts.weight_N.new_zeros(len(rollouts), 5)
-    expected_NS = None
+    found, slope = score_slopes(policy, rollouts, v, mode=mode, microbatch=microbatch)
+    sums_NM = _columns(found, slope, rollouts, estimand)
     if baseline:
-        base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
-        expected_NS = cross_fitted_baseline(base, rollouts, estimand)
-    for rows_N, columns, part in rollouts.split(microbatch):
-        found, slope = pushforward(
-            lambda params: policy.score(params, part), policy.params, v, how=mode
-        )
-        found = Scores(*(x_NS.double() for x_NS in check_scores(found, part, rows_N, columns)))
-        slope = Scores(*(x_NS.double() for x_NS in slope))
-        columns_NM = _columns(found, slope, part, estimand)
-        if expected_NS is not None:
-            spared_NS = expected_NS[rows_N, columns] * slope.logprob_NS
-            columns_NM[:, 1] -= torch.where(part.response_NS, spared_NS, 0.0).sum(1)
-        out_NM[rows_N] = columns_NM
-    return out_NM
+        expected_NS = cross_fitted_baseline(base or found, rollouts, estimand)
+        spared_NS = expected_NS * slope.logprob_NS
+        sums_NM[:, 1] -= torch.where(rollouts.response_NS, spared_NS, 0.0).sum(1)
+    return sums_NM
 
 
 def _columns(found: Scores, slope: Scores, part: Rollouts, estimand: Estimand) -> Tensor:

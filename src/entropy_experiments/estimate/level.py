@@ -16,7 +16,7 @@ from entropy_experiments.estimate.ratio import (
     stale_reasons,
 )
 from entropy_experiments.numerics.sums import by_prompt, point, whole
-from entropy_experiments.types import Estimate, Policy, Rollouts, Scores
+from entropy_experiments.types import Estimand, Estimate, Policy, Rollouts, Scores
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
 
@@ -41,25 +41,33 @@ def entropy_level(
     check_repeatable(policy, rollouts)
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
 
-    def sums_of(scores: Scores, packed: Rollouts) -> Tensor:
-        moved_NS = scores.logprob_NS - drawn_with(scores, packed)
-        return torch.stack(ratio_sums(payload(scores, estimand), moved_NS, packed, estimand), 1)
-
     def value_of(packed: Rollouts, size: int) -> float:
         scores = score_all(policy, policy.params, packed, microbatch=size)
-        return point(_ratio, sums_of(scores, packed), packed)
+        return point(_ratio, _sums(scores, packed, estimand), packed)
 
-    sums_NM = sums_of(base, rollouts)
-    here = point(_ratio, sums_NM, rollouts)
+    here = point(_ratio, _sums(base, rollouts, estimand), rollouts)
+    floor = spread(value_of, here, rollouts, microbatch, count=repackings)
+    return level_of_scores(base, rollouts, estimand, noise_floor=floor)
+
+
+def level_of_scores(
+    base: Scores, rollouts: Rollouts, estimand: Estimand, *, noise_floor: float | None = None
+) -> Estimate:
+    """H of the policy that gave these scores."""
     return by_prompt(
         _ratio,
-        sums_NM,
+        _sums(base, rollouts, estimand),
         rollouts,
         estimand,
-        noise_floor=spread(value_of, here, rollouts, microbatch, count=repackings),
+        noise_floor=noise_floor,
         why_not=stale_reasons(base, rollouts, estimand),
         diagnostics={"truncated": rollouts.truncated_share},
     )
+
+
+def _sums(scores: Scores, rollouts: Rollouts, estimand: Estimand) -> Tensor:
+    moved_NS = scores.logprob_NS - drawn_with(scores, rollouts)
+    return torch.stack(ratio_sums(payload(scores, estimand), moved_NS, rollouts, estimand), 1)
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.numerics.derivatives import dual, norm, require_full_precision
+from entropy_experiments.numerics.ranks import ALONE, Ranks
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.numerics.weights import (
     diagnose,
@@ -130,20 +131,31 @@ def check_estimand(policy: Policy, estimand: Estimand) -> None:
         )
 
 
-def score_all(policy: Policy, params: Params, rollouts: Rollouts, *, microbatch: int) -> Scores:
+def score_all(
+    policy: Policy, params: Params, rollouts: Rollouts, *, microbatch: int, ranks: Ranks = ALONE
+) -> Scores:
     """Scores of every rollout in fp64, without gradients. The pass that others share."""
     whole(rollouts)
     require_full_precision(params)
-    out = [
-        torch.zeros(rollouts.tokens_NS.shape, dtype=torch.float64, device=rollouts.tokens_NS.device)
-        for _ in Scores._fields
-    ]
-    with torch.no_grad():
-        for rows_N, columns, part in rollouts.split(microbatch):
-            scores = check_scores(policy.score(params, part), part, rows_N, columns)
-            for whole_NS, part_NS in zip(out, scores, strict=True):
-                whole_NS[rows_N, columns] = part_NS.double()
-    return Scores(*out)
+
+    def local() -> Scores:
+        out = no_scores(rollouts)
+        with torch.no_grad():
+            for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+                scores = check_scores(policy.score(params, part), part, rows_N, columns)
+                for whole_NS, part_NS in zip(out, scores, strict=True):
+                    whole_NS[rows_N, columns] = part_NS.double()
+        return out
+
+    return Scores(*ranks.summed(local))
+
+
+def no_scores(rollouts: Rollouts) -> Scores:
+    """Zeros in fp64, to be filled in."""
+    like = rollouts.tokens_NS
+    return Scores(
+        *(torch.zeros(like.shape, dtype=torch.float64, device=like.device) for _ in Scores._fields)
+    )
 
 
 def check_repeatable(policy: Policy, rollouts: Rollouts) -> None:

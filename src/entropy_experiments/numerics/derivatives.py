@@ -17,7 +17,8 @@ over double_backward needs (torch 2.13; tests/contract holds both facts). Five p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -143,6 +144,17 @@ def require_full_precision(params: Params) -> None:
             "entropy changes need; expected 'highest'. Call "
             "torch.set_float32_matmul_precision('highest')."
         )
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """fp32 products in fp32 inside, whatever a training around it uses; as it was outside."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def shifted(params: Params, v: Params, step: float) -> dict[str, Tensor]:

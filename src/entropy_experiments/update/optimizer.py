@@ -21,8 +21,13 @@ from entropy_experiments.types.direction import check_finite
 SGD_KEYS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
 
-def read_state(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> OptimizerState:
-    """A copy of the state of an Adam, AdamW or SGD; `names` are the tensors it was built with."""
+def read_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], *, copy: bool = True
+) -> OptimizerState:
+    """The state of an Adam, AdamW or SGD; `names` are the tensors it was built with.
+
+    `copy=False` shares the optimizer's memory: for use before its next step only.
+    """
     if not isinstance(names, Mapping):
         raise TypeError(
             f"Got a {type(names).__name__} of names; expected a mapping from name to tensor, such "
@@ -42,13 +47,17 @@ def read_state(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) ->
         groups.append(_group(optimizer, group, group_names))
         for name in group_names:
             entry = {
-                key: value.detach().clone() if isinstance(value, Tensor) else value
+                key: _own(value, copy) if isinstance(value, Tensor) else value
                 for key, value in optimizer.state.get(names[name], {}).items()
                 if value is not None
             }
             if entry:
                 state[name] = entry
     return OptimizerState(groups=tuple(groups), state=state)
+
+
+def _own(value: Tensor, copy: bool) -> Tensor:
+    return value.detach().clone() if copy else value.detach()
 
 
 def _group(

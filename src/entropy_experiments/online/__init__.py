@@ -1,0 +1,1 @@
+"""The same numbers inside training: predict before the step, measure after it."""

@@ -1,0 +1,111 @@
+"""Evaluation rollouts of a probe that watches training.
+
+They stand for the policy at the step in question. Rollouts that were drawn some steps ago carry the
+log-probs of the policy that drew them, and every number is weighted accordingly; when the weights
+no longer allow it, the estimate says so and is not trusted.
+
+| buffer | rollouts | what it costs |
+|---|---|---|
+| `Fresh` | drawn anew at every k-th probed step | sampling |
+| `Fixed` | the same ones all along | nothing, and trust fades as the policy moves |
+| `Given` | what the trainer hands over: the half that this step does not learn from | nothing |
+
+The training batch itself is no evaluation set: it made the update that is judged on it. How it can
+serve all the same is in `estimate.own_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+
+from entropy_experiments.types import Rollouts
+
+
+class Buffer(Protocol):
+    def at(self, step: int) -> Rollouts:
+        """Rollouts for this step, the same on every rank."""
+        ...
+
+    def scored(self, logprob_NS: Tensor) -> None:
+        """The log-probs of what `at` gave, under the policy of that step."""
+        ...
+
+    def release(self) -> None:
+        """The step is over: let go of what the next probed step will not use."""
+        ...
+
+
+class Fresh:
+    """Rollouts from `draw(step)`, used for `uses` probed steps in turn."""
+
+    def __init__(self, draw: Callable[[int], Rollouts], *, uses: int = 1) -> None:
+        if uses < 1:
+            raise ValueError(f"uses is {uses}; expected at least 1, the probed steps that share.")
+        self._draw, self._uses = draw, uses
+        self._held: Rollouts | None = None
+        self._used = 0
+
+    def at(self, step: int) -> Rollouts:
+        if self._held is None or self._used >= self._uses:
+            self._held, self._used = None, 0  # not two sets of rollouts at once
+            self._held = self._draw(step)
+        self._used += 1
+        return self._held
+
+    def scored(self, logprob_NS: Tensor) -> None:
+        self._held = _drawn_by(self._held, logprob_NS)
+
+    def release(self) -> None:
+        if self._used >= self._uses:
+            self._held = None
+
+
+class Fixed:
+    """One set of rollouts for the whole training."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._held: Rollouts | None = rollouts
+
+    def at(self, step: int) -> Rollouts:
+        assert self._held is not None
+        return self._held
+
+    def scored(self, logprob_NS: Tensor) -> None:
+        self._held = _drawn_by(self._held, logprob_NS)
+
+    def release(self) -> None:
+        pass
+
+
+class Given:
+    """Rollouts that the training loop hands over before each step it wants probed."""
+
+    def __init__(self) -> None:
+        self._held: Rollouts | None = None
+
+    def put(self, rollouts: Rollouts) -> None:
+        self._held = rollouts
+
+    def at(self, step: int) -> Rollouts:
+        if self._held is None:
+            raise ValueError(
+                f"Step {step} has no evaluation rollouts. Call put(rollouts) before before_step()."
+            )
+        return self._held
+
+    def scored(self, logprob_NS: Tensor) -> None:
+        pass
+
+    def release(self) -> None:
+        self._held = None
+
+
+def _drawn_by(held: Rollouts | None, logprob_NS: Tensor) -> Rollouts | None:
+    """Later steps see who drew these; the first scoring is by the policy that did."""
+    if held is None or held.behaviour_logprob_NS is not None:
+        return held
+    return replace(held, behaviour_logprob_NS=logprob_NS)

@@ -1,0 +1,224 @@
+"""Predict a step before the optimizer makes it, measure it afterwards; touch nothing.
+
+    probe = OnlineProbe(policy, Fresh(draw))
+    loss.backward()
+    prediction = probe.before_step(named_gradients(model), optimizer)
+    optimizer.step()
+    measurement = probe.after_step()
+
+Before: the optimizer's step is rebuilt from its state and the (clipped) gradient, and one pass of
+forward-mode differentiation over the evaluation rollouts gives H, its slope along the step, and the
+scores that the measurement starts from. After: one plain pass at the parameters as they now are.
+Both are of the same rollouts, so their difference is the bend of the curve and no sampling noise:
+
+    bend = measured - predicted,      linear range = lr * 10 % * |predicted / bend|
+
+Gradients are read, never written; the model's mode, `.grad` and the global random numbers stay as
+they are. Every rank calls both methods with the same gradient; microbatches are shared out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.estimate.curvature import LINEAR_TOLERANCE
+from entropy_experiments.estimate.first_order import (
+    SlopeForm,
+    score_slopes,
+    slope_estimand,
+    slope_of_scores,
+)
+from entropy_experiments.estimate.level import level_of_scores
+from entropy_experiments.estimate.measured import change
+from entropy_experiments.estimate.ratio import check_repeatable, score_all
+from entropy_experiments.numerics.derivatives import full_precision, norm, shifted
+from entropy_experiments.numerics.ranks import ALONE, Ranks
+from entropy_experiments.online.buffers import Buffer
+from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
+from entropy_experiments.types.direction import BASELINE_PARTS
+from entropy_experiments.update.live import live_direction
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPrediction:
+    """What the step about to be made will do."""
+
+    step: int
+    entropy: Estimate
+    """H before the step."""
+    change: Estimate
+    baseline: Estimate | None
+    """The part of momentum and weight decay."""
+    lr: float
+    grad_norm: float
+    param_norm: float
+    rollouts: int
+
+    @property
+    def direct(self) -> Estimate:
+        """The same states, flatter or sharper choices."""
+        return self.change.diagnostics["direct"]
+
+    @property
+    def state(self) -> Estimate:
+        """Other states visited."""
+        return self.change.diagnostics["state"]
+
+    @property
+    def baseline_share(self) -> float | None:
+        """Momentum's and decay's part of the predicted change; above 1: the gradient opposed it."""
+        if self.baseline is None or self.change.value == 0:
+            return None
+        return self.baseline.value / self.change.value
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepMeasurement:
+    """What the step did."""
+
+    prediction: StepPrediction
+    change: Estimate
+    moved: float
+    """Norm of the parameter change; 0: the optimizer skipped the step."""
+    mismatch: float
+    """|change of the parameters - predicted change| over the former: 0 for the step we rebuilt."""
+
+    @property
+    def skipped(self) -> bool:
+        return self.moved == 0
+
+    @property
+    def bend(self) -> Estimate:
+        """What the straight line missed; paired, hence far less noisy than either."""
+        return self.change - self.prediction.change
+
+    @property
+    def linear_range(self) -> float | None:
+        """The learning rate up to which the prediction would be within 10 % of the measurement."""
+        bend = abs(self.bend.value)
+        if self.skipped or bend == 0:
+            return None
+        return LINEAR_TOLERANCE * abs(self.prediction.change.value) / bend * self.prediction.lr
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pending:
+    prediction: StepPrediction
+    rollouts: Rollouts
+    base: Scores
+    before: Params
+    expected: Params
+    """The parameter change that was predicted."""
+
+
+class OnlineProbe:
+    """One policy in training, one evaluation buffer."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        buffer: Buffer,
+        *,
+        form: SlopeForm = "to_go",
+        horizon: int | None = None,
+        microbatch: int = 8,
+        parts: bool = True,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.policy, self.buffer, self.ranks = policy, buffer, ranks
+        self.estimand = slope_estimand(policy, form=form, horizon=horizon)
+        self.microbatch, self.parts = microbatch, parts
+        self.step = 0
+        self._pending: _Pending | None = None
+
+    def before_step(
+        self, gradient: Mapping[str, Tensor | None], optimizer: torch.optim.Optimizer
+    ) -> StepPrediction:
+        """Predict the step that `optimizer` would now make with these gradients.
+
+        `gradient`: by the policy's parameter names, as the optimizer sees it (clipped, unscaled,
+        averaged over ranks). None: that parameter has none, and the optimizer leaves it alone.
+        """
+        with full_precision():
+            direction = live_direction(self.policy.params, gradient, optimizer)
+            rollouts = self.buffer.at(self.step)
+            if self.step == 0:
+                check_repeatable(self.policy, rollouts)
+            base, change = self._predicted(rollouts, direction)
+            baseline = None
+            if self.parts:
+                _, baseline = self._predicted(rollouts, direction.only(*BASELINE_PARTS))
+        self.buffer.scored(base.logprob_NS)
+        given = {name: value for name, value in gradient.items() if value is not None}
+        prediction = StepPrediction(
+            step=self.step,
+            entropy=level_of_scores(base, rollouts, self.estimand),
+            change=change,
+            baseline=baseline,
+            lr=direction.lr,
+            grad_norm=norm(given),
+            param_norm=norm(self.policy.params),
+            rollouts=len(rollouts),
+        )
+        self._pending = _Pending(
+            prediction=prediction,
+            rollouts=rollouts,
+            base=base,
+            before={name: value.clone() for name, value in self.policy.params.items()},
+            expected={n: direction.lr * value for n, value in direction.total.items()},
+        )
+        return prediction
+
+    def after_step(self) -> StepMeasurement:
+        """Measure the step that was made since `before_step`."""
+        if self._pending is None:
+            raise RuntimeError(
+                "after_step() without before_step(): there is nothing to compare with. Call "
+                "before_step(gradients, optimizer) between backward() and optimizer.step()."
+            )
+        pending, self._pending = self._pending, None
+        after = self.policy.params
+        moved = {name: after[name] - old for name, old in pending.before.items()}
+        missed = shifted(moved, pending.expected, -1.0)
+        size = norm(moved)
+        with full_precision():
+            scores = score_all(
+                self.policy,
+                after,
+                pending.rollouts,
+                microbatch=self.microbatch,
+                ranks=self.ranks,
+            )
+        found = StepMeasurement(
+            prediction=pending.prediction,
+            change=change(pending.base, scores, pending.rollouts, self.estimand),
+            moved=size,
+            mismatch=norm(missed) / size if size else 0.0,
+        )
+        self.buffer.release()
+        self.step += 1
+        return found
+
+    def skip(self) -> None:
+        """This step is not probed; what was begun for it is forgotten."""
+        self._pending = None
+        self.step += 1
+
+    def _predicted(self, rollouts: Rollouts, direction: Direction) -> tuple[Scores, Estimate]:
+        base, slope = score_slopes(
+            self.policy,
+            rollouts,
+            direction.total,
+            microbatch=self.microbatch,
+            ranks=self.ranks,
+        )
+        return base, direction.lr * slope_of_scores(base, slope, rollouts, self.estimand)
+
+
+def named_gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:
+    """The gradients as they stand, by name; not copied."""
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}

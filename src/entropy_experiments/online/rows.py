@@ -1,0 +1,136 @@
+"""What a probed step says, as numbers: one JSON row, and metrics for a dashboard.
+
+A number that does not exist is null in the row, with the reason under `missing`; a dashboard does
+not get it at all. No row holds a NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.online.probe import StepMeasurement
+from entropy_experiments.types import Estimate
+
+PREFIX = "entropy_probe/"
+ALIASES = {
+    "simple_entropy_delta_h_predicted": "predicted",
+    "simple_entropy_grad_norm": "grad_norm",
+    "simple_entropy_param_norm": "param_norm",
+    "simple_entropy_step_count": "probed_steps",
+}
+"""Names of the earlier probe's curves."""
+NOT_PLOTTED = ("step", "why_not", "missing")
+SCHEMA = 1
+
+
+def row_of(found: StepMeasurement, *, step: int, probed_steps: int, overhead: float) -> dict:
+    """All that is known of one step; `step` is the trainer's own count before it."""
+    prediction, weights = found.prediction, found.change.diagnostics["weights"]
+    row: dict[str, Any] = {"schema": SCHEMA, "step": step}
+    for name, estimate in (
+        ("entropy", prediction.entropy),
+        ("predicted", prediction.change),
+        ("measured", found.change),
+        ("bend", found.bend),
+    ):
+        row |= _with_interval(name, estimate)
+    row |= {
+        "direct": prediction.direct.value,
+        "state": prediction.state.value,
+        "baseline": None if prediction.baseline is None else prediction.baseline.value,
+        "baseline_share": prediction.baseline_share,
+        "linear_range": found.linear_range,
+        "ess": weights.ess,
+        "k_hat": weights.k_hat,
+        "kl": weights.kl,
+        "lr": prediction.lr,
+        "grad_norm": prediction.grad_norm,
+        "param_norm": prediction.param_norm,
+        "step_norm": found.moved,
+        "step_mismatch": found.mismatch,
+        "skipped": float(found.skipped),
+        "trusted": float(found.change.trusted and prediction.change.trusted),
+        "rollouts": prediction.rollouts,
+        "probed_steps": probed_steps,
+        "overhead": overhead,
+        "why_not": list(dict.fromkeys((*prediction.change.why_not, *found.change.why_not))),
+    }
+    return _without_nan(row, _reasons(found))
+
+
+def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row under the names that trackers get."""
+    known = {
+        name: float(value)
+        for name, value in row.items()
+        if name not in (*NOT_PLOTTED, "schema") and value is not None
+    }
+    return {
+        **{PREFIX + name: value for name, value in known.items()},
+        **{alias: known[name] for alias, name in ALIASES.items() if name in known},
+    }
+
+
+class RowFile:
+    """JSON lines, appended and flushed one by one; a torn last line is cut off when resumed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            whole = path.read_bytes()
+            end = whole.rfind(b"\n") + 1
+            if end < len(whole):
+                os.truncate(path, end)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """Rows of a probed training in the order of steps; of a repeated step, the last one."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
+
+
+def _with_interval(name: str, estimate: Estimate) -> dict[str, float | None]:
+    low, high = estimate.interval or (None, None)
+    return {name: estimate.value, f"{name}_low": low, f"{name}_high": high}
+
+
+def _reasons(found: StepMeasurement) -> dict[str, str]:
+    prediction = found.prediction
+    reasons = {
+        "k_hat": "fewer than 100 rollouts, or weights so even that it says nothing",
+        "linear_range": "the step was skipped, or measured exactly as predicted",
+        "baseline": "parts=False",
+        "baseline_share": "parts=False, or a predicted change of zero",
+    }
+    for name, estimate in (
+        ("entropy", prediction.entropy),
+        ("predicted", prediction.change),
+        ("measured", found.change),
+        ("bend", found.bend),
+    ):
+        why = "; ".join(estimate.own_reasons) or "no interval"
+        reasons |= {f"{name}_low": why, f"{name}_high": why}
+    return reasons
+
+
+def _without_nan(row: dict[str, Any], reasons: Mapping[str, str]) -> dict[str, Any]:
+    missing = {}
+    for name, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            row[name], missing[name] = None, f"not a finite number ({value})"
+        elif value is None:
+            missing[name] = reasons.get(name, "not known")
+    return {**row, "missing": missing} if missing else row

@@ -1,0 +1,68 @@
+"""Which steps are probed: every n-th, fewer when that would cost too much time.
+
+    overhead = seconds in the probe / seconds of training without it
+
+A step is skipped while the overhead, were it probed at the mean cost so far, would exceed
+`max_overhead`; but never ten steps in a row. One rank decides for all of them (`Ranks.agree`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+MOST_SKIPPED = 10
+"""A curve with fewer points than one in ten steps would miss a collapse."""
+
+
+class Throttle:
+    def __init__(
+        self,
+        *,
+        every: int = 1,
+        max_overhead: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every is {every}; expected at least 1 (a step is probed every n).")
+        if max_overhead is not None and not max_overhead > 0:
+            raise ValueError(
+                f"max_overhead is {max_overhead}; expected above 0, such as 0.1 for ten per cent "
+                "of the training time, or None for no limit."
+            )
+        self.every, self.max_overhead = every, max_overhead
+        self._clock, self._began = clock, clock()
+        self.seconds, self.probed = 0.0, 0
+        self._last: int | None = None
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Time spent here is the probe's."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.seconds += self._clock() - began
+
+    @property
+    def overhead(self) -> float:
+        """Of the training time so far."""
+        training = self._clock() - self._began - self.seconds
+        return self.seconds / training if training > 0 else 0.0
+
+    def wants(self, step: int) -> bool:
+        """Whether `step` (counted from 0) is to be probed."""
+        if step % self.every:
+            return False
+        if self.max_overhead is None or self._last is None:
+            return True
+        if step - self._last >= max(self.every, MOST_SKIPPED):
+            return True
+        training = self._clock() - self._began - self.seconds
+        cost = self.seconds / max(self.probed, 1)
+        return self.seconds + cost <= self.max_overhead * training
+
+    def note(self, step: int) -> None:
+        """This step is being probed."""
+        self._last, self.probed = step, self.probed + 1
