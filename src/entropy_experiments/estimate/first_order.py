@@ -16,7 +16,7 @@ that serves every direction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -42,6 +42,7 @@ from entropy_experiments.numerics.derivatives import (
     dot,
     dual,
     pushforward,
+    pushforwards,
     require_full_precision,
 )
 from entropy_experiments.numerics.ranks import ALONE, Ranks
@@ -175,32 +176,40 @@ def slope_estimand(
     )
 
 
-def score_slopes(
+def scores_along(
     policy: Policy,
     rollouts: Rollouts,
-    v: Params,
+    many: Sequence[Params],
     *,
     mode: How = "jvp",
     microbatch: int = 8,
     ranks: Ranks = ALONE,
-) -> tuple[Scores, Scores]:
-    """The scores at theta and their derivatives along v, both from one pass, in fp64."""
+) -> tuple[Scores, list[Scores]]:
+    """The scores at theta and their derivatives along each direction, from one pass, in fp64."""
     whole(rollouts)
     require_full_precision(policy.params)
 
     def local() -> list[Tensor]:
-        here, slopes = no_scores(rollouts), no_scores(rollouts)
+        out = [no_scores(rollouts) for _ in range(1 + len(many))]
         for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
-            found, slope = pushforward(
-                lambda params: policy.score(params, part), policy.params, v, how=mode
-            )
-            check_scores(found, part, rows_N, columns)
-            for whole_NS, part_NS in zip((*here, *slopes), (*found, *slope), strict=True):
-                whole_NS[rows_N, columns] = part_NS.double()
-        return [*here, *slopes]
 
-    logprob_NS, entropy_NS, dlogprob_NS, dentropy_NS = ranks.summed(local)
-    return Scores(logprob_NS, entropy_NS), Scores(dlogprob_NS, dentropy_NS)
+            def score(params: Params) -> Scores:
+                return policy.score(params, part)
+
+            if mode == "jvp":
+                here, slopes = pushforwards(score, policy.params, many)
+            else:
+                found = [pushforward(score, policy.params, v, how=mode) for v in many]
+                here, slopes = found[0][0], [slope for _, slope in found]
+            check_scores(here, part, rows_N, columns)
+            for all_NS, part_NS in zip(out, (here, *slopes), strict=True):
+                for whole_NS, x_NS in zip(all_NS, part_NS, strict=True):
+                    whole_NS[rows_N, columns] = x_NS.double()
+        return [x_NS for scores in out for x_NS in scores]
+
+    found = ranks.summed(local)
+    here, *slopes = (Scores(*pair) for pair in zip(found[::2], found[1::2], strict=True))
+    return here, slopes
 
 
 def slope_of_scores(
@@ -211,7 +220,7 @@ def slope_of_scores(
     *,
     noise_floor: float | None = None,
 ) -> Estimate:
-    """dH per unit learning rate, from what `score_slopes` gives."""
+    """dH per unit learning rate, from what `scores_along` gives."""
     return _estimate(
         _columns(found, slope, rollouts, estimand),
         rollouts,
@@ -257,7 +266,7 @@ def _sums(
     base: Scores | None,
 ) -> Tensor:
     """Per rollout: direct and state part of A', then B', A and B."""
-    found, slope = score_slopes(policy, rollouts, v, mode=mode, microbatch=microbatch)
+    found, (slope,) = scores_along(policy, rollouts, [v], mode=mode, microbatch=microbatch)
     sums_NM = _columns(found, slope, rollouts, estimand)
     if baseline:
         expected_NS = cross_fitted_baseline(base or found, rollouts, estimand)

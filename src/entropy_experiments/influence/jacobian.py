@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from entropy_experiments.estimate.gradient import weighted_gradient
 from entropy_experiments.estimate.ratio import check_scores
@@ -27,6 +26,7 @@ from entropy_experiments.numerics.derivatives import (
     central_step,
     dot,
     pushforward,
+    pushforwards,
     shifted,
 )
 from entropy_experiments.types import Params, Policy, Rollouts, Scores
@@ -77,7 +77,9 @@ def score_slopes(
             along = [take(policy, part, v) for take, v in zip(differences, many, strict=True)]
         elif mode == "jvp":
             for start in range(0, len(many), TOGETHER):
-                here, slopes = _jvps(policy, part, many[start : start + TOGETHER])
+                here, slopes = pushforwards(
+                    lambda p: policy.score(p, part), policy.params, many[start : start + TOGETHER]
+                )
                 along += slopes
         else:
             for v in many:
@@ -91,26 +93,6 @@ def score_slopes(
             one = Scores(*(x_KNS[k] for x_KNS in slope_K))
             _put(one, check_scores(slope, part, rows_N, columns), part, rows_N, columns)
     return (None if mode == "central" else seen), slope_K
-
-
-def _jvps(policy: Policy, part: Rollouts, many: Sequence[Params]) -> tuple[Scores, list[Scores]]:
-    def score(params: Params) -> Scores:
-        return policy.score(params, part)
-
-    if len(many) == 1:
-        here, slope = pushforward(score, policy.params, many[0])
-        return here, [slope]
-
-    def along(v: Params) -> tuple[Scores, Scores]:
-        return pushforward(score, policy.params, v)
-
-    stacked = {
-        name: torch.stack([v[name].to(theta.device, theta.dtype) for v in many])
-        for name, theta in policy.params.items()
-    }
-    apart = Scores(0, 0)  # type: ignore[arg-type]
-    here, slope_K = vmap(along, out_dims=(Scores(None, None), apart))(stacked)  # type: ignore[arg-type]
-    return here, [Scores(*(x_KNS[k] for x_KNS in slope_K)) for k in range(len(many))]
 
 
 def chosen_differences(policy: Policy, rollouts: Rollouts, v: Params) -> Differences:

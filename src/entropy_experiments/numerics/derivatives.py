@@ -17,13 +17,13 @@ over double_backward needs (torch 2.13; tests/contract holds both facts). Five p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp
+from torch.func import jvp, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from entropy_experiments.types import Params, check_params
@@ -66,6 +66,32 @@ def pushforward(
             here, plus, minus = (f(shifted(params, v, c * step)) for c in (0, 1, -1))
         return here, tree_map(lambda a, b: (a - b) / (2 * step), plus, minus)
     raise ValueError(f"how={how!r}; expected one of {get_args(How)}.")
+
+
+def pushforwards(
+    f: Callable[[Params], Any], params: Params, many: Sequence[Params]
+) -> tuple[Any, list[Any]]:
+    """f(params) and its derivatives along several directions, by jvp: they share one forward."""
+    if len(many) == 1:
+        here, slope = pushforward(f, params, many[0])
+        return here, [slope]
+    stacked = {
+        name: torch.stack([v[name].to(theta.device, theta.dtype) for v in many])
+        for name, theta in params.items()
+    }
+    shape: list[Any] = []
+
+    def along(v: Params) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        here, slope = pushforward(f, params, v)
+        leaves, structure = tree_flatten(here)
+        shape.append(structure)
+        return tuple(leaves), tuple(tree_flatten(slope)[0])
+
+    unbatched_and_batched: Any = (None, 0)
+    here, slopes = vmap(along, out_dims=unbatched_and_batched)(stacked)
+    return tree_unflatten(list(here), shape[0]), [
+        tree_unflatten([slope[k] for slope in slopes], shape[0]) for k in range(len(many))
+    ]
 
 
 def pushforward2(

@@ -7,7 +7,7 @@ random numbers of training are not touched, and the number of ranks changes no d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,26 +19,19 @@ from entropy_experiments.tasks.datasets import Problem
 from entropy_experiments.types import Rollouts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    text: str
-    chat: bool = False
-    """A chat template has written the special tokens already."""
-
-
 def drawer(
     generator: SampleGenerator,
-    prompts: Callable[[int], Sequence[Prompt]],
+    prompts: Callable[[int], Sequence[Sequence[int]]],
     *,
     group: int = 1,
     ranks: Ranks = ALONE,
 ) -> Callable[[int], Rollouts]:
-    """A `draw(step)` for `Fresh`: `group` responses to each of `prompts(step)`."""
+    """A `draw(step)` for `Fresh`: `group` responses to each of `prompts(step)`, given as tokens."""
 
     def draw(step: int) -> Rollouts:
         asked = [
-            Problem(id=f"{step}:{i}", prompt=p.text, answer="", facts={"chat": p.chat})
-            for i, p in enumerate(prompts(step))
+            Problem(id=f"{step}:{i}", prompt="", answer="", facts={"ids": tuple(ids)})
+            for i, ids in enumerate(prompts(step))
         ]
 
         def mine() -> Rollouts | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from entropy_experiments.estimate.curvature import LINEAR_TOLERANCE
 from entropy_experiments.estimate.first_order import (
     SlopeForm,
-    score_slopes,
+    scores_along,
     slope_estimand,
     slope_of_scores,
 )
@@ -38,7 +38,7 @@ from entropy_experiments.estimate.ratio import check_repeatable, score_all
 from entropy_experiments.numerics.derivatives import full_precision, norm, shifted
 from entropy_experiments.numerics.ranks import ALONE, Ranks
 from entropy_experiments.online.buffers import Buffer
-from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
+from entropy_experiments.types import Estimate, Params, Policy, Rollouts, Scores
 from entropy_experiments.types.direction import BASELINE_PARTS
 from entropy_experiments.update.live import live_direction
 
@@ -133,6 +133,8 @@ class OnlineProbe:
         self.estimand = slope_estimand(policy, form=form, horizon=horizon)
         self.microbatch, self.parts = microbatch, parts
         self.step = 0
+        self.evaluated: Rollouts | None = None
+        """The rollouts of the last prediction, until the step is measured."""
         self._pending: _Pending | None = None
 
     def before_step(
@@ -148,17 +150,24 @@ class OnlineProbe:
             rollouts = self.buffer.at(self.step)
             if self.step == 0:
                 check_repeatable(self.policy, rollouts)
-            base, change = self._predicted(rollouts, direction)
-            baseline = None
-            if self.parts:
-                _, baseline = self._predicted(rollouts, direction.only(*BASELINE_PARTS))
+            wanted = [direction, *([direction.only(*BASELINE_PARTS)] if self.parts else [])]
+            base, slopes = scores_along(
+                self.policy,
+                rollouts,
+                [part.total for part in wanted],
+                microbatch=self.microbatch,
+                ranks=self.ranks,
+            )
+        change, *baseline = (
+            direction.lr * slope_of_scores(base, slope, rollouts, self.estimand) for slope in slopes
+        )
         self.buffer.scored(base.logprob_NS)
         given = {name: value for name, value in gradient.items() if value is not None}
         prediction = StepPrediction(
             step=self.step,
             entropy=level_of_scores(base, rollouts, self.estimand),
             change=change,
-            baseline=baseline,
+            baseline=baseline[0] if baseline else None,
             lr=direction.lr,
             grad_norm=norm(given),
             param_norm=norm(self.policy.params),
@@ -171,6 +180,7 @@ class OnlineProbe:
             before={name: value.clone() for name, value in self.policy.params.items()},
             expected={n: direction.lr * value for n, value in direction.total.items()},
         )
+        self.evaluated = rollouts
         return prediction
 
     def after_step(self) -> StepMeasurement:
@@ -200,6 +210,7 @@ class OnlineProbe:
             mismatch=norm(missed) / size if size else 0.0,
         )
         self.buffer.release()
+        self.evaluated = None
         self.step += 1
         return found
 
@@ -207,16 +218,6 @@ class OnlineProbe:
         """This step is not probed; what was begun for it is forgotten."""
         self._pending = None
         self.step += 1
-
-    def _predicted(self, rollouts: Rollouts, direction: Direction) -> tuple[Scores, Estimate]:
-        base, slope = score_slopes(
-            self.policy,
-            rollouts,
-            direction.total,
-            microbatch=self.microbatch,
-            ranks=self.ranks,
-        )
-        return base, direction.lr * slope_of_scores(base, slope, rollouts, self.estimand)
 
 
 def named_gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:

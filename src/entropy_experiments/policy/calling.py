@@ -35,6 +35,31 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def plain_inputs(model: nn.Module) -> Iterator[None]:
+    """Embeddings that do not demand a gradient of themselves.
+
+    Training with gradient checkpointing hooks `output.requires_grad_()` onto the input embeddings;
+    it changes no value, and torch.func refuses it.
+    """
+    hooks = causal_lm(model).get_input_embeddings()._forward_hooks
+    found = {key: hook for key, hook in hooks.items() if _demands_gradients(hook)}
+    before = dict(hooks)
+    for key in found:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        if found:
+            hooks.clear()
+            hooks.update(before)  # in their old order
+
+
+def _demands_gradients(hook: Any) -> bool:
+    # transformers and peft define it inside other functions, under these names.
+    return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
+
+
 def math_attention() -> Any:
     return sdpa_kernel(SDPBackend.MATH)
 

@@ -43,6 +43,7 @@ from entropy_experiments.policy.calling import (
     dora_layers,
     evaluating,
     math_attention,
+    plain_inputs,
     recomputed,
 )
 from entropy_experiments.types import Params, Rollouts, Scores, check_params
@@ -208,6 +209,7 @@ class SequenceProcessor:
         recompute = self._layers if torch.is_grad_enabled() and not get_interpreter_stack() else ()
         with (
             evaluating(self.model),
+            plain_inputs(self.model),
             math_attention(),
             differentiated_fully(self._dora),
             recomputed(recompute, self._dora),

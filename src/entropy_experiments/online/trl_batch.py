@@ -1,0 +1,165 @@
+"""What the probe reads of a GRPOTrainer: its prompts, its batch, its optimizer, its settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from entropy_experiments.numerics.ranks import Ranks
+from entropy_experiments.rollouts.importers import from_trl_inputs
+from entropy_experiments.types import Rollouts, UpdateBatch
+
+PRIVATES = ("_buffered_inputs", "_step", "_metrics", "_tokenizer", "_tokenize_prompts")
+"""Of GRPOTrainer (trl 1.16); a contract test holds each."""
+
+
+def refuse_unsupported(trainer: Any) -> None:
+    """Trainers whose parameters or gradients are not where they seem to be."""
+    kind = str(getattr(trainer.accelerator, "distributed_type", "")).rpartition(".")[2]
+    if kind == "DEEPSPEED":
+        raise ValueError(
+            "EntropyProbeCallback under DeepSpeed: its engine keeps gradients and optimizer state "
+            "to itself, so no step can be predicted. Expected plain, DDP or single-device "
+            "training. Leave the callback out, or probe saved checkpoints offline."
+        )
+    if kind in ("FSDP", "MEGATRON_LM"):
+        raise ValueError(
+            f"EntropyProbeCallback under {kind}: parameters are sharded, and forward-mode "
+            "differentiation does not pass through shards. Expected plain, DDP or single-device "
+            "training. Probe saved checkpoints offline: entropy-probe run."
+        )
+    missing = [name for name in PRIVATES if not hasattr(trainer, name)]
+    if missing:
+        raise ValueError(
+            f"{type(trainer).__name__} has no {', '.join(missing)}; expected TRL's GRPOTrainer "
+            "(trl 1.16). For another trainer use entropy_experiments.online.loop."
+        )
+
+
+def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside accelerate's wrappers."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class EvaluationPrompts:
+    """`count` prompts for a step, as token ids: of the evaluation set, or of the training set.
+
+    Which ones depends on the seed and the step alone, so every rank chooses the same.
+    """
+
+    def __init__(self, trainer: Any, count: int, seed: int) -> None:
+        self.trainer, self.count, self.seed = trainer, count, seed
+        data = trainer.eval_dataset
+        if isinstance(data, dict):  # several evaluation sets: the first
+            data = next(iter(data.values()))
+        self.data = trainer.train_dataset if data is None else data
+        if not hasattr(self.data, "__len__"):
+            raise ValueError(
+                "Evaluation prompts cannot be drawn from a dataset without a length (a stream). "
+                "Give the trainer an eval_dataset, or the callback evaluation='half' or Rollouts."
+            )
+        self.count = min(count, len(self.data))
+
+    def __call__(self, step: int) -> list[Sequence[int]]:
+        name = json.dumps(["evaluation prompts", self.seed, step]).encode()
+        generator = torch.Generator().manual_seed(
+            int.from_bytes(hashlib.sha256(name).digest()[:7], "big")
+        )
+        rows = torch.randperm(len(self.data), generator=generator).tolist()
+        # One by one: a tokenizer's padding must not join the prompts.
+        ids = (tuple(self.trainer._tokenize_prompts([self.data[r]["prompt"]])[0][0]) for r in rows)
+        found: dict[tuple[int, ...], None] = {}
+        for prompt in ids:
+            found.setdefault(prompt)
+            if len(found) == self.count:
+                break
+        return list(found)
+
+
+def used_now(trainer: Any) -> tuple[list[int], list[int]]:
+    """Places in `_buffered_inputs` that the step at hand learned from, and those it did not."""
+    size = trainer.args.steps_per_generation
+    done, parts = trainer._step, trainer.current_gradient_accumulation_steps
+    used = [k % size for k in range(done - parts, done)]
+    return used, [k for k in range(size) if k not in used]
+
+
+def update_batch(trainer: Any, ranks: Ranks) -> UpdateBatch:
+    """The rollouts of the step at hand, of all ranks, as the loss saw them."""
+    used, rest = used_now(trainer)
+    parts = _everyones(trainer, used, ranks)
+    return from_trl_inputs(
+        parts,
+        eos=trainer.eos_token_ids,
+        pad=trainer._tokenizer.pad_token_id,
+        check_items=not rest,
+    )
+
+
+def other_rollouts(trainer: Any, ranks: Ranks) -> Rollouts:
+    """Rollouts of the generation batch that the step at hand does not learn from."""
+    _, rest = used_now(trainer)
+    if not rest:
+        raise ValueError(
+            "evaluation='half' needs rollouts that a step does not learn from; every step here "
+            "learns from all that were generated. Set steps_per_generation to twice "
+            "gradient_accumulation_steps, or use evaluation='fresh'."
+        )
+    batch = from_trl_inputs(
+        _everyones(trainer, rest, ranks),
+        eos=trainer.eos_token_ids,
+        pad=trainer._tokenizer.pad_token_id,
+        check_items=False,
+    )
+    return batch.rollouts
+
+
+def _everyones(trainer: Any, places: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
+    def mine() -> list[dict[str, Any]]:
+        return [
+            {
+                key: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+                for key, value in trainer._buffered_inputs[place].items()
+                if value is not None
+            }
+            for place in places
+        ]
+
+    return [part for parts in ranks.gathered(mine) for part in parts]
+
+
+def training_facts(trainer: Any) -> dict[str, Any]:
+    """What decides a step and is in no checkpoint: the contents of entropy_probe.json."""
+    args, notes = trainer.args, []
+    facts: dict[str, Any] = {
+        "loss": args.loss_type,
+        "advantage": {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards),
+        "clip_low": args.epsilon,
+        "clip_high": args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        "ratio": args.importance_sampling_level,
+        "beta": args.beta,
+        "entropy_coef": getattr(args, "entropy_coef", None) or 0.0,
+        "max_grad_norm": args.max_grad_norm,
+        "max_completion_length": args.max_completion_length,
+        "num_iterations": args.num_iterations,
+        "amp_dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "G": args.num_generations,
+        "B_U": args.per_device_train_batch_size
+        * args.world_size
+        * args.gradient_accumulation_steps
+        // args.num_generations,
+    }
+    if args.steps_per_generation != args.gradient_accumulation_steps and facts["loss"] == "dapo":
+        notes.append(
+            "dapo divides by the tokens of the whole generation batch; a step of "
+            "steps_per_generation other than gradient_accumulation_steps is rebuilt with its own"
+        )
+    return {**facts, "note": notes} if notes else facts
