@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from torch import Tensor
 
 from gradient_doctor.findings import Site
 from gradient_doctor.graph import MARK, Graph, Used, nodes_of, walk
+from gradient_doctor.guards import observed
 from gradient_doctor.patches import Patches
+from gradient_doctor.readable import FUNCTORCH, THREADS, alone, in_functorch
+from gradient_doctor.records import Backward, GradientFact
 from gradient_doctor.sentinels import Sentinels
-from gradient_doctor.session import Backward, GradientFact, Session
-from gradient_doctor.steps import norm_of
+from gradient_doctor.session import Session
+from gradient_doctor.steps import Read, norm_of
 from gradient_doctor.taint import Taint, merged, tensors_in
 
 
@@ -26,32 +30,61 @@ class Backwards:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._numbers = itertools.count(1)
+        self._home: int | None = None
         self._inside = False  # Tensor.backward calls autograd.backward: one event, not two
 
     def install(self, patches: Patches) -> None:
-        patches.replace(torch.Tensor, "backward", self._wrap("backward", _tensor_backward))
-        patches.replace(torch.autograd, "backward", self._wrap("backward", _autograd_backward))
-        patches.replace(torch.autograd, "grad", self._wrap("grad", _autograd_grad))
+        for owner, name, read in (
+            (torch.Tensor, "backward", _tensor_backward),
+            (torch.autograd, "backward", _autograd_backward),
+            (torch.autograd, "grad", _autograd_grad),
+        ):
+            observe = functools.partial(self._watched, name, read)
+            patches.replace(owner, name, observed(self.session, self, observe))
 
-    def _wrap(self, kind: str, read: Callable[..., dict[str, Any]]) -> Callable[[Any], Any]:
-        def make(original: Any) -> Any:
-            @functools.wraps(original)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if self._inside or self.session.paused:
-                    return original(*args, **kwargs)
-                self._inside = True
-                try:
-                    return self._run(kind, original, read(*args, **kwargs), args, kwargs)
-                finally:
-                    self._inside = False
+    def _watched(
+        self, kind: str, read: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
+    ) -> Iterator[Any]:
+        if self._is_stranger():
+            session = self.session
+            session.blind(THREADS)
+            for root in read(*args, **kwargs)["roots"]:
+                leaves = session.registry.bits(walk(root).leaves)
+                if session.ledger is not None:
+                    session.ledger.explained |= leaves  # the rest of their story is not seen
+            return
+        if self._inside or self.session.paused:
+            return
+        if in_functorch():
+            # torch.func calls it for its own ends, with tensors that have no numbers
+            self.session.blind(FUNCTORCH)
+            return
+        self._inside = True
+        try:
+            yield from self._run(kind, read(*args, **kwargs))
+        finally:
+            self._inside = False
 
-            return call
+    def _is_stranger(self) -> bool:
+        """One thread is examined: that of the first backward, while it lives.
 
-        return make
+        What another thread trains must not be touched: torch's setters and getters of `.grad` in
+        two threads can end the process.
+        """
+        me = threading.get_ident()
+        if self._home == me:
+            return False
+        started = {t.ident for t in threading.enumerate() if type(t) is not threading._DummyThread}
+        if me not in started:
+            return False  # autograd's own: a checkpoint's backward inside of ours
+        if self._home in started:
+            self.session.strangers.add(me)
+            return True
+        self._home = me
+        self.session.strangers.discard(me)
+        return False
 
-    def _run(
-        self, kind: str, original: Any, asked: dict[str, Any], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, kind: str, asked: dict[str, Any]) -> Iterator[Any]:
         session = self.session
         site = session.here()
         session.before_backward()
@@ -59,30 +92,26 @@ class Backwards:
             next(self._numbers), session.step, kind, site, taint=None, graph=None, **asked
         )
         session.record.backwards.append(backward)
+        hooks: list[Any] = []
         guards: list[Sentinels] = []
-        if session.record.traced:
-            with session.pause():
-                backward.taint = self._taint(backward.roots)
-                backward.graph = _graph(backward.roots)
-                guards = [
-                    Sentinels(root, session.broke)
-                    for root in backward.roots
-                    if root.grad_fn is not None
-                ]
-        session.add_event("backward", backward=backward)
-        session.tell("backward_starts", backward)
-        if kind == "backward":
-            session.read_since_backward = 0
-        receipts = self._receipts(backward) if kind == "backward" else []
         failed = False
         try:
-            # hooks and recomputed forwards run inside: they are not the user's forward
-            with session.pause():
-                result = original(*args, **kwargs)
-        except Exception as error:
-            failed = True
-            session.fail("backward_failed", error, backward)
-            raise
+            if session.record.traced:
+                with session.pause():
+                    self._look_ahead(backward, guards)
+            session.add_event("backward", backward=backward)
+            session.tell("backward_starts", backward)
+            if kind == "backward":
+                session.read_since_backward = 0
+                self._receipts(backward, hooks)
+            try:
+                # hooks and recomputed forwards run inside: they are not the user's forward
+                with session.pause():
+                    result = yield
+            except Exception as error:
+                failed = True
+                session.fail("backward_failed", error, backward)
+                raise
         finally:
             for guard in guards:
                 backward.vanished.extend(guard.vanished)
@@ -90,18 +119,14 @@ class Backwards:
                 backward.blown.extend(guard.blown)
                 backward.leaks.extend(guard.leaks)
                 guard.remove()
-            for receipt in receipts:
-                receipt.remove()
+            for hook in hooks:
+                hook.remove()
             if failed:
                 backward.release()
-        try:
-            with session.pause():
-                self._close(backward, result, site)
-        except Exception as error:  # values that cannot be read: batched by vmap, on meta
-            session.broke(self, error)
+        with session.pause(), alone():
+            self._close(backward, result, site)
         session.tell("backward_ended", backward)
         backward.release()
-        return result
 
     def _close(self, backward: Backward, result: Any, site: Site | None) -> None:
         registry = self.session.registry
@@ -115,12 +140,23 @@ class Backwards:
             bit = registry.bit(tensor)
             backward.received |= bit
             if self.session.record.checked and gradient is not None:
-                backward.gradients[bit] = gradient_fact(gradient)
+                fact = gradient_fact(gradient, self.session.values)
+                if fact is not None:
+                    backward.gradients[bit] = fact
         if self.session.record.traced:
             used = Used(backward.number, not backward.retain_graph, site)
             for root in backward.roots:
                 for node in nodes_of(root.grad_fn):
                     node.metadata[MARK + ".used"] = used
+
+    def _look_ahead(self, backward: Backward, guards: list[Sentinels]) -> None:
+        """The graph before it is walked, and guards on its nodes; what was put on must come off."""
+        backward.taint = self._taint(backward.roots)
+        backward.graph = _graph(backward.roots)
+        for root in backward.roots:
+            if root.grad_fn is not None:
+                guards.append(Sentinels(self.session))
+                guards[-1].watch(root)
 
     def _taint(self, roots: list[Tensor]) -> Taint | None:
         taints = [t for t in map(self.session.taint_of, roots) if t is not None]
@@ -130,36 +166,48 @@ class Backwards:
         depends, live, cuts, opaque = merged(taints)
         return Taint(depends, live, cuts, first.site, first.op, first.step, opaque)
 
-    def _receipts(self, backward: Backward) -> list[Any]:
-        if not self.session.record.checked:
-            return []
+    def _receipts(self, backward: Backward, hooks: list[Any]) -> None:
+        """Hooks that say which leaves were given a gradient."""
         registry = self.session.registry
+
+        def arrived(parameter: Tensor) -> None:
+            backward.arrived |= registry.bit(parameter)
+
+        if not self.session.record.checked:
+            # of those that something was said of, the first gradient matters at any time
+            for leaf in registry.tensors(self.session.awaited):
+                if leaf.is_leaf and leaf.requires_grad:
+                    hooks.append(leaf.register_post_accumulate_grad_hook(arrived))
+            return
 
         def received(bit: int) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
-                backward.received |= bit
+                if threading.get_ident() not in self.session.strangers:
+                    backward.received |= bit
 
             return hook
 
         leaves: dict[int, Tensor] = {id(p): p for p in registry.everything() if p.requires_grad}
         if backward.graph is not None:
             leaves.update((id(leaf), leaf) for leaf in backward.graph.leaves)
-        return [
-            leaf.register_post_accumulate_grad_hook(received(registry.bit(leaf)))
-            for leaf in leaves.values()
-            if leaf.is_leaf and leaf.requires_grad
-        ]
+        for leaf in leaves.values():
+            if leaf.is_leaf and leaf.requires_grad:
+                hook = received(registry.bit(leaf))
+                hooks.append(leaf.register_post_accumulate_grad_hook(hook))
 
 
 @torch.no_grad()
-def gradient_fact(gradient: Tensor) -> GradientFact:
-    values = gradient.detach()
-    if values.is_sparse:
-        values = values.coalesce().values()
+def gradient_fact(gradient: Tensor, read: Read) -> GradientFact | None:
+    """None for a gradient whose values cannot be read."""
+    values = read(gradient)
+    if values is None:
+        return None
     norm = norm_of(values) if values.numel() else 0.0
     # one pass over the values; only squares that overflow or vanish need a second look
     finite = math.isfinite(norm) or bool(values.isfinite().all())
-    return GradientFact(norm, norm == 0.0 and not bool(values.any()), finite, gradient.dtype)
+    # without elements there is none that could be something else than zero
+    zero = norm == 0.0 and bool(gradient.numel()) and not bool(values.any())
+    return GradientFact(norm, zero, finite, gradient.dtype)
 
 
 def _graph(roots: Iterable[Tensor]) -> Graph:

@@ -138,7 +138,7 @@ def _finish(
     options: Options, doctor: Doctor, error: BaseException | None, json_path: Path | None
 ) -> int:
     from gradient_doctor.findings import Severity
-    from gradient_doctor.output import to_json, write_text
+    from gradient_doctor.output import report_text, to_json, write_text
 
     sys.stdout.flush()
     code = _ended(error)
@@ -147,7 +147,8 @@ def _finish(
     if serious and _rank() == 0 and code not in (CRASHED, INTERRUPTED):
         code = FOUND
     if not options.quiet and _rank() == 0 and options.mode != "off":
-        print(f"\n{doctor.report()}", file=sys.stderr)
+        text = report_text(doctor.findings, doctor.session.step, error)
+        print(f"\n{text}", file=sys.stderr)
     if json_path is not None:
         about = {"program": list(options.program), "mode": options.mode, "exit_code": code}
         if error is not None and not isinstance(error, SystemExit):

@@ -12,6 +12,7 @@ from torch import nn
 from gradient_doctor import modes
 from gradient_doctor.detectors import all_detectors
 from gradient_doctor.findings import Finding, Severity, ordered
+from gradient_doctor.forks import forget_forks, watch_forks
 from gradient_doctor.output import report_text, to_json
 from gradient_doctor.registry import Registry
 from gradient_doctor.session import Session, StepRecord
@@ -77,6 +78,7 @@ class Doctor:
             return self
         self.session.listen(all_detectors(self.session))
         self._depth = modes.depth()
+        watch_forks(self)
         try:
             self._watch.start()
             self._begin()
@@ -110,8 +112,14 @@ class Doctor:
 
     def remove(self) -> None:
         """Put everything back as it was, without a last word; harmless a second time."""
+        forget_forks(self)
         self._switch_trace(False)
         self._watch.stop()
+
+    def leave(self) -> None:
+        """In a forked child: nothing is watched, and nothing is said at the end."""
+        self.mode = "off"
+        self.remove()
 
     def step(self) -> None:
         """Call at the end of each training step."""
@@ -125,11 +133,15 @@ class Doctor:
         session = self.session
         step = session.step
         first = step < session.trace_steps
-        traced = self.mode == "trace" or (self.mode == "auto" and (first or self._look_closer))
+        closer = self._look_closer or session.look_again
+        traced = self.mode == "trace" or (self.mode == "auto" and (first or closer))
         checked = traced or (self.mode == "light" and first) or step % self.every == 0
-        self._look_closer = False
+        checked = checked or session.look_again
+        self._look_closer = session.look_again = False
         session.record = StepRecord(step, traced, checked)
         session.paused = 0
+        if checked:  # other steps give no bits
+            session.registry.sweep()
         session.cuts.clear()
         session.arrays.clear()
         session.numbers.clear()

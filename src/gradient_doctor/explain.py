@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradient_doctor.findings import Site, joined
 from gradient_doctor.graph import node_of
@@ -86,6 +87,7 @@ class Ledger(Detector):
         self.busy = 0  # checked steps with a backward
         self._since: dict[int, int] = {}  # by bit: steps of its optimizer before we knew it
         self._before = 0  # what the last of them gave gradients to
+        self.claims: list[Any] = []  # detectors.late.Claim: what a later gradient would refute
 
     # facts
 
@@ -128,7 +130,7 @@ class Ledger(Detector):
                 self._recent.append(known)
 
     def backward_ended(self, backward: Backward) -> None:
-        self.received |= backward.received
+        self.received |= backward.received | backward.arrived
         self.by_site[backward.site] = self.by_site.get(backward.site, 0) | backward.received
         for bit, fact in backward.gradients.items():
             if not fact.zero:
@@ -190,12 +192,15 @@ class Ledger(Detector):
         registry = self.session.registry
         wanted = registry.matching(self.session.contract.get("trainable", ()))
         wanted |= registry.owned
-        return registry.bits(p for p in registry.tensors(wanted) if p.requires_grad)
+        return registry.bits(
+            p for p in registry.tensors(wanted) if p.requires_grad and has_elements(p)
+        )
 
     def missing(self, at_end: bool, error: BaseException | None = None) -> int:
         """Those of them that have received nothing for long enough, and nobody has said why."""
         registry = self.session.registry
         silent = self.should_train() & ~self.received & ~self.explained & ~self.attempted
+        self.session.awaited |= silent
         needed = 1 if at_end and error is None else _ENOUGH
         if at_end and error is None and not self.unchecked and not any(self._steps.values()):
             needed = 0 if self.backwards else 1  # no optimizer has stepped at all
@@ -206,7 +211,10 @@ class Ledger(Detector):
                 bit = registry.bit(parameter)
                 owners[bit] = max(owners.get(bit, 0), steps)
         found = 0
+        looked = self.session.record.checked and self.session.record.backwards
         for bit in bits_of(silent):
+            if self.unchecked and not looked and bit not in self._since:
+                continue  # thawed or added after the last look: nobody knows
             steps = owners.get(bit, self.busy)
             # what was added or unfrozen late has missed only the steps since
             if steps - self._since.setdefault(bit, max(0, steps - 1)) >= needed:
@@ -243,6 +251,11 @@ class Ledger(Detector):
         while term.parts and term.kind != "cut" and term.parts[0][0].site is not None:
             term = term.parts[0][0]
         return term
+
+
+def has_elements(parameter: Tensor) -> bool:
+    """Without elements there is nothing to train; a lazy parameter has not got its own yet."""
+    return is_lazy(parameter) or parameter.numel() > 0
 
 
 def _rows(call: OpCall) -> int:

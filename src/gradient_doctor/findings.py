@@ -90,8 +90,18 @@ class Finding:
             "related": [site(s) for s in self.related],
         }
 
+    @property
+    def brief(self) -> str:
+        """For a report that stands beside the error on which this is noted."""
+        where = "" if self.site is None else f"  where: {self.site}\n"
+        return f"{self._heading}\n{where}  why, and how to mend it: see the error"
+
+    @property
+    def _heading(self) -> str:
+        return f"{self.severity.name} [{self.number} {self.slug}] {self.what}"
+
     def __str__(self) -> str:
-        lines = [f"{self.severity.name} [{self.number} {self.slug}] {self.what}"]
+        lines = [self._heading]
         if self.site is not None:
             lines.append(f"  where: {self.site}")
         lines.append(f"  why:   {self.why}")
@@ -185,6 +195,35 @@ def listed(names: tuple[str, ...] | list[str], shown: int = _SHOWN) -> str:
     """`a, b, c and 5 more`."""
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def note_of(finding: Finding) -> str:
+    """A finding as it stands on the error that it explains."""
+    return f"gradient_doctor: {finding}"
+
+
+def add_note(error: BaseException, finding: Finding, earlier: Finding | None = None) -> None:
+    """Note it on the error, once: in the place of what was noted of it earlier, if it has grown."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    note, old = note_of(finding), None if earlier is None else note_of(earlier)
+    if old in notes:
+        notes[notes.index(old)] = note
+    elif note not in notes:
+        error.add_note(note)
+
+
+def noted(error: BaseException | None) -> set[str]:
+    """All notes of an error and of those that led to it."""
+    notes: set[str] = set()
+    seen: set[int] = set()
+    chain = [error]
+    while chain:
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            notes.update(getattr(one, "__notes__", ()))
+            chain += [one.__cause__, one.__context__]
+    return notes
 
 
 def ordered(findings: list[Finding]) -> list[Finding]:

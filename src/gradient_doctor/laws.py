@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributions as distributions
 from torch import Tensor
 
+from gradient_doctor.guards import observed
 from gradient_doctor.patches import Patches
 from gradient_doctor.session import Session
 
@@ -24,33 +26,26 @@ class Laws:
         for cls in _classes() if wanted else ():
             for name in ("sample", "rsample", "log_prob"):
                 if name in vars(cls):
-                    patches.replace(cls, name, self._wrap(name))
+                    observe = functools.partial(self._called, name)
+                    patches.replace(cls, name, observed(self.session, self, observe))
 
-    def _wrap(self, name: str) -> Any:
-        def make(original: Any) -> Any:
-            @functools.wraps(original)
-            def method(law: Any, *args: Any, **kwargs: Any) -> Any:
-                session = self.session
-                if self._inside or session.paused or not session.record.traced:
-                    return original(law, *args, **kwargs)
-                self._inside = True
-                try:
-                    result = original(law, *args, **kwargs)
-                finally:
-                    self._inside = False
-                if name == "log_prob":
-                    value = args[0] if args else kwargs.get("value")
-                    session.tell("density", law, value, result, session.here())
-                else:
-                    taint = session.taint_of(result) if isinstance(result, Tensor) else None
-                    if taint is not None and name == "rsample":
-                        taint.drawn = True  # detached, it is a sample like any other
-                    session.tell("sampled", law, result, name == "rsample", session.here())
-                return result
-
-            return method
-
-        return make
+    def _called(self, name: str, law: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        session = self.session
+        if self._inside or session.paused or not session.record.traced:
+            return
+        self._inside = True
+        try:
+            result = yield
+        finally:
+            self._inside = False
+        if name == "log_prob":
+            value = args[0] if args else kwargs.get("value")
+            session.tell("density", law, value, result, session.here())
+        else:
+            taint = session.taint_of(result) if isinstance(result, Tensor) else None
+            if taint is not None and name == "rsample":
+                taint.drawn = True  # detached, it is a sample like any other
+            session.tell("sampled", law, result, name == "rsample", session.here())
 
 
 def _classes() -> list[Any]:

@@ -9,22 +9,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradient_doctor.findings import Finding, Severity
+from gradient_doctor.findings import Finding, Severity, note_of, noted
 
 SCHEMA = 1
 
 
-def report_text(findings: Sequence[Finding], steps: int) -> str:
-    """Worst first. Without findings it says what was looked at, not that all is well."""
+def report_text(findings: Sequence[Finding], steps: int, error: BaseException | None = None) -> str:
+    """Worst first. Without findings it says what was looked at, not that all is well.
+
+    What is noted on `error`, which is shown beside the report, is not told at length again.
+    """
     if not findings:
         if not steps:
             return "gradient_doctor: nothing to examine: no training step was seen."
         return f"gradient_doctor: nothing found in {_count(steps, 'step')}."
     found = ((sum(f.severity is s for f in findings), s.name.lower()) for s in reversed(Severity))
     counts = ", ".join(_count(number, name) for number, name in found if number)
-    return "\n\n".join(
-        [f"gradient_doctor: {counts} in {_count(steps, 'step')}.", *map(str, findings)]
-    )
+    when = f"in {_count(steps, 'step')}" if steps else "before the end of the first step"
+    known = noted(error)
+    told = (f.brief if note_of(f) in known else str(f) for f in findings)
+    return "\n\n".join([f"gradient_doctor: {counts} {when}.", *told])
 
 
 def to_json(findings: Sequence[Finding], steps: int, **about: Any) -> str:

@@ -68,8 +68,12 @@ class Examining:
     def findings(self) -> list[Any]:
         return [] if self._shown is None else self._shown.findings
 
-    def report(self) -> str:
-        return "" if self._shown is None else self._shown.report()
+    def report(self, error: BaseException | None = None) -> str:
+        """The findings as text; at length only those that are not noted on `error`."""
+        from gradient_doctor.output import report_text
+
+        shown = self._shown
+        return "" if shown is None else report_text(shown.findings, shown.session.step, error)
 
     # by the plugin
 
@@ -136,7 +140,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     except BaseException as error:
         examining.stop(error)
         if examining.findings and not isinstance(error, pytest.fail.Exception):
-            pyfuncitem.add_report_section("call", _DOCTOR, examining.report())
+            pyfuncitem.add_report_section("call", _DOCTOR, examining.report(error))
         raise
     examining.stop()
     return result

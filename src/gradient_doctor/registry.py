@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.findings import Site
+from gradient_doctor.readable import shape_of
 from gradient_doctor.sites import user_frame
 
 
@@ -36,7 +38,7 @@ class Leaf:
 
     bit: int
     ref: weakref.ref[Tensor]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None  # None while it has none: a lazy parameter
     is_parameter: bool
 
 
@@ -52,6 +54,9 @@ class Registry:
     def __post_init__(self) -> None:
         self._bits = WeakIdKeyDictionary()
         self._by_id: dict[int, Leaf] = {}  # the same at a thirtieth of the cost; ids are used again
+        self._free: list[int] = []  # places of leaves that have died
+        self._swept = self._ever_owned = 0
+        self.thrown_away: dict[Site | None, Leaf] = {}  # by birth line: what it makes is one leaf
         self._births = WeakIdKeyDictionary()
         self._order = itertools.count()
         self.frozen_at = WeakIdKeyDictionary()  # parameter -> where requires_grad went off
@@ -163,19 +168,43 @@ class Registry:
         """The bit of a leaf, given on first sight."""
         seen = self._by_id.get(id(tensor))
         if seen is not None and seen.ref() is tensor:
+            if seen.shape is None and not is_lazy(tensor):
+                seen.shape = tuple(tensor.shape)
             return seen.bit
         leaf = self._bits.get(tensor)
         if leaf is None:
-            leaf = Leaf(
-                1 << len(self.leaves),
-                weakref.ref(tensor),
-                tuple(tensor.shape),
-                isinstance(tensor, nn.Parameter),
-            )
-            self.leaves.append(leaf)
-            self._bits[tensor] = leaf
+            leaf = self._bits[tensor] = self._thrown(tensor) or self._new_leaf(tensor)
         self._by_id[id(tensor)] = leaf
         return leaf.bit
+
+    def _new_leaf(self, tensor: Tensor) -> Leaf:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        shape = None if is_lazy(tensor) else tuple(tensor.shape)
+        # bits of inputs go to inputs: what is known of a parameter is never another's
+        place = len(self.leaves) if is_parameter or not self._free else self._free.pop()
+        leaf = Leaf(1 << place, weakref.ref(tensor), shape, is_parameter)
+        self.leaves[place : place + 1] = [leaf]
+        return leaf
+
+    def _thrown(self, tensor: Tensor) -> Leaf | None:
+        birth = self.birth(tensor) if self.thrown_away else None
+        return None if birth is None else self.thrown_away.get(birth.site)
+
+    def sweep(self) -> None:
+        """Between two steps: inputs that asked for a gradient and have died give their bits back.
+
+        Every step has such inputs, or parameters that it makes anew (class 6, which are one leaf
+        once that is said): without this a long trace would have ever longer sets.
+        """
+        if len(self.leaves) == self._swept and self._free:
+            return
+        self._swept = len(self.leaves)
+        taken = set(self._free)
+        for place, leaf in enumerate(self.leaves):
+            dead = leaf.ref() is None and not leaf.is_parameter
+            if dead and place not in taken and not leaf.bit & self._ever_owned:
+                self._free.append(place)
+        self._by_id = {k: leaf for k, leaf in self._by_id.items() if leaf.ref() is not None}
 
     def known_bit(self, tensor: Tensor) -> int:
         leaf = self._bits.get(tensor)
@@ -209,7 +238,7 @@ class Registry:
             return known
         birth = self.birth(tensor)
         made = f" made at {birth.site}" if birth is not None and birth.site is not None else ""
-        return f"<unregistered {list(tensor.shape)}{made}>"
+        return f"<unregistered {list(shape_of(tensor))}{made}>"
 
     def names(self, mask: int) -> tuple[str, ...]:
         """Names of a set, in the order of the modules; leaves that have died are left out."""
@@ -260,7 +289,9 @@ class Registry:
     @property
     def owned(self) -> int:
         """Parameters that some optimizer holds."""
-        return self.bits(p for o in self.optimizers.values() for p in owned_by(o))
+        owned = self.bits(p for o in self.optimizers.values() for p in owned_by(o))
+        self._ever_owned |= owned
+        return owned
 
     def owners(self, tensor: Tensor) -> list[str]:
         """Names of the optimizers that hold this parameter."""

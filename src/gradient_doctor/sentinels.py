@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from gradient_doctor.graph import MARK, NodeOrigin, is_opaque, origin_of
+from gradient_doctor.readable import alone, values_of
+from gradient_doctor.session import Session
 
 # nodes that may turn a gradient to zero by doing their work: they add up, choose or move
 _SELECTORS = (
@@ -63,18 +65,19 @@ class Leak:
 class Sentinels:
     """Hooks on every node behind a root, for one backward."""
 
-    def __init__(self, root: Tensor, broke: Callable[[Any, Exception], None]) -> None:
-        self._broke = broke  # told of our own failures: they must not end the user's backward
+    def __init__(self, session: Session) -> None:
+        self.session = session
         self.vanished: list[Vanished] = []
         self.partial: list[Vanished] = []
         self.blown: list[Blown] = []
         self.leaks: list[Leak] = []
-        self._handles = [
-            node.register_hook(self._guard(node, origin))
-            for node, origin in _with_origins(root.grad_fn)
+        self._handles: list[Any] = []
+
+    def watch(self, root: Tensor) -> None:
+        for node, origin in _with_origins(root.grad_fn):
             # a Python node's hook runs in user code's way (checkpoints replay); leave it alone
-            if not is_opaque(node)
-        ]
+            if not is_opaque(node):
+                self._handles.append(node.register_hook(self._guard(node, origin)))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -84,15 +87,11 @@ class Sentinels:
     def _guard(self, node: Any, origin: NodeOrigin | None) -> Any:
         # the node, not a closure over its tensors: nothing is kept alive beyond the backward
         def hook(passed_on: tuple[Any, ...], received: tuple[Any, ...]) -> None:
-            came = [g for g in received if g is not None]
-            went = [g for g in passed_on if g is not None]
-            if not came or not went:
-                return
             try:
-                with torch.no_grad():
-                    self._inspect(node, origin, passed_on, received, came, went)
-            except Exception as error:  # batched, nested, sparse or meta gradients
-                self._broke(self, error)
+                with torch.no_grad(), alone():
+                    self._inspect(node, origin, passed_on, received)
+            except Exception as error:  # ours: it must not end the user's backward
+                self.session.broke(self, error)
 
         return hook
 
@@ -102,17 +101,26 @@ class Sentinels:
         origin: NodeOrigin | None,
         passed_on: tuple[Any, ...],
         received: tuple[Any, ...],
-        came: list[Tensor],
-        went: list[Tensor],
     ) -> None:
-        self._look(node, origin, came, went)
+        came = self._read(received)
+        went = self._read(passed_on)
+        if not came or not went:
+            return
+        self._look(node, origin, list(came.values()), list(went.values()))
         if self.blown and self.blown[-1].node is node:
             self.blown[-1].singular = _singular(node, received)
         if len(went) > 1:
-            self._look_at_edges(node, origin, passed_on)
+            self._look_at_edges(node, origin, went)
         places = node.metadata.get(MARK + ".silent")
         if places is not None:
-            self._look_at_places(node, came[0], places)
+            self._look_at_places(node, next(iter(came.values())), places)
+
+    def _read(self, gradients: tuple[Any, ...]) -> dict[int, Tensor]:
+        """By place; nothing at all if one of them cannot be read, as it may be what differs."""
+        given = {k: g for k, g in enumerate(gradients) if g is not None}
+        values = {k: self.session.values(g) for k, g in given.items()}
+        readable = {k: v for k, v in values.items() if v is not None}
+        return readable if len(readable) == len(given) else {}
 
     def _look(
         self, node: Any, origin: NodeOrigin | None, came: list[Tensor], went: list[Tensor]
@@ -127,11 +135,9 @@ class Sentinels:
             if moved and not any(bool(g.any()) for g in went):
                 self.vanished.append(Vanished(node, name, origin))
 
-    def _look_at_edges(
-        self, node: Any, origin: NodeOrigin | None, passed_on: tuple[Any, ...]
-    ) -> None:
-        zero = [k for k, g in enumerate(passed_on) if g is not None and not bool(g.any())]
-        if zero and len(zero) < sum(g is not None for g in passed_on):
+    def _look_at_edges(self, node: Any, origin: NodeOrigin | None, went: dict[int, Tensor]) -> None:
+        zero = [k for k, values in went.items() if not bool(values.any())]
+        if zero and len(zero) < len(went):
             self.partial.append(Vanished(node, node.name(), origin, True, tuple(zero)))
 
     def _look_at_places(self, node: Any, came: Tensor, places: Tensor) -> None:
@@ -149,14 +155,16 @@ def _singular(node: Any, received: tuple[Any, ...]) -> bool:
 
     Backward is linear: the node is asked again, with the same gradient made small.
     """
-    sizes = [float(g.abs().max()) for g in received if g is not None and g.numel()]
+    known = [values_of(g) for g in received if g is not None]
+    sizes = [float(values.abs().max()) for values in known if values is not None and values.numel()]
     factor = 1.0 / max([1.0, *sizes])
     try:
         again = node(*(None if g is None else g * factor for g in received))
     except Exception:  # nodes that can be asked only once
         return False
     again = again if isinstance(again, tuple) else (again,)
-    return any(isinstance(g, Tensor) and not bool(g.isfinite().all()) for g in again)
+    values = [values_of(g) for g in again if isinstance(g, Tensor)]
+    return any(v is not None and not bool(v.isfinite().all()) for v in values)
 
 
 def _with_origins(root: Any) -> Iterator[tuple[Any, NodeOrigin | None]]:

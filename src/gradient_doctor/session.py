@@ -17,120 +17,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.findings import Culprit, Finding, Severity, Site
-from gradient_doctor.graph import Graph, node_of, walk
+from gradient_doctor.findings import Culprit, Finding, Severity, Site, add_note
+from gradient_doctor.graph import node_of, walk
+from gradient_doctor.readable import alone, unreadable, values_of
+from gradient_doctor.records import Backward, Event, OpCall, StepRecord
 from gradient_doctor.registry import Registry
 from gradient_doctor.sites import here
-from gradient_doctor.taint import NO_CUTS, CutBook, Region, Taint, TracedFloat, tensors_in
+from gradient_doctor.taint import NO_CUTS, CutBook, Numbers, Region, Taint
 
 STRICT = "GRADIENT_DOCTOR_STRICT"  # set in our own tests: a detector's error is an error there
 _KEPT = 32  # step records
-
-
-@dataclass(slots=True)
-class OpCall:
-    """One call of a torch function while the full trace is on. Do not keep it: it holds tensors.
-
-    `taint` is that of the first output. For a failed call there are no outputs.
-    """
-
-    name: str  # "torch.nn.functional.linear", "torch.Tensor.add_"
-    site: Site | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: list[Tensor]
-    floats: list[TracedFloat]
-    outputs: list[Tensor]
-    taint: Taint | None
-    result: Any = None
-
-    @property
-    def short(self) -> str:
-        return self.name.rsplit(".", 1)[-1]
-
-    @property
-    def targets(self) -> list[Tensor]:
-        """The tensors that the call writes to."""
-        if "out" in self.kwargs:
-            return tensors_in(self.kwargs["out"])
-        short = self.short
-        if short == "__setitem__" or (short.endswith("_") and not short.endswith("__")):
-            return tensors_in(self.args[0]) if self.args else []
-        if self.kwargs.get("inplace") is True:
-            return self.inputs[:1]
-        return []
-
-
-@dataclass
-class GradientFact:
-    """What one parameter's `.grad` looked like after a backward (checked steps only)."""
-
-    norm: float
-    zero: bool
-    finite: bool
-    dtype: Any
-
-
-@dataclass
-class Backward:
-    """One call of backward, or of autograd.grad (`kind`)."""
-
-    number: int
-    step: int
-    kind: str  # "backward" or "grad"
-    site: Site | None
-    roots: list[Tensor]
-    taint: Taint | None  # of the roots together; None without a trace
-    graph: Graph | None  # of the roots, walked before the call; None without a trace
-    retain_graph: bool
-    inputs: list[Tensor] | None  # of autograd.grad, or backward(inputs=...)
-    allow_unused: bool = False
-    received: int = 0  # bits of parameters whose gradient was accumulated, or returned not None
-    gradients: dict[int, GradientFact] = field(default_factory=dict)  # by bit, checked steps only
-    results: Any = None  # of autograd.grad
-    vanished: list[Any] = field(default_factory=list)  # sentinels.Vanished, in order of backward
-    partial: list[Any] = field(default_factory=list)  # sentinels.Vanished: only some inputs
-    blown: list[Any] = field(default_factory=list)  # sentinels.Blown
-    leaks: list[Any] = field(default_factory=list)  # sentinels.Leak
-    outdated: bool = False  # hangs on a graph of weights that have been stepped since (class 14)
-
-    def release(self) -> None:
-        """Tensors and nodes must not live longer than the user's own references to them."""
-        self.roots, self.inputs, self.results = [], None, None
-        for nodes in (self.vanished, self.partial, self.blown):
-            nodes.clear()
-        if self.graph is not None:
-            self.graph.opaque.clear()
-            self.graph.leaves.clear()
-
-
-@dataclass
-class Event:
-    """A call that matters for the order of things: see `kind`.
-
-    zero_grad (owner, parameters), grad_set (a `.grad` assigned by hand: parameter, empty),
-    load_state (optimizer, state), scale, unscale,
-    clip (parameters, max_norm), scaler_step (optimizer), scaler_update, step_starts,
-    step (optimizer, update facts), closure (optimizer: it takes the gradients now), backward,
-    checkpoint, mode (module, training).
-    """
-
-    kind: str
-    step: int
-    site: Site | None
-    order: int
-    data: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class StepRecord:
-    """Everything that happened between two step boundaries."""
-
-    number: int
-    traced: bool
-    checked: bool
-    events: list[Event] = field(default_factory=list)
-    backwards: list[Backward] = field(default_factory=list)
 
 
 class Detector:
@@ -230,14 +126,20 @@ class Session:
     read_since_backward: int = 0
     cuts: CutBook = field(default_factory=CutBook)
     ledger: Any = None  # explain.Ledger: what each parameter received, and why it did not
+    awaited: int = 0  # parameters whose first gradient matters, also in steps that are not checked
+    look_again: bool = False  # a detector asks for a closer look at the next step
     compiled: set[Site | None] = field(default_factory=set)  # calls that torch.compile made opaque
+    # why values could not be read, and where that was first seen; see readable.py
+    unread: dict[str, Site | None] = field(default_factory=dict)
+    strangers: set[int] = field(default_factory=set)  # threads that train beside the examined one
 
     def __post_init__(self) -> None:
         self.taints = WeakIdKeyDictionary()
         self.arrays: dict[int | None, Taint] = {}  # numpy arrays by address
-        self.numbers: dict[float, Taint] = {}  # plain floats that left torch, by value
+        self.numbers = Numbers()  # plain floats that left torch
         self._culprits: dict[Any, tuple[int, Culprit]] = {}  # and their place in `findings`
         self._reported: dict[Any, Finding] = {}  # since the last error
+        self._noted: dict[Any, Finding] = {}  # as they stand on an error
         self._order = itertools.count()
         self._handlers: dict[str, list[Callable[..., None]]] = {}
         self._broken: set[str] = set()
@@ -258,16 +160,31 @@ class Session:
     def wants(self, name: str) -> bool:
         return bool(self._handlers.get(name))
 
-    def tell(self, name: str, *facts: Any) -> None:
-        """Pass facts on; the trace is paused, so that detectors may use torch freely."""
+    def tell(self, name: str, *facts: Any, blind: bool = False) -> None:
+        """Pass facts on; the trace is paused, so that detectors may use torch freely.
+
+        A detector that fails on facts of tensors that cannot be read is `blind`, not broken.
+        """
         handlers = self._handlers.get(name)
         if handlers:
-            with self.pause():
+            with self.pause(), alone():
                 for handle in tuple(handlers):
                     try:
                         handle(*facts)
                     except Exception as error:
-                        self.broke(getattr(handle, "__self__", None), error)
+                        if not blind:
+                            self.broke(getattr(handle, "__self__", None), error)
+
+    def values(self, tensor: Tensor) -> Tensor | None:
+        """The numbers of a tensor; None where they cannot be read, which is then reported."""
+        values = values_of(tensor)
+        if values is None:
+            self.blind(unreadable(tensor))
+        return values
+
+    def blind(self, kind: str | None) -> None:
+        if kind is not None and kind not in self.unread:
+            self.unread[kind] = self.here()
 
     def broke(self, part: Any, error: Exception) -> None:
         """Our own mistake must not end the user's training; nor may it pass for good health.
@@ -302,14 +219,17 @@ class Session:
 
     def fail(self, name: str, error: BaseException, *facts: Any) -> None:
         """Pass an error on; what is found because of it is noted on the error itself."""
-        self.registry.flush()  # the error may come before the first backward: names are needed
+        try:
+            # the error may come before the first backward: names are needed
+            self.registry.flush()
+        except Exception as own:
+            self.broke(self, own)
         self._reported = {}  # also what was said before, and is confirmed by the error
         self.tell(name, *facts, error)
         for finding in self._reported.values():
-            note = f"gradient_doctor: {finding}"
-            known = note in getattr(error, "__notes__", ())
-            if finding.severity >= Severity.WARNING and not known:
-                error.add_note(note)
+            if finding.severity >= Severity.WARNING:
+                add_note(error, finding, self._noted.get(finding.key))
+                self._noted[finding.key] = finding
 
     def start(self) -> None:
         """Once, when the modules and optimizers are known."""
@@ -347,6 +267,20 @@ class Session:
         self._reported[finding.key] = culprit.whole
         return culprit.whole
 
+    def found(self, key: Any) -> Finding | None:
+        """What stands in the report under this key."""
+        known = self._culprits.get(key)
+        return None if known is None else self.findings[known[0]]
+
+    def withdraw(self, finding: Finding) -> None:
+        """What was true once, and is no longer: it leaves the report."""
+        at, _ = self._culprits.pop(finding.key)
+        del self.findings[at]
+        self._reported.pop(finding.key, None)
+        for key, (place, culprit) in self._culprits.items():
+            if place > at:
+                self._culprits[key] = (place - 1, culprit)
+
     # where we are
 
     @contextmanager
@@ -356,7 +290,8 @@ class Session:
         try:
             yield
         finally:
-            self.paused -= 1
+            # a step that ended inside (an optimizer in a hook of backward) has begun at 0 again
+            self.paused = max(0, self.paused - 1)
 
     @property
     def module_path(self) -> str:

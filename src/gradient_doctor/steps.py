@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 _SAMPLE = 8192
+# the numbers of a tensor, or None where they cannot be read: `Session.values`
+Read = Callable[[Tensor], Tensor | None]
 
 
 @dataclass
@@ -68,7 +71,7 @@ def _rate(group: dict[str, Any]) -> float:
 
 
 @torch.no_grad()
-def before(optimizer: Any) -> Before:
+def before(optimizer: Any, read: Read) -> Before:
     taken = Before(optimizer, [_rate(group) for group in optimizer.param_groups])
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -76,20 +79,26 @@ def before(optimizer: Any) -> Before:
             if gradient is None:
                 taken.without_gradient.append(parameter)
                 continue
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            norm = norm_of(gradient)
+            stored, values = read(gradient), read(parameter)
+            if stored is None or values is None:
+                continue
+            dense = stored if stored.shape == gradient.shape else gradient.detach().to_dense()
             taken.sampled.append(
-                Sampled(parameter, _sample(parameter), norm, _sample(gradient) != 0)
+                Sampled(parameter, _sample(values), norm_of(stored), _sample(dense) != 0)
             )
     return taken
 
 
 @torch.no_grad()
-def after(taken: Before) -> StepFacts:
+def after(taken: Before, read: Read) -> StepFacts:
     updates = []
     for sampled in taken.sampled:
-        now = _sample(sampled.parameter)
+        values = read(sampled.parameter)
+        if values is None:
+            continue
+        now = _sample(values)
+        if now.shape != sampled.values.shape:
+            continue  # resized by its own step: no element of before is one of after
         moved = now != sampled.values
         relevant = sampled.nonzero_gradient
         count = int(relevant.sum())

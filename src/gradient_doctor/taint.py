@@ -92,10 +92,11 @@ class TracedFloat(float):
     """A float that remembers which tensors it came from; otherwise it is that float."""
 
     taint: Taint
+    source: float | None  # the plain float of the program that this one stands for
 
-    def __new__(cls, value: float, taint: Taint) -> TracedFloat:
+    def __new__(cls, value: float, taint: Taint, source: float | None = None) -> TracedFloat:
         made = super().__new__(cls, value)
-        made.taint = taint
+        made.taint, made.source = taint, source
         return made
 
     def __reduce__(self) -> Any:
@@ -107,6 +108,28 @@ class TracedFloat(float):
 
     def __deepcopy__(self, memo: Any) -> TracedFloat:
         return self
+
+
+class Numbers:
+    """The plain floats that `float(tensor)` gave, each known again as the object that it is.
+
+    `float()` refuses to return a `TracedFloat`, but hands on the very object that `__float__` made.
+    By their value they could not be told from constants of the program: 0.5 is often both.
+    """
+
+    def __init__(self) -> None:
+        # the floats are kept with their taints: the id of one that has died is used again
+        self._kept: dict[int, tuple[float, Taint]] = {}
+
+    def keep(self, number: float, taint: Taint) -> None:
+        self._kept[id(number)] = (number, taint)
+
+    def get(self, number: float) -> Taint | None:
+        kept = self._kept.get(id(number))
+        return None if kept is None else kept[1]
+
+    def clear(self) -> None:
+        self._kept.clear()
 
 
 def plain(value: Any) -> Any:
@@ -171,14 +194,12 @@ class CutBook:
 def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
     """Tensors among arguments or results, in lists, tuples and dicts too."""
     found: list[Tensor] = []
-    _collect(value, depth, found, [], {})
+    _collect(value, depth, found, [], None)
     return found
 
 
-def inputs_in(
-    args: Any, kwargs: Any, numbers: dict[float, Taint]
-) -> tuple[list[Tensor], list[TracedFloat]]:
-    """Tensors and traced floats among arguments; `numbers` are plain floats known by value."""
+def inputs_in(args: Any, kwargs: Any, numbers: Numbers) -> tuple[list[Tensor], list[TracedFloat]]:
+    """Tensors and traced floats among arguments; `numbers` are the plain floats that are known."""
     tensors: list[Tensor] = []
     floats: list[TracedFloat] = []
     _collect(args, 4, tensors, floats, numbers)
@@ -192,16 +213,16 @@ def _collect(
     depth: int,
     tensors: list[Tensor],
     floats: list[TracedFloat],
-    numbers: dict[float, Taint],
+    numbers: Numbers | None,
 ) -> None:
     if isinstance(value, Tensor):
         tensors.append(value)
     elif type(value) is TracedFloat:
         floats.append(value)
     elif type(value) is float:
-        taint = numbers.get(value)
+        taint = None if numbers is None else numbers.get(value)
         if taint is not None:
-            floats.append(TracedFloat(value, taint))
+            floats.append(TracedFloat(value, taint, value))
     elif depth and isinstance(value, (list, tuple)):
         for item in value:
             _collect(item, depth - 1, tensors, floats, numbers)

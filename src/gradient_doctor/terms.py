@@ -199,7 +199,7 @@ def _value(value: Any, call: OpCall) -> Tensor | TracedFloat | None:
     """A tensor or a number that came from one; None for the constants of the program."""
     if isinstance(value, (Tensor, TracedFloat)):
         return value
-    return next((f for f in call.floats if type(value) is float and value == f), None)
+    return next((f for f in call.floats if f.source is value), None) if value is not None else None
 
 
 def _is_ratio(op: str, call: OpCall, inputs: list[Term]) -> bool:

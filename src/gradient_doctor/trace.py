@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from gradient_doctor.findings import Site
 from gradient_doctor.graph import NodeOrigin, is_dead_view, mark_origin, node_of
-from gradient_doctor.session import OpCall, Session
+from gradient_doctor.readable import LAZY, META, UNTOUCHABLE, shape_of, unreadable
+from gradient_doctor.records import OpCall
+from gradient_doctor.session import Session
 from gradient_doctor.sites import asked_by_user, here, within
 from gradient_doctor.taint import (
     Cut,
@@ -79,7 +82,12 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         name, looks = self._name(func)
         if looks:
-            return _FACTS.get(name, _plain)(self.session, func, args, kwargs)
+            if name in _BEFORE:
+                self._note(_BEFORE[name], args)
+            result = func(*args, **kwargs)
+            if name in _AFTER:
+                self._note(_AFTER[name], args)
+            return result
         if name == "_set_grad_enabled":
             return self._grad_mode(func, args, kwargs)
         if name in ("torch.Tensor.backward", "torch.autograd.backward", "torch.autograd.grad"):
@@ -106,14 +114,17 @@ class Trace(TorchFunctionMode):
     def _grad_mode(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         before = torch.is_grad_enabled()
         result = func(*args, **kwargs)
-        after = torch.is_grad_enabled()
-        if before and not after:
-            # torch's distributions draw without gradients: that is a sample, not a mistake
-            kind = "sample" if within("distributions") else "no_grad"
-            self.session.region = Region(kind, self.session.here())
-        elif after:
+        if torch.is_grad_enabled():
             self.session.region = None
+        elif before:
+            self._note(_grad_off, args)
         return result
+
+    def _note(self, fact: Callable[[Session, Any], None], args: Any) -> None:
+        try:
+            fact(self.session, args)
+        except Exception as error:
+            self.session.broke(self, error)
 
     def _region(self) -> Region | None:
         """The region we are in, if gradients are off and not by a custom Function's own doing."""
@@ -163,7 +174,9 @@ class Trace(TorchFunctionMode):
         was = args[0].dtype if short == "__set__" else None
         call = OpCall(name, site, args, kwargs, inputs, floats, [], None)
         if (short == "__set__" or call.targets) and session.wants("write_starts"):
-            session.tell("write_starts", call)
+            touchable, blind = self._sight(inputs)
+            if touchable:
+                session.tell("write_starts", call, blind=blind)
         return call, taints, was
 
     def _after(self, call: OpCall, taints: list[Taint], was: Any, result: Any) -> Any:
@@ -185,11 +198,19 @@ class Trace(TorchFunctionMode):
             result = self._scalar(short, site, taints, result)
         elif short in _ARRAYS and taints:
             self._array(short, site, taints, result)
-        # tensors without values (meta, fake) have nothing that a detector could look at
-        if session.wants("op") and not any(t.is_meta for t in outputs):
-            call.outputs, call.taint, call.result = outputs, taint, result
-            session.tell("op", call)
+        if session.wants("op"):
+            touchable, blind = self._sight([*inputs, *outputs])
+            if touchable:
+                call.outputs, call.taint, call.result = outputs, taint, result
+                session.tell("op", call, blind=blind)
         return result
+
+    def _sight(self, tensors: list[Tensor]) -> tuple[bool, bool]:
+        """Whether detectors may look at a call with these tensors; if not all have values."""
+        kinds = {kind for kind in map(unreadable, tensors) if kind is not None}
+        for kind in kinds - {META, LAZY}:  # models are made on meta: no fault of sight
+            self.session.blind(kind)
+        return not kinds & UNTOUCHABLE, bool(kinds)
 
     def _spread(
         self, name: str, short: str, site: Site | None, taints: list[Taint], outputs: list[Tensor]
@@ -225,7 +246,7 @@ class Trace(TorchFunctionMode):
     ) -> Cut | None:
         """The cut that this call made, if its output is out of autograd's sight."""
         session = self.session
-        step, shape = session.step, tuple(output.shape)
+        step, shape = session.step, shape_of(output)
         if output.requires_grad and not is_dead_view(output):
             if short in _ZERO_DERIVATIVE:
                 kind, region = "zero", None
@@ -276,9 +297,7 @@ class Trace(TorchFunctionMode):
         if not taint.depends:
             return result
         if short == "__float__":
-            # float() insists on a plain float: known again by its value, if that is no common one
-            if result not in (0.0, 1.0, -1.0):
-                self.session.numbers[result] = taint
+            self.session.numbers.keep(result, taint)  # float() insists on a plain float
             return result
         return _traced(result, taint)
 
@@ -294,43 +313,40 @@ class Trace(TorchFunctionMode):
         return Taint(depends, 0, cuts, site, short, session.step, opaque)
 
 
-# looks that are facts about a parameter
+# looks that are facts
 
 
-def _plain(session: Session, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
+def _grad_off(session: Session, args: Any) -> None:
+    # torch's distributions draw without gradients: that is a sample, not a mistake
+    kind = "sample" if within("distributions") else "no_grad"
+    session.region = Region(kind, session.here())
 
 
-def _switched(session: Session, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    result = func(*args, **kwargs)
+def _switched(session: Session, args: Any) -> None:
     tensor = args[0]
     if isinstance(tensor, torch.nn.Parameter):
         if tensor.requires_grad:
             session.registry.frozen_at.pop(tensor, None)
         else:
             session.registry.frozen_at[tensor] = session.here()
-    return result
 
 
-def _gradient_set(session: Session, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _gradient_set(session: Session, args: Any) -> None:
     with session.pause():
         session.add_event("grad_set", parameter=args[0], empty=args[1] is None)
-    return func(*args, **kwargs)
 
 
-def _gradient_read(session: Session, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if asked_by_user(2):
+def _gradient_read(session: Session, args: Any) -> None:
+    if asked_by_user(3):
         bit = session.registry.known_bit(args[0])
         session.gradients_read |= bit
         session.read_since_backward |= bit
-    return func(*args, **kwargs)
 
 
-_FACTS = {
+_BEFORE = {"torch.Tensor.grad.__set__": _gradient_set, "torch.Tensor.grad": _gradient_read}
+_AFTER = {
     "torch.Tensor.requires_grad_": _switched,
     "torch.Tensor.requires_grad.__set__": _switched,
-    "torch.Tensor.grad.__set__": _gradient_set,
-    "torch.Tensor.grad": _gradient_read,
 }
 
 

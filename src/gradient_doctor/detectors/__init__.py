@@ -11,6 +11,7 @@ from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
+from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.missing import Missing
@@ -23,6 +24,7 @@ from gradient_doctor.detectors.scaler import Scaler
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
+from gradient_doctor.detectors.unread import Unread
 from gradient_doctor.detectors.zeros import Zeros
 from gradient_doctor.explain import Ledger
 from gradient_doctor.session import Detector, Session
@@ -30,6 +32,8 @@ from gradient_doctor.session import Detector, Session
 # the ledger first: the others read it; what is left over by all others last
 DETECTORS: tuple[type[Detector], ...] = (
     Ledger,
+    Late,  # takes back what is no longer true, before anything is said
+    Unread,  # before those who would call unseen parameters idle
     Frozen,
     Ownership,
     Erased,

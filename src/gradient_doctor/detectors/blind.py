@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils import checkpoint
 
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.graph import nodes_of, origin_of
+from gradient_doctor.graph import is_opaque, nodes_of, origin_of
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 from gradient_doctor.taint import merged
 
@@ -63,7 +63,7 @@ class Blind(Detector):
             name = type(node).__name__.removesuffix("Backward")
             if name in _KNOWN or name in self._told:
                 continue
-            leaves = [getattr(n, "variable", None) for n in nodes_of(node)]
+            leaves = [getattr(n, "variable", None) for n in nodes_of(node) if not is_opaque(n)]
             behind = self.session.registry.bits(leaf for leaf in leaves if leaf is not None)
             origin = origin_of(node)
             self._say(

@@ -1,15 +1,22 @@
-"""Class 4: parameters that should train, but whose requires_grad is False."""
+"""Class 4: parameters that should train, but whose requires_grad is False.
+
+Some are frozen for a part of each step only: a discriminator while its generator learns. They have
+their gradients in the other part, and nothing is said of them.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from torch import Tensor
 
-from gradient_doctor.detectors.places import birth_site, by_site, count
-from gradient_doctor.findings import Severity, Site
+from gradient_doctor.detectors.late import Claim
+from gradient_doctor.detectors.places import birth_site, by_site, called, count
+from gradient_doctor.explain import has_elements
+from gradient_doctor.findings import Finding, Severity, Site
 from gradient_doctor.registry import owned_by
-from gradient_doctor.session import Backward, Detector, Session, StepRecord
+from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
 
 # what libraries call the parts that exist only to be trained
 _ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save|ia3_\w+|prompt_encoder)(\.|$)")
@@ -22,22 +29,60 @@ class Frozen(Detector):
         super().__init__(session)
         self._received = 0
         self._said = 0
+        self._fresh = 0  # received since their optimizer's last step
+        self._idle = 0  # frozen and without gradient when their optimizer stepped last
 
     def backward_ended(self, backward: Backward) -> None:
         if backward.kind == "backward":
-            self._received |= backward.received
+            received = backward.received | backward.arrived
+            self._received |= received
+            self._fresh |= received
+            self._idle &= ~received
+
+    def event(self, event: Event) -> None:
+        if event.kind != "step":
+            return
+        registry = self.session.registry
+        owned = owned_by(event.data["optimizer"])
+        # in every step, of all parameters: most are ruled out without a call
+        frozen = [p for p in owned if not p.requires_grad and _frozen(p)]
+        if self.session.record.checked:
+            self._idle |= registry.bits(frozen) & ~self._fresh
+            self._fresh &= ~registry.bits(owned_by(event.data["optimizer"]))
+        else:  # nobody counts gradients between two looks
+            self._idle |= registry.bits(p for p in frozen if p.grad is None)
 
     def step_ended(self, record: StepRecord) -> None:
         if record.checked and record.number + 1 >= self.session.trace_steps:
-            self._judge()
+            self._judge(False)
 
     def finish(self, error: BaseException | None) -> None:
-        self._judge()
+        self._judge(True)
 
-    def _judge(self) -> None:
-        self._contract()
-        self._adapters()
-        self._optimizers()
+    def _judge(self, at_end: bool) -> None:
+        kept = self._kept_frozen(at_end)
+        self._contract(kept)
+        self._adapters(kept)
+        self._optimizers(kept)
+
+    def _kept_frozen(self, at_end: bool) -> int:
+        """Those that are frozen, and not only until it is their turn."""
+        registry = self.session.registry
+        frozen = registry.bits(p for p in registry.everything() if _frozen(p))
+        kept = frozen & self._idle
+        waiting = frozen & ~self._received & ~kept
+        # what has an optimizer that has not stepped yet may be thawed for that step
+        early = 0 if at_end else waiting & registry.owned
+        self.session.awaited |= early
+        return kept | waiting & ~early
+
+    def _claim(self, finding: Finding, mask: int) -> None:
+        """A gradient that comes later, to what has been thawed, takes this back."""
+        self.session.awaited |= mask
+        self.session.ledger.claims.append(Claim(finding=finding, mask=mask, forget=self._forget))
+
+    def _forget(self, mask: int) -> None:
+        self._said &= ~mask
 
     def _new(self, tensors: list[Tensor]) -> list[Tensor]:
         """Those of which nothing has been said yet; from now on something has."""
@@ -50,14 +95,14 @@ class Frozen(Detector):
         registry = self.session.registry
         return registry.frozen_at.get(parameter) or birth_site(registry, parameter)
 
-    def _contract(self) -> None:
+    def _contract(self, kept: int) -> None:
         registry, contract = self.session.registry, self.session.contract
         wanted = registry.matching(contract.get("trainable", ()))
-        frozen = [p for p in registry.tensors(wanted) if _frozen(p)]
+        frozen = list(registry.tensors(wanted & kept))
         total = len(list(registry.tensors(wanted)))
         for site, mask in by_site(registry, self._new(frozen), self._site).items():
             number = mask.bit_count()
-            self.report(
+            finding = self.report(
                 4,
                 Severity.ERROR,
                 f"{count(number, 'parameter')} should train by the contract, "
@@ -69,8 +114,9 @@ class Frozen(Detector):
                 site=site,
                 parameters=mask,
             )
-        kept = registry.matching(contract.get("frozen", ())) & self._received
-        training = self._new([p for p in registry.tensors(kept) if p.requires_grad])
+            self._claim(finding, mask)
+        fixed = registry.matching(contract.get("frozen", ())) & self._received
+        training = self._new([p for p in registry.tensors(fixed) if p.requires_grad])
         if training:
             self.report(
                 4,
@@ -83,7 +129,7 @@ class Frozen(Detector):
                 parameters=registry.bits(training),
             )
 
-    def _adapters(self) -> None:
+    def _adapters(self, kept: int) -> None:
         """Adapters that are all frozen, in a model that is meant to train."""
         registry = self.session.registry
         owned = registry.owned
@@ -92,7 +138,7 @@ class Frozen(Detector):
         for root in registry.roots:
             of_root = {n: p for n, p in parameters.items() if n.startswith(f"{root}.")}
             adapters = [p for n, p in of_root.items() if _ADAPTER.search(n)]
-            if not adapters or not all(_frozen(p) for p in adapters):
+            if not adapters or registry.bits(adapters) & ~kept:
                 continue
             # a frozen reference model has frozen adapters too: nobody holds any of it
             held = any(registry.bit(p) & owned or p.requires_grad for p in of_root.values())
@@ -100,7 +146,7 @@ class Frozen(Detector):
                 continue
             fresh = self._new(adapters)
             for site, mask in by_site(registry, fresh, self._site).items():
-                self.report(
+                finding = self.report(
                     4,
                     Severity.ERROR,
                     f"0 of the {len(adapters)} adapter tensors of {root} are trainable.",
@@ -111,43 +157,54 @@ class Frozen(Detector):
                     site=site,
                     parameters=mask,
                 )
+                self._claim(finding, mask)
 
-    def _optimizers(self) -> None:
+    def _optimizers(self, kept: int) -> None:
         registry = self.session.registry
         for name, optimizer in registry.optimizers.items():
             held = list(owned_by(optimizer))
-            frozen = [p for p in held if _frozen(p)]
-            if not frozen:
-                continue
-            if len(frozen) == len(held):
-                fresh = self._new(frozen)
-                for site, mask in by_site(registry, fresh, self._site).items():
-                    self.report(
-                        4,
-                        Severity.ERROR,
-                        f"The optimizer {name} holds only frozen parameters.",
-                        why=f"requires_grad is False for all {len(held)} of them: "
-                        "its step changes nothing.",
-                        fix="Call requires_grad_(True) on what it should train, "
-                        "or remove the optimizer.",
-                        site=site,
-                        parameters=mask,
-                        related=(birth_site(registry, optimizer),),
-                    )
-            elif fresh := self._new(frozen):
-                self.report(
-                    4,
-                    Severity.NOTE,
-                    f"{count(len(fresh), 'parameter')} of the {len(held)} in the optimizer {name} "
-                    "are frozen.",
-                    why="requires_grad is False, so they get no gradient and do not change. That "
-                    "is harmless if it is meant.",
-                    fix="Give the optimizer only parameters with requires_grad.",
-                    site=birth_site(registry, optimizer) or self._site(fresh[0]),
-                    parameters=registry.bits(fresh),
-                )
+            frozen = [p for p in held if registry.bit(p) & kept]
+            if frozen and len(frozen) == len(held):
+                self._all(name, optimizer, frozen)
+            elif frozen:
+                self._some(name, optimizer, frozen, len(held))
+
+    def _all(self, name: str, optimizer: Any, frozen: list[Tensor]) -> None:
+        registry = self.session.registry
+        for site, mask in by_site(registry, self._new(frozen), self._site).items():
+            finding = self.report(
+                4,
+                Severity.ERROR,
+                f"The {called(name)} holds only frozen parameters.",
+                why=f"requires_grad is False for all {len(frozen)} of them: "
+                "its step changes nothing.",
+                fix="Call requires_grad_(True) on what it should train, or remove the optimizer.",
+                site=site,
+                parameters=mask,
+                related=(birth_site(registry, optimizer),),
+            )
+            self._claim(finding, mask)
+
+    def _some(self, name: str, optimizer: Any, frozen: list[Tensor], total: int) -> None:
+        registry = self.session.registry
+        fresh = self._new(frozen)
+        if fresh:
+            finding = self.report(
+                4,
+                Severity.NOTE,
+                f"{count(len(fresh), 'parameter')} of the {total} in the {called(name)} "
+                f"{'is' if len(fresh) == 1 else 'are'} frozen.",
+                why="requires_grad is False, so they get no gradient and do not change. That "
+                "is harmless if it is meant.",
+                fix="Give the optimizer only parameters with requires_grad.",
+                site=birth_site(registry, optimizer) or self._site(fresh[0]),
+                parameters=registry.bits(fresh),
+            )
+            self._claim(finding, registry.bits(fresh))
 
 
 def _frozen(parameter: Tensor) -> bool:
     """Quantised weights of integers cannot need a gradient: they are not frozen by mistake."""
-    return not parameter.requires_grad and parameter.is_floating_point()
+    if parameter.requires_grad:
+        return False
+    return parameter.is_floating_point() and has_elements(parameter)

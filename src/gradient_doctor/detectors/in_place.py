@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gradient_doctor.detectors.places import called
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
@@ -137,7 +138,7 @@ class InPlace(Detector):
         self.report(
             13,
             Severity.ERROR,
-            f"The optimizer {stepped.name} steps between the forward and a backward through it.",
+            f"The {called(stepped.name)} steps between the forward and a backward through it.",
             why=f"The graph has saved {name} {list(complaint.shape)} at version "
             f"{complaint.expected}; after this step it is at version {complaint.version}. The "
             f"backward at {backward.site} needs the old value.",

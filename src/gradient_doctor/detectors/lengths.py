@@ -58,9 +58,9 @@ class Lengths(Detector):
             length = None
             if call.short in ("cat", "concat", "concatenate", "hstack"):
                 length = self._joined(call, axis, output)
-            for tensor, origins in known:
+            for _, origins in known:
                 if length is None and origins is not None:
-                    length = _inherited(tensor, origins, axis, size)
+                    length = _inherited(origins, axis, size)
             length = length or self._made(call, known, axis, size)
             lengths.append(length)
             self._seen.setdefault(size, length)
@@ -83,7 +83,8 @@ class Lengths(Detector):
         for tensor, origins in known:
             if call.short in _SLICES and axis < tensor.dim() and tensor.shape[axis] > size:
                 before = tensor.shape[axis]
-                inner = origins[axis].how if origins is not None else ""
+                same = origins is not None and axis < len(origins) and origins[axis].size == before
+                inner = origins[axis].how if origins is not None and same else ""
                 made_of = f"({inner})" if "+" in inner and "(" not in inner else str(before)
                 return Length(size, f"{made_of} - {before - size}", call.site)
         return Length(size, f"{call.short}", call.site)
@@ -121,7 +122,7 @@ class Lengths(Detector):
         for tensor in tensors:
             origins = self._axes.get(tensor)
             if origins is not None:
-                return origins[list(tensor.shape).index(size)]
+                return _inherited(origins, list(tensor.shape).index(size), size)
         return None
 
     def _sum(self, left: int, right: int) -> str:
@@ -150,12 +151,11 @@ class Lengths(Detector):
         )
 
 
-def _inherited(tensor: Tensor, origins: tuple[Length, ...], axis: int, size: int) -> Length | None:
-    if axis < tensor.dim() and tensor.shape[axis] == size:
+def _inherited(origins: tuple[Length, ...], axis: int, size: int) -> Length | None:
+    """From the axes as they were noted: `resize_` and `t_` change a tensor that is known."""
+    if axis < len(origins) and origins[axis].size == size:
         return origins[axis]
-    if size > 1 and size in tensor.shape:
-        return origins[list(tensor.shape).index(size)]
-    return None
+    return next((length for length in origins if length.size == size > 1), None)
 
 
 def _told(size: int, length: Length | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.readable import values_of
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
 
 _ENOUGH = 32  # elements of a sum from which its size is worth a word
@@ -123,10 +125,12 @@ def _plain_factor(call: OpCall) -> bool:
 
 
 @torch.no_grad()
-def _norm(tensors: object) -> float:
-    return math.sqrt(
-        sum(float(t.detach().float().square().sum()) for t in tensors)  # type: ignore[attr-defined]
-    )
+def _norm(tensors: Iterable[Tensor]) -> float:
+    """Of all together; infinite, larger than any gradient, if one of them cannot be read."""
+    known = [values_of(tensor) for tensor in tensors]
+    if any(values is None for values in known):
+        return math.inf
+    return math.sqrt(sum(float(v.float().square().sum()) for v in known if v is not None))
 
 
 def _number(value: object) -> float:

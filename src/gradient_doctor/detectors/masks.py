@@ -111,7 +111,8 @@ class Masks(Detector):
             return
         self._steps.add(backward.step)
         silenced, self._silenced = self._silenced, []
-        broken = any(not bool(root.detach().isfinite().all()) for root in backward.roots)
+        known = map(self.session.values, backward.roots)
+        broken = any(values is not None and not bool(values.isfinite().all()) for values in known)
         alive = 0
         for bit, fact in backward.gradients.items():
             if fact.finite and not fact.zero:

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradient_doctor.detectors.late import Claim
 from gradient_doctor.explain import CutFact, Ledger, bits_of, how_to_mend, what_cuts
-from gradient_doctor.findings import Severity, Site, listed
+from gradient_doctor.findings import Finding, Severity, Site, listed
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file
 from gradient_doctor.taint import Taint, TracedFloat
@@ -215,10 +216,19 @@ class Missing(Detector):
             for names, mask in lines.values():
                 self._idle(names, mask, bool(mask & turns))
 
+    def _claim(self, finding: Finding, mask: int) -> None:
+        """A gradient that comes later takes this back; zeros that came are no such claim."""
+        if not mask & self.ledger.received:
+            self.session.awaited |= mask
+            self.ledger.claims.append(Claim(finding=finding, mask=mask, forget=self._forget))
+
+    def _forget(self, mask: int) -> None:
+        self.ledger.explained &= ~mask
+
     def _cut_off(self, fact: CutFact, mask: int) -> None:
         count = len(self.session.registry.names(mask))
         zero = " but zeros" if fact.kind == "zero" else ""
-        self.report(
+        finding = self.report(
             fact.number,
             Severity.ERROR,
             f"{count} parameter{'s' if count != 1 else ''} that should train"
@@ -228,6 +238,7 @@ class Missing(Detector):
             site=fact.site,
             parameters=mask,
         )
+        self._claim(finding, mask)
 
     def _idle(self, names: list[str], mask: int, turns: bool) -> None:
         ledger, registry = self.ledger, self.session.registry
@@ -251,7 +262,7 @@ class Missing(Detector):
         severity = Severity.NOTE if turns else Severity.WARNING
         if whole or mask & wanted:
             severity = Severity.ERROR
-        self.report(
+        finding = self.report(
             5,
             severity,
             f"{listed(names, 3)} is trainable and in an optimizer, but no loss reaches it."
@@ -265,6 +276,7 @@ class Missing(Detector):
             parameters=mask,
             related=(orphan, use),
         )
+        self._claim(finding, mask)
 
     def _turns(self, idle: int) -> int:
         """Idle members of a list whose other members take turns, or that the data choose from."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import plural
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import MARK, node_of
+from gradient_doctor.readable import values_of
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.taint import tensors_in
 
@@ -91,8 +91,8 @@ class NonFinite(Detector):
                     cast(dict[str, Any], node.metadata).setdefault(MARK + ".birth", inherited)
 
     def _birth(self, call: OpCall, output: Tensor, inherited: Birth | None) -> Birth | None:
-        values = output.detach()
-        if bool(values.isfinite().all()):
+        values = self.session.values(output)
+        if values is None or bool(values.isfinite().all()):
             return None
         kind = "nan" if bool(values.isnan().any()) else "inf"
         if inherited is not None and (inherited.kind == kind or kind == "inf"):
@@ -144,8 +144,8 @@ class NonFinite(Detector):
 
     def event(self, event: Event) -> None:
         if event.kind == "scale" and self.session.record.checked:
-            losses = tensors_in(event.data["args"])
-            self._loss_is_finite = all(bool(loss.isfinite().all()) for loss in losses)
+            losses = map(self.session.values, tensors_in(event.data["args"]))
+            self._loss_is_finite = all(v is None or bool(v.isfinite().all()) for v in losses)
         if event.kind != "step" or self._poisoned:
             return
         bad = self._bad.get(event.step)
@@ -159,10 +159,9 @@ class NonFinite(Detector):
 
     def _stepped_on(self, bits: int) -> bool:
         """Whether the bad gradients are still there: not cleaned, not skipped."""
-        return any(
-            p.grad is not None and not bool(p.grad.isfinite().all())
-            for p in self.session.registry.tensors(bits)
-        )
+        held = [p.grad for p in self.session.registry.tensors(bits) if p.grad is not None]
+        known = map(self.session.values, held)
+        return any(values is not None and not bool(values.isfinite().all()) for values in known)
 
     def step_ended(self, record: StepRecord) -> None:
         if self._scaled() and len(self._steps) >= self.session.trace_steps:
@@ -216,4 +215,5 @@ class NonFinite(Detector):
 
 def _infinite(call: OpCall) -> bool:
     """Whether an input was infinite already, from data or on purpose."""
-    return any(t.is_floating_point() and bool(torch.isinf(t.detach()).any()) for t in call.inputs)
+    known = [values_of(t) for t in call.inputs if t.is_floating_point()]
+    return any(values is not None and bool(values.isinf().any()) for values in known)

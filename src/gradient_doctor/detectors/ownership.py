@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradient_doctor.detectors.places import birth_site, by_site, count, most_common
+from gradient_doctor.detectors.places import birth_site, by_site, called, count, most_common
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.readable import FAKE, META, SHARDED, checksum, unreadable
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
 
@@ -47,8 +48,10 @@ class Ownership(Detector):
         for parameter in registry.tensors(backward.received & ~registry.owned):
             if not isinstance(parameter, nn.Parameter):
                 continue  # an input that asked for a gradient: an embedding, an attack
+            if unreadable(parameter) in (META, FAKE):
+                continue  # no weights: somebody counts operations, or plans
             bit = registry.bit(parameter)
-            self._sums.setdefault(bit, _sum(parameter))
+            self._sums.setdefault(bit, checksum(parameter))
             birth = registry.birth(parameter)
             if birth is not None and birth.site is not None:
                 per_step = self._fresh.setdefault(birth.site, {})
@@ -84,12 +87,14 @@ class Ownership(Detector):
         thrown = self._thrown_away(final)
         if not self._steps:
             return  # nobody has trained anything: nothing is missing from it
+        if any(unreadable(p) == SHARDED for o in registry.optimizers.values() for p in owned_by(o)):
+            return  # forwards take other tensors than the optimizer holds, by design; see unread.py
         orphans: list[Tensor] = [
             p
             for p in registry.tensors(self._received & ~registry.owned & ~self._said & ~thrown)
             if isinstance(p, nn.Parameter)
             # updated by hand, or by something that is no torch optimizer
-            and self._sums.get(registry.bit(p)) == _sum(p)
+            and self._sums.get(registry.bit(p)) == checksum(p)
         ]
         left = self._doubles(orphans)
         self._said |= registry.bits(orphans)
@@ -121,7 +126,8 @@ class Ownership(Detector):
             leaves = [
                 registry.leaves[k] for k in range(masks[-1].bit_length()) if masks[-1] >> k & 1
             ]
-            shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves[:4])
+            registry.thrown_away[site] = leaves[0]
+            shapes = ", ".join(str(list(leaf.shape or ())) for leaf in leaves[:4])
             number = count(len(leaves), "parameter")
             self.report(
                 6,
@@ -178,7 +184,7 @@ class Ownership(Detector):
         self.report(
             8,
             Severity.ERROR,
-            f"The optimizer {name} steps idle doubles instead of "
+            f"The {called(name)} steps idle doubles instead of "
             f"{count(len(trained), 'parameter')} "
             "of the model.",
             why=f"{name} owns {count(len(held), 'parameter')}, of which {gets} ever receive a "
@@ -214,7 +220,7 @@ class Ownership(Detector):
             self.report(
                 8,
                 Severity.WARNING,
-                f"The optimizer {name} holds {count(len(strange), 'parameter')} ({shapes}) that "
+                f"The {called(name)} holds {count(len(strange), 'parameter')} ({shapes}) that "
                 "no model has.",
                 why=f"Of the {count(len(list(owned_by(optimizer))), 'parameter')} of {name} these "
                 "are in no module, and no operation of the traced steps took them: they were "
@@ -328,7 +334,3 @@ class Ownership(Detector):
 
 def _form(parameter: Tensor) -> tuple[int, ...]:
     return tuple(parameter.shape)
-
-
-def _sum(parameter: Tensor) -> float:
-    return float(parameter.detach().double().sum())

@@ -38,6 +38,11 @@ def most_common(sites: Iterable[Site | None]) -> Site | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
+def called(optimizer: str) -> str:
+    """To follow `the`: `optimizer adam`, but not `optimizer optimizer`."""
+    return optimizer if "optim" in optimizer.lower() else f"optimizer {optimizer}"
+
+
 def count(number: int, thing: str) -> str:
     """`1 parameter`, `3 parameters`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

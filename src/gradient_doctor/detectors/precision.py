@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradient_doctor.detectors.places import birth_site, by_site, count, dtype_site, most_common
+from gradient_doctor.detectors.places import (
+    birth_site,
+    by_site,
+    called,
+    count,
+    dtype_site,
+    most_common,
+)
 from gradient_doctor.findings import Severity
 from gradient_doctor.registry import fits, owned_by
 from gradient_doctor.session import Detector, Event, Session, StepRecord
@@ -73,7 +80,7 @@ class Precision(Detector):
             self.report(
                 15,
                 Severity.ERROR if fp16 or refused else severity,
-                f"{count(len(held), 'parameter')} of the optimizer {name} are "
+                f"{count(len(held), 'parameter')} of the {called(name)} are "
                 f"{_word(dtype)} under an enabled GradScaler.",
                 why=(
                     "The scaler expects fp32 weights: gradients of fp16 weights are fp16 too, "

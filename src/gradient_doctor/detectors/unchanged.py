@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gradient_doctor.detectors.places import birth_site, count, dtype_site, most_common
+from gradient_doctor.detectors.places import birth_site, called, count, dtype_site, most_common
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.readable import checksum
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
 from gradient_doctor.steps import StepFacts
@@ -79,7 +79,7 @@ class Unchanged(Detector):
                 history.backwards += 1
                 if not history.sums:
                     some = itertools.islice(registry.tensors(received), 4)
-                    history.sums = {registry.bit(p): _sum(p) for p in some}
+                    history.sums = {registry.bit(p): checksum(p) for p in some}
 
     def event(self, event: Event) -> None:
         if event.kind == "scaler_step" and event.data["args"]:
@@ -154,7 +154,8 @@ class Unchanged(Detector):
         self.report(
             21,
             Severity.ERROR if len(idle) == total else Severity.WARNING,
-            f"The learning rate of {history.name} is 0 for {count(len(idle), 'parameter')}.",
+            f"The learning rate of the {called(history.name)} is 0 for "
+            f"{count(len(idle), 'parameter')}.",
             why=f"In {steps} of {steps} checked steps they had a gradient and a learning rate of "
             "exactly 0; no element changed.",
             fix="Set the learning rate, or the factor of the scheduler, above 0; or freeze the "
@@ -179,7 +180,7 @@ class Unchanged(Detector):
             21,
             Severity.ERROR if share < _NOTHING else Severity.WARNING,
             f"{1 - share:.0%} of the elements of {count(len(stuck), 'parameter')} do not change "
-            f"in a step of {history.name}.",
+            f"in a step of the {called(history.name)}.",
             why=f"They have a gradient in all {history.checked} checked steps, but at a learning "
             f"rate of {', '.join(f'{rate:g}' for rate in sorted(rates))} the update is less than "
             f"half the distance between two neighbouring {str(dtype).removeprefix('torch.')} "
@@ -203,7 +204,7 @@ class Unchanged(Detector):
             if other is not optimizer and self._history(other).steps:
                 parameters &= ~registry.bits(owned_by(other))
         known = history.sums.items()
-        if any(_sum(p) != s for bit, s in known for p in registry.tensors(bit)):
+        if any(checksum(p) != s for bit, s in known for p in registry.tensors(bit)):
             return 0  # a wrapper around another optimizer, or an update by hand
         return parameters
 
@@ -224,7 +225,8 @@ class Unchanged(Detector):
             self.report(
                 21,
                 Severity.WARNING,
-                f"The scaler skipped {history.asked} of {history.asked} steps of {history.name}.",
+                f"The scaler skipped {history.asked} of {history.asked} steps of the "
+                f"{called(history.name)}.",
                 why="The weights have not changed: each time it found gradients that are not "
                 "finite. "
                 + (f"Scales seen: {scales}. " if scales else "")
@@ -248,7 +250,7 @@ class Unchanged(Detector):
                 self.report(
                     21,
                     Severity.ERROR,
-                    f"The optimizer {history.name} never steps.",
+                    f"The {called(history.name)} never steps.",
                     why=f"{history.backwards} backwards gave its parameters gradients, "
                     "and step() was never called.",
                     fix="Call its step() after backward.",
@@ -261,7 +263,3 @@ def _share(moves: dict[int, Moves]) -> float:
     """Of all elements together: a tiny tensor that stands still is nothing."""
     size = sum(m.size for m in moves.values())
     return sum(m.share * m.size for m in moves.values()) / size if size else 1.0
-
-
-def _sum(parameter: Tensor) -> float:
-    return float(parameter.detach().double().sum())

@@ -12,7 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import argument, plural, shape
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.graph import nodes_of
+from gradient_doctor.graph import is_opaque, nodes_of
+from gradient_doctor.readable import values_of
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 
 _SOFTMAX = {"softmax", "log_softmax", "softmin", "gumbel_softmax"}
@@ -65,13 +66,13 @@ class Zeros(Detector):
             self._causes.setdefault((call.site, call.name), cause)
             if call.short in _RELU:
                 self._silent[result] = cause
-        elif not bool(result.detach().any()):
+        elif not _any(result):
             source = next((t for t in call.inputs if t in self._silent), None)
             if source is not None:
                 self._silent[result] = self._silent[source]
 
     def _follow_zero(self, call: OpCall, result: Tensor) -> None:
-        if not (result.is_floating_point() and result.numel()) or bool(result.any()):
+        if not (result.is_floating_point() and result.numel()) or _any(result):
             return
         source = next((t for t in call.inputs if t in self._zeros), None)
         if source is not None and (
@@ -83,17 +84,17 @@ class Zeros(Detector):
 
     def _cause(self, call: OpCall, result: Tensor) -> Cause | None:
         short, site = call.short, call.site
-        value = call.inputs[0].detach() if call.inputs else result.detach()
-        out = result.detach()
-        if not out.numel():
+        given = call.inputs[0] if call.inputs else result
+        value, out = values_of(given), values_of(result)
+        if value is None or out is None or not out.numel():
             return None
-        if short in _SOFTMAX and value.dim():
+        if short in _SOFTMAX and given.dim():
             dim = argument(call, 1, "dim", -1)
-            if isinstance(dim, int) and value.shape[dim] == 1:
+            if isinstance(dim, int) and given.shape[dim] == 1:
                 return Cause(
                     site,
                     f"{short} over an axis of size 1 passes no gradient on.",
-                    f"Its input is {shape(value)} and dim={dim}: the result is "
+                    f"Its input is {shape(given)} and dim={dim}: the result is "
                     f"{'1' if 'log' not in short else '0'} whatever the input.",
                     "Take the softmax over the axis that is to be weighted.",
                     structural=True,
@@ -137,7 +138,7 @@ class Zeros(Detector):
 
     def _product(self, call: OpCall) -> Cause | None:
         for factor in call.inputs:
-            if not factor.requires_grad and factor.numel() and not bool(factor.any()):
+            if not factor.requires_grad and factor.numel() and not _any(factor):
                 return Cause(
                     call.site,
                     "The loss is multiplied by a tensor of zeros.",
@@ -164,9 +165,9 @@ class Zeros(Detector):
         for factor in call.inputs[:2]:
             if factor in self._silent:
                 return self._silent[factor]  # the weights after a dead layer get nothing either
-        left, right = call.inputs[0].detach(), call.inputs[1].detach()
-        if bool(left.any()):
-            if isinstance(call.inputs[1], nn.Parameter) and not bool(right.any()):
+        left, right = call.inputs[:2]
+        if _any(left):
+            if isinstance(right, nn.Parameter) and not _any(right):
                 return Cause(
                     call.site,
                     "What comes before a weight of zeros gets no gradient until it has moved.",
@@ -175,7 +176,7 @@ class Zeros(Detector):
                     deliberate=True,
                 )
             return None
-        if bool(right.any()):
+        if _any(right):
             return None
         return Cause(
             call.site,
@@ -290,6 +291,12 @@ def _slope(short: str, out: Tensor) -> Tensor:
     return (out > low) & (out < high)
 
 
+def _any(tensor: Tensor) -> bool:
+    """Whether something is not zero; what cannot be read is taken to be."""
+    values = values_of(tensor)
+    return values is None or bool(values.any())
+
+
 def _leaves(stop: Any) -> Iterator[Tensor]:
     """Leaves behind the inputs of a node that got nothing."""
     edges = stop.edges if stop.partial else range(len(stop.node.next_functions))
@@ -297,7 +304,7 @@ def _leaves(stop: Any) -> Iterator[Tensor]:
         if edge >= len(stop.node.next_functions):
             continue
         for node in nodes_of(stop.node.next_functions[edge][0]):
-            leaf = getattr(node, "variable", None)
+            leaf = None if is_opaque(node) else getattr(node, "variable", None)
             if isinstance(leaf, torch.Tensor):
                 yield leaf
 

@@ -1,0 +1,80 @@
+"""What was said too early: parameters that a loss reaches only after the traced steps.
+
+Layers are thawed one after the other, and losses join after a warm-up. So what was said of a
+parameter without gradient (classes 2, 3, 4, 5, 11) is taken back by the first gradient that
+reaches it, also between two looks; a note of it stays. The detector that has said it looks again,
+and speaks of those that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradient_doctor.detectors.places import count
+from gradient_doctor.findings import Finding, Severity
+from gradient_doctor.session import Backward, Detector, Session, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One finding about parameters that no gradient has reached yet."""
+
+    finding: Finding
+    mask: int
+    forget: Callable[[int], None]  # lets the detector speak of these parameters again
+
+
+class Late(Detector):
+    """Takes claims back, and asks for a closer look when more parameters want gradients."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._most: int | None = None  # owned parameters that wanted gradient at one time
+
+    def backward_ended(self, backward: Backward) -> None:
+        session = self.session
+        reached = backward.received | backward.arrived
+        session.awaited &= ~reached
+        claims = session.ledger.claims
+        if not any(claim.mask & reached for claim in claims):
+            return
+        for key in dict.fromkeys(c.finding.key for c in claims if c.mask & reached):
+            self._take_back([c for c in claims if c.finding.key == key], reached)
+        claims[:] = [c for c in claims if not c.mask & reached]
+
+    def _take_back(self, claims: list[Claim], reached: int) -> None:
+        session = self.session
+        mask = 0
+        for claim in claims:
+            mask |= claim.mask
+        finding = session.found(claims[0].finding.key)
+        if finding is None or {*finding.parameters} - {*session.registry.names(mask)}:
+            return  # others have said the same of parameters that they know better
+        session.withdraw(finding)
+        for claim in claims:
+            claim.forget(claim.mask)
+        known = (mask & reached).bit_count()
+        self.report(
+            finding.number,
+            Severity.NOTE,
+            f"{count(known, 'parameter')} had no gradient before step {session.step}, "
+            f"and {'has' if known == 1 else 'have'} one since.",
+            why=f"It was said before: {finding.what} A later backward reaches "
+            f"{'it' if known == 1 else 'them'}.",
+            fix="Nothing to do, if it is meant to join that late.",
+            parameters=mask & reached,
+            related=(finding.site,),
+        )
+
+    def step_ended(self, record: StepRecord) -> None:
+        """What is thawed, or added to an optimizer, between two looks has not been looked at."""
+        wanting = sum(
+            parameter.requires_grad
+            for optimizer in self.session.registry.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        if self._most is not None and wanting > self._most:
+            self.session.look_again = True
+        self._most = max(wanting, self._most or 0)

@@ -1,0 +1,95 @@
+"""Between a user's call and torch: the call is made exactly once, whatever our own code does.
+
+An observer is a generator with the arguments of the call. What comes before its `yield` runs before
+the call; the `yield` gives the result of the call, or raises what it raised. An observer may yield
+`(args, kwargs)` to be called with; one that returns without a `yield` lets the call pass. Its own
+mistakes go to `session.broke` and never reach the user. Calls of `session.strangers` pass by.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+from gradient_doctor.session import Session
+
+
+def observed(
+    session: Session, part: Any, observe: Callable[..., Iterator[Any]]
+) -> Callable[[Any], Any]:
+    """Makes the wrapper of a function, for `Patches.replace`."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() in session.strangers:
+                return original(*args, **kwargs)
+            # the original is called outside of all `except`: its errors have no context of ours
+            observer: Any = None
+            given: Any = None
+            with _ours(session, part):
+                begun: Any = observe(*args, **kwargs)
+                given = next(begun, _PASS)
+                observer = None if given is _PASS else begun
+            if observer is None:
+                return original(*args, **kwargs)
+            if given is not None:
+                args, kwargs = given
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                traceback = error.__traceback__
+                with _ours(session, part, error):
+                    observer.throw(error)
+                error.__traceback__ = traceback  # without the observer's own frames
+                del traceback  # it holds this frame: a circle would keep the user's tensors
+                raise
+            with _ours(session, part):
+                _finish(observer, result)
+            return result
+
+        return call
+
+    return make
+
+
+def guarded(method: Any) -> Any:
+    """For hooks: a method of an object with a `session`, whose mistakes end with itself."""
+
+    @functools.wraps(method)
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() not in self.session.strangers:
+            with _ours(self.session, self):
+                return method(self, *args, **kwargs)
+        return None
+
+    return hook
+
+
+_PASS = object()
+
+
+@contextmanager
+def _ours(session: Session, part: Any, theirs: BaseException | None = None) -> Iterator[None]:
+    """What fails inside is ours, unless it is the error that was handed in."""
+    try:
+        yield
+    except StopIteration:
+        return
+    except Exception as error:
+        if error is not theirs:
+            session.broke(part, error)
+    except BaseException as error:
+        if error is not theirs:
+            raise
+
+
+def _finish(observer: Any, result: Any) -> None:
+    try:
+        observer.send(result)
+    except StopIteration:
+        return
+    raise RuntimeError("an observer has yielded twice")
