@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,13 +86,17 @@ def load_checkpoint(
     dtype: str = "auto",
     device_map: Any = "auto",
     need_optimizer: bool = True,
+    read_optimizer: bool = True,
 ) -> Checkpoint:
+    """`read_optimizer=False`: for those who need the weights alone; it may be twice their size."""
     if dtype not in ("auto", *DTYPES):
         raise ValueError(
             f"checkpoint.dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}. Choose one."
         )
     layout = find_checkpoint(path, adapter_path=adapter_path, optimizer_path=optimizer_path)
-    if need_optimizer and layout.optimizer is None:
+    if not read_optimizer:
+        layout = replace(layout, optimizer=None, param_names=None)
+    elif need_optimizer and layout.optimizer is None:
         raise missing_optimizer(layout)
     facts, sources, fact_files = read_facts(layout.folders)
     given = None if base is None else str(base)

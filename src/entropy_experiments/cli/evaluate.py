@@ -1,0 +1,145 @@
+"""`entropy-probe evaluate`: checkpoints on a task, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.options import (
+    AsJson,
+    ConfigFile,
+    Debug,
+    Overrides,
+    Quiet,
+    configured,
+    interrupted,
+    library_aside,
+    tell,
+    tell_notes,
+)
+
+if TYPE_CHECKING:
+    from entropy_experiments.config import Config
+
+EXAMPLES = (
+    "\b\nExamples:\n"
+    "  entropy-probe evaluate                    a few checkpoints of the embedded run\n"
+    "  entropy-probe evaluate runs/checkpoint-100 runs/checkpoint-200 --out results/two\n"
+    "  entropy-probe evaluate runs --task gsm8k_r1_template --split test --k 1,4,8\n"
+    "  entropy-probe evaluate runs --task questions.jsonl --reward answer_exact\n"
+    "  entropy-probe evaluate --prompts 16 --samples 4 --json > evaluation.json"
+)
+JSONL = (".jsonl", ".json")
+
+
+def evaluate(
+    checkpoints: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="Folders; a run's folder stands for its checkpoints.",
+            show_default=False,
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            "--task", metavar="NAME_OR_JSONL", help="Dataset. Without it: the one of training."
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="FILE", help="Local file of a named --task."),
+    ] = None,
+    split: Annotated[str | None, typer.Option("--split", help="Of the dataset.")] = None,
+    prompts: Annotated[int, typer.Option("--prompts", help="Problems asked.")] = 64,
+    samples: Annotated[int, typer.Option("--samples", help="Responses per problem.")] = 8,
+    k: Annotated[
+        str | None, typer.Option("--k", metavar="K,K,...", help="Of pass@k. Without it: 1,4,8.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of problems and responses.")] = None,
+    rewards: Annotated[
+        list[str] | None,
+        typer.Option("--reward", metavar="NAME", help="What passes (at 1); may be repeated."),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option("--threshold", metavar="NATS", help="Doubt begins here. Default: ln 2."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder. Without it: results/evaluations/..."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace another evaluation in the folder.")
+    ] = False,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Pass rate, pass@k, format, length and entropy of checkpoints, on the same prompts."""
+    found: Config | None = None
+    with ending(debug=debug, interrupted=lambda: interrupted(found, lambda _: _kept(out))):
+        changes = _changes(task, data, split, seed)
+        found = configured(config, changes, None, overrides)
+        tell_notes(found, quiet=quiet)
+        options: dict[str, Any] = {"prompts": prompts, "samples": samples}
+        if k is not None:
+            options["ks"] = _numbers(k)
+        if rewards:
+            options["rewards"] = tuple(rewards)
+        if threshold is not None:
+            options["threshold"] = threshold
+
+        from entropy_experiments.checkpoint_evaluation import evaluate_checkpoints
+        from entropy_experiments.evaluation.request import EvaluationRequest
+        from entropy_experiments.report.evaluation_tables import evaluation_report
+
+        request = EvaluationRequest(**options)
+        with library_aside(as_json=as_json):
+            result = evaluate_checkpoints(
+                checkpoints or (), found, request=request, out=out, overwrite=overwrite, quiet=quiet
+            )
+        files = f"Files: {result['folder']}"
+        tell(result, lambda: [*evaluation_report(result), "", files], as_json=as_json)
+
+
+def _changes(
+    task: str | None, data: Path | None, split: str | None, seed: int | None
+) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    if task is not None and (task.endswith(JSONL) or Path(task).exists()):
+        if data is not None:
+            raise ValueError(
+                f"--task is the file {task} already; --data {data} belongs to a named dataset. "
+                "Leave one out."
+            )
+        changes |= {"batch_config.dataset_name": "jsonl", "batch_config.dataset_path": task}
+    elif task is not None:
+        changes["batch_config.dataset_name"] = task
+    if data is not None:
+        changes["batch_config.dataset_path"] = str(data)
+    if split is not None:
+        changes["batch_config.E_split"] = split
+    if seed is not None:
+        changes["probe_rework.master_seed"] = seed
+    return changes
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"--k is {text!r}; expected whole numbers with commas, such as 1,4,8."
+        ) from None
+
+
+def _kept(out: Path | None) -> str:
+    place = out or "results/evaluations"
+    return f"What is finished is kept in {place}; the same command continues."

@@ -1,0 +1,158 @@
+"""An evaluation in words: `evaluation.json` as tables of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from entropy_experiments.report.html import words
+
+Result = Mapping[str, Any]
+TOKENS_SHOWN = 8
+
+
+def evaluation_report(result: Result) -> list[str]:
+    """Lines: what was asked, a row per checkpoint, changes from the first, tokens in doubt."""
+    settings = result["settings"]
+    split = f", split {settings['split']}" if settings["split"] else ""
+    law = f"temperature {settings['temperature']:g}, top_p {settings['top_p']:g}"
+    lines = [
+        f"{settings['dataset']}{split}: {settings['prompts']} prompts, {settings['samples']} "
+        f"responses each, {law}, at most {settings['max_new_tokens']} tokens, seed "
+        f"{settings['seed']}",
+        f"A response passes with {' and '.join(settings['rewards'])} at 1. Intervals: 95 %, by "
+        "prompt.",
+    ]
+    lines += _table("Task", *_task(result))
+    lines += _table("Responses", *_responses(result))
+    if result["differences"]:
+        lines += _table(*_changes(result))
+    lines += _agreement(result)
+    lines += _tokens(result)
+    lines += _doubts(result)
+    return lines
+
+
+def _task(result: Result) -> tuple[list[str], list[list[str]]]:
+    names = ["pass_rate", *(f"pass@{k}" for k in result["k"] if k > 1), "format_rate", "answered"]
+    heads = {"pass_rate": "pass rate", "format_rate": "format"}
+    rows = [
+        [one["label"], *(_percent(one["measures"][name]) for name in names)]
+        for one in result["checkpoints"]
+    ]
+    return ["checkpoint", *(heads.get(name, name) for name in names)], rows
+
+
+def _responses(result: Result) -> tuple[list[str], list[list[str]]]:
+    limit = result["settings"]["threshold"]
+    head = ["checkpoint", "tokens", "5 | 50 | 95 %", "truncated", "entropy", "surprisal"]
+    rows = []
+    for one in result["checkpoints"]:
+        found, quantile = one["measures"], one["length_quantiles"]
+        rows.append(
+            [
+                one["label"],
+                _plain(found["length"], 1),
+                " | ".join(f"{quantile[q]:.0f}" for q in ("0.05", "0.5", "0.95")),
+                _percent(found["truncated"]),
+                _plain(found["entropy"], 3),
+                _plain(found["surprisal"], 3),
+                _percent(found["high_entropy_share"]),
+            ]
+        )
+    return [*head, f"above {limit:.2g} nats"], rows
+
+
+def _changes(result: Result) -> tuple[str, list[str], list[list[str]]]:
+    largest = f"pass@{max(result['k'])}"
+    names = ["pass_rate", *([largest] if largest != "pass@1" else []), "format_rate"]
+    rows = [
+        [
+            one["label"],
+            *(_points(one["measures"][name]) for name in names),
+            _signed(one["measures"]["length"], 1),
+            _signed(one["measures"]["entropy"], 3),
+        ]
+        for one in result["differences"]
+    ]
+    first = result["differences"][0]["from"]
+    head = ["checkpoint", "pass rate, points", *names[1:-1], "format", "tokens", "entropy"]
+    return f"Change from {first}, same prompts and seeds", head, rows
+
+
+def _tokens(result: Result) -> list[str]:
+    lines = ["", "Tokens drawn in most doubt (mean entropy in nats, times drawn)"]
+    for one in result["checkpoints"]:
+        shown = one["high_entropy_tokens"][:TOKENS_SHOWN]
+        told = ", ".join(f"{t['token']!r} {t['mean_entropy']:.2f} ({t['count']})" for t in shown)
+        lines.append(f"  {one['label']}: {told or 'no token was drawn often enough'}")
+    return lines
+
+
+def _agreement(result: Result) -> list[str]:
+    """Surprisal and entropy are equal in the mean where the law sampled is the law scored."""
+    gaps = {
+        one["label"]: one["measures"]["surprisal_minus_entropy"] for one in result["checkpoints"]
+    }
+    told = [f"{label} {_signed(gap, 4)}" for label, gap in gaps.items()]
+    lines = ["", "Surprisal minus entropy, where 0 is expected: " + ", ".join(told)]
+    off = [
+        label
+        for label, gap in gaps.items()
+        if gap["interval"] is not None and not gap["interval"][0] <= 0 <= gap["interval"][1]
+    ]
+    if off:
+        lines.append(
+            f"  {', '.join(off)}: not 0. That is chance one time in 20 (checkpoints share their "
+            "seeds, and so their luck); far from 0, the law sampled is not the law scored."
+        )
+    return lines
+
+
+def _doubts(result: Result) -> list[str]:
+    """Why intervals are missing."""
+    missing = dict.fromkeys(
+        why
+        for one in result["checkpoints"]
+        for found in one["measures"].values()
+        if found["interval"] is None
+        for why in found["why_not"]
+    )
+    lines = [f"No interval: {why}." for why in missing]
+    return ["", *lines] if lines else []
+
+
+def _percent(found: Mapping[str, Any]) -> str:
+    bar = found["interval"]
+    ends = "" if bar is None else f" ({100 * bar[0]:.1f}–{100 * bar[1]:.1f})"
+    return f"{100 * found['value']:.1f} %{ends}"
+
+
+def _points(found: Mapping[str, Any]) -> str:
+    scaled = {
+        "value": 100 * found["value"],
+        "interval": None if found["interval"] is None else [100 * x for x in found["interval"]],
+    }
+    return _signed(scaled, 1)
+
+
+def _plain(found: Mapping[str, Any], digits: int) -> str:
+    bar = found["interval"]
+    ends = "" if bar is None else f" ({bar[0]:.{digits}f}–{bar[1]:.{digits}f})"
+    return f"{found['value']:.{digits}f}{ends}"
+
+
+def _signed(found: Mapping[str, Any], digits: int) -> str:
+    bar = found["interval"]
+    ends = "" if bar is None else f" ({bar[0]:+.{digits}f} to {bar[1]:+.{digits}f})"
+    return words.signed(f"{found['value']:+.{digits}f}{ends}")
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    every = [head, *rows]
+    widths = [max(len(row[i]) for row in every) for i in range(len(head))]
+    lines = ["", title]
+    for first, *rest in every:
+        cells = [f"{first:{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(rest, widths[1:]))]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,86 @@
+"""Checkpoints over steps: passes, form, length, entropy; a panel each, with 95 % whiskers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from entropy_experiments.report.figures.style import (
+    ACCENT,
+    CREATE,
+    DESTROY,
+    INK,
+    LINE,
+    MUTED,
+    image,
+    legend_above,
+    panels,
+    paper_style,
+    whiskers,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = (ACCENT, DESTROY, CREATE, MUTED, INK)
+NAMED = 12
+"""Checkpoints whose names fit under an axis."""
+
+
+def evaluation_image(result: Mapping[str, Any]) -> bytes:
+    """The PNG of a result."""
+    with paper_style():
+        return image(evaluation_figure(result), ".png")
+
+
+def evaluation_figure(result: Mapping[str, Any]) -> Figure:
+    """Over steps where every checkpoint has one of its own, otherwise in the order given."""
+    found = result["checkpoints"]
+    steps = [one["step"] for one in found]
+    over_steps = None not in steps and len(set(steps)) == len(steps)
+    if over_steps:
+        found = sorted(found, key=lambda one: one["step"])
+    at = [one["step"] for one in found] if over_steps else list(range(len(found)))
+    figure, (passes, form, length, entropy) = panels(4, columns=2, height=2.1, across=2)
+    some = [k for k in result["k"] if k > 1]
+    lines = {"pass rate": "pass_rate"} | {f"pass@{k}": f"pass@{k}" for k in some}
+    _lines(passes, at, found, lines, "share of responses")
+    shares = {"format": "format_rate", "answered": "answered", "truncated": "truncated"}
+    _lines(form, at, found, shares, "share of responses")
+    low, high = ([one["length_quantiles"][q] for one in found] for q in ("0.05", "0.95"))
+    length.fill_between(at, low, high, color=LINE, linewidth=0, label="5 to 95 %")
+    _lines(length, at, found, {"mean": "length"}, "tokens per response")
+    both = {"entropy": "entropy", "surprisal": "surprisal"}
+    _lines(entropy, at, found, both, "nats per token")
+    for axes in (passes, form, length, entropy):
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("optimizer step" if over_steps else "")
+        if not over_steps and len(found) <= NAMED:
+            names = [one["label"] for one in found]
+            axes.set_xticks(at, names, rotation=30, ha="right")
+    return figure
+
+
+def _lines(
+    axes: Axes,
+    at: Sequence[int],
+    found: Sequence[Mapping[str, Any]],
+    names: Mapping[str, str],
+    label: str,
+) -> None:
+    for (title, name), colour in zip(names.items(), COLOURS * len(names)):
+        some = [one["measures"][name] for one in found]
+        values = [one["value"] for one in some]
+        axes.errorbar(
+            at,
+            values,
+            yerr=whiskers(values, [one["interval"] for one in some]),
+            fmt="o-",
+            markersize=3,
+            color=colour,
+            elinewidth=0.8,
+            label=title,
+        )
+    axes.set_ylabel(label)
+    legend_above(axes, len(axes.get_legend_handles_labels()[0]))
