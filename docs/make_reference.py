@@ -1,4 +1,4 @@
-"""Write the pages that repeat what the code says: keys, commands, the migration table.
+"""Write the pages that repeat what the code says: keys and commands.
 
     python docs/make_reference.py          # part of `make docs`
 
@@ -17,14 +17,19 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from entropy_experiments.cli import app
-from entropy_experiments.config import Config, json_schema, known_fields
+from entropy_experiments.config import (
+    Config,
+    TrainingConfig,
+    json_schema,
+    known_fields,
+    training_schema,
+)
 from entropy_experiments.config.aliases import ALIASES, MISSING, RETIRED, look
+from entropy_experiments.config.training_reading import TRAINING_ALIASES, known_training_fields
 
 DOCS = Path(__file__).parent
 WIDTH = 96
 BY_HAND = "<!-- Written by docs/make_reference.py: `make docs` writes it again. -->\n"
-MIGRATION = "## Coming from the earlier scripts"
-UNREAD = {"training": "No command reads this section yet; it is validated only."}
 
 Schema = Mapping[str, Any]
 
@@ -41,7 +46,7 @@ def config_page() -> str:
     ]
     for name, info in Config.model_fields.items():
         kind = type(info.default)
-        page += [f"## {name}\n", f"{_line(kind.__doc__)}{_unread(name)}\n", *_header()]
+        page += [f"## {name}\n", f"{_line(kind.__doc__)}\n", *_header()]
         page += _rows(kind, schema, defaults[name], prefix="")
         page.append("")
     page += ["## Other names\n"]
@@ -52,6 +57,28 @@ def config_page() -> str:
     page += ["Accepted from files of the earlier scripts, with a note on the screen.\n"]
     page += ["| key | why it has none |", "|---|---|"]
     page += [f"| `{key}` | {_cell(why)} |" for key, why in RETIRED.items()]
+    return "\n".join(page) + "\n"
+
+
+def training_page() -> str:
+    """Every key of `entropy-probe train`."""
+    schema = training_schema()
+    # The keys are flat: the whole file is one section.
+    schema["$defs"][TrainingConfig.__name__] = {"properties": schema["properties"]}
+    page = [
+        BY_HAND,
+        "# Training configuration reference\n",
+        "The file of `entropy-probe train --config`. Every key is optional. Meanings and",
+        "presets: [train with the probe inside](../howto_train.md).\n",
+        *_header(),
+        *_rows(TrainingConfig, schema, known_training_fields(), prefix=""),
+        "",
+        "## Other names\n",
+        "One setting under two names. Given different values, they are an error.\n",
+        "| key | is read as |",
+        "|---|---|",
+    ]
+    page += [f"| `{alias.spelling}` | `{alias.canonical}` |" for alias in TRAINING_ALIASES]
     return "\n".join(page) + "\n"
 
 
@@ -77,28 +104,10 @@ def commands_page() -> str:
     return "\n".join(page).rstrip() + "\n"
 
 
-def migration_page() -> str:
-    """The README's table, for those who read the site."""
-    readme = (DOCS.parent / "README.md").read_text("utf-8")
-    rest = readme.split(MIGRATION)[1]
-    table = "\n".join(line for line in rest.splitlines() if line.startswith("|"))
-    return "\n".join(
-        [
-            BY_HAND,
-            "# Coming from the earlier scripts\n",
-            "YAML files, result keys and file layouts of the earlier scripts are still read and",
-            "written; what changed is in the third column. Keys that moved or have no effect any",
-            "more: [configuration reference](reference/config.md#other-names).\n",
-            table,
-            "",
-        ]
-    )
-
-
 PAGES = {
     DOCS / "reference" / "config.md": config_page,
+    DOCS / "reference" / "training.md": training_page,
     DOCS / "reference" / "commands.md": commands_page,
-    DOCS / "migration.md": migration_page,
 }
 
 
@@ -200,10 +209,6 @@ def _alias(alias: Any) -> str:
     if look(known_fields(), alias.spelling) is MISSING:
         said += ", with a note"
     return said
-
-
-def _unread(name: str) -> str:
-    return f" {UNREAD[name]}" if name in UNREAD else ""
 
 
 def _line(text: str | None) -> str:

@@ -5,8 +5,9 @@
     python recipes/embedded_default.py ship build/embedded    # what goes into the package
 
 Supervised on Countdown with written searches (`tasks/countdown.py`), then GRPO by TRL on the same
-task, every step recorded: a checkpoint with its AdamW state before the step, and the batch that
-made it. Dropout is 0 and everything is fp32, so that each step can be rebuilt to rounding.
+task (`entropy-probe train --preset tiny` is the same with other problems), every step recorded: a
+checkpoint with its AdamW state before the step, and the batch that made it. Dropout is 0 and
+everything is fp32, so that each step can be rebuilt to rounding.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from entropy_experiments.rollouts.importers import from_trl_inputs
-from entropy_experiments.rollouts.store import save_update_batch
+from entropy_experiments.config import load_preset
+from entropy_experiments.config.training_reading import replaced
+from entropy_experiments.online.record import UPDATE
+from entropy_experiments.online.train.run import RECORD, train
+from entropy_experiments.online.train.task import Task
+from entropy_experiments.policy.facts import FACTS_FILE
+from entropy_experiments.rollouts.store import load_update_batch, save_update_batch
 from entropy_experiments.tasks import countdown
+from entropy_experiments.tasks.datasets import Problem
 from entropy_experiments.types import UpdateBatch
-from gradient_doctor.hf import DoctorCallback
 
 PACKAGE = Path(__file__).parents[1] / "src" / "entropy_experiments"
 STEPS = 56
@@ -118,110 +124,40 @@ def sft(folder: Path, *, steps: int, batch: int, lr: float) -> None:
 
 
 def grpo(folder: Path, *, steps: int, lr: float, prompts: int, group: int, rank: int) -> None:
-    from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import TrainerCallback
-    from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    tok = tokenizer()
-    model = Qwen2ForCausalLM.from_pretrained(folder / "base")
-    drawn = list(islice(countdown.problems("grpo"), prompts * steps))
-    data = Dataset.from_list(
-        [{"prompt": p.prompt, "numbers": list(p.numbers), "target": p.target} for p in drawn]
+    """The preset `tiny` of `entropy-probe train`, on problems drawn for this run alone."""
+    config = replaced(
+        load_preset("tiny"),
+        {
+            "model": str(folder / "base"),
+            "output_dir": str(folder / "grpo"),
+            "max_steps": steps,
+            "learning_rate": lr,
+            "buffer_size": prompts,
+            "microbatch_size": prompts,
+            "num_generations": group,
+            "max_completion_length": RESPONSE,
+            "eval_prompts": 0,
+            "lora.r": rank,
+            "lora.alpha": 4 * rank,
+            "probe.every": steps,  # what matters here is its record of every step
+        },
     )
-
-    def reward(completions: list[str], numbers: list, target: list, **_: Any) -> list[float]:
-        return [
-            float(countdown.solved(text, countdown.Countdown(numbers=tuple(n), target=t)))
-            for text, n, t in zip(completions, numbers, target)
-        ]
-
-    class Record(TrainerCallback):
-        """The batch of each step, and the checkpoint before the first."""
-
-        trainer: Any = None
-
-        def on_train_begin(self, args, state, control, **_):
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-            state.save_to_json(str(folder / "grpo" / "checkpoint-0" / "trainer_state.json"))
-
-        def on_pre_optimizer_step(self, args, state, control, **_):
-            inputs = [
-                {k: v for k, v in part.items() if v is not None}
-                for part in self.trainer._buffered_inputs
-            ]
-            torch.save(inputs, folder / "grpo" / f"batch-{state.global_step}.pt")
-
-    settings = GRPOConfig(
-        output_dir=str(folder / "grpo"),
-        max_steps=steps,
-        learning_rate=lr,
-        lr_scheduler_type="constant",
-        adam_beta2=0.95,
-        weight_decay=0.01,
-        per_device_train_batch_size=prompts * group,
-        gradient_accumulation_steps=1,
-        num_generations=group,
-        max_completion_length=RESPONSE,
-        temperature=1.0,
-        beta=0.0,
-        loss_type="dapo",
-        scale_rewards="group",
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="steps",
-        save_steps=1,
-        logging_steps=1,
-        report_to=[],
-        seed=0,
-        shuffle_dataset=False,
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
+    drawn = islice(countdown.problems("grpo"), prompts * steps)
+    problems = tuple(
+        Problem(
+            id=f"grpo/{number}",
+            prompt=made.prompt,
+            answer=str(made.target),
+            facts={"style": "tag", "numbers": made.numbers, "target": made.target},
+        )
+        for number, made in enumerate(drawn)
     )
-    lora = LoraConfig(
-        r=rank,
-        lora_alpha=4 * rank,
-        lora_dropout=0.0,
-        target_modules=["q_proj", "v_proj", "o_proj"],
-        task_type="CAUSAL_LM",
+    train(
+        config,
+        task=Task(
+            training=problems, held_out=(), functions=("countdown",), weights=None, seed=config.seed
+        ),
     )
-    facts = {
-        "loss": settings.loss_type,
-        "advantage": settings.scale_rewards,
-        "clip_low": settings.epsilon,
-        "clip_high": settings.epsilon_high or settings.epsilon,
-        "ratio": settings.importance_sampling_level,
-        "beta": settings.beta,
-        "entropy_coef": 0.0,
-        "max_grad_norm": settings.max_grad_norm,
-        "max_completion_length": RESPONSE,
-        "num_iterations": settings.num_iterations,
-        "amp_dtype": "float32",
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "dataset_name": "countdown",
-        "reward_functions": ["countdown"],
-    }
-    (folder / "grpo").mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "grpo" / "facts.json", facts)
-    record = Record()
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=reward,  # pyright: ignore[reportArgumentType]
-        args=settings,
-        train_dataset=data,
-        processing_class=tok,
-        peft_config=lora,
-        # the adapters must learn from the first steps on, or there is nothing to ship
-        callbacks=[record, DoctorCallback(contract={"trainable": ["*lora_*"]}, raise_on="error")],
-    )
-    record.trainer = trainer
-    trainer.train()
-    shown = ("step", "reward", "entropy", "grad_norm", "completions/mean_length")
-    for row in trainer.state.log_history:
-        if "reward" in row:
-            print("  ".join(f"{name.split('/')[-1]} {row[name]:.4g}" for name in shown))
 
 
 # Shipping ----------------------------------------------------------------------------------------
@@ -246,8 +182,9 @@ def ship(folder: Path, target: Path, *, steps: int) -> None:
             weights = hashlib.sha256((place / "adapter_model.safetensors").read_bytes()).hexdigest()
             meta = {"step": step, "weights": weights}
             save_update_batch(place / "update_batch", recorded(folder, step), meta=meta)
-    settings = json.loads((folder / "grpo" / "facts.json").read_text())
-    _write_json(target / "entropy_probe.json", settings)
+    facts = json.loads((folder / "grpo" / FACTS_FILE).read_text())
+    # A batch drawn from this policy need not be as large as those of its training.
+    _write_json(target / FACTS_FILE, {k: v for k, v in facts.items() if k not in ("B_U", "G")})
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     print(f"{steps + 1} checkpoints, {size / 1e6:.2f} MB in {target}")
 
@@ -257,8 +194,7 @@ def recorded(folder: Path, step: int) -> UpdateBatch:
 
     TRL keeps none, and shuffles what it keeps: the responses are judged again.
     """
-    inputs = torch.load(folder / "grpo" / f"batch-{step}.pt", weights_only=True)
-    batch = from_trl_inputs(inputs, eos=EOS, pad=PAD)
+    batch, _ = load_update_batch(folder / "grpo" / RECORD / f"step_{step}" / UPDATE)
     tok, rollouts = tokenizer(), batch.rollouts
     reward = []
     for tokens_S, response_S, attention_S in zip(

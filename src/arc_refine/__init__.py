@@ -1,1 +1,1 @@
-"""The ARC prompt-refinement trainer. An empty room: nothing is here yet."""
+"""The ARC prompt-refinement trainer: its modules are imported one by one, so this costs nothing."""

@@ -30,7 +30,7 @@ _HOME = {
     "load_update_batch": "rollouts.store",
     "parse_config": "config",
     "probe_trajectory": "entropy_trajectory",
-    "read_log": "report.logs",
+    "read_log": "report.log_files",
     "save_rollouts": "rollouts.store",
     "save_update_batch": "rollouts.store",
     "AdamGroup": "types",

@@ -36,8 +36,9 @@ from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.probe_inputs import ProbeInputs
 from entropy_experiments.probe_sampling import Opened, contents, opened
 from entropy_experiments.report.findings import numbers, weights_of
+from entropy_experiments.report.measurements import FORMAT, SCHEMA, measurement_report
 from entropy_experiments.report.notebook import Measurements
-from entropy_experiments.rollouts.store import write_whole
+from entropy_experiments.rollouts.whole_files import write_whole
 from entropy_experiments.run_conditions import careful
 from entropy_experiments.study.batches import gather_study
 from entropy_experiments.study.store import Stage, StageStore, digest_of
@@ -45,7 +46,8 @@ from entropy_experiments.trajectory import provenance
 from entropy_experiments.types import Estimate
 from entropy_experiments.types.estimate import CONFIDENCE, combine
 
-SCHEMA = 1
+__all__ = ["EntropyMeasurements", "ExperimentPlan", "measurement_report"]
+
 NOT_RESULTS = ("detailed_logging", "output", "rollouts", "training", "influence", "experiment")
 """Sections that change no number of an experiment, or are in its plan."""
 
@@ -147,12 +149,17 @@ class EntropyMeasurements:
                 repeats.append({**stage.facts, "seconds": stage.seconds})
                 computed += fresh
                 self._tell(index + 1, plan.repeats, computed, time.monotonic() - started)
+        per_token = self.config.approx_delta_h.normalize == "per_token"
         results = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "unit": "token" if per_token else "sequence",
             "checkpoint": probed.checkpoint.name,
             "learning_rate": probed.optimizer.lr,
             "plan": {**plan.dump(), "eta_list": list(etas)},
             "repeats": repeats,
             "summary": _summary(repeats),
+            "config": self.config.dump(),
             "provenance": {**provenance(), "files": dict(probed.checkpoint.hashes)},
         }
         path = self._results_path(probed.checkpoint.name, digest_of(base_key, plan.repeats))
@@ -328,44 +335,3 @@ def _over(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "repeats": repeats,
         "trusted": trusted,
     }
-
-
-def measurement_report(results: Mapping[str, Any]) -> list[str]:
-    """The summary as lines of text."""
-    repeats, plan = results["repeats"], results["plan"]
-    count = len(repeats)
-    lines = [
-        f"Entropy change of the update after {results['checkpoint']} ({repeats[0]['update']}), in "
-        f"nats, over {count} repeat{'s' if count > 1 else ''} of {repeats[0]['B_E']} prompts:"
-    ]
-    for entry in results["summary"]:
-        times = entry["eta"] / results["learning_rate"]
-        lines.append(f"  eta {entry['eta']:g} ({times:g} x the learning rate)")
-        lines += [
-            f"    {name:9s}{_shown(entry[name])}{_untrusted(entry[name])}"
-            for name in ("measured", "linear", "linquad")
-            if name in entry
-        ]
-        lines += [
-            f"    {name} - measured{_shown(found)}, paired"
-            for name, found in entry["differences"].items()
-        ]
-        lines += [
-            f"    measured, clip {clip}{_shown(found)}" for clip, found in entry["clips"].items()
-        ]
-    if count == 1 and plan["repeats"] == 1:
-        lines.append("One repeat: intervals are over its prompts. experiment.repeats draws more.")
-    lines.append(f"Saved: {results['results_path']}")
-    return lines
-
-
-def _shown(found: Mapping[str, Any]) -> str:
-    if found["interval"] is None:
-        return f" {found['mean']:+.4g} (no interval)"
-    low, high = found["interval"]
-    return f" {found['mean']:+.4g} (95% {low:+.3g} to {high:+.3g})"
-
-
-def _untrusted(found: Mapping[str, Any]) -> str:
-    doubtful = found["repeats"] - found["trusted"]
-    return f"  not trusted in {doubtful} of {found['repeats']}" if doubtful else ""

@@ -26,6 +26,7 @@ from entropy_experiments.run_conditions import careful
 from entropy_experiments.study.batches import check_requests, gather_study
 from entropy_experiments.study.facts import budget_facts, prediction_facts
 from entropy_experiments.study.files import TABLE_FACTS, StudyFiles
+from entropy_experiments.study.removed import told_removed
 from entropy_experiments.study.stages import Study, to_stderr
 from entropy_experiments.study.store import SCHEMA, RunDirectory, digest_of, open_run
 from entropy_experiments.trajectory import provenance
@@ -135,8 +136,12 @@ class EntropyInfluenceRunner:
                 inputs = gather_study(config, probed, quiet=self._quiet)
             if inputs is not None and not finished:
                 study = Study(inputs, run.stages, say=say)
-                files, arrays, _ = StudyFiles(study).made(key)
-                run.write(files, key, arrays)
+                files, arrays, summary = StudyFiles(study).made(key)
+                before = run.answers()
+                gone = run.write(files, key, arrays)
+                if say is not None:
+                    for line in told_removed(before, summary, gone, run.folder):
+                        say(line)
             elif say is not None:
                 say(f"{run.folder}: finished already, nothing was computed")
         return InfluenceSummary(

@@ -33,7 +33,7 @@ from entropy_experiments.report.logs import DetailedLogger
 from entropy_experiments.report.messages import messages
 from entropy_experiments.report.notebook import ProbeResults
 from entropy_experiments.report.verdict import verdict
-from entropy_experiments.rollouts.store import write_whole
+from entropy_experiments.rollouts.whole_files import write_whole
 from entropy_experiments.run_conditions import careful
 from entropy_experiments.trajectory import following, provenance
 from entropy_experiments.types import Attribution, Direction, Estimate, Scores

@@ -26,7 +26,7 @@ from entropy_experiments.rollouts.store import (
 from entropy_experiments.tasks.datasets import Problem, load_problems
 from entropy_experiments.tasks.rewards import build_reward
 from entropy_experiments.training_facts import TrainingFacts, training_facts, with_learning_rate
-from entropy_experiments.trajectory import default_checkpoint
+from entropy_experiments.trajectory import default_checkpoint, of_the_package
 from entropy_experiments.types import OptimizerState, Rollouts, UpdateBatch
 from entropy_experiments.types.direction import AdamGroup
 
@@ -47,7 +47,9 @@ def opened(config: Config, checkpoint_path: str | Path | None) -> Opened:
     """Read the checkpoint that the call or the config names; the embedded default otherwise."""
     asked = config.checkpoint
     checkpoint = load_checkpoint(
-        checkpoint_path or asked.checkpoint_path or asked.adapter_path or default_checkpoint(),
+        of_the_package(
+            checkpoint_path or asked.checkpoint_path or asked.adapter_path or default_checkpoint()
+        ),
         base=asked.base,
         backbone=asked.backbone,
         adapter_path=asked.adapter_path,

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 _NUMBERED = re.compile(r"(checkpoint-|step_)(\d+)")
+EMBEDDED = "embedded"
 LIBRARIES = ("torch", "transformers", "peft", "numpy", "scipy")
 
 
 def embedded_trajectory() -> Path:
     """The run shipped with the package: a small policy whose entropy collapses under GRPO."""
-    folder = Path(str(files("entropy_experiments") / "embedded"))
+    folder = Path(str(files("entropy_experiments") / EMBEDDED))
     if not steps_of(folder):
         raise FileNotFoundError(
             f"The embedded default is missing from {folder}; expected checkpoint-0 and the steps "
@@ -31,6 +32,21 @@ DEFAULT_STEP = 13
 
 def default_checkpoint() -> Path:
     return embedded_trajectory() / f"checkpoint-{DEFAULT_STEP}"
+
+
+def of_the_package(path: str | Path) -> Path:
+    """`embedded/checkpoint-N`: of the run in the package, unless there is such a folder here."""
+    path = Path(path)
+    if path.parts[:1] != (EMBEDDED,) or path.exists():
+        return path
+    folder = embedded_trajectory()
+    found = folder.joinpath(*path.parts[1:])
+    if not found.is_dir() or found == folder:
+        raise FileNotFoundError(
+            f"Checkpoint not found: {path}; the run in the package has {EMBEDDED}/checkpoint-0 to "
+            f"{EMBEDDED}/{steps_of(folder)[-1].name}, and there is no such folder here."
+        )
+    return found
 
 
 def steps_of(folder: Path) -> list[Path]:

@@ -21,6 +21,8 @@ OPTIONS = {
     "measure": "--config --checkpoint --set --out --json --quiet --debug",
     "influence": "--config --checkpoint --set --out --what-if --confirm --entropy-budget "
     "--fisher --from --overwrite --json --quiet --debug",
+    "evaluate": "CHECKPOINTS --task --data --split --prompts --samples --k --seed --reward "
+    "--threshold --out --overwrite --config --set --json --quiet --debug",
     "report": "RUNS --html --no-html --figures --columns --trajectory --evaluation --linearity "
     "--samples --rollout --out --json --quiet --debug",
     "doctor": "PROGRAM --contract --json --mode --trace-steps --every --quiet --entropy",
@@ -28,6 +30,16 @@ OPTIONS = {
     "config template": "NAME --out --force --list --json --quiet --debug",
     "config schema": "--json --quiet --debug",
     "config check": "FILE --set --json --quiet --debug",
+    "arc": "",
+    "arc train": "--epochs --max-batches --eval-batches --batch-size --lr-agent --lr-lm "
+    "--lr-policy --weight-decay --clip --lm --lm-train --refine --refinements --bound "
+    "--reward-scale --entropy-weight --hard-weight --risk-weight --z-weight --bi-weight "
+    "--back-weight --prompt-weight --size-weight --prompt-width --fuse --agent-width --agent-steps "
+    "--data --held-out --max-tasks --max-side --augment --curriculum --shuffle-text --device "
+    "--dtype --threads --seed --doctor --log-every --checkpoint-every --tracker --resume --out "
+    "--json --quiet --debug",
+    "arc eval": "RUN --data --batches --json --quiet --debug",
+    "arc show": "RUN --out --data --task --count --json --quiet --debug",
 }
 HEAVY = {"torch", "transformers", "numpy", "yaml", "entropy_experiments.config"}
 """Not pydantic, which typer itself imports to read options."""

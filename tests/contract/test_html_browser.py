@@ -13,7 +13,8 @@ import time
 
 import pytest
 
-from contract.report_runs import HOSTILE, hostile_run, large_run, rows_of
+from contract.report_runs import HOSTILE, changed, hostile_run, large_run, rows_of
+from entropy_experiments.report.html.compare import write_comparison
 from entropy_experiments.report.html.page import write_report
 
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ def run(report_run):
 class Opened:
     """A page, and everything that it complained of or asked for."""
 
-    def __init__(self, browser, path, **look):
+    def __init__(self, browser, path, *, wait=".rollout", **look):
         self.said, self.asked = [], []
         self.context = browser.new_context(**look)
         self.page = self.context.new_page()
@@ -58,7 +59,7 @@ class Opened:
         self.url = path.resolve().as_uri()
         started = time.perf_counter()
         self.page.goto(self.url)
-        self.page.wait_for_selector(".rollout")
+        self.page.wait_for_selector(wait)
         self.seconds = time.perf_counter() - started
 
     def __enter__(self):
@@ -184,3 +185,35 @@ def test_a_large_batch_opens(browser, run, tmp_path):
         assert page.inner_text("#count") == "24 of 2,000 shown"
         page.fill("#find", "word123 ")
         assert 0 < len(opened.rollouts()) <= 12
+
+
+@pytest.mark.parametrize("look", ["light", "dark", "narrow"])
+def test_the_comparison_page(browser, run, tmp_path, look):
+    """Two studies, one as if of another checkpoint that a hostile mind named."""
+    name = HOSTILE[1] + " step_99"
+    summary = json.loads((run / "summary.json").read_text()) | {"checkpoint": name}
+    other = changed(run, tmp_path / "other", {"summary.json": json.dumps(summary).encode()})
+    path = write_comparison([run, other], tmp_path / "compared.html")
+    size = {"width": 390 if look == "narrow" else 1180, "height": 850}
+    scheme = "dark" if look == "dark" else "light"
+    drawn = ".chart svg.main-svg"
+    with Opened(browser, path, wait=drawn, viewport=size, color_scheme=scheme) as opened:
+        page = opened.page
+        charts = page.locator(".chart")
+        assert charts.count() == 3  # changes, validation, weights: one batch size, no scaling
+        for at in range(charts.count()):
+            assert charts.nth(at).locator("svg.main-svg").count() > 0
+        # Two runs, predicted and measured: four points with their bars.
+        assert page.locator("[data-figure=changes] .scatterlayer .point").count() == 4
+        assert page.locator("[data-figure=changes] .errorbar").count() == 4
+        heads = page.locator("h2").all_inner_texts()
+        assert heads[:3] == ["Entropy changes", "Changes", "Estimator validation"]
+        found = summary["evaluations"][0]["ledger"]["entropy"]
+        row = page.locator("section:has(h2:text-is('Changes')) tbody tr").nth(1)
+        told = row.locator("td").all_inner_texts()[1].replace("−", "-")
+        assert float(told.split()[0]) == pytest.approx(found["predicted"]["value"], rel=0.01)
+        assert page.locator("main img, main script").count() == 0
+        assert name in page.inner_text("h1")
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        paper = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        assert (sum(int(x) for x in paper[4:-1].split(",")) / 3 < 60) == (look == "dark")

@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -398,3 +400,21 @@ def test_beyond_the_cap_the_least_influential_come_without_tokens(run, tmp_path)
     assert len(whole) == 20
     assert min(whole) >= max(abs(row["influence"]) for row in rows if "t" not in row)
     assert "the 30 rollouts of least influence are listed without their text" in render(data)
+
+
+def test_a_report_is_made_without_torch(report_run, tmp_path):
+    """Reading files that are there takes a second, not the time that torch takes to load."""
+    run = changed(report_run, tmp_path / "run", {})
+    code = (
+        "import sys\n"
+        "from entropy_experiments.cli import app\n"
+        "for words in ([], ['--linearity'], ['--json']):\n"
+        "    app(['report', sys.argv[1], *words], standalone_mode=False)\n"
+        "print([name for name in ('torch', 'transformers', 'scipy.stats') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert (run / "report.html").is_file()

@@ -13,6 +13,7 @@ from entropy_experiments import EntropyInfluenceRunner
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.influence.fisher import fisher_kernel
 from entropy_experiments.numerics.derivatives import pushforward, shifted
+from entropy_experiments.report.html.page import write_report
 from entropy_experiments.report.influence_tables import influence_report
 from oracles.small_study import ETAS, EVERYTHING, array, plan, settings_in
 
@@ -114,6 +115,34 @@ def test_without_being_asked_there_is_none(study, tmp_path):
     assert summary["evaluations"][0]["fisher"] is None
     assert not list(copy.glob("*_fisher"))
     assert "Fisher" not in "\n".join(influence_report(summary))
+
+
+def test_what_a_later_command_removes_is_told(study, tmp_path, capsys):
+    folder, _, _ = study
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    write_report(copy)
+    runner = EntropyInfluenceRunner(settings_in(copy))
+    runner.run(plan(copy, what_if=["drop=negative"], confirm=False, plots=False))
+    told = capsys.readouterr().err
+    assert "the optimizer step: kept from before" in told
+    assert "eval_00, influence of every token: kept from before" in told
+    (removed,) = [line for line in told.splitlines() if "not asked for again" in line]
+    assert "were removed (--what-if 'lr=0.001', --confirm, --fisher)" in removed
+    assert "report.html showed the earlier answers and was removed" in told
+    assert not (copy / "report.html").exists()
+    # The same once more: nothing is removed, nothing is said to be, a new report stays.
+    write_report(copy)
+    runner.run(plan(copy, what_if=["drop=negative"], confirm=False, plots=False))
+    told = capsys.readouterr().err
+    assert "removed" not in told
+    assert (copy / "report.html").exists()
+    # One question more: no answer is lost, but the page does not show it.
+    runner.run(plan(copy, what_if=["drop=negative", "lr=0.002"], confirm=False, plots=False))
+    told = capsys.readouterr().err
+    assert "not asked for again" not in told
+    assert f"Write it again: entropy-probe report {copy}" in told
+    assert not (copy / "report.html").exists()
 
 
 def test_an_optimizer_that_maximizes_has_no_kernel(study, tmp_path, monkeypatch):

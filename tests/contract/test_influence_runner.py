@@ -27,6 +27,7 @@ from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.influence.finite import contributions
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.report.influence_tables import influence_report
+from entropy_experiments.study.clock import in_words
 from entropy_experiments.study.stages import Study
 from entropy_experiments.study.store import RunDirectory, Stage, StageStore
 from entropy_experiments.update.objective import token_coefficients
@@ -366,8 +367,22 @@ def test_progress_says_how_long(tmp_path, study):
     found.clock.total = 4 * found.cost
     assert found.direction.lr == found.probe.lr
     assert found.lines
-    assert lines[0].startswith("step: ")
+    assert lines[0].startswith("the optimizer step: ")
+    assert lines[1].startswith("the step by lines of the ledger: ")
     assert "about" in lines[1] or "25%" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("step", "the optimizer step"),
+        ("eval_00_tokens", "eval_00, influence of every token"),
+        ("eval_01_rollouts_00", "eval_01, changes measured along single rollouts, part 1"),
+        ("eval_00_without_007", "eval_00, the step without rollout 7"),
+    ],
+)
+def test_stages_in_words(name, words):
+    assert in_words(name) == words
 
 
 def invoke(*arguments):
@@ -439,6 +454,8 @@ def test_bad_input_has_exit_code_two(study, tmp_path):
     result = invoke("--from", str(folder), "--confirm")
     assert result.exit_code == 2
     assert "--confirm together with --from" in result.stderr
+    words = "with the same --out, this --what-if and --confirm; finished stages are reused"
+    assert words in result.stderr
     result = invoke("--from", str(folder), "--what-if", "drop=negative", "--fisher")
     assert result.exit_code == 2
     assert "--fisher together with --from: a saved table is read without a model" in result.stderr

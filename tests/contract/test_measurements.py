@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 import types
+from dataclasses import replace
 
 import pytest
+import yaml
 from scipy import stats
 from typer.testing import CliRunner
 
+from contract.test_file_formats import at, names, rows
 from entropy_experiments import EntropyMeasurements, ExperimentPlan
 from entropy_experiments.cli import app
 from entropy_experiments.config import load_config, parse_config
 from entropy_experiments.entropy_experiment_runner import measurement_report
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
+from entropy_experiments.report.compare import compare
+from entropy_experiments.report.html.data import gather
+from entropy_experiments.report.html.page import write_report
 
 SMALL = {
     "batch_config": {"B_E": 6, "B_U": 2, "G": 4},
@@ -83,6 +90,107 @@ def test_the_summary_is_over_repeats(experiment):
     lines = "\n".join(measurement_report(results))
     assert "over 3 repeats of 6 prompts" in lines
     assert "linquad - measured" in lines
+
+
+def test_the_report_reads_the_folder(experiment):
+    """In words and as a page; every number of it is one of results.json, or follows from it."""
+    folder, _, results = experiment
+    shown = CliRunner().invoke(app, ["report", str(folder)], catch_exceptions=False)
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith("\n".join(measurement_report(results)))
+    page = folder / "report.html"
+    assert f"Report: {page}" in shown.stdout
+    assert "Mean over 3 repeats of 6 fresh prompts each" in page.read_text(encoding="utf-8")
+    page.unlink()
+
+    data = gather(folder)
+    at = next(one for one in results["summary"] if one["eta"] == results["learning_rate"])
+    assert data["measured"]["value"] == at["measured"]["mean"]
+    assert data["measured"]["interval"] == at["measured"]["interval"]
+    assert data["predicted"]["value"] == at["linear"]["mean"]
+    assert data["difference"]["interval"] == at["differences"]["linear"]["interval"]
+    bend = at["linquad"]["mean"] - at["linear"]["mean"]
+    assert data["curve"]["curvature"]["value"] == pytest.approx(bend)
+    assert [point["value"] for point in data["curve"]["points"]] == [
+        one["measured"]["mean"] for one in results["summary"]
+    ]
+    worst = min(one["points"][1]["diagnostics"]["ESS"] for one in results["repeats"])
+    assert data["weights"][1]["ESS"] == worst
+    settings = yaml.safe_load(data["environment"]["config"])
+    assert settings["batch_config"]["B_E"] == 6
+    json.dumps(data, allow_nan=False)
+
+
+def test_the_page_of_file_formats_has_every_name(experiment):
+    _, _, results = experiment
+    said = [name for cell, _ in rows("## results.json of measure") for name in names(cell)]
+    said = [name for name in said if name not in ("mean", "stderr", "interval", "trusted")]
+    for name in said:
+        assert at(results, name) or name in ("repeats", '"token"', '"sequence"'), name
+    assert set(results) == {re.split(r"[.\[]", name)[0] for name in said if '"' not in name}
+
+
+def test_without_the_learning_rate_among_the_etas(tmp_path):
+    """The prediction is a line, so it is known there; the measurement is not, and is not told."""
+    plan = ExperimentPlan(eta_list=[0.001])
+    results = EntropyMeasurements(settings(tmp_path), quiet=True).run_experiments(plan)
+    data, (entry,) = gather(tmp_path / "results.json"), results["summary"]
+    lr = results["learning_rate"]
+    assert lr == pytest.approx(0.003)
+    assert data["predicted"]["value"] == pytest.approx(entry["linear"]["mean"] * lr / 0.001)
+    assert data["measured"] is None
+    assert "at η 0.001 instead of the learning rate 0.003" in data["verdict"]["sentence"]
+    assert "One repeat of 6 prompts" in data["verdict"]["points"][0]
+
+
+@pytest.mark.parametrize(
+    ("only", "words"),
+    [
+        ("compute_true", "no line was computed (experiment.compute_linear: false)"),
+        ("compute_linear", "nothing was measured (experiment.compute_true: false)"),
+        ("compute_linquad", "nothing was measured (experiment.compute_true: false)"),
+    ],
+)
+def test_what_was_not_computed_is_said(experiment, tmp_path, only, words):
+    """Of the same results as if only one of the three had been asked for."""
+    _, _, results = experiment
+    keep = {"compute_true": "measured", "compute_linear": "linear", "compute_linquad": "linquad"}
+    results = json.loads(json.dumps(results))
+    for one in (*results["summary"], *(p for r in results["repeats"] for p in r["points"])):
+        for name in set(keep.values()) - {keep[only]}:
+            del one[name]
+        one["differences"] = {}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    data = gather(tmp_path)
+    assert data["absent"]["predicted and measured"] == words
+    assert data["curve"] is None
+    assert (data["measured"] is None) == (only != "compute_true")
+    assert (data["predicted"] is None) == (only != "compute_linear")
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "the policy’s entropy by" in text
+
+
+def test_two_measurements_side_by_side(experiment, tmp_path):
+    folder, plan, _ = experiment
+    other = settings(tmp_path, batch_config={**SMALL["batch_config"], "B_E": 12})
+    EntropyMeasurements(other, quiet=True).run_experiments(replace(plan, repeats=1))
+    found = compare([folder, tmp_path])
+    assert found["kind"] == "measure"
+    assert [row["B_E"] for row in found["runs"]] == [6, 12]
+    assert found["differs"] == {"batch_config.B_E": [6, 12]}
+
+
+def test_a_file_of_another_version_is_refused(experiment, tmp_path):
+    _, _, results = experiment
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({**results, "schema": 99}))
+    with pytest.raises(
+        ValueError, match=r"schema 99; expected .*Run `entropy-probe measure` again"
+    ):
+        gather(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="is no log, or cut short"):
+        gather(path)
 
 
 def test_one_repeat_is_the_probe(tmp_path):
@@ -193,8 +301,11 @@ def measurements(monkeypatch):
 
     module = types.ModuleType("entropy_experiments.entropy_experiment_runner")
     module.EntropyMeasurements = Measurements
-    module.measurement_report = lambda results: [f"mean {results['summary'][0]}"]
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(
+        "entropy_experiments.report.measurements.measurement_report",
+        lambda results: [f"mean {results['summary'][0]}"],
+    )
     return Measurements
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from entropy_experiments.online.rows import ALIASES, PREFIX, read_rows
-from entropy_experiments.online.trl import ROWS, EntropyProbeCallback
+from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.online.trl_batch import PRIVATES
+from entropy_experiments.online.watch import ROWS
 from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,7 +42,13 @@ def _probe(**options: Any) -> EntropyProbeCallback:
     return EntropyProbeCallback(**({"max_overhead": None, "prompts": 6} | options))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SOON = ("lora", "checkpointing")
+"""The others take as long and differ in less: they are of the slow tier."""
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in SOON else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
 def test_training_is_bit_identical_with_and_without(kind, tmp_path):
     callback = _probe()
     with_probe = _trained(tmp_path / "on", callback, **KINDS[kind])
@@ -142,3 +149,10 @@ def test_the_hooks_come_when_they_are_said_to(tmp_path):
         assert before[3] == after[3]  # the rate in use
         assert any(not torch.equal(a, b) for a, b in zip(before[2], after[2], strict=True))
     assert any(before[1] > 0 for before in seen)
+
+
+def test_the_training_batch_judges_itself_across_prompts(tmp_path):
+    callback = _probe(evaluation="batch")
+    _trained(tmp_path, callback, max_steps=3)
+    assert callback.off is None
+    assert [row["rollouts"] for row in callback.rows] == [16] * 3

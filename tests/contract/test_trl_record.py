@@ -22,7 +22,7 @@ from oracles.tiny_models import tiny_model, tiny_tokenizer
 STEPS = 6
 
 
-@pytest.fixture(scope="module", params=["dapo", "dr_grpo"])
+@pytest.fixture(scope="module", params=["dapo", pytest.param("dr_grpo", marks=pytest.mark.slow)])
 def run(request, tmp_path_factory) -> tuple[Path, EntropyProbeCallback]:
     folder = tmp_path_factory.mktemp(request.param)
     tiny_model().save_pretrained(folder / "base")

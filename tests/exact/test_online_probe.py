@@ -100,6 +100,23 @@ def test_a_parameter_without_gradient_stays_and_starts_late():
         assert probe.after_step().mismatch < 1e-12
 
 
+def test_groups_may_have_other_rates_and_the_first_may_rest():
+    policy: Any = TransformerPolicy(3)
+    first, *rest = policy.params.values()
+    optimizer = torch.optim.AdamW(
+        [{"params": [first], "lr": 0.0}, {"params": rest, "lr": 0.02}], weight_decay=0.1
+    )
+    probe = OnlineProbe(policy, Fresh(lambda _: all_rollouts(policy)))
+    generator = torch.Generator().manual_seed(0)
+    for rate in (0.0, 0.01):
+        optimizer.param_groups[0]["lr"] = rate
+        for value in policy.params.values():
+            value.grad = torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        probe.before_step({n: p.grad for n, p in policy.params.items()}, optimizer)
+        optimizer.step()
+        assert probe.after_step().mismatch < 1e-12
+
+
 def test_a_skipped_step_measures_nothing():
     training = Training("tabular", "adamw")
     training.probe.before_step(training.backward(), training.optimizer)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.optimizer_state import refuse_zero_lr
+from entropy_experiments.trajectory import of_the_package
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -415,3 +416,20 @@ def test_no_tokenizer(full):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (full.path / name).unlink()
     refused(full.path, "No tokenizer found", str(full.path), kind=FileNotFoundError)
+
+
+def test_checkpoints_of_the_package_are_named_in_short(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = of_the_package("embedded/checkpoint-20")
+    assert (found / "adapter_model.safetensors").is_file()
+    assert found.name == "checkpoint-20"
+    assert of_the_package("runs/checkpoint-20") == Path("runs/checkpoint-20")
+    for name in ("embedded/checkpoint-999", "embedded", "embedded/base/model.safetensors"):
+        with pytest.raises(
+            FileNotFoundError,
+            match=r"Checkpoint not found: .*checkpoint-0 to embedded/checkpoint-56",
+        ):
+            of_the_package(name)
+    # A folder of the reader's own comes first.
+    (tmp_path / "embedded" / "checkpoint-20").mkdir(parents=True)
+    assert of_the_package("embedded/checkpoint-20") == Path("embedded/checkpoint-20")

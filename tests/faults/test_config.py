@@ -19,7 +19,10 @@ BROKEN = {
     ),
     "misspelt section": ("precison: {allow_tf32: true}", ["precison: unknown", "precision?"]),
     "key without section": ("clip_c: 5.0", ["clip_c: unknown key", "importance.clip_c?"]),
-    "nested unknown key": ("training: {lora: {rank: 8}}", ["training.lora.rank", "lora.r?"]),
+    "nested unknown key": (
+        "influence: {workspace: {knd: update}}",
+        ["influence.workspace.knd", "workspace.kind?"],
+    ),
     "unknown key like no other": (
         "output: {qqqqqq: 1}",
         ["output.qqqqqq: unknown key. Keys of output: results_path."],

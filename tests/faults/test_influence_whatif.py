@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import inf, nan
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from entropy_experiments import Objective, UpdateBatch
+from entropy_experiments.cli import app
 from entropy_experiments.influence.counterfactual import Recorded
 from entropy_experiments.influence.interventions import applied
 from entropy_experiments.influence.token_table import NEEDED, TokenTable
 from entropy_experiments.influence.whatif import entropy_budget, parse, recomputed_direction
+from entropy_experiments.influence.whatif_grammar import FORMS, SELECTORS
+from entropy_experiments.influence.whatif_text import COLUMNS, PARSERS
+from entropy_experiments.influence.whatif_text import WORDS as SELECTOR_WORDS
 from entropy_experiments.types import Direction, Rollouts, Scores
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def recorded(**changes) -> Recorded:
@@ -41,7 +50,7 @@ def recorded(**changes) -> Recorded:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"Cannot read the what-if ''. Expected one of: drop_rollouts=3,7; "),
+        ("", r"Cannot read the what-if ''. Expected one of: drop=SELECTOR; "),
         ("drop", r"Cannot read the what-if 'drop'"),
         ("drop=", r"Cannot read the what-if 'drop='"),
         ("dropp=negative", r"Cannot read the what-if 'dropp=negative'.*kl_cov=RATIO"),
@@ -183,3 +192,30 @@ def test_tables_that_are_not_whole():
         TokenTable.from_rows({k: v[:1] for k, v in columns.items()}, facts)
     with pytest.raises(ValueError, match=r"coefficients differ by .*facts belong to another table"):
         TokenTable.from_rows(columns, {**facts, "objective": {"loss": "reinforce"}})
+
+
+def test_help_and_tutorial_have_every_form_that_is_read():
+    """The table, `--help` and the reader are three texts; this holds them together."""
+    assert {form.key for form in FORMS} == set(PARSERS)
+    table = (DOCS / "tutorial_influence.md").read_text(encoding="utf-8")
+    shown = CliRunner().invoke(app, ["influence", "--help"]).stdout
+    for form in FORMS:
+        assert f"| `{form.text}` |" in table
+        assert f"{form.text} " in shown
+    for name in (*COLUMNS, *SELECTOR_WORDS):
+        assert name in "".join(SELECTORS)
+    for text, full in (
+        ("clip_cov=0.002", "clip_cov=0.002:1:5:0"),
+        ("kl_cov=0.002", "kl_cov=0.002:1"),
+    ):
+        assert [one.name for one in parse(text)] == [full]
+        assert full in shown
+        assert full in table
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.key)
+def test_examples_of_the_help_are_read(form):
+    examples = re.findall(rf"{form.key}=[^\s,]+(?:,\d[^\s,]*)*", form.meaning)
+    assert examples
+    for text in examples:
+        assert parse(text)

@@ -105,7 +105,7 @@ def test_killed_twice_and_continued(undisturbed, tmp_path):
     kept = stages(out)
     assert {name: kept[name] for name in first} == first
     told = finish(out)
-    assert "step: found" in told
+    assert "the optimizer step: kept from before" in told
     after = stages(out)
     assert {name: after[name] for name in kept} == kept, "a finished stage was computed again"
     assert len(after) > len(kept)

@@ -44,7 +44,7 @@ def _probed(alone: bool) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_change_no_number(size):
     alone = _probed(True)
     for shared in on_ranks(size, _probed, False):

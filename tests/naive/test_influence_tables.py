@@ -163,17 +163,19 @@ def test_entropy_and_reward_stand_side_by_side(summary):
     lines = influence_report(summary)
     positive = row(lines, "tokens with A > 0").split()[5:]
     assert positive == [
-        *("-5.00e-03", "-5.00e-02", "4.0e-04"),
+        *("-5.00e-03", "-5.00e-02", "4.0e-04", "+50%"),  # the share is the entropy's
         *("+2.00e-02", "+2.00e-01", "2.0e-03"),
-        "+50%",
     ]
-    assert row(lines, "momentum").split()[-1] == "+60%"
-    assert row(lines, "weight decay").split()[-1] == "none"
-    assert row(lines, "tokens with A < 0").split()[-1] == "-10%"
+    assert row(lines, "momentum").split()[4] == "+60%"
+    assert row(lines, "weight decay").split()[5] == "none"
+    assert row(lines, "tokens with A < 0").split()[8] == "-10%"
     assert row(lines, "curvature").split() == ["curvature", "+3.00e-04", "2.0e-04", "-", "-"]
     heads = [text for text in lines if "this step" in text]
     assert len(heads) == 1
     assert heads[0].count("eventual") == 2
+    titles = lines[lines.index(heads[0]) - 1]
+    share, reward = heads[0].index("share"), heads[0].rindex("this step")
+    assert titles.index("entropy, nats") < share < reward < titles.index("expected reward") + 15
 
 
 def test_the_columns_are_aligned_and_fit_a_terminal(summary):
@@ -222,7 +224,7 @@ def test_no_share_of_a_total_lost_in_its_error_bar(summary):
     summary["evaluations"][0]["ledger"]["entropy"]["predicted"]["interval"] = [-0.03, 0.01]
     lines = influence_report(summary)
     assert "%" not in row(lines, "momentum")
-    assert not any("of entropy" in text for text in lines)
+    assert not any("share" in text for text in lines if "this step" in text)
 
 
 def test_reliability_and_distrust_are_told(summary):
@@ -293,8 +295,8 @@ def test_what_if_confirmed(summary):
     assert "predicted -0.008 nats instead of -0.01, a difference of +0.002 +- 2e-04" in told
     assert "41 tokens changed" in told
     assert "    a note of its own" in lines
-    assert "    made and measured: -0.0081 nats (95% -0.01 to -0.0061)" in lines
-    assert "    confirmed: the prediction is inside the measured interval" in lines
+    assert "    the whole step, made and measured: -0.0081 nats (95% -0.01 to -0.0061)" in lines
+    assert "    its prediction is inside the measured interval: confirmed, as a whole" in lines
 
 
 @pytest.mark.parametrize(
@@ -306,10 +308,10 @@ def test_what_if_that_was_not_confirmed_says_why(summary, accounted, words):
         "accounted": accounted,
     }
     lines = influence_report(summary)
-    assert row(lines, "the prediction is outside").endswith(words)
+    assert row(lines, "its prediction is outside").endswith(words)
     told = row(lines, "measured - predicted")
     assert told.endswith("denominator and clip -0.0002, curvature +0.0002, rest -0.0001")
-    assert not any("confirmed:" in text for text in lines)
+    assert not any(": confirmed" in text for text in lines)
 
 
 @pytest.mark.parametrize(
@@ -326,8 +328,8 @@ def test_inside_a_wide_interval_is_not_enough(summary, beyond, accounted, words)
         "accounted": accounted,
     }
     lines = influence_report(summary)
-    assert row(lines, "the prediction is").endswith(words)
-    assert not any("confirmed:" in text for text in lines)
+    assert row(lines, "its prediction is").endswith(words)
+    assert not any(": confirmed" in text for text in lines)
     assert any("beyond the linear range: curvature or rest" in text for text in lines) == beyond
 
 
@@ -346,19 +348,22 @@ def test_the_measured_effect_is_told_where_there_is_one(summary, effect):
         "effect_agrees": None,
         "effect": effect,
     }
-    told = row(influence_report(summary), "against the step as it was")
-    assert "+0.0017 nats (95% +0.0013 to +0.0021)" in told
-    assert told.endswith(f", {effect or 'no interval, so nothing can be said'}")
+    lines = influence_report(summary)
+    told = row(lines, "effect ")
+    said = (effect or "unknown (no interval)").replace("not as", "NOT as")
+    assert told.strip().startswith(f"effect {said}: predicted +0.002, measured +0.0017 nats")
+    # What was asked for comes before the whole step, which is mostly the step as it was.
+    assert lines.index(told) < lines.index(row(lines, "the whole step, made and measured"))
 
 
-@pytest.mark.parametrize(("agrees", "words"), [(True, "), as"), (False, "), not as")])
+@pytest.mark.parametrize(("agrees", "words"), [(True, "as"), (False, "NOT as")])
 def test_the_effect_in_a_summary_without_words(summary, agrees, words):
     summary["evaluations"][0]["what_if"][0]["confirmation"] |= {
         "change": estimate(0.0017, 2e-4, [0.0013, 0.0021]),
         "effect_agrees": agrees,
     }
-    told = row(influence_report(summary), "against the step as it was")
-    assert told.endswith(f"{words} predicted")
+    told = row(influence_report(summary), "effect ")
+    assert told.strip().startswith(f"effect {words} predicted: ")
 
 
 def test_where_error_bars_come_from_is_said_once(summary):

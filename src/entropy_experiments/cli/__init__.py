@@ -13,7 +13,17 @@ from typing import Annotated
 import typer
 
 from entropy_experiments import __version__
-from entropy_experiments.cli import config, doctor, influence, measure, report, run
+from entropy_experiments.cli import (
+    arc,
+    config,
+    doctor,
+    evaluate,
+    influence,
+    measure,
+    report,
+    run,
+    train,
+)
 from entropy_experiments.cli.endings import EXIT_CODES
 
 app = typer.Typer(
@@ -23,7 +33,10 @@ app = typer.Typer(
     "  entropy-probe run                        the policy shipped with the package\n"
     "  entropy-probe run --checkpoint step_60   your own checkpoint\n"
     "  entropy-probe influence                  which tokens moved the entropy, and what if\n"
+    "  entropy-probe train --preset tiny        GRPO with the probe inside\n"
+    "  entropy-probe evaluate RUN               pass@k, format, length, entropy over steps\n"
     "  entropy-probe doctor train.py            where do the gradients of a script stop?\n"
+    "  entropy-probe arc train                  an ARC solver, its gradients verified\n"
     "  entropy-probe report RUN                 what a finished run says, or several\n"
     "  entropy-probe config template            a configuration to start from\n\n"
     "\b\nExit codes:\n" + "\n".join(f"  {code:<3}  {what}" for code, what in EXIT_CODES.items()),
@@ -35,9 +48,12 @@ app = typer.Typer(
 app.command("run", epilog=run.EXAMPLES)(run.run)
 app.command("measure", epilog=measure.EXAMPLES)(measure.measure)
 app.command("influence", epilog=influence.EXAMPLES)(influence.influence)
+app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("doctor", cls=doctor.ScriptCommand, epilog=doctor.EXAMPLES)(doctor.doctor)
 app.add_typer(config.app, name="config")
+app.add_typer(arc.app, name="arc")
 
 
 def _version(wanted: bool) -> None:

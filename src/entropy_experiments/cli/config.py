@@ -42,14 +42,22 @@ def template(
 ) -> None:
     """Print a configuration to start from."""
     with ending(debug=debug):
-        from entropy_experiments.config import load_config, template_names, template_text
+        from entropy_experiments.config import (
+            TRAINING_TEMPLATES,
+            load_config,
+            load_training,
+            template_names,
+            template_text,
+        )
 
         if names:
             tell(list(template_names()), template_names, as_json=as_json)
             return
         text = template_text(name)
+        training = f"{name.removesuffix('.yaml')}.yaml" in TRAINING_TEMPLATES
         if out is None:
-            tell(load_config(name).dump(), text.splitlines, as_json=as_json)
+            found = load_training(name) if training else load_config(name)
+            tell(found.dump(), text.splitlines, as_json=as_json)
             return
         if out.exists() and not force:
             raise ValueError(f"{out} exists. Choose another name, or overwrite it with --force.")
@@ -57,7 +65,8 @@ def template(
         if as_json:
             typer.echo(json.dumps({"written": str(out)}))
         elif not quiet:
-            typer.echo(f"{out} written. Run it: entropy-probe run --config {out}", err=True)
+            verb = "train" if training else "run"
+            typer.echo(f"{out} written. Run it: entropy-probe {verb} --config {out}", err=True)
 
 
 @app.command(epilog="\b\nExample:\n  entropy-probe config schema > schema.json")

@@ -22,7 +22,7 @@ EXIT_CODES = {
     DONE: "done",
     UNEXPECTED: "an unexpected error, with its traceback; doctor: the script crashed",
     BAD_INPUT: "bad input: the message says what to change",
-    FINDINGS: "doctor: findings of warning or above (otherwise the script's own code)",
+    FINDINGS: "doctor: findings of warning or above; arc: a gradient contract is broken",
     INTERRUPTED: "interrupted: the message says what is kept, and how to go on",
 }
 """Of every verb; docs/exit_codes.md says more."""
@@ -31,9 +31,15 @@ PACKAGE = Path(entropy_experiments.__file__).parent
 
 @contextmanager
 def ending(
-    *, debug: bool, interrupted: Callable[[], str] = lambda: "Interrupted."
+    *,
+    debug: bool,
+    interrupted: Callable[[], str] = lambda: "Interrupted.",
+    packages: tuple[Path, ...] = (PACKAGE,),
 ) -> Iterator[None]:
-    """Exceptions become messages and exit codes. `interrupted` says what Ctrl-C leaves behind."""
+    """Exceptions become messages and exit codes. `interrupted` says what Ctrl-C leaves behind.
+
+    `packages`: folders of the code whose errors are about the input.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -42,9 +48,10 @@ def ending(
     except BrokenPipeError:
         raise
     except (ValueError, MemoryError, OSError) as failure:
-        if debug or not _ours(failure):
+        ours = _ours(failure, packages)
+        if debug or not ours:
             _unexpected(failure)
-            raise typer.Exit(BAD_INPUT if _ours(failure) else UNEXPECTED) from None
+            raise typer.Exit(BAD_INPUT if ours else UNEXPECTED) from None
         typer.echo(f"Error: {failure}", err=True)
         raise typer.Exit(BAD_INPUT) from None
     except typer.Exit:
@@ -54,12 +61,12 @@ def ending(
         raise typer.Exit(UNEXPECTED) from None
 
 
-def _ours(failure: BaseException) -> bool:
-    """About the input: about a file, or raised by a line of this package."""
+def _ours(failure: BaseException, packages: tuple[Path, ...]) -> bool:
+    """About the input: about a file, or raised by a line of these packages."""
     if isinstance(failure, OSError):
         return True
     frames = traceback.extract_tb(failure.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+    return bool(frames) and any(Path(frames[-1].filename).is_relative_to(p) for p in packages)
 
 
 def _unexpected(failure: BaseException) -> None:

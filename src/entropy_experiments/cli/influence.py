@@ -21,12 +21,15 @@ from entropy_experiments.cli.options import (
     tell,
     tell_notes,
 )
+from entropy_experiments.influence.whatif_grammar import help_lines
 
 if TYPE_CHECKING:
     from entropy_experiments.config import Config
 
 EXAMPLES = (
-    "\b\nExamples:\n"
+    "\b\nWhat-ifs, each an EXPR of --what-if:\n"
+    + "\n".join(f"  {line}" for line in help_lines())
+    + "\n\n\b\nExamples:\n"
     "  entropy-probe influence\n"
     "  entropy-probe influence --checkpoint runs/checkpoint-60 --out results/step_60\n"
     "  entropy-probe influence --what-if drop=negative --what-if clip_high=0.28 --confirm\n"
@@ -46,7 +49,9 @@ def influence(
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option("--what-if", metavar="EXPR", help="Another step; may be repeated."),
+        typer.Option(
+            "--what-if", metavar="EXPR", help="Another step (forms: below); may be repeated."
+        ),
     ] = None,
     confirm: Annotated[
         bool, typer.Option("--confirm", help="Make each what-if's step and measure it.")
@@ -113,6 +118,12 @@ def _from_saved(
     as_json: bool,
 ) -> None:
     wrong = [name for name, value in given.items() if value]
+    if given["--confirm"]:
+        raise ValueError(
+            f"{', '.join(wrong)} together with --from: confirming makes the step, which needs the "
+            "model. Repeat the study's own command (without --from) with the same --out, this "
+            "--what-if and --confirm; finished stages are reused."
+        )
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)} together with --from: a saved table is read without a model. "

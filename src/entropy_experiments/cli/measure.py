@@ -31,6 +31,7 @@ EXAMPLES = (
     "  entropy-probe measure --set experiment.repeats=5\n"
     "  entropy-probe measure --set experiment.compute_linquad=true --out results/bend\n"
     '  entropy-probe measure --set "estimator.eta_list=[1e-3, 4e-3]" --out results/sweep\n'
+    "  entropy-probe report results/sweep        in words again, and as HTML\n"
     "  entropy-probe measure --checkpoint runs/checkpoint-60 --json > sweep.json"
 )
 
@@ -53,10 +54,8 @@ def measure(
         found = configured(config, {}, checkpoint, overrides, under=out)
         tell_notes(found, quiet=quiet)
 
-        from entropy_experiments.entropy_experiment_runner import (
-            EntropyMeasurements,
-            measurement_report,
-        )
+        from entropy_experiments.entropy_experiment_runner import EntropyMeasurements
+        from entropy_experiments.report.measurements import measurement_report
 
         with library_aside(as_json=as_json):
             results = EntropyMeasurements(found, quiet=quiet).run_experiments()

@@ -20,7 +20,9 @@ ConfigFile = Annotated[
 ]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option("--checkpoint", help="Folder. Without it: the policy in the package."),
+    typer.Option(
+        "--checkpoint", help="Folder, or embedded/checkpoint-N of the package. Without it: N = 13."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

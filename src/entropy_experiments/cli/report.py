@@ -35,7 +35,8 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN",
-            help="Folder of a study or a probe, log or trajectory.json; several: side by side.",
+            help="Folder of a study, a probe or measurements, log or trajectory.json; several: "
+            "side by side.",
         ),
     ],
     html: Annotated[
@@ -190,9 +191,18 @@ def _in_words(run: Path) -> list[str]:
         told = gather(run)["verdict"]
         return [told["sentence"], *told["points"]]
     run = log_of(run)
+    from entropy_experiments.report.measurements import (
+        measurement_report,
+        measurements_file,
+        read_measurements,
+    )
+
+    measured = measurements_file(run)
+    if measured is not None:
+        return measurement_report(read_measurements(measured))
     if run.is_file():
         from entropy_experiments.report.html.from_log import log_report
-        from entropy_experiments.report.logs import read_log
+        from entropy_experiments.report.log_files import read_log
 
         return log_report(read_log(run))
     from entropy_experiments.report.influence_tables import influence_report

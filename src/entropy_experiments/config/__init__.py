@@ -8,6 +8,7 @@ from entropy_experiments.config.model import Config, json_schema, known_fields
 from entropy_experiments.config.problems import ConfigError, every_key
 from entropy_experiments.config.reading import (
     DEFAULT_TEMPLATE,
+    TRAINING_TEMPLATES,
     config_yaml,
     documented_yaml,
     load_config,
@@ -16,19 +17,34 @@ from entropy_experiments.config.reading import (
     template_names,
     template_text,
 )
+from entropy_experiments.config.training import TrainingConfig
+from entropy_experiments.config.training_reading import (
+    load_preset,
+    load_training,
+    parse_training,
+    training_schema,
+    training_yaml,
+)
 
 __all__ = [
     "DEFAULT_TEMPLATE",
+    "TRAINING_TEMPLATES",
     "Config",
     "ConfigError",
+    "TrainingConfig",
     "config_yaml",
     "documented_yaml",
     "every_key",
     "json_schema",
     "known_fields",
     "load_config",
+    "load_preset",
+    "load_training",
     "parse_config",
+    "parse_training",
     "template",
     "template_names",
     "template_text",
+    "training_schema",
+    "training_yaml",
 ]

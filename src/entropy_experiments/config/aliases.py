@@ -11,7 +11,7 @@ advises raising the second, which costs little memory, and document 002 lowering
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,8 +63,6 @@ ALIASES: tuple[Alias, ...] = (
     *_same("generation.gen_batch_size", "batch_config.rollout_batch_size", "rollout_batch_size"),
     *_same("estimator.eta_list", "experiment.eta_list"),
     *_same("checkpoint.dtype", "precision.runtime_dtype"),
-    *_same("training.max_steps", "total_steps"),
-    *_same("training.probe.enabled", "simple_entropy_probe.enabled"),
 )
 
 _WEIGHTS = "the update's token weights are update.loss, the entropy's unit approx_delta_h.normalize"
@@ -73,6 +71,7 @@ _STEP = (
     "(update.amp_dtype) was another"
 )
 _SUMS = "sums over ranks are always exact, there is nothing to choose"
+_TRAINING = "training has a configuration of its own: entropy-probe train --config"
 RETIRED: dict[str, str] = {
     "probe_rework.weighting_mode": _WEIGHTS,
     "probe_rework.mb_size_prompts": "passes count sequences: memory_config.microbatch_size",
@@ -90,7 +89,10 @@ RETIRED: dict[str, str] = {
     "true_delta_h.measure": "weights follow the law that was sampled: generation.top_p",
     "output.log_level": "the screen is --quiet, the log's detail is detailed_logging.level",
     "simple_entropy_probe.debug": "the log's detail is detailed_logging.level",
-    "buffer_size": "a step takes training.per_device_batch_size x gradient_accumulation_steps",
+    "simple_entropy_probe.enabled": _TRAINING,
+    "total_steps": _TRAINING,
+    "buffer_size": _TRAINING,
+    "training": _TRAINING,
     "distributed": _SUMS,
 }
 
@@ -124,13 +126,20 @@ def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Resolved:
             remove(found.mapping, key)
             found.notes.append(f"{key}: has no effect; {why}.")
     for canonical in dict.fromkeys(alias.canonical for alias in ALIASES):
-        _unify(found, canonical, defaults)
+        unify(found, canonical, defaults)
     return found
 
 
-def _unify(found: Resolved, canonical: str, defaults: Mapping[str, Any]) -> None:
+def unify(
+    found: Resolved,
+    canonical: str,
+    defaults: Mapping[str, Any],
+    *,
+    aliases: Sequence[Alias] = ALIASES,
+) -> None:
+    """All spellings of one setting into one; conflicts are kept for the message."""
     names = [Alias(spelling=canonical, canonical=canonical)]
-    names += [alias for alias in ALIASES if alias.canonical == canonical]
+    names += [alias for alias in aliases if alias.canonical == canonical]
     written = {name.spelling: look(found.mapping, name.spelling) for name in names}
     given = [name for name in names if written[name.spelling] not in (MISSING, None)]
     values = [name.read(written[name.spelling]) for name in given]

@@ -31,7 +31,8 @@ class Checkpoint(Section):
     """Which policy is probed."""
 
     checkpoint_path: Path | None = None
-    """Folder step_N, step_N/model or checkpoint-N. null: the policy shipped with the package."""
+    """Folder step_N, step_N/model or checkpoint-N; embedded/checkpoint-N: of the run shipped here.
+    null: its checkpoint-13."""
     adapter_path: Path | None = None
     """LoRA adapter, if it lies elsewhere than in checkpoint_path."""
     optimizer_path: Path | None = None

@@ -47,7 +47,6 @@ class Config(Section):
     memory_config: estimates.MemoryConfig = estimates.MemoryConfig()
     influence: estimates.Influence = estimates.Influence()
     experiment: estimates.Experiment = estimates.Experiment()
-    training: outputs.Training = outputs.Training()
     precision: estimates.Precision = estimates.Precision()
     detailed_logging: outputs.DetailedLogging = outputs.DetailedLogging()
     output: outputs.Output = outputs.Output()

@@ -18,6 +18,15 @@ from entropy_experiments.config.yaml_dialect import parse_text
 DEFAULT_TEMPLATE = "detailed_logging_example.yaml"
 """What a command runs without --config: the quick start, on the policy in the package."""
 
+TRAINING_TEMPLATES = (
+    "entropy_probe_test_optimized.yaml",
+    "overnight_config.yaml",
+    "train_qwen25_15b_lora.yaml",
+    "train_smollm2_gsm8k.yaml",
+    "train_tiny.yaml",
+)
+"""Those of `entropy-probe train`; see `training_reading`."""
+
 TEMPLATE_FOLDERS = {"", ".", "configs", "entropy_experiments/configs", "rl_training/cfg"}
 """Folders under which the documents name the templates; they need not exist."""
 
@@ -33,7 +42,9 @@ def parse_config(mapping: Mapping[str, Any], *, source: str = "config") -> Confi
 
 def load_config(path: str | Path | None = None) -> Config:
     """A YAML file; a template's name where no such file exists; without path, the quick start."""
-    source, text = _read(DEFAULT_TEMPLATE if path is None else path)
+    source, text = read_text(DEFAULT_TEMPLATE if path is None else path)
+    if source.partition(" ")[0] in TRAINING_TEMPLATES and not Path(path or "").exists():
+        raise ConfigError(source, [f"is for training. Run it: entropy-probe train --config {path}"])
     mapping, lines = parse_text(text, source=source)
     return validated(mapping, source=source, where=lines)
 
@@ -106,7 +117,7 @@ def _comment(text: str | None, indent: str) -> str:
     )
 
 
-def _read(path: str | Path) -> tuple[str, str]:
+def read_text(path: str | Path) -> tuple[str, str]:
     """(name for messages, text)."""
     file = Path(path).expanduser()
     if file.is_dir():

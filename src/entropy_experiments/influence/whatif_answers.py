@@ -203,10 +203,10 @@ class Confirmation:
         effect = self.effect_in_words
         return "\n".join(
             [
-                f"{self.prediction.name}: predicted {self.prediction.total:+.4g}, measured "
+                f"{self.prediction.name}: its effect predicted {self.prediction.change:+.4g}, "
+                f"measured {self.change}" + ("" if effect is None else f", {effect}"),
+                f"  the whole step predicted {self.prediction.total:+.4g}, measured "
                 f"{self.measured}",
-                f"  change by it: predicted {self.prediction.change:+.4g}, measured {self.change}"
-                + ("" if effect is None else f", {effect}"),
                 f"  {self.verdict}",
                 *(f"  {note}" for note in self.prediction.notes),
             ]

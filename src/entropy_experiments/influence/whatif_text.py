@@ -1,14 +1,9 @@
 """Interventions in text, as a command line has them; read by hand, nothing is evaluated.
 
-    drop_rollouts=3,7            reweight_rollouts=3:0.5,7:2
-    drop_tokens=3.0,3.5          reweight_tokens=3.5:0.5         ROLLOUT.K, K from 0 in the response
-    drop=SELECTOR                reweight=SELECTOR:0.5           p<0.1&A<0, negative, k>=20&h>1
-    clip_low=0.1  clip_high=0.28  beta=0.04  entropy_coef=0.01  lr=1e-3       (clips: or none)
-    clip_cov=RATIO[:LOW:HIGH[:SEED]]   kl_cov=RATIO[:COEF]
-
-Several are joined by ';' and applied in order. A selector compares columns of the token table with
-numbers, joined by &: A is advantage, p probability, h entropy; k counts a response's tokens from 0,
-position the columns of the padded batch.
+The forms and what they mean are in `whatif_grammar`. Several are joined by ';' and applied in
+order. A selector compares columns of the token table with numbers, joined by &: A is advantage, p
+probability, h entropy; k counts a response's tokens from 0, position the columns of the padded
+batch.
 """
 
 from __future__ import annotations
@@ -29,6 +24,7 @@ from entropy_experiments.influence.interventions import (
     Reweighted,
     Selector,
 )
+from entropy_experiments.influence.whatif_grammar import GRAMMAR
 
 ALIASES = {"A": "advantage", "p": "probability", "h": "entropy"}
 COLUMNS = (
@@ -50,11 +46,6 @@ WORDS = {
     "wrong": "reward<=0",
 }
 COMPARISON = re.compile(r"(\w+)\s*(<=|>=|==|!=|<|>)\s*(\S+)")
-GRAMMAR = (
-    "drop_rollouts=3,7; reweight_rollouts=3:0.5; drop_tokens=3.5 (ROLLOUT.K); "
-    "reweight_tokens=3.5:0.5; drop=p<0.1&A<0; reweight=negative:0.5; clip_low=0.1; clip_high=0.28; "
-    "beta=0.04; entropy_coef=0.01; lr=1e-3; clip_cov=RATIO[:LOW:HIGH[:SEED]]; kl_cov=RATIO[:COEF]"
-)
 
 
 def parse(text: str) -> tuple[Intervention, ...]:
@@ -66,7 +57,10 @@ def parse(text: str) -> tuple[Intervention, ...]:
 def _parse_one(text: str) -> Intervention:
     key, found, value = (piece.strip() for piece in text.partition("="))
     if not found or not value or key not in PARSERS:
-        raise ValueError(f"Cannot read the what-if {text!r}. Expected one of: {GRAMMAR}.")
+        raise ValueError(
+            f"Cannot read the what-if {text!r}. Expected one of: {GRAMMAR}. "
+            "What they mean: entropy-probe influence --help."
+        )
     return PARSERS[key](text, value)
 
 
@@ -173,7 +167,10 @@ def _kl_cov(text: str, value: str) -> Intervention:
 def _pieces(text: str, value: str, counts: Sequence[int]) -> list[str]:
     pieces = value.split(":")
     if len(pieces) not in counts:
-        raise ValueError(f"Cannot read the what-if {text!r}. Expected one of: {GRAMMAR}.")
+        raise ValueError(
+            f"Cannot read the what-if {text!r}. Expected one of: {GRAMMAR}. "
+            "What they mean: entropy-probe influence --help."
+        )
     return pieces
 
 

@@ -6,6 +6,8 @@ random numbers of training are not touched, and the number of ranks changes no d
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -72,3 +74,11 @@ def dealt(parts: Sequence[Rollouts], group: int) -> Rollouts:
         prompt_N=torch.arange(len(rows_N) // group).repeat_interleave(group),
         truncated_N=joined("truncated_N"),
     )
+
+
+def chosen_rows(size: int, count: int, seed: int, step: int) -> list[int]:
+    """Different rows of a dataset for a step, the same on every rank."""
+    name = json.dumps(["evaluation prompts", seed, step]).encode()
+    number = int.from_bytes(hashlib.sha256(name).digest()[:7], "big")
+    generator = torch.Generator().manual_seed(number)
+    return torch.randperm(size, generator=generator)[:count].tolist()

@@ -19,8 +19,8 @@ they are. Every rank calls both methods with the same gradient; microbatches are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,11 +34,12 @@ from entropy_experiments.estimate.first_order import (
 )
 from entropy_experiments.estimate.level import level_of_scores
 from entropy_experiments.estimate.measured import change
+from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
 from entropy_experiments.numerics.derivatives import full_precision, norm, shifted
 from entropy_experiments.numerics.ranks import ALONE, Ranks
 from entropy_experiments.online.buffers import Buffer
-from entropy_experiments.types import Estimate, Params, Policy, Rollouts, Scores
+from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
 from entropy_experiments.types.direction import BASELINE_PARTS
 from entropy_experiments.update.live import live_direction
 
@@ -111,6 +112,8 @@ class _Pending:
     rollouts: Rollouts
     base: Scores
     before: Params
+    in_sample: Estimate | None
+    """The prediction before each prompt's own share was taken out of it."""
     expected: Params
     """The parameter change that was predicted."""
 
@@ -133,24 +136,32 @@ class OnlineProbe:
         self.estimand = slope_estimand(policy, form=form, horizon=horizon)
         self.microbatch, self.parts = microbatch, parts
         self.step = 0
+        self._checked = False
         self.evaluated: Rollouts | None = None
         """The rollouts of the last prediction, until the step is measured."""
         self._pending: _Pending | None = None
 
     def before_step(
-        self, gradient: Mapping[str, Tensor | None], optimizer: torch.optim.Optimizer
+        self,
+        gradient: Mapping[str, Tensor | None],
+        optimizer: torch.optim.Optimizer,
+        *,
+        own: OwnBatch | None = None,
     ) -> StepPrediction:
         """Predict the step that `optimizer` would now make with these gradients.
 
         `gradient`: by the policy's parameter names, as the optimizer sees it (clipped, unscaled,
         averaged over ranks). None: that parameter has none, and the optimizer leaves it alone.
+        `own`: judge the step by the batch that it learns from, instead of the buffer's rollouts.
         """
         with full_precision():
             direction = live_direction(self.policy.params, gradient, optimizer)
-            rollouts = self.buffer.at(self.step)
-            if self.step == 0:
+            rollouts = self.buffer.at(self.step) if own is None else own.batch.rollouts
+            if not self._checked:
                 check_repeatable(self.policy, rollouts)
-            wanted = [direction, *([direction.only(*BASELINE_PARTS)] if self.parts else [])]
+                self._checked = True
+            parts = self.parts or own is not None
+            wanted = [direction, *([direction.only(*BASELINE_PARTS)] if parts else [])]
             base, slopes = scores_along(
                 self.policy,
                 rollouts,
@@ -158,11 +169,16 @@ class OnlineProbe:
                 microbatch=self.microbatch,
                 ranks=self.ranks,
             )
-        change, *baseline = (
-            direction.lr * slope_of_scores(base, slope, rollouts, self.estimand) for slope in slopes
-        )
-        self.buffer.scored(base.logprob_NS)
-        given = {name: value for name, value in gradient.items() if value is not None}
+            given = {name: value for name, value in gradient.items() if value is not None}
+            in_sample, *baseline = (
+                direction.lr * slope_of_scores(base, slope, rollouts, self.estimand)
+                for slope in slopes
+            )
+            change = in_sample
+            if own is not None:
+                change = direction.lr * self._across(own, direction, given, base, slopes)
+        if own is None:
+            self.buffer.scored(base.logprob_NS)
         prediction = StepPrediction(
             step=self.step,
             entropy=level_of_scores(base, rollouts, self.estimand),
@@ -178,6 +194,7 @@ class OnlineProbe:
             rollouts=rollouts,
             base=base,
             before={name: value.clone() for name, value in self.policy.params.items()},
+            in_sample=None if own is None else in_sample,
             expected={n: direction.lr * value for n, value in direction.total.items()},
         )
         self.evaluated = rollouts
@@ -203,9 +220,10 @@ class OnlineProbe:
                 microbatch=self.microbatch,
                 ranks=self.ranks,
             )
+        seen = change(pending.base, scores, pending.rollouts, self.estimand)
         found = StepMeasurement(
             prediction=pending.prediction,
-            change=change(pending.base, scores, pending.rollouts, self.estimand),
+            change=_corrected(seen, pending),
             moved=size,
             mismatch=norm(missed) / size if size else 0.0,
         )
@@ -214,10 +232,41 @@ class OnlineProbe:
         self.step += 1
         return found
 
+    def _across(
+        self,
+        own: OwnBatch,
+        direction: Direction,
+        gradient: Params,
+        base: Scores,
+        slopes: Sequence[Scores],
+    ) -> Estimate:
+        """The slope with every prompt's own share of the gradient left out of what it sees."""
+        whole, baseline = slopes
+        mine = own_slopes(
+            self.policy,
+            own,
+            direction,
+            {n: gradient.get(n, torch.zeros_like(p)) for n, p in self.policy.params.items()},
+            microbatch=self.microbatch,
+            ranks=self.ranks,
+        )
+        of_gradient = Scores(*(a_NS - b_NS for a_NS, b_NS in zip(whole, baseline, strict=True)))
+        across = own.across(of_gradient, mine)
+        total = Scores(*(a_NS + b_NS for a_NS, b_NS in zip(across, baseline, strict=True)))
+        return slope_of_scores(base, total, own.batch.rollouts, self.estimand)
+
     def skip(self) -> None:
         """This step is not probed; what was begun for it is forgotten."""
         self._pending = None
         self.step += 1
+
+
+def _corrected(seen: Estimate, pending: _Pending) -> Estimate:
+    """On its own batch, a step's linear part is judged across prompts, the bend as it is seen."""
+    if pending.in_sample is None:
+        return seen
+    better = seen + pending.prediction.change - pending.in_sample
+    return replace(better, diagnostics=seen.diagnostics)
 
 
 def named_gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:

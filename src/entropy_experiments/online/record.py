@@ -13,6 +13,7 @@ read: `entropy-probe run --checkpoint checkpoint-N` replays the step that was ma
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ EVALUATION, UPDATE = "evaluation", "update_batch"
 
 
 class Recorder:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        self.folder, self.facts = folder, facts
         self._beside: tuple[int, Path, str] | None = None
         """(step, checkpoint, its weights), saved just before the step at hand."""
 
@@ -40,7 +41,7 @@ class Recorder:
         if ranks.rank:
             return
         if not (self.folder / FACTS_FILE).is_file():
-            _write_facts(self.folder, trainer)
+            self._write_facts(self.folder, trainer)
         for place, meta in self._places(step):
             save_update_batch(place / UPDATE, batch, meta=meta)
 
@@ -56,9 +57,15 @@ class Recorder:
         """The trainer has just written this checkpoint: the next step's batch belongs to it."""
         if ranks.rank or not checkpoint.is_dir():
             return
-        _write_facts(checkpoint, trainer)
+        self._write_facts(checkpoint, trainer)
         weights = find_checkpoint(checkpoint).files[0]
         self._beside = (trainer.state.global_step, checkpoint, sha256(weights))
+
+    def _write_facts(self, folder: Path, trainer: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = {**training_facts(trainer), **self.facts}
+        text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
+        write_whole(folder / FACTS_FILE, text.encode())
 
     def _places(self, step: int) -> list[tuple[Path, dict[str, Any]]]:
         places: list[tuple[Path, dict[str, Any]]] = [(self.folder / f"step_{step}", {"step": step})]
@@ -66,9 +73,3 @@ class Recorder:
             _, checkpoint, weights = self._beside
             places.append((checkpoint, {"step": step, "weights": weights}))
         return places
-
-
-def _write_facts(folder: Path, trainer: Any) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(training_facts(trainer), indent=1, sort_keys=True) + "\n"
-    write_whole(folder / FACTS_FILE, text.encode())

@@ -16,26 +16,26 @@ which trainer it serves, so making the first one wraps `Trainer.train` to tell i
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from entropy_experiments.numerics.ranks import ALONE, Ranks
+from entropy_experiments.estimate.own_batch import OwnBatch
+from entropy_experiments.numerics.ranks import Ranks
 from entropy_experiments.online.buffers import Buffer, Fixed, Fresh, Given
 from entropy_experiments.online.drawing import drawer
-from entropy_experiments.online.guard import LOG, Guard
-from entropy_experiments.online.probe import OnlineProbe, StepPrediction, named_gradients
+from entropy_experiments.online.probe import OnlineProbe, named_gradients
 from entropy_experiments.online.record import Recorder
-from entropy_experiments.online.rows import RowFile, metrics_of, row_of
+from entropy_experiments.online.rows import metrics_of
 from entropy_experiments.online.throttle import Throttle
 from entropy_experiments.online.trl_batch import (
     EvaluationPrompts,
     other_rollouts,
+    own_batch,
     refuse_unsupported,
     unwrapped_optimizer,
 )
+from entropy_experiments.online.watch import ROWS, Watch
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.rollouts.sample import SampleGenerator
 from entropy_experiments.types import Rollouts
@@ -49,7 +49,7 @@ except ImportError as missing:
     ) from missing
 
 _TELLS = "_entropy_probe_tells"
-ROWS = "entropy_probe.jsonl"
+KINDS = ("fresh", "half", "batch")
 
 
 class EntropyProbeCallback(TrainerCallback):
@@ -58,8 +58,10 @@ class EntropyProbeCallback(TrainerCallback):
     `every`: a step is probed every so many steps; `max_overhead`: fewer, when the probe would take
     more than this share of the training time (None: no limit). `evaluation`: "fresh" rollouts,
     drawn anew for every `uses` probed steps; "half", those of the generation batch that the step
-    does not learn from; or Rollouts of your own. `prompts` and `group`: how many are drawn.
-    `record`: a folder that keeps every step's batch, for a replay by the offline commands.
+    does not learn from; "batch", the very rollouts it learns from, prompts judged by the others'
+    gradients; or Rollouts of your own. `prompts` and `group`: how many are drawn.
+    `record`: a folder that keeps every step's batch, for a replay by the offline commands; `facts`:
+    what else they should know, such as {"dataset_name": "gsm8k", "reward_functions": [...]}.
     """
 
     def __init__(
@@ -67,18 +69,20 @@ class EntropyProbeCallback(TrainerCallback):
         *,
         every: int = 1,
         max_overhead: float | None = 0.1,
-        evaluation: Literal["fresh", "half"] | Rollouts = "fresh",
+        evaluation: Literal["fresh", "half", "batch"] | Rollouts = "fresh",
         prompts: int = 16,
         group: int = 1,
         uses: int = 1,
         microbatch: int = 8,
         parts: bool = True,
         record: str | Path | None = None,
+        facts: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
-        if not isinstance(evaluation, Rollouts) and evaluation not in ("fresh", "half"):
+        if not isinstance(evaluation, Rollouts) and evaluation not in KINDS:
             raise ValueError(
-                f"evaluation is {evaluation!r}; expected 'fresh', 'half' or Rollouts of your own."
+                f"evaluation is {evaluation!r}; expected one of {', '.join(KINDS)}, or Rollouts of "
+                "your own."
             )
         if prompts < 5:
             raise ValueError(f"prompts is {prompts}; expected at least 5, for an error bar.")
@@ -86,13 +90,9 @@ class EntropyProbeCallback(TrainerCallback):
         Throttle(**self._throttle_options)  # bad options are refused now, not hours later
         self.evaluation, self.prompts, self.group = evaluation, prompts, group
         self.uses, self.microbatch, self.parts, self.seed = uses, microbatch, parts, seed
-        self._recorder = None if record is None else Recorder(Path(record))
+        self._recorder = None if record is None else Recorder(Path(record), facts or {})
         self.trainer: Any = None
-        self.rows: list[dict[str, Any]] = []
-        """What was found so far, one row per probed step (rank 0)."""
-        self._probe: OnlineProbe | None = None
-        self._guard = Guard(ALONE)
-        self._file: RowFile | None = None
+        self._watch: Watch | None = None
         _tell_trainers()
 
     def attach(self, trainer: Any) -> EntropyProbeCallback:
@@ -103,9 +103,14 @@ class EntropyProbeCallback(TrainerCallback):
         return self
 
     @property
+    def rows(self) -> list[dict[str, Any]]:
+        """What was found so far, one row per probed step (rank 0)."""
+        return [] if self._watch is None else self._watch.rows
+
+    @property
     def off(self) -> Exception | None:
         """Why the probe switched itself off, if it did."""
-        return self._guard.error
+        return None if self._watch is None else self._watch.guard.error
 
     # what the trainer calls
 
@@ -116,58 +121,79 @@ class EntropyProbeCallback(TrainerCallback):
                 "trainer.train()."
             )
         refuse_unsupported(self.trainer)
-        self._ranks = Ranks.all()
-        self._guard = Guard(self._ranks, on_failure=self._forget)
-        self._throttle = Throttle(**self._throttle_options)
-        self._guard.run(self._build, doing="it was set up")
+        self._watch = Watch(throttle=Throttle(**self._throttle_options), ranks=Ranks.all())
+        self._watch.set_up(self._probe, Path(args.output_dir) / ROWS)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        with self._throttle.timing():
-            self._guard.run(lambda: self._before(state.global_step), doing="predicting a step")
+        watch, step = self._begun(), state.global_step
+
+        def record() -> None:
+            if self._recorder is not None:
+                self._recorder.record(self.trainer, step, watch.ranks)
+
+        def prepare(probe: OnlineProbe) -> OwnBatch | None:
+            if self.evaluation == "batch":
+                return own_batch(self.trainer, watch.ranks)
+            if isinstance(probe.buffer, Given):
+                probe.buffer.put(other_rollouts(self.trainer, watch.ranks))
+            return None
+
+        def keep(probe: OnlineProbe) -> None:
+            if self._recorder is not None and probe.evaluated is not None:
+                self._recorder.evaluated(probe.evaluated, step, watch.ranks)
+
+        watch.before(
+            step,
+            named_gradients(self._model),
+            lambda: unwrapped_optimizer(self.trainer.optimizer),
+            prepare=prepare,
+            then=keep,
+            always=record,
+        )
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        with self._throttle.timing():
-            self._guard.run(lambda: self._after(state.global_step), doing="measuring a step")
+        self._begun().after(state.global_step, self._publish)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._recorder is not None:
-            recorder = self._recorder
+            recorder, watch = self._recorder, self._begun()
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            self._guard.run(
-                lambda: recorder.saved(self.trainer, folder, self._ranks),
+            watch.guard.run(
+                lambda: recorder.saved(self.trainer, folder, watch.ranks),
                 doing="recording a checkpoint",
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._forget()
+        self._begun().forget()
 
     # inside
 
-    def _build(self) -> None:
-        trainer = self.trainer
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        args = trainer.args
-        policy = SequenceProcessor(model, temperature=args.temperature)
-        self._policy = policy
-        self._probe = OnlineProbe(
+    def _begun(self) -> Watch:
+        assert self._watch is not None  # on_train_begin comes first
+        return self._watch
+
+    @property
+    def _model(self) -> Any:
+        return self.trainer.accelerator.unwrap_model(self.trainer.model)
+
+    def _probe(self) -> OnlineProbe:
+        args = self.trainer.args
+        policy = SequenceProcessor(self._model, temperature=args.temperature)
+        return OnlineProbe(
             policy,
             self._buffer(policy),
             horizon=args.max_completion_length,
             microbatch=self.microbatch,
             parts=self.parts,
-            ranks=self._ranks,
+            ranks=self._begun().ranks,
         )
-        self._pending: StepPrediction | None = None
-        self._said_nonfinite = False
-        if self._ranks.rank == 0:
-            self._file = RowFile(Path(args.output_dir) / ROWS)
 
     def _buffer(self, policy: SequenceProcessor) -> Buffer:
         if isinstance(self.evaluation, Rollouts):
             return Fixed(self.evaluation)
-        if self.evaluation == "half":
+        if self.evaluation in ("half", "batch"):
             return Given()
-        trainer = self.trainer
+        trainer, ranks = self.trainer, self._begun().ranks
         generator = SampleGenerator(
             policy,
             trainer._tokenizer,
@@ -176,71 +202,11 @@ class EntropyProbeCallback(TrainerCallback):
         )
         generator.ends = tuple(sorted({*generator.ends, *trainer.eos_token_ids}))
         prompts = EvaluationPrompts(trainer, self.prompts, self.seed)
-        draw = drawer(generator, prompts, group=self.group, ranks=self._ranks)
-        return Fresh(draw, uses=self.uses)
+        return Fresh(drawer(generator, prompts, group=self.group, ranks=ranks), uses=self.uses)
 
-    def _before(self, step: int) -> None:
-        assert self._probe is not None
-        self._pending = None
-        wanted = self._ranks.agree(word=int(self._throttle.wants(step)))
-        if self._recorder is not None:
-            self._recorder.record(self.trainer, step, self._ranks)
-        if not wanted:
-            return
-        gradient = named_gradients(self._policy.model)
-        if self._nonfinite(gradient):
-            if not self._said_nonfinite:
-                LOG.warning(
-                    "Step %d has a gradient that is not finite: it is not probed. Training decides "
-                    "what becomes of it. (Said once.)",
-                    step,
-                )
-            self._said_nonfinite = True
-            return
-        buffer = self._probe.buffer
-        if isinstance(buffer, Given):
-            buffer.put(other_rollouts(self.trainer, self._ranks))
-        self._throttle.note(step)
-        self._probe.step = step
-        optimizer = unwrapped_optimizer(self.trainer.optimizer)
-        self._pending = self._probe.before_step(gradient, optimizer)
-        if self._recorder is not None and self._probe.evaluated is not None:
-            self._recorder.evaluated(self._probe.evaluated, step, self._ranks)
-
-    def _after(self, step: int) -> None:
-        assert self._probe is not None
-        if self._pending is None:
-            return
-        self._pending = None
-        found = self._probe.after_step()
-        if self._ranks.rank:
-            return
-        row = row_of(
-            found,
-            step=step,
-            probed_steps=self._throttle.probed,
-            overhead=self._throttle.overhead,
-        )
-        self.rows.append(row)
+    def _publish(self, row: Mapping[str, Any]) -> None:
         for name, value in metrics_of(row).items():
             self.trainer._metrics["train"][name].append(value)
-        if self._file is not None:
-            self._file.add(row)
-
-    def _nonfinite(self, gradient: dict[str, Tensor | None]) -> bool:
-        """Whether any rank sees a gradient that is not finite."""
-
-        def local() -> list[Tensor]:
-            bad = sum(
-                int(not bool(torch.isfinite(g).all())) for g in gradient.values() if g is not None
-            )
-            return [torch.tensor(bad)]
-
-        return bool(self._ranks.summed(local)[0])
-
-    def _forget(self) -> None:
-        """Let go of everything large."""
-        self._probe, self._pending = None, None
 
 
 def _tell_trainers() -> None:

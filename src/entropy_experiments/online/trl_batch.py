@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.numerics.ranks import Ranks
+from entropy_experiments.online.drawing import chosen_rows
 from entropy_experiments.rollouts.importers import from_trl_inputs
 from entropy_experiments.types import Rollouts, UpdateBatch
+from entropy_experiments.update.objective import Objective
 
 PRIVATES = ("_buffered_inputs", "_step", "_metrics", "_tokenizer", "_tokenize_prompts")
 """Of GRPOTrainer (trl 1.16); a contract test holds each."""
@@ -67,11 +69,7 @@ class EvaluationPrompts:
         self.count = min(count, len(self.data))
 
     def __call__(self, step: int) -> list[Sequence[int]]:
-        name = json.dumps(["evaluation prompts", self.seed, step]).encode()
-        generator = torch.Generator().manual_seed(
-            int.from_bytes(hashlib.sha256(name).digest()[:7], "big")
-        )
-        rows = torch.randperm(len(self.data), generator=generator).tolist()
+        rows = chosen_rows(len(self.data), len(self.data), self.seed, step)
         # One by one: a tokenizer's padding must not join the prompts.
         ids = (tuple(self.trainer._tokenize_prompts([self.data[r]["prompt"]])[0][0]) for r in rows)
         found: dict[tuple[int, ...], None] = {}
@@ -118,6 +116,21 @@ def other_rollouts(trainer: Any, ranks: Ranks) -> Rollouts:
         check_items=False,
     )
     return batch.rollouts
+
+
+def own_batch(trainer: Any, ranks: Ranks) -> OwnBatch:
+    """The step's own rollouts and the loss they make. Their policy is the one in training, unless
+    they are learned from a second time: then the ratio's denominator tells who drew them."""
+    batch, facts = update_batch(trainer, ranks), training_facts(trainer)
+    rollouts = replace(batch.rollouts, behaviour_logprob_NS=batch.old_logprob_NS)
+    return OwnBatch(
+        batch=replace(batch, rollouts=rollouts),
+        objective=Objective(
+            **{name: facts[name] for name in ("loss", "clip_low", "clip_high", "ratio", "beta")},
+            entropy_coef=facts["entropy_coef"],
+            max_completion_length=facts["max_completion_length"],
+        ),
+    )
 
 
 def _everyones(trainer: Any, places: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
     compare([RUN1, RUN2, ...])     a plain dict: `runs`, what `differs`, `validation`, `scaling`
 
-Runs are of one kind (studies, logs or trajectories) and in one unit. Everything comes from
+Runs are of one kind (studies, logs, measurements or trajectories) and in one unit. All comes from
 `html.data.gather`, as the report of a single run does.
 """
 
@@ -18,7 +18,12 @@ import yaml
 
 from entropy_experiments.report.html.data import gather
 
-KINDS = {"probe": "a log", "influence": "a study", "trajectory": "a trajectory"}
+KINDS = {
+    "probe": "a log",
+    "measure": "a measurement",
+    "influence": "a study",
+    "trajectory": "a trajectory",
+}
 NOT_SETTINGS = ("detailed_logging", "output", "rollouts", "influence.run_directory")
 """Keys that change no number; the checkpoint is told anyway."""
 OF_LABELS = ("batch_config.", "update.", "checkpoint.", "generation.", "estimator.")

@@ -73,44 +73,55 @@ def what_if(evaluation: Mapping[str, Any]) -> list[str]:
             f"({predicted['changed_tokens']} tokens changed)"
         )
         lines += [f"    {note}" for note in predicted.get("notes", ())]
-        lines += _confirmed(result.get("confirmation"))
+        lines += _confirmed(result.get("confirmation"), predicted["change"])
     return lines
 
 
-def _confirmed(found: Mapping[str, Any] | None) -> list[str]:
+def _confirmed(found: Mapping[str, Any] | None, predicted: float) -> list[str]:
+    """The effect first: a step that came out as predicted may still differ little from another."""
     if found is None:
         return []
     if "error" in found:
         return [f"    not made: {found['error']}"]
-    lines = [f"    made and measured: {spoken(found['measured'])}"]
+    lines = []
+    if "change" in found:  # against the step as it was, both measured
+        lines.append(
+            f"    effect {_effect(found)}: predicted {predicted:+.3g}, measured "
+            f"{spoken(found['change'])} against the step as it was"
+        )
+    lines.append(f"    the whole step, made and measured: {spoken(found['measured'])}")
     if found.get("agrees") is None:
         return [*lines, "    no interval, so nothing is confirmed"]
     settled = "explained" if found.get("accounted") else "NOT explained"
     beyond = found.get("beyond_linear", False)
     if not found["agrees"]:
-        lines.append(f"    the prediction is outside the measured interval, {settled} by")
+        lines.append(f"    its prediction is outside the measured interval, {settled} by")
     elif found.get("accounted") and not beyond:
-        lines.append("    confirmed: the prediction is inside the measured interval")
+        lines.append("    its prediction is inside the measured interval: confirmed, as a whole")
     else:
         doubt = "not confirmed" if found.get("accounted") else "NOT explained by"
-        lines.append(f"    the prediction is inside the measured interval, but {doubt}")
+        lines.append(f"    its prediction is inside the measured interval, but {doubt}")
     gap = value_of(found["recomputed"]) - value_of(found["frozen"])
     parts = [f"denominator and clip {gap:+.2g}"]
     if found.get("curvature") is not None:
         parts.append(f"curvature {value_of(found['curvature']):+.2g}")
     parts.append(f"rest {value_of(found['rest']):+.2g}")
     lines.append(f"    measured - predicted: {', '.join(parts)}")
-    if "change" in found:  # against the step as it was, both measured
-        agrees, seen = found.get("effect_agrees"), found.get("effect")
-        if seen is None and agrees is not None:  # an older summary
-            seen = "as predicted" if agrees else "not as predicted"
-        seen = seen or "no interval, so nothing can be said"
-        lines.append(f"    against the step as it was: {spoken(found['change'])}, {seen}")
     if beyond:
         lines.append(
             "    beyond the linear range: curvature or rest is over half of the slope's share"
         )
     return lines
+
+
+def _effect(found: Mapping[str, Any]) -> str:
+    seen = found.get("effect")
+    if seen is None and found.get("effect_agrees") is not None:  # an older summary
+        seen = "as predicted" if found["effect_agrees"] else "not as predicted"
+    if seen is None:
+        return "unknown (no interval)"
+    # What was hoped for and did not come must not be read over.
+    return seen.replace("not as predicted", "NOT as predicted")
 
 
 def budget(evaluation: Mapping[str, Any]) -> list[str]:

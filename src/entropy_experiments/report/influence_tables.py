@@ -38,8 +38,8 @@ GROUP_NAMES = {
     "rollout": "rollout",
 }
 """Groups that are told; summary.json has them also by prompt and by module."""
-NAME, WIDE, NARROW = 18, 10, 8
-"""Widths of a ledger's columns: names, changes, standard errors."""
+NAME, WIDE, NARROW, SHARE = 18, 10, 8, 6
+"""Widths of a ledger's columns: names, changes, standard errors, shares of the entropy's change."""
 
 
 def influence_report(
@@ -117,18 +117,21 @@ def _ledger(evaluation: Mapping[str, Any]) -> list[str]:
     shares = total and not _withheld(evaluation) and not contains_zero(entropy["predicted"])
     books = [("entropy, nats", entropy), *([("expected reward", reward)] if reward else [])]
     columns = f"{'this step':>{WIDE}} {'eventual':>{WIDE}} {'stderr':>{NARROW}}"
-    head = f"  {'':{NAME}}" + "".join(f"  {title:^{len(columns)}}" for title, _ in books)
+    heads = [columns + (f" {'share':>{SHARE}}" if shares else ""), columns][: len(books)]
+    titles = [f"  {title:^{len(head)}}" for (title, _), head in zip(books, heads, strict=True)]
     lines = [
-        "Who moved it, to first order (eventual: with the momentum it leaves to later steps):",
-        head.rstrip(),
-        f"  {'':{NAME}}" + f"  {columns}" * len(books) + ("  of entropy" if shares else ""),
+        "Who moved it, to first order (eventual: with the momentum it leaves to later steps"
+        + ("; share: of the predicted entropy change):" if shares else "):"),
+        (f"  {'':{NAME}}" + "".join(titles)).rstrip(),
+        f"  {'':{NAME}}" + "".join(f"  {head}" for head in heads),
     ]
     for name, line in entropy["lines"].items():
-        cells = "".join(f"  {_line_cells(book['lines'].get(name))}" for _, book in books)
         share = _share(line["this_step"] / total) if shares else ""
-        lines.append(f"  {LINE_NAMES.get(name, name):{NAME}}{cells}{share}")
+        first, *others = (f"  {_line_cells(book['lines'].get(name))}" for _, book in books)
+        lines.append(f"  {LINE_NAMES.get(name, name):{NAME}}{first}{share}{''.join(others)}")
     for name in ("predicted", "curvature", "measured", "unexplained"):
-        cells = "".join(f"  {_sum_cells(book.get(name))}" for _, book in books)
+        blank = " " * (SHARE + 1) if shares else ""
+        cells = blank.join(f"  {_sum_cells(book.get(name))}" for _, book in books)
         lines.append(f"  {name:{NAME}}{cells}".rstrip())
     for title, book in books:
         rest = book.get("unexplained")
@@ -154,7 +157,7 @@ def _sum_cells(estimate: Numbers | None) -> str:
 
 
 def _share(share: float) -> str:
-    return f"  {share:>+10.0%}" if abs(share) >= 0.005 else f"  {'none':>10}"
+    return f" {share:>+{SHARE}.0%}" if abs(share) >= 0.005 else f" {'none':>{SHARE}}"
 
 
 def _settled(rest: Numbers) -> str:

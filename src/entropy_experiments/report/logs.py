@@ -26,12 +26,14 @@ from torch import Tensor
 
 from entropy_experiments.config import Config, config_yaml
 from entropy_experiments.report.findings import Findings, results_of
+from entropy_experiments.report.log_files import SCHEMA, logs_below, newest_log, read_log
 from entropy_experiments.report.log_json import finite_only, log_text, short
 from entropy_experiments.report.messages import messages
-from entropy_experiments.rollouts.store import write_whole
+from entropy_experiments.rollouts.whole_files import write_whole
 from entropy_experiments.types import Rollouts, Scores
 
-SCHEMA = 1
+__all__ = ["CORE", "LEVELS", "DetailedLogger", "newest_log", "read_log"]
+
 RAW_GRADIENT = 100_000
 """Elements of a loss gradient that a debug log holds at most."""
 BESIDE = ("summary.json", "config.yaml", "report.html")
@@ -110,37 +112,6 @@ class DetailedLogger:
         return config_yaml(self._config) + "\n".join(
             ["# provenance", *(f"# {x}" for x in told), ""]
         )
-
-
-def read_log(path: str | Path) -> dict[str, Any]:
-    """The content of a log, compressed or not."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"No log {path}; expected a .json or .json.gz file of a run.")
-    data = path.read_bytes()
-    try:
-        content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(
-            f"{path} is no log, or cut short ({error}). Run the probe again."
-        ) from None
-    if not isinstance(content, dict) or "level" not in content:
-        raise ValueError(
-            f"{path} is no log of `entropy-probe run`; expected its entropy_probe_*.json or "
-            ".json.gz, not the summary beside it."
-        )
-    if content.get("schema") != SCHEMA:
-        raise ValueError(
-            f"{path} has log schema {content.get('schema')!r}; this version reads {SCHEMA}. Run "
-            "the probe again, or read it with the version that wrote it."
-        )
-    return content
-
-
-def newest_log(folder: str | Path) -> Path | None:
-    """The last log below a folder that `entropy-probe run --out` or its `logs` was; or None."""
-    found = [log for top in ("logs", ".") for log in _logs(Path(folder) / top)]
-    return max(found, key=lambda log: (log.parent.name, log.name), default=None)
 
 
 def _batches(found: Findings) -> dict[str, Any]:
@@ -280,19 +251,9 @@ def _free_stem(folder: Path, stem: str) -> str:
     return tried
 
 
-def _logs(directory: Path) -> list[Path]:
-    """Under their dates, in no order."""
-    found = directory.glob("*/entropy_probe_*.json*")
-    return [
-        path
-        for path in found
-        if path.name.endswith((".json", ".json.gz")) and not path.name.endswith("_summary.json")
-    ]
-
-
 def _rotate(directory: Path, most: int, *, keep: Path) -> None:
     """Keep the newest runs; a run is its three files."""
-    logs = _logs(directory)
+    logs = logs_below(directory)
     logs.sort(key=lambda p: (p.stat().st_mtime, p.name))
     for old in logs[: max(0, len(logs) - most)]:
         if old == keep:

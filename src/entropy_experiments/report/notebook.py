@@ -98,17 +98,7 @@ def probe_html(results: Mapping[str, Any], unit: str) -> str:
     """Of the keys of `results_of`."""
     estimates = results["estimates"]
     predicted, measured = (estimates.get(name) for name in ("deltaH1", "deltaH_true"))
-    change = measured or predicted
-    if change is None:
-        said = f"Neither predicted nor measured: only the entropy of {results['checkpoint']}."
-    else:
-        said = words.sentence(
-            update=words.made_by(results["checkpoint"], results["update"] == "recorded"),
-            change=change,
-            level=results["H_orig"],
-            unit=unit,
-            predicted=predicted if measured is not None else None,
-        )
+    said = words.of_probe(results, predicted, measured, unit)
     shown = (
         ("entropy now", "H_orig"),
         ("predicted change", "deltaH1"),

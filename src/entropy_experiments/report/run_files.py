@@ -29,6 +29,8 @@ FORMAT = "entropy_experiments.influence"
 SCHEMA = 2
 """2: measured changes are shared among evaluation rollouts as the first-order matrix is."""
 MANIFEST, IDENTITY = "manifest.json", "study.json"
+PAGE = "report.html"
+"""What `entropy-probe report` leaves beside the data; no file of the study."""
 DESCRIBED = ("sha256", "bytes")
 
 AGAIN = "Run the same `entropy-probe influence` command again: finished stages are kept."

@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from entropy_experiments.report.curves import Step
-from entropy_experiments.report.findings import numbers
-from entropy_experiments.rollouts.store import write_whole
-from entropy_experiments.types import Estimate
-from entropy_experiments.types.estimate import combine
+from entropy_experiments.rollouts.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from entropy_experiments.report.curves import Step
+    from entropy_experiments.types import Estimate
 
 FORMAT = "entropy_experiments.trajectory"
 SCHEMA = 1
@@ -42,6 +42,10 @@ class Run(Protocol):
 
 def write_trajectory(run: Run, path: str | Path) -> Path:
     """The file appears whole or not at all."""
+    # Here, not above: whoever reads the file needs no torch.
+    from entropy_experiments.report.findings import numbers
+    from entropy_experiments.types.estimate import combine
+
     path, rows = Path(path), []
     for at, step in enumerate(run.steps, start=1):
         so_far = run.steps[:at]

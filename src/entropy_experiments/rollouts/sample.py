@@ -31,6 +31,7 @@ from entropy_experiments.rollouts.advantages import Scale, group_advantages
 from entropy_experiments.rollouts.decode import Draw, Drawn, LastLogits, decode
 from entropy_experiments.rollouts.progress import Meter, ProgressBar, ProgressCallback
 from entropy_experiments.rollouts.store import RolloutStore
+from entropy_experiments.rollouts.units import packed, unit_key, unpacked
 from entropy_experiments.tasks.datasets import Problem
 from entropy_experiments.tasks.rewards import Reward, RewardResult
 from entropy_experiments.types import Rollouts, UpdateBatch
@@ -210,9 +211,12 @@ class SampleGenerator:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
-        # A chat template has written the special tokens already.
-        ids = self.tokenizer(problem.prompt, add_special_tokens=not problem.facts.get("chat"))
-        ids = tuple(ids["input_ids"])
+        ids = problem.facts.get("ids")  # a trainer's own tokens, if it gave them
+        if ids is None:
+            # A chat template has written the special tokens already.
+            special = not problem.facts.get("chat")
+            ids = self.tokenizer(problem.prompt, add_special_tokens=special)["input_ids"]
+        ids = tuple(ids)
         if not ids:
             raise ValueError(f"Problem {problem.id!r} has a prompt of no tokens; got an empty one.")
         limit = getattr(self.policy.model.config, "max_position_embeddings", None)
@@ -245,14 +249,14 @@ class SampleGenerator:
         logits = None
         for rows in self._units(draws):
             unit = [draws[n] for n in rows]
-            key = _unit_key(unit)
+            key = unit_key(unit)
             found = None if self.store is None else self.store.get(key)
-            drawn = None if found is None else _unpacked(found, len(unit))
+            drawn = None if found is None else unpacked(found, len(unit))
             if drawn is None:
                 logits = logits or LastLogits(self.policy)
                 drawn = self._decode(logits, unit, meter)
                 if self.store is not None:
-                    self.store.put(key, _packed(drawn))
+                    self.store.put(key, packed(drawn))
             for n, rollout in zip(rows, drawn, strict=True):
                 results[n] = rollout
             meter.finished(len(rows))
@@ -371,32 +375,3 @@ def model_hash(model: torch.nn.Module) -> str:
 
 def _next(pool: Any, count: int) -> list[Problem]:
     return list(islice(pool, count))
-
-
-def _unit_key(unit: Sequence[Draw]) -> str:
-    """Everything that determines the unit's tokens besides the store's identity."""
-    said = json.dumps([[draw.seed, draw.prompt] for draw in unit]).encode()
-    return hashlib.sha256(said).hexdigest()
-
-
-def _packed(drawn: Sequence[Drawn]) -> dict[str, Tensor]:
-    return {
-        "length_N": torch.tensor([len(rollout.tokens) for rollout in drawn]),
-        "tokens_T": torch.tensor([t for x in drawn for t in x.tokens], dtype=torch.int32),
-        "logprob_T": torch.tensor([p for x in drawn for p in x.logprobs], dtype=torch.float64),
-        "truncated_N": torch.tensor([rollout.truncated for rollout in drawn]),
-    }
-
-
-def _unpacked(unit: dict[str, Tensor], rows: int) -> list[Drawn]:
-    lengths = unit["length_N"].tolist()
-    assert len(lengths) == rows  # the key holds every row, the hash every bit
-    return [
-        Drawn(tokens=tokens_T.tolist(), logprobs=logprob_T.tolist(), truncated=truncated)
-        for tokens_T, logprob_T, truncated in zip(
-            unit["tokens_T"].split(lengths),
-            unit["logprob_T"].split(lengths),
-            unit["truncated_N"].tolist(),
-            strict=True,
-        )
-    ]

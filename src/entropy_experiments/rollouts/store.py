@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
+from entropy_experiments.rollouts.whole_files import write_whole
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 FORMAT = "entropy_experiments.rollouts"
@@ -176,19 +176,6 @@ def _per_rollout(advantage_NS: Tensor, response_NS: Tensor) -> dict[str, Tensor]
 
 def _spread(advantage_N: Tensor, response_NS: Tensor) -> Tensor:
     return torch.where(response_NS, advantage_N[:, None], torch.zeros((), dtype=advantage_N.dtype))
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """The file appears complete or not at all, also after a power cut."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _described(data: bytes) -> dict[str, Any]:

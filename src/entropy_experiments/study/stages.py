@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,7 @@ from entropy_experiments.influence.interventions import Place, Reweighted
 from entropy_experiments.influence.lines import line_directions, rollouts_by_line
 from entropy_experiments.numerics.derivatives import How
 from entropy_experiments.study.batches import StudyInputs
+from entropy_experiments.study.clock import Clock
 from entropy_experiments.study.packing import (
     pack_direction,
     packed,
@@ -58,27 +59,6 @@ from entropy_experiments.types import (
     UpdateBatch,
 )
 from entropy_experiments.types.direction import BASELINE_PARTS
-
-
-@dataclass(kw_only=True)
-class Clock:
-    """Says what is done and how long the rest may take, by the passes that stages cost."""
-
-    say: Callable[[str], None] | None
-    total: float = 0.0
-    """Rollouts that all planned stages pass through the model, forward and back."""
-    done: float = 0.0
-    seconds: float = 0.0
-
-    def tell(self, name: str, cost: float, seconds: float, *, found: bool) -> None:
-        self.done += cost
-        self.seconds += seconds
-        if self.say is None:
-            return
-        left = max(self.total - self.done, 0.0) * self.seconds / self.done if self.done else 0.0
-        rest = f", about {left:.0f} s left" if left >= 1 else ""
-        what = "found" if found else f"{seconds:.1f} s"
-        self.say(f"{name}: {what} ({min(self.done / max(self.total, 1), 1):.0%}{rest})")
 
 
 class Study:

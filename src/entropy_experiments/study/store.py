@@ -35,12 +35,13 @@ from entropy_experiments.report.run_files import (
     FORMAT,
     IDENTITY,
     MANIFEST,
+    PAGE,
     SCHEMA,
     described,
     open_run,
     read_manifest,
 )
-from entropy_experiments.rollouts.store import write_whole
+from entropy_experiments.rollouts.whole_files import write_whole
 from entropy_experiments.types import UpdateBatch
 
 __all__ = [
@@ -222,10 +223,20 @@ class RunDirectory:
     def manifest(self) -> dict[str, Any] | None:
         return read_manifest(self.folder)
 
-    def write(self, files: Mapping[str, bytes], key: str, arrays: Mapping[str, Any]) -> None:
+    def answers(self) -> dict[str, Any]:
+        """summary.json of the last command, whole; empty: there is none."""
+        manifest, path = self.manifest() or {"files": {}}, self.folder / "summary.json"
+        said = manifest["files"].get(path.name)
+        if said is None or not path.is_file():
+            return {}
+        data = path.read_bytes()
+        return json.loads(data) if described(data) == {k: said[k] for k in DESCRIBED} else {}
+
+    def write(self, files: Mapping[str, bytes], key: str, arrays: Mapping[str, Any]) -> list[str]:
         """All files, then the manifest; a file whose bytes are right already is left alone.
 
-        What an earlier study of this folder wrote, and this one does not, is deleted.
+        What an earlier study of this folder wrote, and this one does not, is deleted; so is the
+        HTML report, which tells what was there before. Returns what was deleted.
         """
         path = self.folder / MANIFEST
         manifest = {
@@ -237,8 +248,13 @@ class RunDirectory:
         }
         encoded = json.dumps(manifest, indent=1, allow_nan=False).encode()
         stale = self._earlier_files() - set(files)
+        gone = sorted(name for name in stale if (self.folder / name).is_file())
         bound = self._bound_to()
-        if path.is_file() and path.read_bytes() != encoded:
+        same = path.is_file() and path.read_bytes() == encoded
+        if not same and (self.folder / PAGE).is_file():
+            (self.folder / PAGE).unlink()  # first: after a crash nobody would know it is old
+            gone.append(PAGE)
+        if path.is_file() and not same:
             self._identify(str(bound), replaces=stale)  # a crash must not forget them
             path.unlink()  # a crash from here on must not leave it beside other files
         for name in stale:
@@ -247,6 +263,7 @@ class RunDirectory:
             self._write_changed(self.folder / name, data)
         self._identify(str(bound), replaces=set())
         self._write_changed(path, encoded)
+        return gone
 
     def _remove(self, path: Path) -> None:
         """The file, and the folders that are empty without it."""

@@ -85,4 +85,6 @@ def _only(state: OptimizerState, moving: Params) -> OptimizerState:
                 entry = {"step": 0.0, **dict.fromkeys(ADAM_MOMENTS, zero)}
             if entry is not None:
                 entries[name] = entry
+    # A direction is per unit of the first group's rate: one that is 0 (a warm-up) cannot be it.
+    groups.sort(key=lambda group: group.lr == 0)
     return OptimizerState(groups=tuple(groups), state=entries)

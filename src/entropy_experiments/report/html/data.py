@@ -1,6 +1,7 @@
 """Everything a report shows, as one plain dict, from files alone.
 
-    gather(RUN)     RUN: a study's run directory, a log of `entropy-probe run`, a trajectory.json
+    gather(RUN)     RUN: a study's run directory, a log of `entropy-probe run`, what
+                    `entropy-probe measure` wrote, a trajectory.json
 
 A key per section. A section that the run has no data for is None, and `absent` says why.
 """
@@ -13,9 +14,11 @@ from typing import Any
 
 from entropy_experiments.report.html import words
 from entropy_experiments.report.html.from_log import log_data
+from entropy_experiments.report.html.from_measurements import measurements_data
 from entropy_experiments.report.html.from_study import study_data
 from entropy_experiments.report.html.token_views import MOST_TOKENS
-from entropy_experiments.report.logs import newest_log
+from entropy_experiments.report.log_files import newest_log
+from entropy_experiments.report.measurements import measurements_file
 from entropy_experiments.report.run_files import IDENTITY, MANIFEST
 from entropy_experiments.report.trajectory_file import NAME, read_trajectory
 
@@ -33,13 +36,16 @@ def gather(
     run = Path(run)
     if not run.exists():
         raise FileNotFoundError(
-            f"No {run}; expected a study's run directory, a log (json or json.gz) or a {NAME}."
+            f"No {run}; expected the folder of a study, of `run --out` or of `measure --out`, a "
+            f"log (json or json.gz) or a {NAME}."
         )
     run = log_of(run)
     steps = None if trajectory is None else read_trajectory(trajectory)
     if is_trajectory(run):
         steps = read_trajectory(run / NAME if run.is_dir() else run)
         out = _alone(run, steps)
+    elif (measured := measurements_file(run)) is not None:
+        out = measurements_data(measured)
     elif run.is_dir():
         out = study_data(run, evaluation=evaluation, most_tokens=most_tokens)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from entropy_experiments.report.html import books, words
-from entropy_experiments.report.logs import read_log
+from entropy_experiments.report.log_files import read_log
 
 LINES = ("momentum", "decay", "gradient")
 OF_STUDIES = ("influence by rollout", "probability and advantage", "what if", "the matrix")
@@ -102,23 +102,9 @@ def _verdict(
     estimates: Mapping[str, Any],
     unit: str,
 ) -> dict[str, Any]:
-    change, points = measured or predicted, []
-    if change is None:
-        said = f"Neither predicted nor measured: only the entropy of {log['checkpoint']} is known."
-    else:
-        said = words.sentence(
-            update=words.made_by(log["checkpoint"], log["update"] == "recorded"),
-            change=change,
-            level=log["H_orig"],
-            unit=unit,
-            predicted=predicted if measured is not None else None,
-        )
-    gap = estimates.get("difference")
-    if gap is not None:
-        points.append(
-            f"Predicted minus measured, paired: {words.number(gap['value'], 2)} (95 % "
-            f"{words.ends(gap['interval'])})."
-        )
+    points = []
+    if estimates.get("difference") is not None:
+        points.append(words.gap(estimates["difference"]))
     terms = [estimates.get(name) for name in ("direct", "state")]
     if all(terms):
         direct, state = (words.number(term["value"], 2) for term in terms)  # type: ignore[index]
@@ -133,7 +119,7 @@ def _verdict(
         )
     known = [one["trusted"] for one in (predicted, measured) if one and one["trusted"] is not None]
     return {
-        "sentence": said,
+        "sentence": words.of_probe(log, predicted, measured, unit),
         "points": points,
         "trusted": all(known) if known else None,
         "doubts": words.doubts_of(predicted, measured),

@@ -22,11 +22,11 @@ from entropy_experiments.report.html import words
 from entropy_experiments.report.html.charts import figures
 from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.token_views import MOST_TOKENS
-from entropy_experiments.rollouts.store import write_whole
+from entropy_experiments.report.run_files import PAGE
+from entropy_experiments.rollouts.whole_files import write_whole
 
 DIGITS = 6
 """Significant digits of numbers in drawings."""
-NAME = "report.html"
 INSTALL = "pip install 'entropy-experiments[report]'"
 
 
@@ -63,9 +63,9 @@ def written(page: str, path: Path) -> Path:
 def default_path(run: Path) -> Path:
     """RUN/report.html of a folder; beside a file, under its own name."""
     if run.is_dir():
-        return run / NAME
+        return run / PAGE
     stem = run.name.removesuffix(".gz").removesuffix(".json")
-    return run.with_name(f"{stem}_{NAME}")
+    return run.with_name(f"{stem}_{PAGE}")
 
 
 def missing() -> str | None:

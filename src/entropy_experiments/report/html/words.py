@@ -36,6 +36,29 @@ def sentence(
     return said + "."
 
 
+def of_probe(
+    results: Mapping[str, Any], predicted: Numbers | None, measured: Numbers | None, unit: str
+) -> str:
+    """The verdict on what `entropy-probe run` found: of its results, or of a log of them."""
+    change = measured or predicted
+    if change is None:
+        return f"Neither predicted nor measured: only the entropy of {results['checkpoint']}."
+    return sentence(
+        update=made_by(results["checkpoint"], results["update"] == "recorded"),
+        change=change,
+        level=results["H_orig"],
+        unit=unit,
+        predicted=predicted if measured is not None else None,
+    )
+
+
+def gap(found: Numbers) -> str:
+    return (
+        f"Predicted minus measured, paired: {number(found['value'], 2)} (95 % "
+        f"{ends(found['interval'])})."
+    )
+
+
 def made_by(checkpoint: str, real: bool) -> str:
     return (
         f"The update that training made after {checkpoint}"

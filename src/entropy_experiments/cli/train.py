@@ -1,0 +1,131 @@
+"""`entropy-probe train`: GRPO by TRL with the probe inside, and every step on record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.options import AsJson, Debug, Quiet, library_aside, tell
+
+if TYPE_CHECKING:
+    from entropy_experiments.config import TrainingConfig
+
+EXAMPLES = (
+    "\b\nExamples:\n"
+    "  entropy-probe train                                the embedded default's recipe\n"
+    "  entropy-probe train --preset smollm2-gsm8k --out runs/gsm8k --steps 20\n"
+    "  entropy-probe train --config my.yaml --set learning_rate=1e-4\n"
+    "  entropy-probe train --out runs/gsm8k --resume      after a kill\n"
+    "  entropy-probe train --config my.yaml --dry-run     check it, and show the sizes\n"
+    "  torchrun --nproc-per-node 2 -m entropy_experiments.cli train --config my.yaml"
+)
+# Beside a run's checkpoints; see online/train/folder.py, which cannot be imported quickly.
+BEGUN_WITH = "entropy_probe_train.yaml"
+
+
+def train(
+    config: Annotated[
+        str | None, typer.Option("--config", help="YAML file or template of a training.")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option("--preset", help="tiny, smollm2-gsm8k or qwen25-15b-lora. Default: tiny."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the run, in place of output_dir.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Optimizer steps, in place of max_steps.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")
+    ] = False,
+    no_probe: Annotated[
+        bool, typer.Option("--no-probe", help="Train without the probe, to the same weights.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a value; may be repeated."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the configuration and print its sizes.")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train a policy by GRPO; predict and measure what each step does to its entropy."""
+    found: TrainingConfig | None = None
+    with ending(debug=debug, interrupted=lambda: _interrupted(found)):
+        found = _configured(
+            config, preset, out, steps, resume=resume, no_probe=no_probe, overrides=overrides or []
+        )
+        from entropy_experiments.config.training_batch import batch_plan, plan_line, ranks_of_job
+
+        rank, ranks = ranks_of_job()
+        plan = batch_plan(found, ranks=ranks)
+        if not quiet and rank == 0:
+            for note in found.notes:
+                typer.echo(f"note: {note}", err=True)
+        if dry_run:
+            source = found.source
+            words = [f"{source}: valid.", plan_line(found, plan)]
+            tell({"valid": True, "config": found.dump()}, lambda: words, as_json=as_json)
+            return
+
+        from entropy_experiments.online.train.run import train as run
+        from entropy_experiments.online.train.summary import summary_words
+
+        with library_aside(as_json=as_json):
+            summary = run(found, resume=resume, quiet=quiet)
+        if rank == 0:
+            tell(summary, lambda: summary_words(summary), as_json=as_json)
+
+
+def _configured(
+    config: str | None,
+    preset: str | None,
+    out: Path | None,
+    steps: int | None,
+    *,
+    resume: bool,
+    no_probe: bool,
+    overrides: list[str],
+) -> TrainingConfig:
+    from entropy_experiments.config import load_preset, load_training
+    from entropy_experiments.config.training_reading import replaced, with_overrides
+
+    if config is not None and preset is not None:
+        raise ValueError(
+            f"--config {config} and --preset {preset} are two configurations. Leave one out."
+        )
+    begun = None if out is None else out / BEGUN_WITH
+    if config is not None:
+        found = load_training(config)
+    elif preset is not None:
+        found = load_preset(preset)
+    elif resume and begun is not None and begun.is_file():
+        found = load_training(begun)  # what the run was begun with
+    else:
+        found = load_training()
+    changes: dict[str, Any] = {}
+    if out is not None:
+        changes["output_dir"] = str(out)
+    if steps is not None:
+        changes["max_steps"] = steps
+    if no_probe:
+        changes["probe.enabled"] = False
+    found = replaced(found, changes, where="the command line")
+    return with_overrides(found, overrides)
+
+
+def _interrupted(config: TrainingConfig | None) -> str:
+    if config is None:
+        return "Interrupted before anything was computed."
+    return (
+        f"Interrupted. Checkpoints and recorded steps are in {config.output_dir}; the same command "
+        "with --resume continues from the last whole one."
+    )

@@ -1,0 +1,180 @@
+"""From a file, a preset or a plain dict to a `TrainingConfig`, and back to YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from entropy_experiments.config.aliases import (
+    MISSING,
+    Alias,
+    Resolved,
+    copied,
+    look,
+    put,
+    remove,
+    shown,
+    unify,
+)
+from entropy_experiments.config.problems import ConfigError, describe, nearest
+from entropy_experiments.config.reading import read_text
+from entropy_experiments.config.training import Probe, TrainingConfig
+from entropy_experiments.config.yaml_dialect import parse_text, parse_value
+
+PRESETS = {
+    "tiny": "train_tiny.yaml",
+    "smollm2-gsm8k": "train_smollm2_gsm8k.yaml",
+    "qwen25-15b-lora": "train_qwen25_15b_lora.yaml",
+}
+DEFAULT_PRESET = "tiny"
+OLD_PROBE = "simple_entropy_probe"
+"""Document 001's section of the probe."""
+TRAINING_ALIASES: tuple[Alias, ...] = (
+    Alias(spelling="total_steps", canonical="max_steps"),
+    Alias(spelling="model_name_or_path", canonical="model"),
+    Alias(spelling="reward_funcs", canonical="reward_functions"),
+    Alias(spelling="lora.lora_alpha", canonical="lora.alpha"),
+    Alias(spelling="lora.lora_dropout", canonical="lora.dropout"),
+    *(
+        Alias(spelling=f"{OLD_PROBE}.{name}", canonical=f"probe.{name}")
+        for name in Probe.model_fields
+    ),
+)
+"""Names that mean the same. Set to different values they are an error."""
+TRAINING_RETIRED = {
+    f"{OLD_PROBE}.debug": "what the probe finds is in entropy_probe.jsonl, with its reasons",
+}
+
+
+def load_training(path: str | Path | None = None) -> TrainingConfig:
+    """A YAML file, or a template's name where no such file exists; without path, `tiny`."""
+    source, text = read_text(PRESETS[DEFAULT_PRESET] if path is None else path)
+    mapping, lines = parse_text(text, source=source)
+    return _validated(mapping, source=source, where=lines)
+
+
+def load_preset(name: str) -> TrainingConfig:
+    if name not in PRESETS:
+        raise ConfigError("--preset", [f"got {name!r}, expected one of {', '.join(PRESETS)}."])
+    return load_training(PRESETS[name])
+
+
+def parse_training(mapping: Mapping[str, Any], *, source: str = "config") -> TrainingConfig:
+    """A plain dict, as full or as empty as you like."""
+    if isinstance(mapping, TrainingConfig):
+        return mapping
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(source, [f"got a {type(mapping).__name__}, expected a dict of keys."])
+    return _validated(mapping, source=source, where={})
+
+
+def training_yaml(config: TrainingConfig) -> str:
+    """Every key as YAML that `load_training` reads back."""
+    return yaml.safe_dump(config.dump(), sort_keys=False, allow_unicode=True, width=100)
+
+
+def replaced(
+    config: TrainingConfig, changes: Mapping[str, Any], *, where: str = "replaced"
+) -> TrainingConfig:
+    """A copy with other values at dotted keys."""
+    mapping = config.dump()
+    canonical = {alias.spelling: alias.canonical for alias in TRAINING_ALIASES}
+    for key, value in changes.items():
+        # Whatever it replaces is there under the canonical name, after reading.
+        put(mapping, canonical.get(key, key), value)
+    places = dict.fromkeys(changes, where)
+    found = _validated(mapping, source=config.source, where=places)
+    found._notes = config.notes
+    return found
+
+
+def with_overrides(config: TrainingConfig, overrides: Sequence[str]) -> TrainingConfig:
+    """A copy with `key=value` applied; values are read as YAML."""
+    changes: dict[str, Any] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.strip().split(".")):
+            raise ConfigError("--set", [f"got {text!r}, expected key=value."])
+        changes[key.strip()] = parse_value(value, source=f"--set {text}")
+    return replaced(config, changes, where="--set")
+
+
+def training_schema() -> dict[str, Any]:
+    return TrainingConfig.model_json_schema()
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return TrainingConfig().model_dump(mode="json")
+
+
+def known_training_fields() -> dict[str, Any]:
+    """Every field with its default."""
+    return copied(_defaults())
+
+
+def _validated(
+    given: Mapping[Any, Any], *, source: str, where: Mapping[str, str]
+) -> TrainingConfig:
+    fields = _defaults()
+    odd = [key for key in given if not isinstance(key, str)]
+    if odd:
+        raise ConfigError(source, [f"key {odd[0]!r} is not text, expected names of settings."])
+    found = Resolved(mapping=copied(given))
+    wrong = _settled(found, fields)
+    config = None
+    try:
+        config = TrainingConfig.model_validate(found.mapping)
+    except ValidationError as failure:
+        wrong += [describe(error, fields, found.origin) for error in failure.errors()]
+    if wrong or config is None:
+        raise ConfigError(source, list(dict.fromkeys(_line(*one, where) for one in wrong)))
+    config._source, config._notes = source, tuple(found.notes)
+    return config
+
+
+def _settled(found: Resolved, fields: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Sections without keys, retired keys and other names, in place; what is wrong with them."""
+    wrong: list[tuple[str, str]] = []
+    for section in ("probe", "doctor", "trl", OLD_PROBE):
+        if look(found.mapping, section) is None:  # all its keys are commented out
+            found.mapping[section] = {}
+    old = look(found.mapping, OLD_PROBE)
+    if old is not MISSING and not isinstance(old, Mapping):
+        wrong.append((OLD_PROBE, f"got {shown(old)}, expected a section: enabled: true below it."))
+        remove(found.mapping, OLD_PROBE)
+    for key, why in TRAINING_RETIRED.items():
+        if look(found.mapping, key) is not MISSING:
+            remove(found.mapping, key)
+            found.notes.append(f"{key}: has no effect; {why}.")
+    for alias in TRAINING_ALIASES:  # null is a value here, such as no limit
+        if look(found.mapping, alias.spelling) is None:
+            if look(found.mapping, alias.canonical) is MISSING:
+                put(found.mapping, alias.canonical, None)
+            remove(found.mapping, alias.spelling)
+    notes = list(found.notes)
+    for canonical in dict.fromkeys(alias.canonical for alias in TRAINING_ALIASES):
+        # Under `lora: null` nothing is to be filled in.
+        parent = canonical.rpartition(".")[0]
+        if not parent or look(found.mapping, parent) is not None:
+            unify(found, canonical, fields, aliases=TRAINING_ALIASES)
+    found.notes = notes  # both names are names here: nothing to say of the one that was used
+    for name in found.mapping.get(OLD_PROBE) or {}:
+        hint = nearest(f"probe.{name}", fields)
+        wrong.append((f"{OLD_PROBE}.{name}", f"unknown key. {hint}"))
+    found.mapping.pop(OLD_PROBE, None)
+    return wrong + found.conflicts
+
+
+def _line(key: str, what: str, where: Mapping[str, str]) -> str:
+    if not key:  # between keys: the message begins with one of them
+        key, _, what = what.partition(" ")
+    # Keys are flat here, and not sections.
+    what = what.replace("Sections: ", "Keys: ")
+    place = where.get(key) or where.get(key.partition("[")[0])
+    return f"{place}: {key}: {what}" if place else f"{key}: {what}"

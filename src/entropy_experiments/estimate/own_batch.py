@@ -1,0 +1,132 @@
+"""The training batch as its own evaluation set: a U-statistic across prompts.
+
+A step judged on the rollouts that made it looks better than it is: each rollout's gradient raises
+its own score most. With s_i(v) the slope that prompt i sees along v, and v_j prompt j's share of
+the step's gradient part,
+
+    in sample      sum_i sum_j s_i(v_j)
+    across         n / (n - 1) sum_i sum_{j != i} s_i(v_j)
+
+The second is unbiased for what is linear in the loss gradient (the optimizer's denominator is
+shared by all). What prompts see of their *own* share, s_i(v_i), costs a backward over the batch,
+prompt by prompt, and one forward-mode pass in which each prompt has a direction of its own.
+Momentum and decay were there before the batch and need no correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.estimate.ratio import no_scores
+from entropy_experiments.numerics.derivatives import dot, norm, pullback_sum, pushforward
+from entropy_experiments.numerics.ranks import ALONE, Ranks
+from entropy_experiments.types import Direction, Params, Policy, Scores, UpdateBatch
+from entropy_experiments.update.objective import Objective, TokenWeights
+
+MISMATCH = 0.02
+"""Of the gradient's norm: bf16 training is within it, another loss is not."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnBatch:
+    """What a step learns from, when it is also to be judged by it."""
+
+    batch: UpdateBatch
+    objective: Objective
+
+    def __post_init__(self) -> None:
+        if self.prompts < 2:
+            raise ValueError(
+                "The batch has one prompt; expected at least 2: pairs of different prompts are "
+                "all that an own-batch estimate is made of."
+            )
+
+    @property
+    def prompts(self) -> int:
+        return len(self.batch.rollouts.prompt_N.unique())
+
+    def across(self, gradient: Scores, own: Scores) -> Scores:
+        """The slopes of the gradient part that other prompts' shares make, at full size."""
+        grow = self.prompts / (self.prompts - 1)
+        return Scores(*(grow * (g_NS - o_NS) for g_NS, o_NS in zip(gradient, own, strict=True)))
+
+
+def own_slopes(
+    policy: Policy,
+    own: OwnBatch,
+    direction: Direction,
+    gradient: Params,
+    *,
+    microbatch: int = 8,
+    ranks: Ranks = ALONE,
+) -> Scores:
+    """Slopes of every rollout's scores along its own prompt's share of the gradient part.
+
+    `gradient` is the one that `direction` was built with (clipped, as the optimizer sees it); the
+    loss that is rebuilt here must give it up to one factor, or the shares would be another step's.
+    """
+    if direction.preconditioner is None:
+        raise ValueError(
+            "The direction has no preconditioner; expected one rebuilt from an optimizer "
+            "(update.live.live_direction): an observed step does not say what the gradient did."
+        )
+    p, params = direction.preconditioner, policy.params
+    weights = own.objective.token_weights(own.batch)
+    prompts = own.batch.rollouts.prompt_N.unique().tolist()
+    names = list(params)
+
+    def local() -> list[Tensor]:
+        out = no_scores(own.batch.rollouts)
+        total = {name: torch.zeros_like(theta) for name, theta in params.items()}
+        for prompt in ranks.mine(prompts):
+            rows_N = (own.batch.rollouts.prompt_N == prompt).nonzero()[:, 0]
+            parts = list(own.batch.rollouts.take(rows_N).split(microbatch))
+            share = pullback_sum(
+                (_loss_of(policy, own, weights, rows_N[rows], cut) for rows, cut, _ in parts),
+                params,
+            )[1]
+            v = {name: -p[name] * share[name] for name in names}
+            for name in names:
+                total[name] += share[name]
+            for rows, columns, part in parts:
+                _, slope = pushforward(lambda x: policy.score(x, part), params, v)
+                for whole_NS, x_NS in zip(out, slope, strict=True):
+                    whole_NS[rows_N[rows], columns] = x_NS.double()
+        return [*out, *(total[name] for name in names)]
+
+    logprob_NS, entropy_NS, *sums = ranks.summed(local)
+    rebuilt = dict(zip(names, sums, strict=True))
+    factor = _factor(gradient, rebuilt)
+    return Scores(factor * logprob_NS, factor * entropy_NS)
+
+
+def _loss_of(
+    policy: Policy, own: OwnBatch, weights: TokenWeights, rows_N: Tensor, columns: slice
+) -> Callable[[Params], Tensor]:
+    part, part_weights = own.batch.take(rows_N, columns), weights.take(rows_N, columns)
+
+    def loss(params: Params) -> Tensor:
+        scores = policy.score(params, part.rollouts)
+        return own.objective.weighted(scores, part, part_weights)
+
+    return loss
+
+
+def _factor(gradient: Params, rebuilt: Params) -> float:
+    """c in gradient = c * rebuilt: what clipping did."""
+    size = dot(rebuilt, rebuilt)
+    factor = dot(gradient, rebuilt) / size if size else 0.0
+    rest = {name: gradient[name].double() - factor * g.double() for name, g in rebuilt.items()}
+    whole = norm(gradient)
+    missed = norm(rest) / whole if whole else 0.0
+    if missed > MISMATCH:
+        raise ValueError(
+            f"The rebuilt loss gradient differs from the trainer's by {missed:.1%}; expected at "
+            f"most {MISMATCH:.0%}. The objective, the batch or the microbatches are not those of "
+            "this step: use another evaluation set ('fresh')."
+        )
+    return factor

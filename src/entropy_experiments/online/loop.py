@@ -1,0 +1,121 @@
+"""The probe in a training loop of your own.
+
+    probe = LoopProbe(model, optimizer, tokenizer, prompts=prompts, max_new_tokens=64)
+    for batch in data:
+        loss(batch).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        with probe.step():
+            optimizer.step()
+        optimizer.zero_grad()
+
+`prompts` are texts; some of them, other ones each time, are answered by the policy as it is. What
+was found is in `probe.rows` and, as JSON lines, in the file that `out` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from entropy_experiments.numerics.ranks import Ranks
+from entropy_experiments.online.buffers import Buffer, Fixed, Fresh
+from entropy_experiments.online.drawing import chosen_rows, drawer
+from entropy_experiments.online.probe import OnlineProbe, named_gradients
+from entropy_experiments.online.throttle import Throttle
+from entropy_experiments.online.watch import Watch
+from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.rollouts.sample import SampleGenerator
+from entropy_experiments.types import Rollouts
+
+
+class LoopProbe:
+    """Predicts and measures the steps made inside `with probe.step():`.
+
+    `model` is the bare model: what DDP wraps, not the wrapper. On several ranks every one of them
+    makes a LoopProbe, and enters `step()`, at the same time. `evaluation`: Rollouts or a buffer,
+    instead of drawing answers to `prompts`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: Any = None,
+        *,
+        prompts: Sequence[str] = (),
+        max_new_tokens: int | None = None,
+        evaluation: Rollouts | Buffer | None = None,
+        drawn: int = 16,
+        group: int = 1,
+        uses: int = 1,
+        temperature: float = 1.0,
+        every: int = 1,
+        max_overhead: float | None = 0.1,
+        microbatch: int = 8,
+        parts: bool = True,
+        out: str | Path | None = None,
+        on_row: Callable[[Mapping[str, Any]], None] = lambda _: None,
+        seed: int = 0,
+    ) -> None:
+        if evaluation is None and (tokenizer is None or not prompts or max_new_tokens is None):
+            raise ValueError(
+                "LoopProbe has nothing to evaluate on. Give a tokenizer, prompts and "
+                "max_new_tokens, for answers that are drawn in training; or evaluation=Rollouts."
+            )
+        self._model, self._optimizer, self._on_row = model, optimizer, on_row
+        self._next = 0
+        ranks = Ranks.all()
+        self._watch = Watch(throttle=Throttle(every=every, max_overhead=max_overhead), ranks=ranks)
+
+        def build() -> OnlineProbe:
+            policy = SequenceProcessor(model, temperature=temperature)
+            if evaluation is not None:
+                buffer = Fixed(evaluation) if isinstance(evaluation, Rollouts) else evaluation
+            else:
+                generator = SampleGenerator(
+                    policy, tokenizer, max_new_tokens=max_new_tokens or 1, master_seed=seed
+                )
+                chosen = _Prompts(tokenizer, prompts, drawn, seed)
+                buffer = Fresh(drawer(generator, chosen, group=group, ranks=ranks), uses=uses)
+            return OnlineProbe(
+                policy,
+                buffer,
+                horizon=max_new_tokens,
+                microbatch=microbatch,
+                parts=parts,
+                ranks=ranks,
+            )
+
+        self._watch.set_up(build, None if out is None else Path(out))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self._watch.rows
+
+    @property
+    def off(self) -> Exception | None:
+        """Why the probe switched itself off, if it did."""
+        return self._watch.guard.error
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around `optimizer.step()`, gradients as the optimizer will see them."""
+        step, self._next = self._next, self._next + 1
+        self._watch.before(step, named_gradients(self._model), lambda: self._optimizer)
+        yield
+        self._watch.after(step, self._on_row)
+
+
+class _Prompts:
+    """`count` of the texts for a step, as token ids; the same on every rank."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str], count: int, seed: int) -> None:
+        self.ids = list(dict.fromkeys(tuple(tokenizer(text)["input_ids"]) for text in texts))
+        self.count, self.seed = min(count, len(self.ids)), seed
+
+    def __call__(self, step: int) -> list[tuple[int, ...]]:
+        return [self.ids[row] for row in chosen_rows(len(self.ids), self.count, self.seed, step)]

@@ -1,0 +1,177 @@
+"""One training run from a configuration to a summary.
+
+Everything that can be wrong with the input is found before the folder of the run is made.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PrinterCallback
+from transformers.utils import logging as transformers_logging
+
+from entropy_experiments.config.training import TrainingConfig
+from entropy_experiments.config.training_batch import (
+    BatchPlan,
+    batch_plan,
+    plan_line,
+    ranks_of_job,
+)
+from entropy_experiments.online.train.callbacks import (
+    ProgressLines,
+    TaskFacts,
+    UnwatchedProbe,
+    looking_away,
+)
+from entropy_experiments.online.train.folder import (
+    last_whole_checkpoint,
+    refuse_begun,
+    refuse_other_run,
+    resume_notes,
+    write_config,
+)
+from entropy_experiments.online.train.summary import run_summary, write_summary
+from entropy_experiments.online.train.task import Task, load_task
+from entropy_experiments.online.train.trainer import (
+    PartwiseGRPOTrainer,
+    build_trainer,
+    load_policy,
+)
+from gradient_doctor.hf import DoctorCallback
+
+RECORD = "record"
+DOCTOR_FILE = "doctor.json"
+PROBE_MICROBATCH = 8
+
+
+def train(
+    config: TrainingConfig, *, resume: bool = False, quiet: bool = False, task: Task | None = None
+) -> dict[str, Any]:
+    """Train; returns the summary, on every rank. `task`: problems of one's own."""
+    began = time.monotonic()
+    rank, ranks = ranks_of_job()
+    out = Path(config.output_dir)
+    plan = batch_plan(config, ranks=ranks)
+    checkpoint, notes = None, list[str]()
+    if resume:
+        refuse_other_run(out, config)
+        checkpoint, torn = last_whole_checkpoint(out)
+        notes += [f"{path.name} was cut off and is written again." for path in torn]
+        if checkpoint is not None:
+            notes += resume_notes(checkpoint, config, ranks)
+    elif rank == 0:
+        refuse_begun(out)
+    policy = load_policy(config)
+    task = task or load_task(config, plan, tokenizer=policy[1])
+    if rank == 0 and not quiet:
+        _tell([*_opening(config, plan, task, checkpoint, resume), *notes])
+    probe, doctor, callbacks = _watchers(config, task, out, quiet=quiet)
+    trainer = _built(config, plan, task, policy, out, callbacks)
+    trainer.unwatched = lambda: looking_away(doctor)
+    if rank == 0:
+        write_config(out, config)
+    result: Any = trainer.train(
+        resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
+    )
+    summary = run_summary(
+        trainer,
+        out,
+        probe=probe,
+        findings=[] if doctor is None else doctor.findings,
+        resumed_from=checkpoint,
+        seconds=time.monotonic() - began,
+        loss=float(result.training_loss),
+    )
+    if rank == 0:
+        write_summary(out, summary)
+        if doctor is not None and summary["doctor"]["findings"] and not quiet:
+            _tell(["", doctor.report()])
+    return summary
+
+
+def _watchers(
+    config: TrainingConfig, task: Task, out: Path, *, quiet: bool
+) -> tuple[UnwatchedProbe | None, DoctorCallback | None, list[Any]]:
+    """(probe, doctor, all callbacks in their order): task facts are written after the probe's."""
+    wanted, callbacks = config.probe, list[Any]()
+    record = out / RECORD if wanted.enabled and wanted.record else None
+    probe = doctor = None
+    if wanted.enabled:
+        probe = UnwatchedProbe(
+            every=wanted.every,
+            max_overhead=wanted.max_overhead,
+            evaluation=wanted.evaluation,
+            prompts=wanted.prompts,
+            group=wanted.group,
+            uses=wanted.uses,
+            microbatch=wanted.microbatch or config.tf_micro_batch or PROBE_MICROBATCH,
+            parts=wanted.parts,
+            record=record,
+            seed=wanted.seed,
+        )
+        callbacks.append(probe)
+    callbacks.append(TaskFacts(task.facts(config), record=record, save_first=config.save_first))
+    if config.doctor.enabled:
+        contract = {"trainable": ["*lora_*"]} if config.lora is not None else None
+        doctor = DoctorCallback(
+            contract=contract,
+            mode=config.doctor.mode,
+            trace_steps=config.doctor.trace_steps,
+            every=config.doctor.every,
+            raise_on=config.doctor.raise_on,
+            report=False,  # its notes are in the file; what is worse is told with the summary
+            json=out / DOCTOR_FILE,
+        )
+        callbacks.append(doctor)
+        if probe is not None:
+            probe.watcher = doctor
+    if not quiet:
+        callbacks.append(ProgressLines())
+    return probe, doctor, callbacks
+
+
+def _built(
+    config: TrainingConfig,
+    plan: BatchPlan,
+    task: Task,
+    policy: tuple[Any, Any],
+    out: Path,
+    callbacks: list[Any],
+) -> PartwiseGRPOTrainer:
+    was_there = out.exists()
+    transformers_logging.set_verbosity_warning()
+    try:
+        trainer = build_trainer(config, plan, task, policy, out, callbacks=callbacks)
+    except BaseException:
+        if not was_there and out.is_dir() and not any(out.iterdir()):
+            out.rmdir()  # the Trainer makes it before it looks at its arguments
+        raise
+    trainer.remove_callback(PrinterCallback)  # rows on stdout, where --json writes
+    for callback in callbacks:
+        if isinstance(callback, TaskFacts):
+            callback.trainer = trainer
+    return trainer
+
+
+def _opening(
+    config: TrainingConfig, plan: BatchPlan, task: Task, checkpoint: Path | None, resume: bool
+) -> list[str]:
+    kind = "all weights" if config.lora is None else f"LoRA of rank {config.lora.r}"
+    told = [
+        f"{config.model}, {kind}, on {config.dataset_name}: {len(task.training)} problems, "
+        f"{len(task.held_out)} more for the probe; rewards {', '.join(task.functions)}",
+        plan_line(config, plan),
+    ]
+    if checkpoint is not None:
+        told.append(f"continuing from {checkpoint}")
+    elif resume:
+        told.append("there is no whole checkpoint yet: from the beginning")
+    return told
+
+
+def _tell(lines: Sequence[str]) -> None:
+    print("\n".join(lines), file=sys.stderr, flush=True)

@@ -1,0 +1,110 @@
+"""What a training run came to, as JSON and in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.online.record import UPDATE
+from entropy_experiments.online.rows import read_rows
+from entropy_experiments.online.train.folder import CONFIG_FILE, whole
+from entropy_experiments.online.trl import ROWS
+from entropy_experiments.rollouts.whole_files import write_whole
+from entropy_experiments.trajectory import steps_of
+from gradient_doctor.findings import Severity
+
+SUMMARY_FILE = "train_summary.json"
+EDGE = 5
+"""Rows at either end whose mean is shown: single rows are noisy."""
+
+
+def run_summary(
+    trainer: Any,
+    out: Path,
+    *,
+    probe: Any,
+    findings: Sequence[Any],
+    resumed_from: Path | None,
+    seconds: float,
+    loss: float,
+) -> dict[str, Any]:
+    state = trainer.state
+    history = [row for row in state.log_history if "reward" in row]
+    grave = [finding for finding in findings if finding.severity >= Severity.WARNING]
+    kept = [path for path in steps_of(out) if whole(path)]
+    # The step made from such a checkpoint is on record, so the offline commands rebuild it.
+    recorded = [path for path in kept if (path / UPDATE).is_dir()]
+    found: dict[str, Any] = {
+        "folder": str(out),
+        "steps": state.global_step,
+        "max_steps": state.max_steps,
+        "seconds": round(seconds, 3),
+        "loss": loss,
+        "resumed_from": None if resumed_from is None else str(resumed_from),
+        "reward": _ends(history, "reward"),
+        "entropy": _ends(history, "entropy"),
+        "checkpoints": [str(path) for path in kept],
+        "replayable": str(recorded[-1]) if recorded else None,
+        "config": str(out / CONFIG_FILE),
+        "doctor": {
+            "findings": len(grave),
+            "worst": [finding.what for finding in grave[:3]],
+        },
+        "probe": None,
+    }
+    if probe is not None:
+        rows = read_rows(out / ROWS) if (out / ROWS).is_file() else []
+        found["probe"] = {
+            "rows": str(out / ROWS),
+            "record": None if probe._recorder is None else str(probe._recorder.folder),
+            "probed_steps": len(rows),
+            "predicted": sum(row["predicted"] or 0.0 for row in rows),
+            "measured": sum(row["measured"] or 0.0 for row in rows),
+            "overhead": rows[-1]["overhead"] if rows else None,
+            "off": None if probe.off is None else f"{type(probe.off).__name__}: {probe.off}",
+        }
+    return found
+
+
+def _ends(history: Sequence[Mapping[str, Any]], name: str) -> dict[str, float | None]:
+    values = [float(row[name]) for row in history if name in row]
+    if not values:
+        return {"first": None, "last": None}
+    few = max(1, min(EDGE, len(values) // 2))
+    return {"first": sum(values[:few]) / few, "last": sum(values[-few:]) / few}
+
+
+def write_summary(out: Path, summary: Mapping[str, Any]) -> None:
+    text = json.dumps(summary, indent=1, allow_nan=False) + "\n"
+    write_whole(out / SUMMARY_FILE, text.encode())
+
+
+def summary_words(summary: Mapping[str, Any]) -> list[str]:
+    told = [f"{summary['steps']} steps in {summary['seconds']:.0f} s."]
+    for name, unit in (("reward", ""), ("entropy", " nats per token")):
+        ends = summary[name]
+        if ends["first"] is not None:
+            told.append(f"  {name:<8} {ends['first']:.4g} -> {ends['last']:.4g}{unit}")
+    probe = summary["probe"]
+    if probe is not None:
+        told.append(
+            f"  probe    {probe['probed_steps']} steps: predicted {probe['predicted']:+.4g}, "
+            f"measured {probe['measured']:+.4g} nats in all"
+        )
+        if probe["off"] is not None:
+            told.append(f"  The probe switched itself off: {probe['off']}")
+    findings = summary["doctor"]["findings"]
+    if findings:
+        told.append(f"  doctor   {findings} warnings or errors: {summary['doctor']['worst'][0]}")
+    last = summary["checkpoints"][-1] if summary["checkpoints"] else None
+    asked = summary["replayable"] or last
+    told += ["", f"Run:         {summary['folder']}"]
+    if probe is not None:
+        told.append(f"Probe rows:  {probe['rows']}")
+        if probe["record"] is not None:
+            told.append(f"Every step:  {probe['record']}")
+    if last is not None:
+        told += [f"Checkpoint:  {last}", f"Ask it:      entropy-probe run --checkpoint {asked}"]
+    return told

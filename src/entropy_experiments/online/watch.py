@@ -1,0 +1,132 @@
+"""A probe that runs unattended beside a training: which steps, what if it fails, where rows go.
+
+Adapters (`trl`, `loop`) say when a step is about to be made and when it was; everything that all of
+them need is here. Both methods must be called on every rank, for every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.estimate.own_batch import OwnBatch
+from entropy_experiments.numerics.ranks import ALONE, Ranks
+from entropy_experiments.online.guard import LOG, Guard
+from entropy_experiments.online.probe import OnlineProbe
+from entropy_experiments.online.rows import RowFile, row_of
+from entropy_experiments.online.throttle import Throttle
+
+ROWS = "entropy_probe.jsonl"
+
+
+class Watch:
+    """Guarded and throttled. Nothing that fails in here reaches the training around it."""
+
+    def __init__(self, *, throttle: Throttle, ranks: Ranks = ALONE) -> None:
+        self.ranks, self.throttle = ranks, throttle
+        self.guard = Guard(ranks, on_failure=self.forget)
+        self.rows: list[dict[str, Any]] = []
+        """One per probed step (rank 0)."""
+        self.probe: OnlineProbe | None = None
+        self._file: RowFile | None = None
+        self._begun = False
+        self._said_nonfinite = False
+
+    def set_up(self, build: Callable[[], OnlineProbe], rows: Path | None) -> None:
+        """Make the probe; rows are appended to this file, if one is given."""
+
+        def work() -> None:
+            self.probe = build()
+            if rows is not None and self.ranks.rank == 0:
+                self._file = RowFile(rows)
+
+        self.guard.run(work, doing="it was set up")
+
+    def before(
+        self,
+        step: int,
+        gradient: Mapping[str, Tensor | None],
+        optimizer: Callable[[], torch.optim.Optimizer],
+        *,
+        prepare: Callable[[OnlineProbe], OwnBatch | None] = lambda _: None,
+        then: Callable[[OnlineProbe], None] = lambda _: None,
+        always: Callable[[], None] = lambda: None,
+    ) -> None:
+        """A step is about to be made. `always` runs for every step; the others if it is probed."""
+
+        def work() -> None:
+            self._begun = False
+            always()
+            if not self.ranks.agree(word=int(self.throttle.wants(step))):
+                return
+            if not any(group["lr"] for group in optimizer().param_groups):
+                LOG.info("Step %d has learning rate 0: it moves nothing and is not probed.", step)
+                return
+            if self._nonfinite(gradient):
+                self._say_nonfinite(step)
+                return
+            assert self.probe is not None
+            self.throttle.note(step)
+            self.probe.step = step
+            own = prepare(self.probe)
+            self.probe.before_step(gradient, optimizer(), own=own)
+            then(self.probe)
+            self._begun = True
+
+        with self.throttle.timing():
+            self.guard.run(work, doing=f"predicting step {step}")
+
+    def after(
+        self, step: int, publish: Callable[[Mapping[str, Any]], None] = lambda _: None
+    ) -> None:
+        """The step was made; rank 0 publishes its row, if it was probed."""
+
+        def work() -> None:
+            if not self._begun:
+                return
+            self._begun = False
+            assert self.probe is not None
+            found = self.probe.after_step()
+            if self.ranks.rank:
+                return
+            row = row_of(
+                found,
+                step=step,
+                probed_steps=self.throttle.probed,
+                overhead=self.throttle.overhead,
+            )
+            self.rows.append(row)
+            publish(row)
+            if self._file is not None:
+                self._file.add(row)
+
+        with self.throttle.timing():
+            self.guard.run(work, doing=f"measuring step {step}")
+
+    def forget(self) -> None:
+        """Let go of everything large."""
+        self.probe, self._begun = None, False
+
+    def _nonfinite(self, gradient: Mapping[str, Tensor | None]) -> bool:
+        """Whether any rank sees a gradient that is not finite."""
+
+        def local() -> list[Tensor]:
+            bad = sum(
+                int(not bool(torch.isfinite(g).all())) for g in gradient.values() if g is not None
+            )
+            return [torch.tensor(bad)]
+
+        return bool(self.ranks.summed(local)[0])
+
+    def _say_nonfinite(self, step: int) -> None:
+        if not self._said_nonfinite and self.ranks.rank == 0:
+            LOG.warning(
+                "Step %d has a gradient that is not finite: it is not probed, and training decides "
+                "what becomes of it. (Said once.)",
+                step,
+            )
+        self._said_nonfinite = True

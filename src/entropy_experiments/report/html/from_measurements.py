@@ -1,0 +1,166 @@
+"""What a file of `entropy-probe measure` has for a report: means over its repeats, by step size.
+
+Prediction and curvature are told at the learning rate, where a report stands:
+
+    predicted = lr / eta x linear(eta)        curvature = (lr / eta)^2 (linquad - linear)(eta)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from entropy_experiments.report.html import books, words
+from entropy_experiments.report.measurements import measurement_report, read_measurements
+
+ONLY_STUDIES = "only a study has it (entropy-probe influence)"
+ABSENT = (
+    *("the ledger", "influence by rollout", "the update rollouts", "probability and advantage"),
+    *("what if", "the matrix"),
+)
+Point = Mapping[str, Any]
+
+
+def measurements_data(path: Path) -> dict[str, Any]:
+    found = read_measurements(path)
+    lr, repeats = found["learning_rate"], found["repeats"]
+    points = [
+        _Point(entry, [one["points"][i] for one in repeats])
+        for i, entry in enumerate(found["summary"])
+    ]
+    at = min(points, key=lambda point: abs(point.eta - lr))
+    predicted, bend = at.scaled("linear", lr / at.eta), at.curvature((lr / at.eta) ** 2)
+    sweep = [(point.eta, point.measured) for point in points if point.measured is not None]
+    measured = at.measured if at.eta == lr else None
+    gap = at.mean("differences", "linear") if at.eta == lr else None
+    absent = dict.fromkeys(ABSENT, ONLY_STUDIES)
+    if not sweep:
+        absent["predicted and measured"] = "nothing was measured (experiment.compute_true: false)"
+    elif predicted is None:
+        absent["predicted and measured"] = "no line was computed (experiment.compute_linear: false)"
+    return {
+        "kind": "measure",
+        "title": f"Entropy change at {found['checkpoint']}, over fresh batches",
+        "checkpoint": found["checkpoint"],
+        "source": path.name,
+        "key": None,
+        "lr": lr,
+        "unit": found["unit"],
+        "level": {"value": fmean(one["H_orig"]["value"] for one in repeats), "interval": None},
+        "predicted": predicted,
+        "measured": measured,
+        "difference": gap,
+        "sizes": {name: repeats[0][name] for name in ("B_E", "B_U")},
+        "seconds": sum(one["seconds"] for one in repeats),
+        "verdict": _verdict(found, at, predicted, measured, gap),
+        "curve": books.curve(lr, predicted, bend, sweep) if sweep and predicted else None,
+        "weights": books.weights(sweep) if sweep else None,
+        "assumed": None,
+        "environment": _environment(found, path),
+        "absent": absent,
+        "others": [],
+        **dict.fromkeys(("ledger", "rollouts", "texts", "covariance", "what_if", "matrix")),
+    }
+
+
+class _Point:
+    """One step size: the mean over the repeats, and what each of them had."""
+
+    def __init__(self, entry: Point, repeats: Sequence[Point]) -> None:
+        self.entry, self.repeats, self.eta = entry, repeats, entry["eta"]
+
+    def mean(self, *names: str) -> dict[str, Any] | None:
+        """As an estimate of a single run would be; trusted if every repeat is."""
+        found, each = self.entry, self.repeats
+        for name in names:
+            if name not in found:
+                return None
+            found, each = found[name], [one[name] for one in each]
+        floors = [one["noise_floor"] for one in each if one["noise_floor"] is not None]
+        return {
+            "value": found["mean"],
+            "stderr": found["stderr"],
+            "interval": found["interval"],
+            "noise_floor": max(floors, default=None),
+            "trusted": found["trusted"] == found["repeats"],
+            "why_not": list(dict.fromkeys(why for one in each for why in one["why_not"])),
+        }
+
+    def scaled(self, name: str, factor: float) -> dict[str, Any] | None:
+        found = self.mean(name)
+        if found is None or factor == 1:
+            return found
+        ends = found["interval"]
+        ends = None if ends is None else sorted(factor * end for end in ends)
+        stderr = None if found["stderr"] is None else abs(factor) * found["stderr"]
+        return {**found, "value": factor * found["value"], "stderr": stderr, "interval": ends}
+
+    def curvature(self, factor: float) -> dict[str, Any] | None:
+        """A difference of two means: of its error bar the file says nothing."""
+        line, parabola = self.mean("linear"), self.mean("linquad")
+        if line is None or parabola is None:
+            return None
+        return {"value": factor * (parabola["value"] - line["value"]), "interval": None}
+
+    @property
+    def measured(self) -> dict[str, Any] | None:
+        """With the weights of the repeat that has the fewest effective rollouts."""
+        found = self.mean("measured")
+        if found is None:
+            return None
+        worst = min(self.repeats, key=lambda one: one["diagnostics"]["ESS_fraction"])
+        return {**found, "diagnostics": worst["diagnostics"]}
+
+
+def _verdict(
+    found: Mapping[str, Any], at: _Point, predicted: Any, measured: Any, gap: Any
+) -> dict[str, Any]:
+    repeats, lr = found["repeats"], found["learning_rate"]
+    count, here = len(repeats), measured or at.measured or predicted or at.mean("linquad")
+    update = words.made_by(found["checkpoint"], repeats[0]["update"] == "recorded")
+    if at.eta != lr and here is not predicted:
+        update += f", at η {at.eta:g} instead of the learning rate {lr:g},"
+    assert here is not None  # a plan computes at least one of the three
+    said = words.sentence(
+        update=update,
+        change=here,
+        level=fmean(one["H_orig"]["value"] for one in repeats),
+        unit=found["unit"],
+        predicted=predicted if measured is not None else None,
+    )
+    points = [
+        f"Mean over {count} repeats of {repeats[0]['B_E']} fresh prompts each; intervals are the "
+        "repeats’ spread. Importance weights are those of the repeat with the fewest effective "
+        "rollouts."
+        if count > 1
+        else f"One repeat of {repeats[0]['B_E']} prompts, whose own intervals these are "
+        "(experiment.repeats draws more)."
+    ]
+    if gap is not None:
+        points.append(words.gap(gap))
+    shown = [one for one in (predicted, measured) if one is not None]
+    return {
+        "sentence": said,
+        "points": points,
+        "trusted": all(one["trusted"] for one in shown) if shown else None,
+        "doubts": words.doubts_of(predicted, measured),
+        "text": measurement_report(found),
+    }
+
+
+def _environment(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    versions = {k: v for k, v in found["provenance"].items() if not isinstance(v, dict | list)}
+    sizes = f"{found['repeats'][0]['B_E']} evaluation prompts, {found['repeats'][0]['B_U']} update"
+    return {
+        "facts": {
+            "file": path.name,
+            "learning rate": words.plain(found["learning_rate"]),
+            "batches": f"{sizes} prompts, {len(found['repeats'])} times",
+        },
+        "versions": versions,
+        "config": yaml.safe_dump(found["config"], sort_keys=False, allow_unicode=True),
+    }

@@ -1,0 +1,49 @@
+"""What a command took out of a run directory, in words: the folder has the last command's answers.
+
+An answer that was there and is not asked for again is gone from summary.json, and the HTML report
+that showed it is gone too. Nothing is lost but time to type: stages are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.report.run_files import PAGE
+
+
+def told_removed(
+    before: Mapping[str, Any], after: Mapping[str, Any], gone: Sequence[str], folder: Path
+) -> list[str]:
+    """`before`, `after`: summary.json; `gone`: files that were deleted. Empty: nothing was lost."""
+    had, has = _asked(before), _asked(after)
+    lost = list(dict.fromkeys(answer[0] for answer in had if answer not in has))
+    lines = []
+    if lost:
+        lines.append(
+            f"{folder} answers the last command: answers of an earlier one, not asked for again, "
+            f"were removed ({', '.join(lost)}). To have them back, add these to the command; "
+            "what was computed for them is kept."
+        )
+    if PAGE in gone:
+        lines.append(
+            f"{folder / PAGE} showed the earlier answers and was removed. Write it again: "
+            f"entropy-probe report {folder}"
+        )
+    return lines
+
+
+def _asked(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Each answer that a summary has: the option that asks for it, and of what."""
+    found: list[tuple[str, str]] = []
+    for evaluation in summary.get("evaluations", ()):
+        asked = evaluation.get("what_if") or ()
+        found += [(f"--what-if '{one['name']}'", "") for one in asked]
+        made = (one for one in asked if one.get("confirmation") is not None)
+        found += [("--confirm", one["name"]) for one in made]
+        if evaluation.get("fisher") is not None:
+            found.append(("--fisher", ""))
+        if evaluation.get("entropy_budget") is not None:
+            found.append((f"--entropy-budget {evaluation['entropy_budget']['budget']:g}", ""))
+    return found

@@ -1,0 +1,116 @@
+"""Whatever goes wrong inside the probe, training ends as it would have, with one message."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from entropy_experiments.online import rows, trl
+from entropy_experiments.online.probe import OnlineProbe
+from entropy_experiments.online.record import Recorder
+from entropy_experiments.online.trl import EntropyProbeCallback
+from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
+
+STEPS = 3
+
+
+def _trained(folder: Path, *callbacks: Any, **changes: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        trainer = grpo(folder, callbacks=list(callbacks), **({"max_steps": STEPS} | changes))
+        trainer.train()
+        return outcome(trainer)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Any:
+    return _trained(tmp_path_factory.mktemp("plain"))
+
+
+def _raises(error: Exception) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return broken
+
+
+FAULTS: dict[str, tuple[Any, str, Exception]] = {
+    "setting up": (trl, "SequenceProcessor", RuntimeError("no such head")),
+    "predicting": (OnlineProbe, "before_step", RuntimeError("CUDA out of memory")),
+    "measuring": (OnlineProbe, "after_step", ValueError("weights overflow")),
+    "full disk": (rows.RowFile, "add", OSError(errno.ENOSPC, "No space left on device")),
+    "dead tracker": (trl, "metrics_of", ConnectionError("the tracker is gone")),
+    "recording": (Recorder, "record", OSError(errno.EROFS, "Read-only file system")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_training_goes_on_and_says_it_once(fault, undisturbed, tmp_path, monkeypatch, caplog):
+    place, name, error = FAULTS[fault]
+    monkeypatch.setattr(place, name, _raises(error))
+    callback = EntropyProbeCallback(max_overhead=None, prompts=6, record=tmp_path / "record")
+    found = _trained(tmp_path / "run", callback)
+    assert callback.off is error
+    said = [r.getMessage() for r in caplog.records if "entropy probe" in r.getMessage()]
+    assert len(said) == 1
+    assert str(error) in said[0]
+    assert "training goes on" in said[0]
+    assert_same_outcome(found, undisturbed)
+
+
+def test_a_gradient_that_is_not_finite_is_left_to_training(tmp_path, caplog):
+    from transformers import TrainerCallback
+
+    class Spoil(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            if state.global_step == 1:
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad.fill_(float("nan"))
+
+    class Clean(TrainerCallback):
+        """As a scaler would: what is not finite does not step."""
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.nan_to_num_(0.0)
+
+    callback = EntropyProbeCallback(max_overhead=None, prompts=6)
+    _trained(tmp_path, Spoil(), callback, Clean())
+    assert callback.off is None
+    assert [row["step"] for row in callback.rows] == [0, 2]
+    said = [r for r in caplog.records if "gradient that is not finite" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_a_warm_up_that_begins_with_rate_zero_is_waited_for(tmp_path):
+    callback = EntropyProbeCallback(max_overhead=None, prompts=6)
+    _trained(tmp_path, callback, lr_scheduler_type="constant_with_warmup", warmup_steps=2)
+    assert callback.off is None
+    assert [row["step"] for row in callback.rows] == [1, 2]
+
+
+def test_deepspeed_is_refused_by_name(tmp_path, monkeypatch):
+    with torch.random.fork_rng(devices=[]):
+        trainer = grpo(tmp_path, callbacks=[EntropyProbeCallback()], max_steps=1)
+        state = type(trainer.accelerator)
+        monkeypatch.setattr(state, "distributed_type", "DistributedType.DEEPSPEED")
+        from entropy_experiments.online.trl_batch import refuse_unsupported
+
+        with pytest.raises(ValueError, match="EntropyProbeCallback under DeepSpeed"):
+            refuse_unsupported(trainer)
+
+
+def test_bad_options_are_refused_before_training():
+    with pytest.raises(ValueError, match="every is 0"):
+        EntropyProbeCallback(every=0)
+    with pytest.raises(ValueError, match=r"max_overhead is -0\.1"):
+        EntropyProbeCallback(max_overhead=-0.1)
+    with pytest.raises(ValueError, match="evaluation is 'other'"):
+        EntropyProbeCallback(evaluation="other")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompts is 3; expected at least 5"):
+        EntropyProbeCallback(prompts=3)

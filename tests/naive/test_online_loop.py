@@ -1,0 +1,106 @@
+"""A loop of one's own: bit-identical with and without the probe, and throttled as told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from entropy_experiments.online.loop import LoopProbe
+from entropy_experiments.online.rows import RowFile, read_rows
+from entropy_experiments.online.throttle import MOST_SKIPPED, Throttle
+from oracles.tiny_grpo import PROMPTS
+from oracles.tiny_models import tiny_model, tiny_tokenizer
+
+
+def _loop(steps: int, probed: Any) -> dict[str, torch.Tensor]:
+    """Plain language modelling on the prompts; `probed(model, optimizer, tokenizer)` or None."""
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    probe = probed and probed(model, optimizer, tokenizer)
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    for _ in range(steps):
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        if probe is None:
+            optimizer.step()
+        else:
+            with probe.step():
+                optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_a_loop_of_one_s_own(tmp_path):
+    made: list[LoopProbe] = []
+
+    def probed(model, optimizer, tokenizer):
+        made.append(
+            LoopProbe(
+                model,
+                optimizer,
+                tokenizer,
+                prompts=PROMPTS,
+                max_new_tokens=10,
+                drawn=6,
+                max_overhead=None,
+                out=tmp_path / "rows.jsonl",
+            )
+        )
+        return made[0]
+
+    watched, alone = _loop(4, probed), _loop(4, None)
+    for name, value in alone.items():
+        assert torch.equal(value, watched[name]), name
+    (probe,) = made
+    assert probe.off is None
+    assert read_rows(tmp_path / "rows.jsonl") == probe.rows
+    assert [row["step"] for row in probe.rows] == [0, 1, 2, 3]
+    assert all(row["step_mismatch"] < 1e-3 for row in probe.rows)
+
+
+def test_nothing_to_evaluate_on_is_refused():
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        LoopProbe(model, optimizer)
+
+
+def _steps(cost: float, **options: Any) -> list[int]:
+    """Steps probed of 100, when a step takes a second and the probe `cost` seconds."""
+    now = 0.0
+    throttle = Throttle(clock=lambda: now, **options)
+    out = []
+    for step in range(100):
+        now += 1.0
+        if throttle.wants(step):
+            throttle.note(step)
+            out.append(step)
+            with throttle.timing():
+                now += cost
+    return out
+
+
+def test_the_throttle_keeps_to_its_share_but_for_every_tenth_step():
+    assert _steps(5.0) == list(range(100))
+    assert _steps(5.0, every=4) == list(range(0, 100, 4))
+    cheap = _steps(0.5, max_overhead=0.1)
+    assert 18 <= len(cheap) <= 22  # half a second each: every fifth
+    dear = _steps(50.0, max_overhead=0.1)
+    assert dear == list(range(0, 100, MOST_SKIPPED))
+    assert _steps(50.0, every=25, max_overhead=0.1) == [0, 25, 50, 75]
+
+
+def test_a_torn_row_is_cut_off_and_a_repeated_step_counts_once(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    file = RowFile(path)
+    file.add({"step": 0, "measured": 1.0})
+    file.add({"step": 1, "measured": 2.0})
+    with path.open("a") as torn:
+        torn.write('{"step": 2, "mea')
+    RowFile(path).add({"step": 1, "measured": 3.0})  # resumed from before step 1
+    assert [(row["step"], row["measured"]) for row in read_rows(path)] == [(0, 1.0), (1, 3.0)]
