@@ -16,7 +16,7 @@ from gradient_doctor.findings import Site
 from gradient_doctor.graph import MARK, Graph, Used, nodes_of, walk
 from gradient_doctor.guards import observed
 from gradient_doctor.patches import Patches
-from gradient_doctor.readable import FUNCTORCH, THREADS, alone, in_functorch
+from gradient_doctor.readable import FUNCTORCH, THREADS, alone, in_functorch, unreadable
 from gradient_doctor.records import Backward, GradientFact
 from gradient_doctor.sentinels import Sentinels
 from gradient_doctor.session import Session
@@ -59,9 +59,12 @@ class Backwards:
             # torch.func calls it for its own ends, with tensors that have no numbers
             self.session.blind(FUNCTORCH)
             return
+        asked = read(*args, **kwargs)
+        if self.session.compiling and any(map(unreadable, asked["roots"])):
+            return  # the compiler's, on its own tensors; a backward of the user's may be in there
         self._inside = True
         try:
-            yield from self._run(kind, read(*args, **kwargs))
+            yield from self._run(kind, asked)
         finally:
             self._inside = False
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gradient_doctor import modes
+from gradient_doctor.boundaries import Boundaries
 from gradient_doctor.detectors import all_detectors
 from gradient_doctor.findings import Finding, Severity, ordered
 from gradient_doctor.forks import forget_forks, watch_forks
@@ -66,7 +67,7 @@ class Doctor:
         self._trace = Trace(self.session)
         self._watch = Watch(self.session, self._trace, self._stepped)
         self._find_steps = find_steps
-        self._since: list[Any] = []  # optimizers that stepped since the last boundary
+        self._boundaries = Boundaries(registry)
         self._look_closer = False
         self._pushed = False
         self._depth = 0  # our place among function modes of the user's
@@ -107,7 +108,6 @@ class Doctor:
                 self.session.fail("finish", error)
         finally:
             self.remove()
-            self._since.clear()
             self.session.let_go()
 
     def remove(self) -> None:
@@ -174,18 +174,7 @@ class Doctor:
     # steps of scripts
 
     def _stepped(self, optimizer: Any) -> None:
-        """A step ends when every optimizer has stepped, or when one is about to repeat itself."""
-        if not self._find_steps:
-            return
-        repeated = any(o is optimizer for o in self._since)
-        self._since.append(optimizer)
-        waiting = [
-            o
-            for o in self.session.registry.optimizers.values()
-            if not any(o is s for s in self._since)
-        ]
-        if repeated or not waiting:
-            self._since.clear()
+        if self._find_steps and self._boundaries.stepped(optimizer, self.session.step):
             self.step()
 
     # what it found

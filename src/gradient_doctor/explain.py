@@ -41,6 +41,11 @@ class CutFact:
     size: int = 1
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """The same cut in another step."""
+        return self.kind, self.op, self.site
+
+    @property
     def number(self) -> int:
         """The class of the fault, if this is its cause."""
         return {"region": 2, "checkpoint": 11}.get(self.kind, 3)
@@ -87,6 +92,7 @@ class Ledger(Detector):
         self.busy = 0  # checked steps with a backward
         self._since: dict[int, int] = {}  # by bit: steps of its optimizer before we knew it
         self._before = 0  # what the last of them gave gradients to
+        self.by_hand = 0  # no backward gave them a gradient, and yet they had one at a step
         self.claims: list[Any] = []  # detectors.late.Claim: what a later gradient would refute
 
     # facts
@@ -121,8 +127,7 @@ class Ledger(Detector):
             self._root_cuts.update(cut.site for cut in backward.taint.cuts)
             self.lost |= backward.taint.depends & ~backward.taint.live
             for fact in self.facts(backward.taint):
-                key = (fact.kind, fact.op, fact.site)
-                known = self.cuts.setdefault(key, fact)
+                known = self.cuts.setdefault(fact.key, fact)
                 known.mask |= fact.mask
                 known.graph |= fact.graph
                 known.step, known.order = fact.step, fact.order
@@ -143,13 +148,30 @@ class Ledger(Detector):
             self.attempted |= backward.taint.live
 
     def event(self, event: Event) -> None:
-        if event.kind == "step" and self.session.record.checked:
+        if event.kind == "step_starts":
+            given = self._written(event.data["optimizer"])
+            self.by_hand |= given
+            self.received |= given
+            self.nonzero |= given
+        elif event.kind == "step" and self.session.record.checked:
             optimizer = event.data["optimizer"]
             self._stepped = True
             theirs = self.session.registry.bits(owned_by(optimizer)) if self._recent else 0
             for fact in self._recent:
                 fact.own |= fact.mask & theirs
             self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+
+    def _written(self, optimizer: Any) -> int:
+        """Gradients that the program has put there itself: evolution strategies, Reptile."""
+        session = self.session
+        unknown = session.awaited | (~self.received if session.record.checked else 0)
+        given = 0
+        for parameter in owned_by(optimizer) if unknown & ~self.received else ():
+            bit = session.registry.bit(parameter)
+            if parameter.grad is not None and bit & unknown & ~self.received:
+                values = session.values(parameter.grad)
+                given |= bit if values is None or bool(values.any()) else 0
+        return given
 
     def step_ended(self, record: StepRecord) -> None:
         self.unchecked |= bool(not record.checked and record.backwards)
@@ -179,8 +201,8 @@ class Ledger(Detector):
         for cut in sorted(taint.cuts, key=lambda c: order.get(id(c), -1)):
             mask = cut.depends & hidden
             if mask:
-                fresh = _fact(cut)
-                fact = found.setdefault((fresh.kind, fresh.op, fresh.site), fresh)
+                fresh = fact_of(cut)
+                fact = found.setdefault(fresh.key, fresh)
                 fact.mask |= mask
                 fact.graph |= cut.graph & mask
                 fact.step, fact.order = cut.step, order.get(id(cut), -1)
@@ -264,7 +286,8 @@ def _rows(call: OpCall) -> int:
     return 1 if data is None else data.shape[0]
 
 
-def _fact(cut: Cut) -> CutFact:
+def fact_of(cut: Cut) -> CutFact:
+    """The cut as the ledger knows it, before it is said what it hides."""
     region = cut.region.kind if cut.region is not None else ""
     kind = "sample" if region == "sample" else cut.kind
     size = 1

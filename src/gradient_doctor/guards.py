@@ -80,11 +80,20 @@ def _ours(session: Session, part: Any, theirs: BaseException | None = None) -> I
     except StopIteration:
         return
     except Exception as error:
-        if error is not theirs:
+        if error is not theirs and not _is_wrapped(error, theirs):
             session.broke(part, error)
     except BaseException as error:
         if error is not theirs:
             raise
+
+
+def _is_wrapped(error: BaseException, theirs: BaseException | None) -> bool:
+    """No generator lets a StopIteration through: Python raises a RuntimeError from it (PEP 479)."""
+    return (
+        isinstance(theirs, StopIteration)
+        and type(error) is RuntimeError
+        and error.__cause__ is theirs
+    )
 
 
 def _finish(observer: Any, result: Any) -> None:

@@ -129,6 +129,7 @@ class Session:
     awaited: int = 0  # parameters whose first gradient matters, also in steps that are not checked
     look_again: bool = False  # a detector asks for a closer look at the next step
     compiled: set[Site | None] = field(default_factory=set)  # calls that torch.compile made opaque
+    compiling: bool = False  # inside of such a call
     # why values could not be read, and where that was first seen; see readable.py
     unread: dict[str, Site | None] = field(default_factory=dict)
     strangers: set[int] = field(default_factory=set)  # threads that train beside the examined one

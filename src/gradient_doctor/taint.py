@@ -7,6 +7,7 @@ difference. Python floats made by `.item()` carry their taint on through arithme
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,7 +95,11 @@ class TracedFloat(float):
     taint: Taint
     source: float | None  # the plain float of the program that this one stands for
 
-    def __new__(cls, value: float, taint: Taint, source: float | None = None) -> TracedFloat:
+    def __new__(
+        cls, value: Any = 0.0, taint: Taint | None = None, source: float | None = None
+    ) -> Any:
+        if taint is None:
+            return float(value)  # `type(x)(y)` in code that knows floats only: `statistics.mean`
         made = super().__new__(cls, value)
         made.taint, made.source = taint, source
         return made
@@ -133,18 +138,60 @@ class Numbers:
 
 
 def plain(value: Any) -> Any:
-    """The same without traced floats, in dicts, lists and tuples too; itself if it has none."""
-    if type(value) is TracedFloat:
-        return float.__pos__(value)
+    """The same without traced floats, in dicts, lists and tuples too; itself if it has none.
+
+    What holds no traced float is kept as it is; what is one object stays one, and what contains
+    itself still does.
+    """
+    return _swapped(value, _holders(value), {})
+
+
+def _parts(value: Any) -> Iterable[Any]:
     if type(value) is dict:
-        made: Any = {key: plain(item) for key, item in value.items()}
-        same = all(made[key] is item for key, item in value.items())
-    elif type(value) in (list, tuple):
-        made = type(value)(plain(item) for item in value)
-        same = all(a is b for a, b in zip(made, value))
-    else:
+        return itertools.chain(value.keys(), value.values())
+    return value if type(value) in (list, tuple) else ()
+
+
+def _holders(value: Any) -> set[int]:
+    """Ids of the containers that lead to a traced float."""
+    above: dict[int, list[int]] = {id(value): []}  # of each container, those that hold it
+    waiting, found = [value], []
+    while waiting:
+        whole = waiting.pop()
+        for part in _parts(whole):
+            if type(part) is TracedFloat:
+                found.append(id(whole))
+            elif type(part) in (dict, list, tuple):
+                if id(part) not in above:
+                    waiting.append(part)
+                above.setdefault(id(part), []).append(id(whole))
+    holders: set[int] = set()
+    while found:
+        place = found.pop()
+        if place not in holders:
+            holders.add(place)
+            found.extend(above[place])
+    return holders
+
+
+def _swapped(value: Any, holders: set[int], made: dict[int, Any]) -> Any:
+    if type(value) is TracedFloat:
+        return made.setdefault(id(value), float.__pos__(value))
+    if id(value) not in holders:
         return value
-    return value if same else made
+    if id(value) in made:
+        return made[id(value)]
+    if type(value) is tuple:
+        items = tuple(_swapped(item, holders, made) for item in value)
+        return made.setdefault(id(value), items)  # it may have been met again inside of itself
+    new: Any = type(value)()
+    made[id(value)] = new  # before its parts: they may lead back to it
+    if type(value) is dict:
+        for key, item in value.items():
+            new[_swapped(key, holders, made)] = _swapped(item, holders, made)
+    else:
+        new.extend(_swapped(item, holders, made) for item in value)
+    return new
 
 
 def _carry(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from gradient_doctor.taint import (
     merged,
     tensors_in,
 )
+from gradient_doctor.yaml_tables import teach_yaml
 
 # calls that only look: no value comes out of them that a loss could be made from
 _LOOKS = {
@@ -357,16 +357,8 @@ def _address(array: Any) -> int | None:
 
 def _traced(value: Any, taint: Taint) -> Any:
     if type(value) is float:
-        _teach_yaml()
+        teach_yaml()
         return TracedFloat(value, taint)
     if isinstance(value, list):
         return [_traced(item, taint) for item in value]
     return value
-
-
-def _teach_yaml() -> None:
-    """PyYAML's safe dumper knows exact types only; a traced float must dump as the float it is."""
-    yaml = sys.modules.get("yaml")
-    if yaml is not None and TracedFloat not in yaml.SafeDumper.yaml_representers:
-        represent = yaml.representer.SafeRepresenter
-        represent.add_representer(TracedFloat, represent.represent_float)

@@ -118,12 +118,14 @@ class Watch:
         stack = self.session.module_stack
         if inside and self._aside is None:
             self.session.compiled.add(self.session.here())
+            self.session.compiling = True
             self._aside = (bool(self._module_handles), modes.place(self.trace), list(stack))
             modes.remove(self.trace)
             self.modules(False)
         elif not inside and self._aside is not None:
             hooked, place, running = self._aside
             self._aside = None
+            self.session.compiling = False
             if place is not None:
                 modes.insert(self.trace, place)
             self.modules(hooked)

@@ -104,6 +104,16 @@ def test_compiled_modules_train_as_without_the_doctor():
     torch._dynamo.reset()
 
 
+def test_of_a_compiled_call_one_thing_is_said():
+    """While it compiles, it calls autograd.grad on its own tensors: that is nobody's backward."""
+    model = make()
+    compiled = torch.compile(model, backend="aot_eager")
+    with Doctor(modules={"model": model}) as doctor:
+        steps(model, compiled, doctor)
+    torch._dynamo.reset()
+    assert [f.what for f in doctor.findings] == ["A call compiled by torch.compile is not traced."]
+
+
 def test_nothing_of_a_step_outlives_it():
     """Zeros and failures are remembered, the tensors that had them are not."""
     model = make()

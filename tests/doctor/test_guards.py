@@ -6,6 +6,8 @@ import io
 import os
 import threading
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -194,6 +196,47 @@ class Part:
     @guarded
     def hook(self, error):
         raise error
+
+
+def test_the_end_of_an_iterator_passes_through_a_closure():
+    """A generator cannot let StopIteration through: Python makes a RuntimeError of it."""
+    bench = Bench()
+    batches = iter([bench.x])
+
+    def closure():
+        next(batches)
+        bench.sgd.zero_grad()
+        loss = bench.loss() * float("nan")
+        loss.backward()
+        return loss
+
+    with Doctor({"model": bench.model}, {"sgd": bench.sgd}) as doctor:
+        bench.sgd.step(closure)
+        with pytest.raises(StopIteration) as caught:
+            bench.sgd.step(closure)
+        doctor.step()
+        assert doctor.session.paused == 0
+    assert [f.number for f in doctor.findings] == [27]  # and nothing was switched off
+    assert caught.value.__cause__ is None
+
+
+def test_an_error_of_ours_on_the_way_of_a_stop_is_told():
+    """Has teeth: only the very error that Python makes of theirs is let pass."""
+    broken = []
+    session: Any = SimpleNamespace(strangers=(), broke=lambda part, error: broken.append(error))
+
+    def observe():
+        try:
+            yield
+        except StopIteration as error:
+            raise RuntimeError("ours") from ValueError(error)
+
+    def theirs():
+        raise StopIteration
+
+    with pytest.raises(StopIteration):
+        observed(session, None, observe)(theirs)()
+    assert [str(error) for error in broken] == ["ours"]
 
 
 def test_a_hook_ends_with_itself():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradient_doctor.detectors.blind import Blind
+from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.cosmetic import Cosmetic
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
@@ -44,6 +45,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Scaler,
     GradCalls,
     Missing,
+    Ceased,
     Cosmetic,
     Targets,
     Lengths,

@@ -15,6 +15,7 @@ _FLAT = "_flat_param"  # FSDP joins parameters into one
 _RETURNS = {"tensor", "as_tensor", "asarray", "from_numpy"}
 # torch's own Functions, whose derivatives are not in question
 _KNOWN = {checkpoint.CheckpointFunction.__name__}
+_COMPILED = "CompiledFunction"  # what torch.compile makes of a forward and its backward
 
 
 class Blind(Detector):
@@ -63,6 +64,8 @@ class Blind(Detector):
             name = type(node).__name__.removesuffix("Backward")
             if name in _KNOWN or name in self._told:
                 continue
+            if name == _COMPILED and self.session.compiled:
+                continue  # said of the compiled call itself
             leaves = [getattr(n, "variable", None) for n in nodes_of(node) if not is_opaque(n)]
             behind = self.session.registry.bits(leaf for leaf in leaves if leaf is not None)
             origin = origin_of(node)

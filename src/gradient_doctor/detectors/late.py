@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gradient_doctor.detectors.places import count
 from gradient_doctor.findings import Finding, Severity
-from gradient_doctor.session import Backward, Detector, Session, StepRecord
+from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,14 @@ class Late(Detector):
         self._most: int | None = None  # owned parameters that wanted gradient at one time
 
     def backward_ended(self, backward: Backward) -> None:
+        self._reached(backward.received | backward.arrived)
+
+    def event(self, event: Event) -> None:
+        if event.kind == "step_starts" and self.session.awaited & self.session.ledger.by_hand:
+            self._reached(self.session.ledger.by_hand)
+
+    def _reached(self, reached: int) -> None:
         session = self.session
-        reached = backward.received | backward.arrived
         session.awaited &= ~reached
         claims = session.ledger.claims
         if not any(claim.mask & reached for claim in claims):

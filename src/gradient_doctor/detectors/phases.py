@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.session import Backward, Detector, Event, Session
+from gradient_doctor.registry import owned_by
+from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
 
 _EVALUATION = re.compile(
     r"(^|_)(eval|evaluate|evaluation|valid|validate|validation|test|accuracy|score)(_|$)"
@@ -31,8 +32,17 @@ class Phases(Detector):
         self._switches: dict[int, tuple[Site | None, int]] = {}  # id of a module: its last eval()
         self._forwards: dict[str, Forward] = {}
         self._trained: set[str] = set()  # roots that a forward in train mode was seen of
+        # in eval at a backward of a step that is not checked: told when their optimizer steps
+        self._suspects: dict[str, int] = {}
 
     def event(self, event: Event) -> None:
+        if event.kind == "step" and self._suspects:
+            # a model of an earlier fold or phase stays in eval, and nobody trains it
+            registry = self.session.registry
+            theirs = registry.bits(owned_by(event.data["optimizer"]))
+            for name, bits in self._suspects.items():
+                if bits & theirs and name in registry.roots:
+                    self._trains_in_eval(registry.roots[name], name, bits, None)
         if event.kind != "mode":
             return
         module = event.data["module"]()
@@ -41,6 +51,9 @@ class Phases(Detector):
                 self._switches.pop(id(part), None)
             else:
                 self._switches[id(part)] = (event.site, event.step)
+
+    def step_ended(self, record: StepRecord) -> None:
+        self._suspects.clear()
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, site: Site | None) -> None:
         name = self._root(module)
@@ -62,6 +75,7 @@ class Phases(Detector):
         for name, root in registry.roots.items():
             # the usual slip comes with the first evaluation, between two looks
             if not checked and (root.training or name not in self._trained):
+                self._suspects.pop(name, None)
                 continue
             seen = self._forwards.get(name)
             # without a trace only the mode of this moment is known
@@ -76,8 +90,10 @@ class Phases(Detector):
                     self._not_eval(root, name, theirs, seen)
                 else:
                     self._inside_in_eval(root, name, theirs, seen)
-            else:
+            elif checked:
                 self._trains_in_eval(root, name, theirs, seen)
+            else:
+                self._suspects[name] = theirs
         self._forwards.clear()
 
     def _trains_in_eval(self, root: nn.Module, name: str, bits: int, seen: Forward | None) -> None:

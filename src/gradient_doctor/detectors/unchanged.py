@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradient_doctor.detectors.places import birth_site, called, count, dtype_site, most_common
-from gradient_doctor.findings import Severity, Site
+from gradient_doctor.findings import Finding, Severity, Site
 from gradient_doctor.readable import checksum
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
@@ -32,6 +32,7 @@ class Moves:
     dtype: torch.dtype
     steps: int = 0
     at_zero_rate: int = 0
+    woken: bool = False  # its rate was 0 in the first steps, and is not any more
     changed: list[float] = field(default_factory=list)
 
     @property
@@ -54,6 +55,15 @@ class History:
     moves: dict[int, Moves] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Resting:
+    """What was said of parameters with a rate of 0: any step at another rate takes it back."""
+
+    finding: Finding
+    optimizer: int  # its id
+    idle: dict[int, Moves]
+
+
 class Unchanged(Detector):
     """Reads what each step did to a sample of the elements."""
 
@@ -62,6 +72,7 @@ class Unchanged(Detector):
         self._histories: dict[int, History] = {}
         self._backward_at: Counter[Site | None] = Counter()
         self._said: set[int] = set()
+        self._resting: list[Resting] = []
 
     def _history(self, optimizer: Any) -> History:
         name = self.session.registry.optimizer_name(optimizer)
@@ -92,6 +103,7 @@ class Unchanged(Detector):
             history = self._history(event.data["optimizer"])
             history.steps += 1
             history.site = event.site
+            self._wake(event.data["optimizer"])
             facts = event.data.get("update")
             if facts is not None:
                 history.checked += 1
@@ -113,6 +125,43 @@ class Unchanged(Detector):
             moves.at_zero_rate += rates.get(id(update.parameter)) == 0.0
             moves.changed.append(update.changed)
 
+    def _wake(self, optimizer: Any) -> None:
+        """Groups that begin at rate 0 are warmed up later; also between two looks."""
+        mine = [r for r in self._resting if r.optimizer == id(optimizer)]
+        if not mine:
+            return
+        registry = self.session.registry
+        moving = 0
+        for group in optimizer.param_groups:
+            if group.get("lr") != 0:
+                moving |= registry.bits(group["params"])
+        for key in {r.finding.key for r in mine if any(bit & moving for bit in r.idle)}:
+            self._take_back([r for r in self._resting if r.finding.key == key], moving)
+
+    def _take_back(self, said: list[Resting], moving: int) -> None:
+        """The whole finding goes; those that still rest are judged again."""
+        session = self.session
+        finding = session.found(said[0].finding.key)
+        idle = {bit: moves for resting in said for bit, moves in resting.idle.items()}
+        if finding is None or {*finding.parameters} - {*session.registry.names(sum(idle))}:
+            return  # others have said the same of parameters that they know better
+        session.withdraw(finding)
+        self._resting = [r for r in self._resting if r not in said]
+        self._said -= {resting.optimizer for resting in said}
+        woken = [bit for bit in idle if bit & moving]
+        for bit in woken:
+            idle[bit].woken = True
+        self.report(
+            21,
+            Severity.NOTE,
+            f"{count(len(woken), 'parameter')} had a learning rate of 0 before step "
+            f"{session.step}, and not since.",
+            why=f"It was said before: {finding.what}",
+            fix="Nothing to do, if a warm-up is meant.",
+            parameters=sum(woken),
+            related=(finding.site,),
+        )
+
     def step_ended(self, record: StepRecord) -> None:
         if record.checked and record.number + 1 >= self.session.trace_steps:
             self._judge(least=3)
@@ -130,7 +179,7 @@ class Unchanged(Detector):
             if history is None or history.checked < least or id(optimizer) in self._said:
                 continue
             moves = {bit: m for bit, m in history.moves.items() if m.steps >= least}
-            idle = {bit: m for bit, m in moves.items() if m.at_zero_rate == m.steps}
+            idle = {bit: m for bit, m in moves.items() if m.at_zero_rate == m.steps and not m.woken}
             if idle:
                 self._rate_zero(optimizer, history, idle, len(moves))
                 continue
@@ -151,7 +200,7 @@ class Unchanged(Detector):
         made = birth_site(registry, optimizer)
         site = made if given else registry.scheduled_at.get(optimizer)
         steps = min(m.steps for m in idle.values())
-        self.report(
+        finding = self.report(
             21,
             Severity.ERROR if len(idle) == total else Severity.WARNING,
             f"The learning rate of the {called(history.name)} is 0 for "
@@ -164,6 +213,7 @@ class Unchanged(Detector):
             parameters=sum(idle),
             related=(history.site, made),
         )
+        self._resting.append(Resting(finding=finding, optimizer=id(optimizer), idle=idle))
 
     def _rounded(self, optimizer: Any, history: History, moves: dict[int, Moves]) -> None:
         registry = self.session.registry
