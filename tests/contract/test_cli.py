@@ -21,6 +21,8 @@ OPTIONS = {
     "measure": "--config --checkpoint --set --out --json --quiet --debug",
     "influence": "--config --checkpoint --set --out --what-if --confirm --entropy-budget "
     "--fisher --from --overwrite --json --quiet --debug",
+    "train": "--config --preset --out --steps --resume --no-probe --set --dry-run --json --quiet "
+    "--debug",
     "evaluate": "CHECKPOINTS --task --data --split --prompts --samples --k --seed --reward "
     "--threshold --out --overwrite --config --set --json --quiet --debug",
     "report": "RUNS --html --no-html --figures --columns --trajectory --evaluation --linearity "

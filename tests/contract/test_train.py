@@ -157,6 +157,7 @@ def test_the_probe_changes_no_weight(run, file, tmp_path):
     assert training_facts(Config(), found.facts, found.fact_sources).assumed == {}
 
 
+@pytest.mark.slow
 def test_a_longer_run_continues_a_shorter_one(run, file, tmp_path):
     """Bit for bit; the configuration is the one that the run was begun with."""
     out, _ = run

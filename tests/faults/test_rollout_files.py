@@ -1,6 +1,7 @@
 """Rollout folders, stores and dumps that are broken, foreign or hostile: refused by name."""
 
 import json
+import os
 import pickle
 import shutil
 
@@ -237,10 +238,8 @@ def test_meta_must_be_json(tmp_path):
 
 
 def test_a_crash_while_saving_leaves_no_whole_folder(tmp_path, monkeypatch):
-    from entropy_experiments.rollouts import store
-
     save_update_batch(tmp_path, update_batch())
-    real, calls = store.os.replace, []
+    real, calls = os.replace, []
 
     def failing(source, target):
         calls.append(target)
@@ -248,7 +247,7 @@ def test_a_crash_while_saving_leaves_no_whole_folder(tmp_path, monkeypatch):
             raise OSError("disk full")
         real(source, target)
 
-    monkeypatch.setattr(store.os, "replace", failing)
+    monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(OSError, match="disk full"):
         save_update_batch(tmp_path, update_batch(rows=6))
     monkeypatch.undo()
