@@ -147,6 +147,7 @@ def test_other_tasks_or_another_language_model_are_refused(whole, tmp_path, monk
         load_run(whole)
 
 
+@pytest.mark.slow
 def test_killed_with_signal_9_and_resumed(whole, tasks, tmp_path):
     """A process of its own, killed when it has made a checkpoint."""
     run = tmp_path / "run"

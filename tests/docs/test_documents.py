@@ -23,12 +23,19 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_AGAIN = {"make test", "make test-all", "make demo"}  # this very suite; test_demo_as_it_is
 
+LONG = ("howto_compare.md", "howto_online.md")
+"""Pages of many runs, or of a training: the slow tier executes them."""
+
 
 def blocks(language):
     for document in DOCUMENTS:
         for kind, body in BLOCK.findall(document.read_text()):
             if kind == language:
-                yield pytest.param(body, id=f"{document.name}:{body.splitlines()[0][:40]}")
+                yield pytest.param(
+                    body,
+                    id=f"{document.name}:{body.splitlines()[0][:40]}",
+                    marks=[pytest.mark.slow] if document.name in LONG else [],
+                )
 
 
 def run(command, cwd=ROOT):

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from entropy_experiments.config import load_config
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 
@@ -55,6 +57,7 @@ def numbers(out: Path) -> dict:
     return {k: v for k, v in results.items() if k not in ("timing", "log_path")}
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_as_if_nothing_had_happened(tmp_path):
     out = tmp_path / "interrupted"
     child = started(out)
