@@ -187,6 +187,22 @@ def test_a_large_batch_opens(browser, run, tmp_path):
         assert 0 < len(opened.rollouts()) <= 12
 
 
+def test_a_rollout_jumped_to_comes_once(browser, run, tmp_path):
+    """From a point of the drawing to its text, though that was not shown yet."""
+    wide = large_run(run, tmp_path / "wide", rollouts=30, length=4)
+    with Opened(browser, write_report(wide)) as opened:
+        last = max(influences(wide).items(), key=lambda pair: pair[1])[0]
+        assert last not in opened.rollouts()
+        place = "document.querySelector('[data-figure=\"rollouts\"]')"
+        event = f"{{points: [{{customdata: [{last}]}}]}}"
+        opened.page.evaluate(f"{place}.emit('plotly_click', {event})")
+        assert opened.rollouts()[0] == last
+        assert opened.page.inner_text("#count") == "13 of 30 shown"
+        while opened.page.locator("#more").is_visible():
+            opened.page.click("#more")
+        assert sorted(opened.rollouts()) == list(range(30))
+
+
 @pytest.mark.parametrize("look", ["light", "dark", "narrow"])
 def test_the_comparison_page(browser, run, tmp_path, look):
     """Two studies, one as if of another checkpoint that a hostile mind named."""

@@ -94,7 +94,70 @@ def test_scaling_finds_the_power(probed, tmp_path):
     assert "predicted B_E^−0.50, measured B_E^−0.50" in text
     roots = [row[5] for table in tables(found) if table.title == "Batch size" for row in table.rows]
     assert len(set(roots)) == 1
-    assert set(comparison_figures(found)) == {"changes", "validation", "scaling", "weights"}
+    drawn = comparison_figures(found)
+    assert set(drawn) == {"changes", "validation", "scaling", "weights"}
+    axis = drawn["scaling"]["layout"]["xaxis"]
+    assert (axis["tickvals"], axis["ticktext"]) == ([8, 32, 128], ["8", "32", "128"])
+
+
+def sized(probed, folder, sizes, **more):
+    paths = []
+    for i, size in enumerate(sizes):
+        sections = {"batch_config": {**BATCHES["batch_config"], "B_E": size}}
+        keys = {name: values[i] for name, values in more.items()}
+        path = logged(probed, folder, hours=i, **sections, **keys)
+        log = {**read_log(path), "B_E": size}
+        paths.append(path.with_name(path.name.removesuffix(".gz")))
+        paths[-1].write_text(json.dumps(log))
+        path.unlink()
+    return paths
+
+
+def test_sizes_that_repeat_have_a_tick_each(probed, tmp_path):
+    seeds = [{"master_seed": seed} for seed in (0, 1, 0)]
+    found = compare(sized(probed, tmp_path, (8, 8, 32), probe_rework=seeds))
+    assert set(found["scaling"]) == {"predicted", "measured"}  # seeds may differ
+    axis = comparison_figures(found)["scaling"]["layout"]["xaxis"]
+    assert (axis["tickvals"], axis["ticktext"]) == ([8, 32], ["8", "32"])
+
+
+def test_no_power_is_fitted_across_what_else_differs(probed, tmp_path):
+    names = ("step_1", "step_2")
+    found = compare(sized(probed, tmp_path / "a", (8, 32), checkpoint=names))
+    assert found["scaling"] is None
+    assert "the runs differ in checkpoint, too" in found["not_scaled"]
+    assert "differ in checkpoint, too" in "\n".join(table_lines(found))
+    assert "scaling" not in comparison_figures(found)
+    modes = [{"is_mode": mode} for mode in ("snis", "per_decision")]
+    found = compare(sized(probed, tmp_path / "b", (8, 32), importance=modes))
+    assert "the runs differ in importance.is_mode" in found["not_scaled"]
+    paths = sized(probed, tmp_path / "c", (8, 32))
+    assert compare(paths)["scaling"] is not None
+    paths[0].with_name(f"{paths[0].stem}_config.yaml").unlink()
+    assert "no configuration" in compare(paths)["not_scaled"]
+
+
+def test_weights_say_of_which_step_size_they_are(probed, tmp_path):
+    paths = []
+    for i in range(2):
+        path = logged(probed, tmp_path, checkpoint=f"step_{i}", hours=i)
+        log = read_log(path)
+        for point in log["sweep"]:
+            point["eta"] *= 3
+        paths.append(path.with_name(f"other_{i}.json"))
+        paths[-1].write_text(json.dumps(log))
+    found = compare(paths)
+    (table,) = [t for t in tables(found) if t.title == "Importance weights"]
+    nearest = 3 * log["learning_rate"]
+    assert float(table.rows[0][table.head.index("at η")]) == pytest.approx(nearest, rel=1e-2)
+
+
+def test_settings_of_other_commands_do_not_differ(probed, tmp_path):
+    paths = [
+        logged(probed, tmp_path, checkpoint=f"step_{i}", hours=i, experiment={"repeats": 1 + i})
+        for i in range(2)
+    ]
+    assert compare(paths)["differs"] == {}
 
 
 def test_the_command_in_words_as_json_and_as_a_page(three, tmp_path):
@@ -145,7 +208,8 @@ def test_what_cannot_be_compared_is_refused(three, probed, tmp_path):
         compare(three[:1])
     with pytest.raises(ValueError, match=r"step_10\.json\.gz: given twice"):
         compare([three[0], three[1], three[0]])
-    other = logged(probed, tmp_path, approx_delta_h={"normalize": "per_sequence"})
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({**read_log(three[0]), "unit": "sequence"}))
     with pytest.raises(ValueError, match=r"nats per token, .* in nats per sequence .*one unit"):
         compare([three[0], other])
     steps = tmp_path / "trajectory.json"

@@ -311,6 +311,7 @@ def test_every_field_of_a_standard_log_is_the_runs_own(found, tmp_path):
         "level": "standard",
         "checkpoint": f.checkpoint,
         "learning_rate": f.lr,
+        "unit": f.level.estimand.unit,
         "H_orig": f.level.value,
         "B_E": 8,
         "B_U": 2,

@@ -183,32 +183,28 @@ def _on_the_screen(found: dict[str, Any]) -> None:
 
 
 def _in_words(run: Path) -> list[str]:
-    from entropy_experiments.report.html.data import is_trajectory, log_of
+    from entropy_experiments.report.html.data import as_written, found_at, gather
 
-    if is_trajectory(run):
-        from entropy_experiments.report.html.data import gather
+    kind, path = found_at(run)
+    with as_written(path):
+        if kind == "trajectory":
+            told = gather(path)["verdict"]
+            return [told["sentence"], *told["points"]]
+        if kind == "measure":
+            from entropy_experiments.report.measurements import (
+                measurement_report,
+                read_measurements,
+            )
 
-        told = gather(run)["verdict"]
-        return [told["sentence"], *told["points"]]
-    run = log_of(run)
-    from entropy_experiments.report.measurements import (
-        measurement_report,
-        measurements_file,
-        read_measurements,
-    )
+            return measurement_report(read_measurements(path))
+        if kind == "probe":
+            from entropy_experiments.report.html.from_log import log_report
 
-    measured = measurements_file(run)
-    if measured is not None:
-        return measurement_report(read_measurements(measured))
-    if run.is_file():
-        from entropy_experiments.report.html.from_log import log_report
-        from entropy_experiments.report.log_files import read_log
+            return log_report(path)
+        from entropy_experiments.report.influence_tables import influence_report
+        from entropy_experiments.report.run_files import open_run
 
-        return log_report(read_log(run))
-    from entropy_experiments.report.influence_tables import influence_report
-    from entropy_experiments.report.run_files import open_run
-
-    return influence_report(open_run(run).summary())
+        return influence_report(open_run(path).summary())
 
 
 def _write_html(

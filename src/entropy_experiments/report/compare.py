@@ -26,6 +26,14 @@ KINDS = {
 }
 NOT_SETTINGS = ("detailed_logging", "output", "rollouts", "influence.run_directory")
 """Keys that change no number; the checkpoint is told anyway."""
+OTHER_COMMANDS = {
+    "probe": ("influence.", "experiment."),
+    "measure": ("influence.",),
+    "influence": ("experiment.",),
+}
+"""Sections that a run of this kind does not read."""
+NOT_SCALES = ("batch_config.B_E", "probe_rework.master_seed")
+"""Runs that differ in these alone show how errors fall with the batch size."""
 OF_LABELS = ("batch_config.", "update.", "checkpoint.", "generation.", "estimator.")
 
 
@@ -50,19 +58,21 @@ def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
                 f"{paths[0]} is in nats per {first['unit']}, {path} in nats per {data['unit']} "
                 "(approx_delta_h.normalize). Compare runs in one unit."
             )
-    settings = [_settings(data) for data in gathered]
+    settings = [_settings(data, first["kind"]) for data in gathered]
     differs = _differing(settings)
     labels = _labels(paths, gathered, differs)
     rows = [
         _run(label, path, data) for label, path, data in zip(labels, paths, gathered, strict=True)
     ]
+    unlike = _unlike(rows, settings, differs)
     return {
         "kind": first["kind"],
         "unit": first["unit"],
         "runs": rows,
         "differs": differs,
         "validation": _validation(rows),
-        "scaling": _scaling(rows),
+        "scaling": None if unlike else _scaling(rows),
+        "not_scaled": unlike,
     }
 
 
@@ -93,7 +103,7 @@ def _run(label: str, path: Path, data: Mapping[str, Any]) -> dict[str, Any]:
         "relative_error": _ratio(gap, measured),
         "linear_range": curve.get("linear_range"),
         "noise_floor": curve.get("noise_floor"),
-        "weights": _at(data.get("weights"), data.get("lr")),
+        "weights": _nearest(data.get("weights"), data.get("lr")),
         "trusted": data["verdict"]["trusted"],
         "doubts": data["verdict"]["doubts"],
         "seconds": data.get("seconds"),
@@ -112,8 +122,10 @@ def _ratio(gap: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) ->
     return abs(gap["value"] / measured["value"])
 
 
-def _at(weights: Sequence[Mapping[str, Any]] | None, lr: float | None) -> dict[str, Any] | None:
-    """Those of the step as it was made: of the step size nearest to it."""
+def _nearest(
+    weights: Sequence[Mapping[str, Any]] | None, lr: float | None
+) -> dict[str, Any] | None:
+    """Those of the step size nearest to the step as it was made; their `eta` says which."""
     if not weights or lr is None:
         return None
     return dict(min(weights, key=lambda row: abs(row["eta"] - lr)))
@@ -122,15 +134,16 @@ def _at(weights: Sequence[Mapping[str, Any]] | None, lr: float | None) -> dict[s
 # What was asked differently.
 
 
-def _settings(data: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
     text = (data.get("environment") or {}).get("config")
+    idle = (*NOT_SETTINGS, *OTHER_COMMANDS.get(kind, ()))
     flat: dict[str, Any] = {}
 
     def put(prefix: str, value: Any) -> None:
         if isinstance(value, dict):
             for name, inner in value.items():
                 put(f"{prefix}.{name}" if prefix else str(name), inner)
-        elif not prefix.startswith(NOT_SETTINGS):
+        elif not prefix.startswith(idle):
             flat[prefix] = value
 
     put("", yaml.safe_load(text) if text else {})
@@ -192,6 +205,25 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     x, y = ([pair[i] - sum(p[i] for p in pairs) / len(pairs) for pair in pairs] for i in (0, 1))
     size = math.sqrt(sum(a * a for a in x) * sum(b * b for b in y))
     return sum(a * b for a, b in zip(x, y)) / size if size else None
+
+
+def _unlike(
+    rows: Sequence[Mapping[str, Any]],
+    settings: Sequence[Mapping[str, Any]],
+    differs: Mapping[str, list[Any]],
+) -> str | None:
+    """Why standard errors of these runs are not those of one experiment at several sizes."""
+    if len({row["B_E"] for row in rows}) < 2:
+        return "one batch size"
+    if not all(settings):
+        return "no power of B_E fitted: a run has no configuration beside it"
+    names = [name for name in differs if name not in NOT_SCALES]
+    if len({row["checkpoint"] for row in rows}) > 1:
+        names.insert(0, "checkpoint")
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"no power of B_E fitted: the runs differ in {', '.join(names[:3])}{more}, too"
+    return None
 
 
 def _scaling(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:

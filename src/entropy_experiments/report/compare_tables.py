@@ -62,19 +62,19 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         out.append(
             Table(
                 "Batch size",
-                _scaled(found["scaling"]),
+                found["not_scaled"] or _scaled(found["scaling"]),
                 ["run", "B_E", "B_U", "s.e. predicted", "s.e. measured", "× √B_E", "seconds"],
                 [_sized(row) for row in runs],
             )
         )
     if _has(runs, "weights"):
-        names = ("ESS", "ESS_fraction", "w_max", "w_min", "kl", "clip_fraction", "k_hat")
-        heads = ["ESS", "of all", "largest", "smallest", "KL", "clipped", "k-hat", "trusted"]
+        names = ("eta", "ESS", "ESS_fraction", "w_max", "w_min", "kl", "clip_fraction", "k_hat")
+        heads = ["at η", "ESS", "of all", "largest", "smallest", "KL", "clipped", "k-hat"]
         out.append(
             Table(
                 "Importance weights",
                 "ESS should be near the number of rollouts, the largest weight a few times 1",
-                ["run", *heads],
+                ["run", *heads, "trusted"],
                 [
                     [
                         row["label"],
@@ -129,7 +129,7 @@ def _validated(found: Mapping[str, Any]) -> str:
 
 def _scaled(found: Mapping[str, float] | None) -> str:
     if found is None:
-        return "one batch size"
+        return "no standard errors"
     told = ", ".join(f"{name} B_E^{value:.2f}" for name, value in found.items())
     return words.signed(f"standard errors go as {told} (independent prompts: B_E^-0.50)")
 

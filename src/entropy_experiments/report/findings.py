@@ -130,6 +130,7 @@ def results_of(found: Findings) -> dict[str, Any]:
     out: dict[str, Any] = {
         "checkpoint": found.checkpoint,
         "learning_rate": found.lr,
+        "unit": found.level.estimand.unit,
         "H_orig": found.level.value,
         "B_E": len(rollouts.prompt_N.unique()),
         "B_U": len(batch.rollouts.prompt_N.unique()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,14 @@ def read_log(path: str | Path) -> dict[str, Any]:
 def newest_log(folder: str | Path) -> Path | None:
     """The last log below a folder that `entropy-probe run --out` or its `logs` was; or None."""
     found = [log for top in ("logs", ".") for log in logs_below(Path(folder) / top)]
-    return max(found, key=lambda log: (log.parent.name, log.name), default=None)
+    return max(found, key=_written, default=None)
+
+
+def _written(log: Path) -> tuple[Any, ...]:
+    """Date and time of the name, which copying keeps; within a second, the file's own time."""
+    clock = log.name.removeprefix("entropy_probe_")[: len("HH-MM-SS")]
+    numbers = [int(found) for found in re.findall(r"\d+", log.name)]  # -10 comes after -2
+    return (log.parent.name, clock, log.stat().st_mtime_ns, numbers)
 
 
 def logs_below(directory: Path) -> list[Path]:

@@ -41,6 +41,7 @@ BESIDE = ("summary.json", "config.yaml", "report.html")
 LEVELS = ("minimal", "standard", "detailed", "debug")
 CORE = (
     *("checkpoint", "update", "bars_dot", "deltaH1", "deltaH_true", "learning_rate"),
+    "unit",
     *("H_orig", "H_upd", "B_E", "B_U", "timing"),
 )
 

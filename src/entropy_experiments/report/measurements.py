@@ -10,6 +10,7 @@ from typing import Any
 FORMAT = "entropy_experiments.measurements"
 SCHEMA = 1
 NAME = "results.json"
+AGAIN = "Run `entropy-probe measure` again: finished repeats are kept."
 
 
 def measurements_file(run: Path) -> Path | None:
@@ -19,8 +20,10 @@ def measurements_file(run: Path) -> Path | None:
         return None
     try:
         found = json.loads(path.read_bytes())
-    except ValueError:  # whoever reads it as something else says what is wrong with it
-        return None
+    except ValueError as error:
+        if run.is_dir():
+            raise ValueError(f"{path} is not JSON ({error}). {AGAIN}") from error
+        return None  # whoever reads it as something else says what is wrong with it
     return path if isinstance(found, dict) and found.get("format") == FORMAT else None
 
 
@@ -30,7 +33,7 @@ def read_measurements(path: str | Path) -> dict[str, Any]:
     if found.get("format") != FORMAT or found.get("schema") != SCHEMA:
         raise ValueError(
             f"{path} has format {found.get('format')!r}, schema {found.get('schema')!r}; expected "
-            f"{FORMAT!r}, {SCHEMA}. Run `entropy-probe measure` again: finished repeats are kept."
+            f"{FORMAT!r}, {SCHEMA}. {AGAIN}"
         )
     return found
 
@@ -41,7 +44,8 @@ def measurement_report(results: Mapping[str, Any]) -> list[str]:
     count = len(repeats)
     lines = [
         f"Entropy change of the update after {results['checkpoint']} ({repeats[0]['update']}), in "
-        f"nats, over {count} repeat{'s' if count > 1 else ''} of {repeats[0]['B_E']} prompts:"
+        f"nats per {results['unit']}, over {count} repeat{'s' if count > 1 else ''} of "
+        f"{repeats[0]['B_E']} prompts:"
     ]
     for entry in results["summary"]:
         times = entry["eta"] / results["learning_rate"]

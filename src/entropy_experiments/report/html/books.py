@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from entropy_experiments.report.influence_tables import LINE_NAMES
@@ -41,6 +41,21 @@ def book(
     largest = max(abs(row["value"]) for row in rows)
     power = 3 * math.floor(math.log10(largest) / 3) if largest else 0
     return {"name": name, "unit": unit, "power": power, "rows": rows}
+
+
+def ledger(books: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Books side by side: `lines` has every line of any of them once, in their order."""
+    lines: list[dict[str, Any]] = []
+    for one in books:
+        at = 0
+        for row in one["rows"]:
+            names = [line["name"] for line in lines]
+            if row["name"] in names:
+                at = names.index(row["name"]) + 1
+            else:
+                lines.insert(at, {"name": row["name"], "kind": row["kind"]})
+                at += 1
+    return {"books": list(books), "lines": lines}
 
 
 def study_books(ledgers: Mapping[str, Any], unit: str) -> list[dict[str, Any]]:

@@ -274,7 +274,12 @@ def trajectory(found: Mapping[str, Any]) -> Figure:
         traces,
         380,
         margin=SAME_LEFT,
-        xaxis={"showgrid": False, "range": [at[0], at[-1]]},
+        xaxis={
+            # With rewards below on the same steps, theirs says it.
+            **({} if rewards(found) else {"title": {"text": "optimizer step"}}),
+            "showgrid": False,
+            "range": [at[0], at[-1]],
+        },
         yaxis={"title": {"text": f"entropy, nats per {found['unit']}"}, "rangemode": "tozero"},
         showlegend=True,
     )

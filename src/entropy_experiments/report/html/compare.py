@@ -121,7 +121,8 @@ def _scaling(runs: Sequence[Mapping[str, Any]]) -> Figure:
     sizes, errors = ends[0]
     ideal = [errors[0] * (sizes[0] / size) ** 0.5 for size in sizes]
     traces.append(line(sizes, ideal, "1/√B_E", "$muted", dash="dot", width=1))
-    axis = {"type": "log", "tickvals": sorted(set(sizes)), "ticktext": [str(s) for s in sizes]}
+    ticks = sorted({size for found, _ in ends for size in found})
+    axis = {"type": "log", "tickvals": ticks, "ticktext": [str(size) for size in ticks]}
     return figure_of(
         traces,
         320,

@@ -8,7 +8,8 @@ A key per section. A section that the run has no data for is None, and `absent` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from entropy_experiments.report.measurements import measurements_file
 from entropy_experiments.report.run_files import IDENTITY, MANIFEST
 from entropy_experiments.report.trajectory_file import NAME, read_trajectory
 
+EXPECTED = (
+    "the folder of a study, of `run --out` or of `measure --out`, a log (json or json.gz) or a "
+    f"{NAME}"
+)
 NO_RUN = "one step was studied; give the run's trajectory.json (--trajectory)"
 
 
@@ -33,43 +38,67 @@ def gather(
     most_tokens: int = MOST_TOKENS,
 ) -> dict[str, Any]:
     """`evaluation`: of a study with several evaluation batches, the one to tell; default first."""
-    run = Path(run)
-    if not run.exists():
-        raise FileNotFoundError(
-            f"No {run}; expected the folder of a study, of `run --out` or of `measure --out`, a "
-            f"log (json or json.gz) or a {NAME}."
-        )
-    run = log_of(run)
-    steps = None if trajectory is None else read_trajectory(trajectory)
-    if is_trajectory(run):
-        steps = read_trajectory(run / NAME if run.is_dir() else run)
-        out = _alone(run, steps)
-    elif (measured := measurements_file(run)) is not None:
-        out = measurements_data(measured)
-    elif run.is_dir():
-        out = study_data(run, evaluation=evaluation, most_tokens=most_tokens)
-    else:
-        out = log_data(run)
+    kind, path = found_at(Path(run))
+    with as_written(trajectory or path):
+        steps = None if trajectory is None else read_trajectory(trajectory)
+    with as_written(path):
+        if kind == "trajectory":
+            steps = read_trajectory(path)
+            out = _alone(path, steps)
+        elif kind == "measure":
+            out = measurements_data(path)
+        elif kind == "influence":
+            out = study_data(path, evaluation=evaluation, most_tokens=most_tokens)
+        else:
+            out = log_data(path)
     out["trajectory"] = steps
     if steps is None:
         out["absent"]["entropy over the run"] = NO_RUN
     return out
 
 
-def log_of(run: Path) -> Path:
-    """The newest log of a folder that `entropy-probe run --out` wrote; anything else as it is."""
-    if not run.is_dir() or any((run / name).exists() for name in (MANIFEST, IDENTITY, NAME)):
-        return run
-    return newest_log(run) or run
+def found_at(run: Path) -> tuple[str, Path]:
+    """What a file or folder is, and the file (of a study the folder) that has its numbers."""
+    if not run.exists():
+        raise FileNotFoundError(f"No {run}; expected {EXPECTED}.")
+    if not run.is_dir():
+        if run.name.endswith(NAME):
+            return "trajectory", run
+        return ("probe" if measurements_file(run) is None else "measure"), run
+    if any((run / name).exists() for name in (MANIFEST, IDENTITY)):
+        return "influence", run
+    if (run / NAME).is_file():
+        return "trajectory", run / NAME
+    measured, log = measurements_file(run), newest_log(run)
+    if measured is not None and log is not None:
+        raise ValueError(
+            f"{run} has logs of `entropy-probe run` and the {measured.name} of `entropy-probe "
+            f"measure`. Name the one you mean: {measured} or {log}."
+        )
+    if measured is not None:
+        return "measure", measured
+    if log is not None:
+        return "probe", log
+    begun = ", nothing that is finished" if any(run.iterdir()) else ", which is empty"
+    raise FileNotFoundError(
+        f"No run in {run}{begun}; expected {EXPECTED}. If it was interrupted, give the same "
+        "command again: what was done is kept."
+    )
 
 
-def is_trajectory(run: Path) -> bool:
-    if run.is_dir():
-        return (run / NAME).is_file() and not (run / "manifest.json").exists()
-    return run.name.endswith(NAME)
+@contextmanager
+def as_written(path: str | Path) -> Iterator[None]:
+    """Files that are not as this project writes them: an error that names the file."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not as it was written: {type(error).__name__} {error}. It was changed, or "
+            "is of another version. Run the command that made it again."
+        ) from error
 
 
-def _alone(run: Path, steps: Mapping[str, Any]) -> dict[str, Any]:
+def _alone(path: Path, steps: Mapping[str, Any]) -> dict[str, Any]:
     """A trajectory without a study."""
     first, last = steps["steps"][0], steps["steps"][-1]
     total = steps["total"]
@@ -85,7 +114,7 @@ def _alone(run: Path, steps: Mapping[str, Any]) -> dict[str, Any]:
         "kind": "trajectory",
         "title": f"Entropy from step {first['step']} to {last['step'] + 1}",
         "checkpoint": f"steps {first['step']} to {last['step'] + 1}",
-        "source": run.name,
+        "source": path.name,
         "key": None,
         "unit": steps["unit"],
         "level": first["level"],

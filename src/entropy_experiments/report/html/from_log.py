@@ -14,6 +14,8 @@ from entropy_experiments.report.log_files import read_log
 LINES = ("momentum", "decay", "gradient")
 OF_STUDIES = ("influence by rollout", "probability and advantage", "what if", "the matrix")
 ONLY_STUDIES = "only a study has influences (entropy-probe influence)"
+UNKNOWN_UNIT = "token or sequence (the log does not say which)"
+NOT_A_NUMBER = "not a number"
 
 
 def log_data(path: str | Path) -> dict[str, Any]:
@@ -21,12 +23,13 @@ def log_data(path: str | Path) -> dict[str, Any]:
     log = read_log(path)
     level, lr = log["level"], log["learning_rate"]
     config = _config(path)
-    unit = _unit(config)
+    unit = _unit(log, config)
     estimates = log.get("estimates") or {}
     predicted = _estimate(estimates, log, "deltaH1")
     measured = _estimate(estimates, log, "deltaH_true")
-    bend = estimates.get("curvature_term")
-    sweep = [(one["eta"], one) for one in log.get("sweep") or ()]
+    bend = _estimate(estimates, log, "curvature_term")
+    points = log.get("sweep") or ()
+    sweep = [(one["eta"], one) for one in points if one["value"] is not None]
     absent: dict[str, str] = dict.fromkeys(OF_STUDIES, ONLY_STUDIES)
     out: dict[str, Any] = {
         "kind": "probe",
@@ -39,7 +42,7 @@ def log_data(path: str | Path) -> dict[str, Any]:
         "level": _estimate(estimates, log, "H_orig"),
         "predicted": predicted,
         "measured": measured,
-        "difference": estimates.get("difference"),
+        "difference": _estimate(estimates, log, "difference"),
         "sizes": {name: log[name] for name in ("B_E", "B_U")},
         "seconds": (log.get("timing") or {}).get("total"),
         "absent": absent,
@@ -56,24 +59,32 @@ def log_data(path: str | Path) -> dict[str, Any]:
             "a minimal log has none (detailed_logging.level: standard)"
         )
     elif predicted is None:
-        absent["predicted and measured"] = (
+        absent["predicted and measured"] = _why_null(log, "deltaH1") or (
             "the prediction was skipped (probe_rework.compute_delta_h1: false)"
         )
     else:
-        absent["predicted and measured"] = "nothing was measured (importance.enabled: false)"
+        absent["predicted and measured"] = (
+            _why_null(log, "deltaH_true") or "nothing was measured (importance.enabled: false)"
+        )
+    if len(points) > len(sweep):
+        absent["some step sizes"] = (
+            f"{len(points) - len(sweep)} of {len(points)} measured changes are no numbers "
+            "(`nulls` in the log says why)"
+        )
     if sweep:
         out["weights"] = books.weights(sweep)
-    if predicted is not None and all(name in estimates for name in LINES):
+    parts = {name: _estimate(estimates, {}, name) for name in LINES}
+    if predicted is not None and all(part is not None for part in parts.values()):
         lines = {
-            ("this batch's gradient" if name == "gradient" else name): estimates[name]
-            for name in LINES
+            ("this batch's gradient" if name == "gradient" else name): part
+            for name, part in parts.items()
         }
         rest = None
         if measured is not None:
             gap = measured["value"] - predicted["value"] - (bend or {"value": 0.0})["value"]
             rest = {"value": gap}
         whole = books.book("entropy", f"nats per {unit}", lines, predicted, bend, measured, rest)
-        out["ledger"] = {"books": [{**whole, "notes": []}]}
+        out["ledger"] = books.ledger([{**whole, "notes": []}])
     out["texts"] = _texts(log, absent)
     out["assumed"] = None
     if "assumed" in log:
@@ -88,11 +99,19 @@ def log_data(path: str | Path) -> dict[str, Any]:
 
 
 def _estimate(estimates: Mapping[str, Any], log: Mapping[str, Any], name: str) -> Any:
-    """With its interval where the log has it; None: the phase was skipped."""
+    """With its interval where the log has it; None: the phase was skipped, or found no number."""
     if name in estimates:
-        return estimates[name]
+        return None if estimates[name]["value"] is None else estimates[name]
     value = log.get(name)
     return None if value is None else {"value": value, "interval": None, "trusted": None}
+
+
+def _why_null(log: Mapping[str, Any], name: str) -> str | None:
+    """The log's own reason for a null in the place of a number; None: the number was not asked."""
+    if name not in log or log[name] is not None:
+        return None
+    why = (log.get("nulls") or {}).get(name, NOT_A_NUMBER)
+    return f"{name} in the log is null: {why}"
 
 
 def _verdict(
@@ -103,11 +122,12 @@ def _verdict(
     unit: str,
 ) -> dict[str, Any]:
     points = []
-    if estimates.get("difference") is not None:
-        points.append(words.gap(estimates["difference"]))
-    terms = [estimates.get(name) for name in ("direct", "state")]
+    gap = _estimate(estimates, {}, "difference")
+    if gap is not None:
+        points.append(words.gap(gap))
+    terms = [_estimate(estimates, {}, name) for name in ("direct", "state")]
     if all(terms):
-        direct, state = (words.number(term["value"], 2) for term in terms)  # type: ignore[index]
+        direct, state = (words.number(term["value"], 2) for term in terms)
         points.append(f"{direct} by other choices in the same states, {state} by other states.")
     if "linear_range" in log and log["linear_range"] is not None:
         points.append(f"The straight line holds within 10 % up to eta {log['linear_range']:.2g}.")
@@ -122,13 +142,21 @@ def _verdict(
         "sentence": words.of_probe(log, predicted, measured, unit),
         "points": points,
         "trusted": all(known) if known else None,
-        "doubts": words.doubts_of(predicted, measured),
-        "text": log_report(log),
+        "doubts": [
+            *words.doubts_of(predicted, measured),
+            *filter(None, (_why_null(log, name) for name in ("H_orig", "deltaH1", "deltaH_true"))),
+        ],
+        "text": _report(log, unit),
     }
 
 
-def log_report(log: Mapping[str, Any]) -> list[str]:
+def log_report(path: str | Path) -> list[str]:
     """A log in words, for a terminal."""
+    log = read_log(path)
+    return _report(log, _unit(log, _config(Path(path))))
+
+
+def _report(log: Mapping[str, Any], unit: str) -> list[str]:
     estimates = log.get("estimates") or {}
     update = words.made_by(log["checkpoint"], log["update"] == "recorded")
     lines = [f"{update}, at learning rate {log['learning_rate']:.3g}:"]
@@ -140,19 +168,20 @@ def log_report(log: Mapping[str, Any]) -> list[str]:
         ("curvature adds", "curvature_term"),
     )
     for name, key in shown:
-        found = _estimate(estimates, log, key)
+        found, why = _estimate(estimates, log, key), _why_null(log, key)
         if found is None:
+            lines += [] if why is None else [f"  {name:16} {NOT_A_NUMBER}: {why}"]
             continue
         sign = "" if key == "H_orig" else "+"
         bar = found["interval"]
         told = "" if bar is None else f" (95% {bar[0]:{sign}.3g} to {bar[1]:{sign}.3g})"
-        lines.append(f"  {name:16} {found['value']:{sign}.4g} nats{told}")
+        lines.append(f"  {name:16} {found['value']:{sign}.4g} nats per {unit}{told}")
         lines += [f"    NOT trusted: {why}" for why in found.get("why_not") or ()]
     weights = log.get("diagnostics")
     if weights:
+        ess, largest = (words.fixed(weights[name], k) for name, k in (("ESS", 1), ("w_max", 2)))
         lines.append(
-            f"Importance weights: ESS {weights['ESS']:.1f} of {weights['rollouts']} rollouts, "
-            f"largest {weights['w_max']:.2f}"
+            f"Importance weights: ESS {ess} of {weights['rollouts']} rollouts, largest {largest}"
         )
     if log.get("assumed"):
         told = ", ".join(f"{name} = {value}" for name, value in log["assumed"].items())
@@ -197,10 +226,14 @@ def _config(path: Path) -> str | None:
     return beside.read_text(encoding="utf-8") if beside.is_file() else None
 
 
-def _unit(config: str | None) -> str:
-    """Per what the log's numbers are; only its configuration says."""
-    found = yaml.safe_load(config) if config is not None else None
-    normalize = ((found or {}).get("approx_delta_h") or {}).get("normalize", "per_token")
+def _unit(log: Mapping[str, Any], config: str | None) -> str:
+    """Per what the log's numbers are. Of an earlier log, the configuration beside it says."""
+    if "unit" in log:
+        return log["unit"]
+    if config is None:
+        return UNKNOWN_UNIT
+    found = yaml.safe_load(config) or {}
+    normalize = (found.get("approx_delta_h") or {}).get("normalize", "per_token")
     return "token" if normalize == "per_token" else "sequence"
 
 
@@ -212,7 +245,7 @@ def _environment(path: Path, log: Mapping[str, Any], config: str | None) -> dict
             "log": f"{path.name}, level {log['level']}",
             "learning rate": words.plain(log["learning_rate"]),
             "batches": sizes,
-            "seconds": f"{(log.get('timing') or {}).get('total', 0):.1f}",
+            "seconds": words.fixed((log.get("timing") or {}).get("total"), 1),
         },
         "versions": {k: v for k, v in provenance.items() if not isinstance(v, dict | list)},
         "config": config,

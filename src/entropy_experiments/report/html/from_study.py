@@ -90,14 +90,10 @@ def _verdict(summary: Mapping[str, Any], found: Mapping[str, Any], unit: str) ->
         points.append(f"Of the predicted change: {words.signed(', '.join(told))}.")
     if reward is not None:
         bought = reward["measured"]
-        points.append(
-            f"Expected reward changes by {words.number(bought['value'])} (95 % "
-            f"{words.ends(bought['interval'])})."
-        )
+        points.append(f"Expected reward changes by {words.with_bar(bought)}.")
     if rest is not None and rest["interval"] is not None:
         points.append(
-            f"Unexplained by all lines and curvature: {words.number(rest['value'], 2)} (95 % "
-            f"{words.ends(rest['interval'])}), "
+            f"Unexplained by all lines and curvature: {words.with_bar(rest, 2)}, "
             + ("nothing." if _holds_zero(rest) else "more than two orders can tell.")
         )
     tokens = found["reliability"]
@@ -129,7 +125,7 @@ def _ledger(found: Mapping[str, Any], unit: str, absent: dict[str, str]) -> dict
         absent["the reward's ledger"] = (
             "needs rewards of the evaluation rollouts and two or more per prompt (influence.reward)"
         )
-    return {"books": books.study_books(found["ledger"], unit)}
+    return books.ledger(books.study_books(found["ledger"], unit))
 
 
 def _rollouts(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def drawn(name: str, charts: Mapping[str, Any], **context: Any) -> str:
     environment.filters |= {
         "number": words.number,
         "plain": words.plain,
+        "fixed": words.fixed,
         "ends": words.ends,
         "scaled": words.scaled,
         "unit_of": words.unit_of,

@@ -158,13 +158,16 @@
   const byId = new Map(views.rollouts.map((row) => [row.i, row]));
   let shown = [];
   let built = 0;
-  const extend = () => {
-    for (const row of shown.slice(built, built + PAGE)) list.append(card(row));
-    built = Math.min(shown.length, built + PAGE);
+  const count = () => {
     const left = shown.length - built;
     more.hidden = left === 0;
     more.textContent = `Show ${Math.min(PAGE, left)} more of ${left.toLocaleString("en")}`;
     document.getElementById("count").textContent = `${built.toLocaleString("en")} of ${shown.length.toLocaleString("en")} shown`;
+  };
+  const extend = () => {
+    for (const row of shown.slice(built, built + PAGE)) list.append(card(row));
+    built = Math.min(shown.length, built + PAGE);
+    count();
   };
   const restart = () => {
     const wanted = choose.find.value.toLowerCase();
@@ -185,7 +188,13 @@
     if (!row) return;
     const already = document.getElementById("rollout-" + i);
     const place = already || card(row);
-    if (!already) list.prepend(place);
+    if (!already) {
+      // First now, and not a second time where it would have come.
+      shown = [row, ...shown.filter((other) => other !== row)];
+      built += 1;
+      list.prepend(place);
+      count();
+    }
     for (const old of list.querySelectorAll(".found")) old.classList.remove("found");
     place.classList.add("found");
     place.scrollIntoView({ block: "center" });

@@ -14,8 +14,9 @@ def sentence(
 ) -> str:
     """The verdict: what the update does to the entropy, how sure that is, what was predicted."""
     value, interval = change["value"], change.get("interval")
+    doubted = change.get("trusted") is False
     size = plain(abs(value), 2)
-    share = f", {abs(value) / level:.1%} of it" if level else ""
+    share = f", {abs(value) / level:.1%} of it" if level and not doubted else ""
     if interval is None:
         said = (
             f"{update} changes the policy’s entropy by {number(value)} nats per {unit}{share}; "
@@ -32,8 +33,9 @@ def sentence(
         bar = f" (95 % {plain(low, 2)} to {plain(high, 2)})"
         said = f"{update} {verb} the policy’s entropy by {size} nats per {unit}{bar}{share}"
     if predicted is not None:
-        said += f"; first order predicts {number(predicted['value'])}"
-    return said + "."
+        unsure = " (not trusted)" if predicted.get("trusted") is False else ""
+        said += f"; first order predicts {number(predicted['value'])}{unsure}"
+    return f"Not trusted, for the reasons given: {said}." if doubted else f"{said}."
 
 
 def of_probe(
@@ -53,10 +55,13 @@ def of_probe(
 
 
 def gap(found: Numbers) -> str:
-    return (
-        f"Predicted minus measured, paired: {number(found['value'], 2)} (95 % "
-        f"{ends(found['interval'])})."
-    )
+    return f"Predicted minus measured, paired: {with_bar(found, 2)}."
+
+
+def with_bar(found: Numbers, digits: int = 3) -> str:
+    """A value and, where there is one, its interval."""
+    bar = found.get("interval")
+    return number(found["value"], digits) + ("" if bar is None else f" (95 % {ends(bar)})")
 
 
 def made_by(checkpoint: str, real: bool) -> str:
@@ -72,7 +77,7 @@ def number(x: float | None, digits: int = 3) -> str:
     if x is None:
         return "–"
     whole = "#" if digits > 1 else ""  # 0.00700: as many digits as its neighbours
-    return signed(f"{x:+{whole}.{digits}g}") if x else "0"
+    return signed(f"{x:+{whole}.{digits}g}".removesuffix(".")) if x else "0"
 
 
 def scaled(x: float | None, power: int, sign: str = "+") -> str:
@@ -84,6 +89,10 @@ def unit_of(power: int) -> str:
     """A power of ten as people write it; nothing for 1."""
     digits = str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return "" if power == 0 else f"10{digits} "
+
+
+def fixed(x: float | None, decimals: int = 2, end: str = "") -> str:
+    return "–" if x is None else f"{x:.{decimals}f}{end}"
 
 
 def plain(x: float | None, digits: int = 3) -> str:
