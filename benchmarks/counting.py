@@ -29,18 +29,22 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):  # a parameter, of which a view may come out
+                self._seen(leaf.untyped_storage(), made=False)
+        out = func(*args, **kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._seen(leaf.untyped_storage())
+                self._seen(leaf.untyped_storage(), made=True)
         return out
 
-    def _seen(self, storage: Any) -> None:
+    def _seen(self, storage: Any, *, made: bool) -> None:
         key = storage._cdata
         if key in self._known:
             return
-        self._known[key] = storage.nbytes()
-        self.live += storage.nbytes()
+        self._known[key] = storage.nbytes() if made else 0
+        self.live += self._known[key]
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._gone, key)
 

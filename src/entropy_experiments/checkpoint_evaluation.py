@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.config import Config, parse_config
+from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.evaluation.measures import differences, length_quantiles, measures
 from entropy_experiments.evaluation.request import (
     Candidate,
@@ -35,13 +36,14 @@ from entropy_experiments.evaluation.store import (
     EvaluationStore,
     Finished,
 )
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.policy.load import Checkpoint, load_checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.report.figures.style import NEEDED, can_draw
 from entropy_experiments.report.findings import numbers
 from entropy_experiments.rollouts.sample import SampleGenerator
 from entropy_experiments.rollouts.store import RolloutStore, write_whole
-from entropy_experiments.run_conditions import careful
+from entropy_experiments.run_conditions import careful, own_device
 from entropy_experiments.tasks.datasets import Problem
 from entropy_experiments.trajectory import provenance
 
@@ -63,7 +65,8 @@ def evaluate_checkpoints(
 
     Without `out`: a folder below results/evaluations, the same for the same question.
     """
-    say: Say = (lambda line: None) if quiet else _on_stderr
+    ranks = current()
+    say: Say = (lambda line: None) if quiet or not ranks.first else _on_stderr
     asked = prepared(config or parse_config({}), checkpoints, request or EvaluationRequest())
     check_reward(asked.reward, asked.problems)
     for note in asked.notes:
@@ -71,27 +74,32 @@ def evaluate_checkpoints(
     store = EvaluationStore(out or _usual_folder(asked))
     keys = {one.label: asked.key(one) for one in asked.candidates}
     if not overwrite:
-        store.refuse_others(asked.settings, keys)
-    done = {label: store.get(label, key) for label, key in keys.items()}
+        ranks.told(lambda: store.refuse_others(asked.settings, keys))
+    done = ranks.told(lambda: {label: store.get(label, key) for label, key in keys.items()})
     with careful():
         pending = [one for one in asked.candidates if done[one.label] is None]
         # What is wrong with the last one should not be told after hours of the others.
         for one in pending if len(pending) > 1 else ():
             _opened(asked, one)
             gc.collect()
-        store.bind(asked.settings)
+        ranks.told(lambda: store.bind(asked.settings))
         for one in asked.candidates:
             if one in pending:
                 rows, facts = _evaluated(asked, one, store, quiet=quiet)
-                done[one.label] = store.put(one.label, keys[one.label], rows, facts)
+                label = one.label
+                done[label] = ranks.told(lambda: store.put(label, keys[label], rows, facts))
                 gc.collect()  # a module holds itself in cycles; the next one needs its memory
                 say(f"{one.label}: evaluated in {facts['seconds']:.1f} s")
             else:
                 say(f"{one.label}: found in {store.folder}")
     result = _result(asked, store, {name: one for name, one in done.items() if one is not None})
-    result["plot"] = _plotted(result, store, say)
-    store.finish(result)
-    return result
+
+    def write() -> dict[str, Any]:
+        result["plot"] = _plotted(result, store, say)
+        store.finish(result)
+        return result
+
+    return ranks.told(write)
 
 
 def _usual_folder(asked: Evaluation) -> Path:
@@ -109,7 +117,7 @@ def _opened(
         base=config.checkpoint.base,
         backbone=config.checkpoint.backbone,
         dtype=config.checkpoint.dtype,
-        device_map=config.checkpoint.device_map,
+        device_map=own_device(config.checkpoint.device_map),
         read_optimizer=False,
     )
     policy = SequenceProcessor(
@@ -122,7 +130,7 @@ def _opened(
         stop=settings["stop"],
         batch_size=config.generation.gen_batch_size,
         master_seed=settings["seed"],
-        progress=not quiet,
+        progress=not quiet and current().first,
     )
     problems = asked.problems_for(checkpoint.tokenizer)
     for problem in problems:
@@ -139,14 +147,18 @@ def _evaluated(
     generator.store = RolloutStore(store.folder / UNITS / digest(generator.identity())[:16])
     policy, samples = generator.policy, settings["samples"]
     rollouts = generator.generate_evaluation_batch(problems, group=samples)
-    scores = policy.score_all(rollouts, microbatch=asked.config.forward_batch_size)
-    rows = rollout_rows(
-        rollouts,
-        scores,
-        problems,
-        asked.reward,
-        samples=samples,
-        threshold=settings["threshold"],
+    microbatch = asked.config.forward_batch_size
+    scores = score_all(policy, policy.params, rollouts, microbatch=microbatch)
+    # By one rank: a judge that is asked twice may answer twice.
+    rows = current().told(
+        lambda: rollout_rows(
+            rollouts,
+            scores,
+            problems,
+            asked.reward,
+            samples=samples,
+            threshold=settings["threshold"],
+        )
     )
     count = len(rollouts)
     label = {"checkpoint": [candidate.label] * count, "step": [checkpoint.step] * count}

@@ -33,6 +33,7 @@ from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import Case, measured_many
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.probe_inputs import ProbeInputs
 from entropy_experiments.probe_sampling import Opened, contents, opened
 from entropy_experiments.report.findings import numbers, weights_of
@@ -165,9 +166,13 @@ class EntropyMeasurements:
         path = self._results_path(probed.checkpoint.name, digest_of(base_key, plan.repeats))
         results["results_path"] = str(path)
         encoded = json.dumps(results, indent=1, allow_nan=False).encode()
-        if not path.is_file() or path.read_bytes() != encoded:  # a rerun changes nothing
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, encoded)
+
+        def write() -> None:
+            if not path.is_file() or path.read_bytes() != encoded:  # a rerun changes nothing
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, encoded)
+
+        current().told(write)
         return Measurements(results)
 
     def _key(self, plan: ExperimentPlan, etas: Sequence[float], probed: Opened) -> str:
@@ -217,7 +222,7 @@ class EntropyMeasurements:
         return logs / "measurements" / f"{checkpoint}_{key[:8]}.json"
 
     def _tell(self, done: int, total: int, computed: int, seconds: float) -> None:
-        if self._quiet:
+        if self._quiet or not current().first:
             return
         left = ""
         if computed and done < total:

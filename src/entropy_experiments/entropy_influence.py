@@ -19,6 +19,7 @@ from entropy_experiments.config import Config, load_config, parse_config
 from entropy_experiments.config.estimates import BatchRequest
 from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
 from entropy_experiments.influence import whatif
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.probe_sampling import Opened, contents, opened
 from entropy_experiments.report.figures.style import can_draw
 from entropy_experiments.report.notebook import InfluenceSummary, WhatIfAnswers
@@ -118,7 +119,8 @@ class EntropyInfluenceRunner:
         _check_etas(asked.etas or (), asked.per_sequence_etas or ())
         for text in config.influence.what_if:
             whatif.parse(text)  # a typing mistake costs no minutes
-        say = None if self._quiet else to_stderr
+        ranks = current()
+        say = None if self._quiet or not ranks.first else to_stderr
         with careful():
             probed = opened(config, checkpoint_path)
             _check_etas(asked.etas or (probed.optimizer.lr,), asked.per_sequence_etas or ())
@@ -130,23 +132,26 @@ class EntropyInfluenceRunner:
             place = asked.run_directory
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)
-            run.bind(study_key, overwrite=overwrite)
-            finished, inputs = run.finished(key), None
+            ranks.told(lambda: run.bind(study_key, overwrite=overwrite))
+            finished, inputs = ranks.told(lambda: run.finished(key)), None
             if not finished or asked.workspace.save_path is not None:  # which may be new
                 inputs = gather_study(config, probed, quiet=self._quiet)
             if inputs is not None and not finished:
                 study = Study(inputs, run.stages, say=say)
                 files, arrays, summary = StudyFiles(study).made(key)
-                before = run.answers()
-                gone = run.write(files, key, arrays)
-                if say is not None:
-                    for line in told_removed(before, summary, gone, run.folder):
-                        say(line)
+
+                def write() -> None:
+                    before = run.answers()
+                    gone = run.write(files, key, arrays)
+                    if say is not None:
+                        for line in told_removed(before, summary, gone, run.folder):
+                            say(line)
+
+                ranks.told(write)
             elif say is not None:
                 say(f"{run.folder}: finished already, nothing was computed")
-        return InfluenceSummary(
-            {**open_run(run.folder).summary(), "run_directory": str(run.folder)}
-        )
+        summary = ranks.told(lambda: open_run(run.folder).summary())
+        return InfluenceSummary({**summary, "run_directory": str(run.folder)})
 
 
 def what_if_from(

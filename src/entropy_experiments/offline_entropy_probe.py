@@ -25,6 +25,7 @@ from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.probe_inputs import ProbeInputs, gather, timed
@@ -34,7 +35,7 @@ from entropy_experiments.report.messages import messages
 from entropy_experiments.report.notebook import ProbeResults
 from entropy_experiments.report.verdict import verdict
 from entropy_experiments.rollouts.whole_files import write_whole
-from entropy_experiments.run_conditions import careful
+from entropy_experiments.run_conditions import careful, own_device
 from entropy_experiments.trajectory import following, provenance
 from entropy_experiments.types import Attribution, Direction, Estimate, Scores
 from entropy_experiments.types.direction import AdamGroup
@@ -67,6 +68,13 @@ class OfflineEntropyProbe:
         results["verdict"] = verdict(found)
         for message in messages(found):
             self._say(message)
+        log = current().told(lambda: self._written(found, decode, results))
+        if log is not None:
+            results["log_path"] = log
+        return results
+
+    def _written(self, found: Findings, decode: Any, results: ProbeResults) -> str | None:
+        """Log and results.json, as the configuration asks for them; returns the log's path."""
         log = DetailedLogger(self.config).write(found, decode)
         if log is not None:
             results["log_path"] = str(log)
@@ -75,7 +83,7 @@ class OfflineEntropyProbe:
             path = Path(self.config.output.results_path)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(results, indent=1, allow_nan=False).encode())
-        return results
+        return results.get("log_path")
 
     def findings(self, checkpoint_path: str | Path | None = None) -> tuple[Findings, Any]:
         """(what was found, the tokenizer's decode): the numbers as Estimates, for further use."""
@@ -95,7 +103,8 @@ class OfflineEntropyProbe:
         predicted, bend, linear_range = self._predict(inputs, direction, base)
         measured = self._measure(inputs, direction, base)
         with timed(timing, "certificate"):
-            certificate, absent = self._certificate(inputs, direction)
+            # Another model to load: by one rank.
+            certificate, absent = current().told(lambda: self._certificate(inputs, direction))
         notes = list(inputs.notes)
         if stats.part_norms["gradient"] == 0:
             if inputs.real:  # a drawn batch comes with a note of its own
@@ -224,7 +233,7 @@ class OfflineEntropyProbe:
                 base=asked.base,
                 backbone=asked.backbone,
                 dtype=asked.dtype,
-                device_map=asked.device_map,
+                device_map=own_device(asked.device_map),
                 need_optimizer=False,
             )
             params = SequenceProcessor(after.model).params
@@ -233,7 +242,7 @@ class OfflineEntropyProbe:
             return None, f"the checkpoint one step later cannot be used ({error})"
 
     def _say(self, line: str) -> None:
-        if not self._quiet:
+        if not self._quiet and current().first:
             print(line, file=sys.stderr, flush=True)
 
 

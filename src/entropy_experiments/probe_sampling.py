@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.config import Config
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.policy.load import Checkpoint, load_checkpoint
 from entropy_experiments.policy.optimizer_state import refuse_zero_lr
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -23,6 +24,7 @@ from entropy_experiments.rollouts.store import (
     save_rollouts,
     save_update_batch,
 )
+from entropy_experiments.run_conditions import own_device
 from entropy_experiments.tasks.datasets import Problem, load_problems
 from entropy_experiments.tasks.rewards import build_reward
 from entropy_experiments.training_facts import TrainingFacts, training_facts, with_learning_rate
@@ -55,7 +57,7 @@ def opened(config: Config, checkpoint_path: str | Path | None) -> Opened:
         adapter_path=asked.adapter_path,
         optimizer_path=asked.optimizer_path,
         dtype=asked.dtype,
-        device_map=asked.device_map,
+        device_map=own_device(asked.device_map),
     )
     assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
     given = config.update.lr
@@ -135,7 +137,7 @@ class Sampler:
             stop=config.generation.stop or facts.values.get("stop") or (),
             batch_size=config.generation.gen_batch_size,
             master_seed=config.probe_rework.master_seed,
-            progress=not quiet,
+            progress=not quiet and current().first,
             units=units,
         )
         self.retries: int | None = None
@@ -157,7 +159,8 @@ class Sampler:
             problems = self.problems("evaluation", asked.E_split, asked.B_E, avoid)
             rollouts = self.generator.generate_evaluation_batch(problems)
             if self.config.rollouts.save is not None:
-                save_rollouts(self._folder / "evaluation", rollouts, meta=self.meta)
+                folder = self._folder / "evaluation"
+                current().told(lambda: save_rollouts(folder, rollouts, meta=self.meta))
         return replace(rollouts, behaviour_logprob_NS=None)  # of the very policy that is probed
 
     def saved_update(self) -> tuple[UpdateBatch, list[str]] | None:
@@ -185,7 +188,8 @@ class Sampler:
         )
         self.retries = drawn.retries
         if self.config.rollouts.save is not None:
-            save_update_batch(self._folder / "update", drawn.batch, meta=self.meta)
+            folder = self._folder / "update"
+            current().told(lambda: save_update_batch(folder, drawn.batch, meta=self.meta))
         used = {"B_U": asked.B_U, "G": asked.G}
         other = [
             f"training had {name} = {facts.values[name]}; the drawn batch has {value} "

@@ -1,11 +1,24 @@
-"""What every run keeps while it computes: full precision, and advice where memory ends."""
+"""What every run keeps while it computes: full precision, and advice where memory ends.
+
+And the device of a rank: of several processes on a machine each has one of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from entropy_experiments.numerics.ranks import current
+
+
+def own_device(device_map: Any) -> Any:
+    """`auto` would spread every rank's model over all devices: a rank has the one it chose."""
+    if device_map == "auto" and current().size > 1 and torch.cuda.is_available():
+        return {"": torch.cuda.current_device()}
+    return device_map
 
 
 @contextmanager

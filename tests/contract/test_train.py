@@ -121,6 +121,12 @@ def test_it_learned_and_was_probed(run):
     assert any(not torch.equal(value, after[name]) for name, value in before.items())
 
 
+def test_the_facts_are_the_same_wherever_they_are_written(run):
+    out, _ = run
+    places = (out, out / "record", *(out / f"checkpoint-{step}" for step in (0, 2, 4)))
+    assert len({(place / "entropy_probe.json").read_bytes() for place in places}) == 1
+
+
 def test_the_offline_probe_assumes_nothing(run):
     """Each checkpoint says how it was trained, on what, and for what reward."""
     out, _ = run
@@ -278,6 +284,8 @@ def test_other_names(alias):
         "probe.group": 2,
         "probe.uses": 3,
         "probe.microbatch": 4,
+        "probe.ledger_every": 6,
+        "probe.noise_scale": True,
         "probe.parts": False,
         "probe.record": False,
         "probe.seed": 11,

@@ -252,7 +252,7 @@ def test_dora_trains_as_if_its_norms_were_constants():
             assert float((trained[name] - p.grad).norm() / p.grad.norm()) <= SLOPES_FP32
     gap = sum(float((exact[n] - g).norm() ** 2) for n, g in trained.items()) ** 0.5
     assert gap > 0.01 * dot(exact, exact) ** 0.5
-    plain = SequenceProcessor(made("qwen2"))
+    plain = SequenceProcessor(made("lora"))
     assert plain.as_trained() is plain
 
 

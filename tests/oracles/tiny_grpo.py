@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from entropy_experiments.policy.precision import true_float64
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPTS = ["1+2=", "12*3=", "4-1=", "(1+2)*34=", "9=", "8/4=", "7+7=", "2*(3-1)="]
@@ -17,8 +18,10 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(ord(letter) % 7 for letter in text) / 10 for text in completions]
 
 
-def grpo(folder: Path, *, callbacks: list[Any], lora: bool = True, **changes: Any) -> Any:
-    """A trainer whose every random number follows from the seed."""
+def grpo(
+    folder: Path, *, callbacks: list[Any], lora: bool = True, double: bool = False, **changes: Any
+) -> Any:
+    """A trainer whose every random number follows from the seed. `double`: all of it in fp64."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
@@ -51,8 +54,10 @@ def grpo(folder: Path, *, callbacks: list[Any], lora: bool = True, **changes: An
         target_modules=["q_proj", "v_proj", "down_proj"],
         task_type="CAUSAL_LM",
     )
+    if double:
+        true_float64(model.double())
     torch.manual_seed(1)  # LoRA's A
-    return GRPOTrainer(
+    trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,  # pyright: ignore[reportArgumentType]
         args=GRPOConfig(**(settings | changes)),
@@ -61,6 +66,9 @@ def grpo(folder: Path, *, callbacks: list[Any], lora: bool = True, **changes: An
         peft_config=adapter if lora else None,
         callbacks=callbacks,
     )
+    if double:
+        trainer.model.double()  # the adapter too
+    return trainer
 
 
 def outcome(trainer: Any) -> dict[str, Any]:

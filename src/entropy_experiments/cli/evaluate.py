@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.job import shared_ending
 from entropy_experiments.cli.options import (
     AsJson,
     ConfigFile,
@@ -84,7 +84,10 @@ def evaluate(
 ) -> None:
     """Pass rate, pass@k, format, length and entropy of checkpoints, on the same prompts."""
     found: Config | None = None
-    with ending(debug=debug, interrupted=lambda: interrupted(found, lambda _: _kept(out))):
+    with shared_ending(
+        debug=debug, interrupted=lambda: interrupted(found, lambda _: _kept(out))
+    ) as speaks:
+        quiet = quiet or not speaks
         changes = _changes(task, data, split, seed)
         found = configured(config, changes, None, overrides)
         tell_notes(found, quiet=quiet)

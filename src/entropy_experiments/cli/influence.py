@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.job import shared_ending
 from entropy_experiments.cli.options import (
     AsJson,
     Checkpoint,
@@ -76,7 +76,8 @@ def influence(
 ) -> None:
     """Say which tokens, rollouts and optimizer terms moved the entropy, and what if."""
     found: Config | None = None
-    with ending(debug=debug, interrupted=lambda: interrupted(found, _kept)):
+    with shared_ending(debug=debug, interrupted=lambda: interrupted(found, _kept)) as speaks:
+        quiet = quiet or not speaks
         if saved is not None:
             given = {"--config": config, "--checkpoint": checkpoint, "--set": overrides}
             given |= {"--out": out, "--confirm": confirm, "--fisher": fisher}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.job import shared_ending
 from entropy_experiments.cli.options import (
     AsJson,
     Checkpoint,
@@ -50,7 +50,8 @@ def measure(
 ) -> None:
     """Measure an update's entropy change at several step sizes, over fresh batches."""
     found: Config | None = None
-    with ending(debug=debug, interrupted=lambda: interrupted(found, _kept)):
+    with shared_ending(debug=debug, interrupted=lambda: interrupted(found, _kept)) as speaks:
+        quiet = quiet or not speaks
         found = configured(config, {}, checkpoint, overrides, under=out)
         tell_notes(found, quiet=quiet)
 

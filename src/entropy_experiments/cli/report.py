@@ -35,8 +35,8 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN",
-            help="Folder of a study, a probe or measurements, log or trajectory.json; several: "
-            "side by side.",
+            help="Folder of a study, a probe, measurements or a probed training, log or "
+            "trajectory.json; several: side by side.",
         ),
     ],
     html: Annotated[
@@ -187,7 +187,7 @@ def _in_words(run: Path) -> list[str]:
 
     kind, path = found_at(run)
     with as_written(path):
-        if kind == "trajectory":
+        if kind in ("trajectory", "training"):
             told = gather(path)["verdict"]
             return [told["sentence"], *told["points"]]
         if kind == "measure":

@@ -93,6 +93,12 @@ class Probe(Section):
     """Also split the prediction: what the batch does, and what momentum and decay do."""
     record: bool = True
     """Keep every step's batch, so that the offline commands can replay it."""
+    ledger_every: Count | None = None
+    """Steps between ledgers: who moved the entropy, rollout by rollout and token by token, in
+    entropy_probe_ledgers/step_N. null: none."""
+    noise_scale: bool = False
+    """Also the gradient noise scale and the critical batch size, from the backward passes of each
+    step."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of the evaluation prompts and rollouts; training has its own."""
 

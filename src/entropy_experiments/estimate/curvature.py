@@ -28,6 +28,7 @@ from entropy_experiments.estimate.ratio import (
     taylor,
 )
 from entropy_experiments.numerics.derivatives import How, pushforward2
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import (
     Direction,
@@ -120,8 +121,9 @@ def _sums(
     microbatch: int,
 ) -> Tensor:
     """Per rollout: A, B, A', B', A'', B''."""
-    v, out_NM = direction.total, rollouts.weight_N.new_zeros(len(rollouts), 6)
-    for rows_N, columns, part in rollouts.split(microbatch):
+    v, ranks = direction.total, current()
+
+    def sums(rows_N: Tensor, columns: slice, part: Rollouts) -> Tensor:
         orders = pushforward2(lambda params: policy.score(params, part), policy.params, v, how=mode)
         check_scores(orders[0], part, rows_N, columns)
         zeroth, first, second = (Scores(*(x.double() for x in order)) for order in orders)
@@ -132,8 +134,15 @@ def _sums(
             scores = Scores(zeroth.logprob_NS + bend_l, zeroth.entropy_NS + bend_h)
             return ratio_sums(payload(scores, estimand), moved_NS + bend_l, part, estimand)
 
-        out_NM[rows_N] = torch.stack(taylor(path, zeroth.logprob_NS), dim=1)
-    return out_NM
+        return torch.stack(taylor(path, zeroth.logprob_NS), dim=1)
+
+    def local() -> list[Tensor]:
+        out_NM = rollouts.weight_N.new_zeros(len(rollouts), 6)
+        for part in ranks.mine(rollouts.split(microbatch)):
+            out_NM[part.rows_N] = sums(*part)
+        return [out_NM]
+
+    return ranks.summed(local)[0]
 
 
 def _slope(a: Tensor, b: Tensor, da: Tensor, db: Tensor, dda: Tensor, ddb: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ that serves every direction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -45,7 +46,7 @@ from entropy_experiments.numerics.derivatives import (
     pushforwards,
     require_full_precision,
 )
-from entropy_experiments.numerics.ranks import ALONE, Ranks
+from entropy_experiments.numerics.ranks import Ranks, current
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import (
     Attribution,
@@ -58,6 +59,7 @@ from entropy_experiments.types import (
     Scores,
     check_direction,
 )
+from entropy_experiments.types.direction import sum_of
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
 SlopeForm = Literal["matched", "to_go"]
@@ -87,13 +89,69 @@ def first_order(
     of the measurement on this very sample. `base`, the scores at theta, is used where they are
     needed and not a by-product of differentiating (reverse mode, baseline, stale rollouts).
     """
-    check_direction(policy, direction)
-    whole(rollouts)
-    check_repeatable(policy, rollouts)
     estimand = slope_estimand(
         policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
     )
-    if baseline and (form != "to_go" or mode == "reverse"):
+    asked = _Asked(mode=mode, baseline=baseline, microbatch=microbatch, repackings=repackings)
+    return _slopes(policy, rollouts, direction, (), estimand, asked, base)[0]
+
+
+def first_order_by_part(
+    policy: Policy,
+    rollouts: Rollouts,
+    direction: Direction,
+    *,
+    form: SlopeForm = "to_go",
+    mode: How | Literal["reverse"] = "jvp",
+    unit: Unit = "token",
+    entropy: Entropy = "rao_blackwell",
+    prompts: Prompts = "population",
+    horizon: int | None = None,
+    baseline: bool = False,
+    microbatch: int = 8,
+    base: Scores | None = None,
+    repackings: int = REPACKINGS,
+) -> Attribution:
+    """The slope along the whole direction and along each of its parts, on the same rollouts.
+
+    One pass serves all parts, and the total is their sum. Its noise floor serves its lines.
+    """
+    estimand = slope_estimand(
+        policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
+    )
+    asked = _Asked(mode=mode, baseline=baseline, microbatch=microbatch, repackings=repackings)
+    total, lines = _slopes(
+        policy, rollouts, direction, tuple(direction.parts), estimand, asked, base
+    )
+    return Attribution.of(total, lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """How slopes are taken, besides what they speak of."""
+
+    mode: How | Literal["reverse"]
+    baseline: bool
+    microbatch: int
+    repackings: int
+
+
+def _slopes(
+    policy: Policy,
+    rollouts: Rollouts,
+    direction: Direction,
+    parts: Sequence[str],
+    estimand: Estimand,
+    asked: _Asked,
+    base: Scores | None,
+) -> tuple[Estimate, dict[str, Estimate]]:
+    """Along the whole direction, and along these parts of it."""
+    mode, microbatch = asked.mode, asked.microbatch
+    check_direction(policy, direction)
+    whole(rollouts)
+    check_repeatable(policy, rollouts)
+    if asked.baseline and (estimand.form != PAIRED_WITH["to_go"] or mode == "reverse"):
+        form = next(slope for slope, paired in PAIRED_WITH.items() if paired == estimand.form)
         raise ValueError(
             f"baseline=True with form={form!r}, mode={mode!r}; it is defined for the to_go form in "
             "a forward mode."
@@ -110,48 +168,73 @@ def first_order(
     doubts = stale_reasons(base, rollouts, estimand)
     v = direction.total
     if mode == "reverse":
+        along = {part: direction.parts[part] for part in parts}
+        return _reverse(policy, rollouts, v, along, estimand, asked, base, doubts)
 
-        def slope_of(
-            packed: Rollouts, size: int, shared: Scores | None = None, term: Term = "total"
-        ) -> float:
-            g_H = entropy_gradient(
-                policy, packed, estimand=estimand, term=term, microbatch=size, base=shared
-            )
-            return dot(g_H, v)
+    def value_of(packed: Rollouts, size: int) -> float:
+        found, (slope,) = scores_along(policy, packed, [v], mode=mode, microbatch=size)
+        return point(_slope, _sums(found, slope, packed, estimand, asked, None), packed)
 
-        total = slope_of(rollouts, microbatch, base)
-        direct = slope_of(rollouts, microbatch, base, "direct")
+    # Derivatives are linear in the direction; differences are so only nearly.
+    added = bool(parts) and mode != "central"
+    many = [direction.parts[part] for part in parts]
+    found, slopes = scores_along(
+        policy, rollouts, many if added else [v, *many], mode=mode, microbatch=microbatch
+    )
+    if added:
+        slopes = [Scores(*(sum_of(x_NS) for x_NS in zip(*slopes, strict=True))), *slopes]
+    sums_NM, *each = (_sums(found, slope, rollouts, estimand, asked, base) for slope in slopes)
+    if not sums_NM[:, :3].any():
+        refuse_unmoved(policy, rollouts, v)
+    here = point(_slope, sums_NM, rollouts)
+    floor = spread(value_of, here, rollouts, microbatch, count=asked.repackings)
+    total = _estimate(sums_NM, rollouts, estimand, noise_floor=floor, why_not=doubts)
+    return total, {
+        part: _estimate(x_NM, rollouts, estimand, noise_floor=None, why_not=doubts)
+        for part, x_NM in zip(parts, each, strict=True)
+    }
+
+
+def _reverse(
+    policy: Policy,
+    rollouts: Rollouts,
+    v: Params,
+    parts: Mapping[str, Params],
+    estimand: Estimand,
+    asked: _Asked,
+    base: Scores | None,
+    doubts: tuple[str, ...],
+) -> tuple[Estimate, dict[str, Estimate]]:
+    """g_H once, for the whole direction and every part."""
+
+    def gradient(
+        packed: Rollouts, size: int, shared: Scores | None = None, term: Term = "total"
+    ) -> Params:
+        return entropy_gradient(
+            policy, packed, estimand=estimand, term=term, microbatch=size, base=shared
+        )
+
+    g_H = gradient(rollouts, asked.microbatch, base)
+    g_direct = gradient(rollouts, asked.microbatch, base, "direct")
+
+    def estimate(along: Params, floor: float | None) -> Estimate:
+        total, direct = dot(g_H, along), dot(g_direct, along)
         return Estimate.build(
             value=total,
             estimand=estimand,
-            noise_floor=spread(slope_of, total, rollouts, microbatch, count=repackings),
+            noise_floor=floor,
             diagnostics={"direct": direct, "state": total - direct},
             why_not=doubts,
         )
 
-    def value_of(packed: Rollouts, size: int) -> float:
-        sums_NM = _sums(policy, packed, v, estimand, mode, baseline, size, None)
-        return point(_slope, sums_NM, packed)
-
-    sums_NM = _sums(policy, rollouts, v, estimand, mode, baseline, microbatch, base)
-    if not sums_NM[:, :3].any():
-        refuse_unmoved(policy, rollouts, v)
-    here = point(_slope, sums_NM, rollouts)
-    floor = spread(value_of, here, rollouts, microbatch, count=repackings)
-    return _estimate(sums_NM, rollouts, estimand, noise_floor=floor, why_not=doubts)
-
-
-def first_order_by_part(
-    policy: Policy, rollouts: Rollouts, direction: Direction, **options
-) -> Attribution:
-    """The slope along the whole direction and along each of its parts, on the same rollouts."""
-    total = first_order(policy, rollouts, direction, **options)
-    options["repackings"] = 0  # the total's noise floor serves its lines
-    lines = {
-        part: first_order(policy, rollouts, direction.only(part), **options)
-        for part in direction.parts
-    }
-    return Attribution.of(total, lines)
+    floor = spread(
+        lambda packed, size: dot(gradient(packed, size), v),
+        dot(g_H, v),
+        rollouts,
+        asked.microbatch,
+        count=asked.repackings,
+    )
+    return estimate(v, floor), {part: estimate(along, None) for part, along in parts.items()}
 
 
 def slope_estimand(
@@ -183,9 +266,13 @@ def scores_along(
     *,
     mode: How = "jvp",
     microbatch: int = 8,
-    ranks: Ranks = ALONE,
+    ranks: Ranks | None = None,
 ) -> tuple[Scores, list[Scores]]:
-    """The scores at theta and their derivatives along each direction, from one pass, in fp64."""
+    """The scores at theta and their derivatives along each direction, from one pass, in fp64.
+
+    `ranks`: None are the current ones, of `numerics.ranks.across`.
+    """
+    ranks = ranks or current()
     whole(rollouts)
     require_full_precision(policy.params)
 
@@ -256,19 +343,16 @@ def _estimate(
 
 
 def _sums(
-    policy: Policy,
+    found: Scores,
+    slope: Scores,
     rollouts: Rollouts,
-    v: Params,
     estimand: Estimand,
-    mode: How,
-    baseline: bool,
-    microbatch: int,
+    asked: _Asked,
     base: Scores | None,
 ) -> Tensor:
     """Per rollout: direct and state part of A', then B', A and B."""
-    found, (slope,) = scores_along(policy, rollouts, [v], mode=mode, microbatch=microbatch)
     sums_NM = _columns(found, slope, rollouts, estimand)
-    if baseline:
+    if asked.baseline:
         expected_NS = cross_fitted_baseline(base or found, rollouts, estimand)
         spared_NS = expected_NS * slope.logprob_NS
         sums_NM[:, 1] -= torch.where(rollouts.response_NS, spared_NS, 0.0).sum(1)

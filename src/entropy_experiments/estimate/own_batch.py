@@ -18,12 +18,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.ratio import no_scores
-from entropy_experiments.numerics.derivatives import dot, norm, pullback_sum, pushforward
-from entropy_experiments.numerics.ranks import ALONE, Ranks
+from entropy_experiments.numerics.derivatives import (
+    GradientSum,
+    dot,
+    norm,
+    pullback_sum,
+    pushforward,
+)
+from entropy_experiments.numerics.ranks import Ranks, current
 from entropy_experiments.types import Direction, Params, Policy, Scores, UpdateBatch
 from entropy_experiments.update.objective import Objective, TokenWeights
 
@@ -62,13 +67,15 @@ def own_slopes(
     gradient: Params,
     *,
     microbatch: int = 8,
-    ranks: Ranks = ALONE,
+    ranks: Ranks | None = None,
 ) -> Scores:
     """Slopes of every rollout's scores along its own prompt's share of the gradient part.
 
     `gradient` is the one that `direction` was built with (clipped, as the optimizer sees it); the
     loss that is rebuilt here must give it up to one factor, or the shares would be another step's.
+    `ranks`: None are the current ones.
     """
+    ranks = ranks or current()
     if direction.preconditioner is None:
         raise ValueError(
             "The direction has no preconditioner; expected one rebuilt from an optimizer "
@@ -81,7 +88,7 @@ def own_slopes(
 
     def local() -> list[Tensor]:
         out = no_scores(own.batch.rollouts)
-        total = {name: torch.zeros_like(theta) for name, theta in params.items()}
+        total = GradientSum(params)
         for prompt in ranks.mine(prompts):
             rows_N = (own.batch.rollouts.prompt_N == prompt).nonzero()[:, 0]
             parts = list(own.batch.rollouts.take(rows_N).split(microbatch))
@@ -90,13 +97,12 @@ def own_slopes(
                 params,
             )[1]
             v = {name: -p[name] * share[name] for name in names}
-            for name in names:
-                total[name] += share[name]
+            total.add(share)
             for rows, columns, part in parts:
                 _, slope = pushforward(lambda x: policy.score(x, part), params, v)
                 for whole_NS, x_NS in zip(out, slope, strict=True):
                     whole_NS[rows_N[rows], columns] = x_NS.double()
-        return [*out, *(total[name] for name in names)]
+        return [*out, *total.sums]
 
     logprob_NS, entropy_NS, *sums = ranks.summed(local)
     rebuilt = dict(zip(names, sums, strict=True))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.numerics.derivatives import dual, norm, require_full_precision
-from entropy_experiments.numerics.ranks import ALONE, Ranks
+from entropy_experiments.numerics.ranks import Ranks, current
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.numerics.weights import (
     diagnose,
@@ -132,9 +132,18 @@ def check_estimand(policy: Policy, estimand: Estimand) -> None:
 
 
 def score_all(
-    policy: Policy, params: Params, rollouts: Rollouts, *, microbatch: int, ranks: Ranks = ALONE
+    policy: Policy,
+    params: Params,
+    rollouts: Rollouts,
+    *,
+    microbatch: int,
+    ranks: Ranks | None = None,
 ) -> Scores:
-    """Scores of every rollout in fp64, without gradients. The pass that others share."""
+    """Scores of every rollout in fp64, without gradients. The pass that others share.
+
+    `ranks`: None are the current ones, of `numerics.ranks.across`.
+    """
+    ranks = ranks or current()
     whole(rollouts)
     require_full_precision(params)
 

@@ -7,11 +7,14 @@ Here are the per-rollout sums of each estimate in `reward`, and the functions of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.ratio import check_scores, drawn_with, taylor
 from entropy_experiments.numerics.derivatives import How, pushforward, pushforward2
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.weights import snis_logweights
 from entropy_experiments.types import Params, Policy, Rollouts, Scores
 
@@ -20,21 +23,24 @@ def score_slopes(
     policy: Policy, rollouts: Rollouts, v: Params, mode: How, microbatch: int
 ) -> tuple[Tensor, Tensor]:
     """Per rollout: the log-weight at theta (0 if fresh) and D_v S."""
-    out_NM = rollouts.weight_N.new_zeros(len(rollouts), 2)
-    for rows_N, columns, part in rollouts.split(microbatch):
+
+    def sums(rows_N: Tensor, columns: slice, part: Rollouts) -> Tensor:
         found, slope = pushforward(lambda p: policy.score(p, part), policy.params, v, how=mode)
         check_scores(found, part, rows_N, columns)
-        out_NM[rows_N, 0] = logweights(found, drawn_with(found, part), part)
-        out_NM[rows_N, 1] = torch.where(part.response_NS, slope.logprob_NS.double(), 0.0).sum(1)
-    return out_NM[:, 0], out_NM[:, 1]
+        logweight_N = logweights(found, drawn_with(found, part), part)
+        slope_N = torch.where(part.response_NS, slope.logprob_NS.double(), 0.0).sum(1)
+        return torch.stack([logweight_N, slope_N], dim=1)
+
+    found_NM = _by_microbatch(sums, rollouts, 2, microbatch)
+    return found_NM[:, 0], found_NM[:, 1]
 
 
 def second_order_sums(
     policy: Policy, rollouts: Rollouts, reward_N: Tensor, v: Params, mode: How, microbatch: int
 ) -> Tensor:
     """Per rollout: A, B, A', B', A'', B'' of A = W R, B = W."""
-    out_NM = rollouts.weight_N.new_zeros(len(rollouts), 6)
-    for rows_N, columns, part in rollouts.split(microbatch):
+
+    def sums(rows_N: Tensor, columns: slice, part: Rollouts) -> Tensor:
         found, *orders = pushforward2(lambda p: policy.score(p, part), policy.params, v, how=mode)
         check_scores(found, part, rows_N, columns)
         start_N = logweights(found, drawn_with(found, part), part)
@@ -46,8 +52,24 @@ def second_order_sums(
             bent_N = start_N + e * first_N + e**2 / 2 * second_N
             return weighted(reward_N[rows_N], bent_N)
 
-        out_NM[rows_N] = torch.stack(taylor(path, start_N), dim=1)
-    return out_NM
+        return torch.stack(taylor(path, start_N), dim=1)
+
+    return _by_microbatch(sums, rollouts, 6, microbatch)
+
+
+def _by_microbatch(
+    sums: Callable[[Tensor, slice, Rollouts], Tensor], rollouts: Rollouts, width: int, size: int
+) -> Tensor:
+    """[N, width] sums per rollout, dealt out to the current ranks."""
+    ranks = current()
+
+    def local() -> list[Tensor]:
+        out_NM = rollouts.weight_N.new_zeros(len(rollouts), width)
+        for part in ranks.mine(rollouts.split(size)):
+            out_NM[part.rows_N] = sums(*part)
+        return [out_NM]
+
+    return ranks.summed(local)[0]
 
 
 def logweights_here(base: Scores | None, rollouts: Rollouts) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.types import NucleusPolicy, Params, Policy, Rollouts
 
 
@@ -35,8 +36,13 @@ class Support:
                 f"The policy has top_p = {policy.top_p:g} but no method `support`, without which "
                 "a moved support would go unseen. See numerics.entropy.response_support."
             )
-        out_NS = torch.zeros_like(self._rollouts.tokens_NS)
-        with torch.no_grad():
-            for rows_N, columns, part in self._rollouts.split(self._microbatch):
-                out_NS[rows_N, columns] = policy.support(params, part)
-        return out_NS
+        ranks = current()
+
+        def local() -> list[Tensor]:
+            out_NS = torch.zeros_like(self._rollouts.tokens_NS)
+            with torch.no_grad():
+                for rows_N, columns, part in ranks.mine(self._rollouts.split(self._microbatch)):
+                    out_NS[rows_N, columns] = policy.support(params, part)
+            return [out_NS]
+
+        return ranks.summed(local)[0]

@@ -6,12 +6,13 @@ directions and a microbatch of gradients are in memory together, each under half
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from entropy_experiments.numerics.by_rollout import one_by_one
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.types import BatchedPolicy, Params, Policy, Rollouts, Scores
 
 BLOCK_BYTES = 256 << 20
@@ -39,6 +40,33 @@ def products(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
     """[n, m] inner products of two stacks in fp64, one parameter at a time."""
     parts = (x.flatten(1).double() @ right[name].flatten(1).double().mT for name, x in left.items())
     return sum(parts, torch.zeros((), dtype=torch.float64))
+
+
+def stacked_rows(
+    params: Params,
+    rollouts: Rollouts,
+    gradients: Callable[[Tensor, slice, Rollouts], Mapping[str, Tensor]],
+    microbatch: int,
+) -> dict[str, Tensor]:
+    """[N, *shape] of all rollouts, each rank computing its own microbatches; all have all."""
+    ranks = current()
+
+    def local() -> list[Tensor]:
+        # Half-precision gradients are stacked in fp32.
+        out = {
+            name: torch.zeros(
+                (len(rollouts), *theta.shape),
+                dtype=torch.promote_types(theta.dtype, torch.float32),
+                device=theta.device,
+            )
+            for name, theta in params.items()
+        }
+        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+            for name, g in gradients(rows_N, columns, part).items():
+                out[name][rows_N.to(g.device)] = g
+        return list(out.values())
+
+    return dict(zip(params, ranks.summed(local), strict=True))
 
 
 def stacked(directions: Sequence[Params]) -> dict[str, Tensor]:

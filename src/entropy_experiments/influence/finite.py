@@ -27,6 +27,7 @@ from entropy_experiments.estimate.ratio import (
     check_repeatable,
     check_scores,
     drawn_with,
+    no_scores,
     payload,
     ratio_sums,
     refuse_unmoved,
@@ -34,6 +35,7 @@ from entropy_experiments.estimate.ratio import (
 )
 from entropy_experiments.estimate.support import Support
 from entropy_experiments.numerics.derivatives import require_full_precision, shifted
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import (
     BatchedPolicy,
@@ -138,16 +140,21 @@ def _scores_of(
     policy: Policy, settings: Sequence[Params], rollouts: Rollouts, microbatch: int
 ) -> list[Scores]:
     """Scores of all rollouts under each setting, in fp64: one pass over the microbatches."""
-    whole_NS = torch.zeros_like(rollouts.tokens_NS, dtype=torch.float64)
-    out = [Scores(whole_NS.clone(), whole_NS.clone()) for _ in settings]
-    with torch.no_grad():
-        for rows_N, columns, part in rollouts.split(microbatch):
-            if isinstance(policy, BatchedPolicy):
-                found = policy.score_many(settings, part)
-            else:
-                found = [policy.score(params, part) for params in settings]
-            for scores, into in zip(found, out, strict=True):
-                check_scores(scores, part, rows_N, columns)
-                for into_NS, x_NS in zip(into, scores, strict=True):
-                    into_NS[rows_N, columns] = x_NS.double()
-    return out
+    ranks = current()
+
+    def local() -> list[Tensor]:
+        out = [no_scores(rollouts) for _ in settings]
+        with torch.no_grad():
+            for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+                if isinstance(policy, BatchedPolicy):
+                    found = policy.score_many(settings, part)
+                else:
+                    found = [policy.score(params, part) for params in settings]
+                for scores, into in zip(found, out, strict=True):
+                    check_scores(scores, part, rows_N, columns)
+                    for into_NS, x_NS in zip(into, scores, strict=True):
+                        into_NS[rows_N, columns] = x_NS.double()
+        return [x_NS for scores in out for x_NS in scores]
+
+    found = ranks.summed(local)
+    return [Scores(*pair) for pair in zip(found[::2], found[1::2], strict=True)]

@@ -21,7 +21,6 @@ the right side's gradients are those of `trained`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +32,15 @@ from entropy_experiments.influence.by_rollout import (
     fitting,
     products,
     rollout_gradients,
+    stacked_rows,
 )
-from entropy_experiments.numerics.derivatives import require_full_precision, shifted
+from entropy_experiments.numerics.derivatives import (
+    GradientSum,
+    as_gradients,
+    require_full_precision,
+    shifted,
+)
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import (
     Direction,
@@ -122,18 +128,28 @@ def fisher_blocks(
         same = right is left and worth is None and trained is policy
         shift_right = shift_left if same else _mean_gradient(trained, right, right_worth, at_once)
 
-    out_NM = torch.zeros(len(left), len(right), dtype=torch.float64)
-    own_N, own_M = out_NM.new_zeros(len(left)), out_NM.new_zeros(len(right))
+    ranks, columns_M = current(), []
+    own_N, own_M = (torch.zeros(len(side), dtype=torch.float64) for side in (left, right))
     for rows_M in torch.arange(len(right)).split(size):
         block = _block(trained, right, right_worth, rows_M, shift_right, at_once)
         own_M[rows_M] = _weigh(block, p)
-        for rows_N, columns, part in left.split(at_once):
-            cut = Scores(*(x_NS[rows_N, columns] for x_NS in left_worth))
-            gradients = _centred(rollout_gradients(policy, part, [cut])[0], shift_left)
-            out_NM[rows_N.cpu()[:, None], rows_M] = products(gradients, block).cpu()
-            if int(rows_M[0]) == 0:
-                own_N[rows_N.cpu()] = _weigh(dict(gradients), p)
-    return Kernel(out_NM, own_N, own_M)
+
+        def local() -> list[Tensor]:
+            """Of the left rollouts: products with the block, and with themselves."""
+            out_NM = own_N.new_zeros(len(left), len(rows_M))
+            square_N = torch.zeros_like(own_N)
+            for rows_N, columns, part in ranks.mine(left.split(at_once)):
+                found = _gradients(policy, part, left_worth, rows_N, columns)
+                gradients = _centred(found, shift_left)
+                out_NM[rows_N.cpu()] = products(gradients, block).cpu()
+                if int(rows_M[0]) == 0:
+                    square_N[rows_N.cpu()] = _weigh(dict(gradients), p)
+            return [out_NM, square_N]
+
+        out_NM, square_N = ranks.summed(local)
+        columns_M.append(out_NM)
+        own_N = own_N + square_N
+    return Kernel(torch.cat(columns_M, 1), own_N, own_M)
 
 
 def top_contributors(kernel_M: Tensor, count: int) -> list[Contributor]:
@@ -218,25 +234,23 @@ def _sum_of_logprobs(rollouts: Rollouts) -> Scores:
     return Scores(one_NS, torch.zeros_like(one_NS))
 
 
-def _each(
-    policy: Policy, rollouts: Rollouts, worth: Scores, microbatch: int, use: Callable[..., None]
-) -> None:
-    for rows_N, columns, part in rollouts.split(microbatch):
-        cut = Scores(*(x_NS[rows_N, columns] for x_NS in worth))
-        use(rows_N, rollout_gradients(policy, part, [cut])[0])
-
-
 def _mean_gradient(policy: Policy, rollouts: Rollouts, worth: Scores, microbatch: int) -> Stack:
     """sum_i w_i g_i of the whole batch."""
-    total: Stack = {}
+    ranks = current()
 
-    def add(rows_N: Tensor, gradients: Stack) -> None:
-        for name, g in gradients.items():
-            more = torch.tensordot(rollouts.weight_N[rows_N].to(g), g, dims=1)
-            total[name] = total[name] + more if name in total else more
+    def local() -> list[Tensor]:
+        total = GradientSum(policy.params)
+        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+            gradients = _gradients(policy, part, worth, rows_N, columns)
+            total.add(
+                {
+                    name: torch.tensordot(rollouts.weight_N[rows_N].to(g), g, dims=1)
+                    for name, g in gradients.items()
+                }
+            )
+        return total.sums
 
-    _each(policy, rollouts, worth, microbatch, add)
-    return total
+    return as_gradients(ranks.summed(local), policy.params)
 
 
 def _block(
@@ -249,17 +263,19 @@ def _block(
 ) -> Stack:
     """Gradients of some rollouts, stacked in the order of `rows_M`."""
     rows_M = rows_M.to(rollouts.tokens_NS.device)
-    out: Stack = {}
-
-    def put(at_N: Tensor, gradients: Stack) -> None:
-        for name, g in _centred(gradients, shift).items():
-            if name not in out:
-                out[name] = g.new_zeros(len(rows_M), *g.shape[1:])
-            out[name][at_N.to(g.device)] = g
-
     chosen = Scores(*(x_NS[rows_M.to(x_NS.device)] for x_NS in worth))
-    _each(policy, rollouts.take(rows_M), chosen, microbatch, put)
-    return out
+
+    def gradients(at_N: Tensor, columns: slice, part: Rollouts) -> Stack:
+        return _centred(_gradients(policy, part, chosen, at_N, columns), shift)
+
+    return stacked_rows(policy.params, rollouts.take(rows_M), gradients, microbatch)
+
+
+def _gradients(
+    policy: Policy, part: Rollouts, worth: Scores, rows_N: Tensor, columns: slice
+) -> Stack:
+    cut = Scores(*(x_NS[rows_N, columns] for x_NS in worth))
+    return rollout_gradients(policy, part, [cut])[0]
 
 
 def _centred(gradients: Stack, shift: Stack | None) -> Stack:

@@ -12,10 +12,14 @@ For a fixed set of prompts this overstates the error: it has the spread between 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+
 import torch
 from torch import Tensor
 
-from entropy_experiments.types import Rollouts
+from entropy_experiments.numerics.derivatives import GradientSum, as_gradients
+from entropy_experiments.types import Params, Rollouts
 
 
 def prompt_folds(rollouts: Rollouts, folds: int) -> Tensor:
@@ -66,3 +70,38 @@ def split_half(fold_KT: Tensor) -> float | None:
         return None
     r = float((halves[0] * halves[1]).sum()) / spread
     return 2 * r / (1 + r) if r > 0 else r
+
+
+class FoldGradients:
+    """g_H^(k) = sum over fold k of w_i (grad A_i - H grad B_i) / B."""
+
+    def __init__(self, params: Params, fold_N: Tensor, share_N: Tensor, level: Tensor) -> None:
+        if fold_N.shape != share_N.shape or int(fold_N.min()) < 0:
+            raise ValueError(
+                f"fold_N has shape {tuple(fold_N.shape)} and minimum {int(fold_N.min())}; expected "
+                f"a fold 0, 1, ... for each of the {len(share_N)} evaluation rollouts."
+            )
+        self.fold_N, self.share_N, self.level = fold_N, share_N, float(level)
+        self._params = params
+        self._gradients = [GradientSum(params) for _ in range(int(fold_N.max()) + 1)]
+
+    def add(self, rows_N: Tensor, found: Sequence[Mapping[str, Tensor]]) -> None:
+        for k, into in enumerate(self._gradients):
+            share_N = torch.where(self.fold_N[rows_N] == k, self.share_N[rows_N], 0.0)
+            for factor, gradients in zip((1.0, -self.level), found):
+                into.add(
+                    {
+                        name: torch.tensordot((factor * share_N).to(g), g, dims=1)
+                        for name, g in gradients.items()
+                    }
+                )
+
+    @property
+    def sums(self) -> list[Tensor]:
+        return [total for one in self._gradients for total in one.sums]
+
+    def rounded(self, sums: Iterable[Tensor]) -> tuple[dict[str, Tensor], ...]:
+        """g_H by fold, of the sums of all ranks."""
+        rest = iter(sums)
+        each = len(self._params)
+        return tuple(as_gradients(islice(rest, each), self._params) for _ in self._gradients)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.gradient import weighted_gradient
-from entropy_experiments.estimate.ratio import check_scores
+from entropy_experiments.estimate.ratio import check_scores, no_scores
 from entropy_experiments.numerics.derivatives import (
     How,
     central_step,
@@ -29,6 +29,7 @@ from entropy_experiments.numerics.derivatives import (
     pushforwards,
     shifted,
 )
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.types import Params, Policy, Rollouts, Scores
 
 SCALES = tuple(0.05 * 2**j for j in range(6))
@@ -65,41 +66,58 @@ def score_slopes(
 
     By jvp, TOGETHER directions share a forward: the derivatives alone are computed K times.
     """
-    shape, device = rollouts.tokens_NS.shape, rollouts.tokens_NS.device
-    seen, slope_K = (
-        Scores(*(torch.zeros(*k, *shape, dtype=torch.float64, device=device) for _ in range(2)))
-        for k in ((), (len(many),))
-    )
+    ranks = current()
     differences = [chosen_differences(policy, rollouts, v) for v in many if mode == "central"]
-    for rows_N, columns, part in rollouts.split(microbatch):
-        here, along = None, []
+
+    def of_part(part: Rollouts) -> tuple[Scores | None, list[Scores]]:
         if mode == "central":
-            along = [take(policy, part, v) for take, v in zip(differences, many, strict=True)]
-        elif mode == "jvp":
-            for start in range(0, len(many), TOGETHER):
-                here, slopes = pushforwards(
-                    lambda p: policy.score(p, part), policy.params, many[start : start + TOGETHER]
-                )
-                along += slopes
-        else:
-            for v in many:
-                here, slope = pushforward(
-                    lambda p: policy.score(p, part), policy.params, v, how=mode
-                )
-                along.append(slope)
-        if here is not None:
-            _put(seen, check_scores(here, part, rows_N, columns), part, rows_N, columns)
-        for k, slope in enumerate(along):
-            one = Scores(*(x_KNS[k] for x_KNS in slope_K))
-            _put(one, check_scores(slope, part, rows_N, columns), part, rows_N, columns)
-    return (None if mode == "central" else seen), slope_K
+            return None, [take(policy, part, v) for take, v in zip(differences, many, strict=True)]
+        here, along = None, []
+        together = TOGETHER if mode == "jvp" else 1
+        for start in range(0, len(many), together):
+            some = many[start : start + together]
+
+            def score(p: Params) -> Scores:
+                return policy.score(p, part)
+
+            if mode == "jvp":
+                here, slopes = pushforwards(score, policy.params, some)
+            else:
+                here, slope = pushforward(score, policy.params, some[0], how=mode)
+                slopes = [slope]
+            along += slopes
+        return here, along
+
+    def local() -> list[Tensor]:
+        seen, *slopes = (no_scores(rollouts) for _ in range(1 + len(many)))
+        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+            here, along = of_part(part)
+            if here is not None:
+                _put(seen, check_scores(here, part, rows_N, columns), part, rows_N, columns)
+            for into, slope in zip(slopes, along, strict=True):
+                _put(into, check_scores(slope, part, rows_N, columns), part, rows_N, columns)
+        return [*seen, *(torch.stack(x_K) for x_K in zip(*slopes, strict=True))]
+
+    logprob_NS, entropy_NS, *slope_K = ranks.summed(local)
+    seen = None if mode == "central" else Scores(logprob_NS, entropy_NS)
+    return seen, Scores(*slope_K)
 
 
 def chosen_differences(policy: Policy, rollouts: Rollouts, v: Params) -> Differences:
     """The step whose differences agree best with reverse mode, in random combinations."""
     part = _some(rollouts)
     unit = central_step(policy.params, v, power=1 / 3)
-    tried = [(unit * scale, _difference(policy, part, v, unit * scale)) for scale in SCALES]
+    ranks, steps = current(), [unit * scale for scale in SCALES]
+
+    def local() -> list[Tensor]:
+        out = [no_scores(part) for _ in steps]
+        for k in ranks.mine(range(len(steps))):
+            out[k] = _difference(policy, part, v, steps[k])
+        return [x_NS for slopes in out for x_NS in slopes]
+
+    found = ranks.summed(local)
+    slopes = (Scores(*pair) for pair in zip(found[::2], found[1::2], strict=True))
+    tried = list(zip(steps, slopes, strict=True))
     generator = torch.Generator().manual_seed(0)
     worths = [
         Scores(*(torch.randn(x_NS.shape, generator=generator).to(x_NS) for x_NS in tried[0][1]))

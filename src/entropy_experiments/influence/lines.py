@@ -14,11 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from entropy_experiments.numerics.derivatives import norm, require_full_precision
+from entropy_experiments.numerics.derivatives import (
+    GradientSum,
+    as_gradients,
+    norm,
+    require_full_precision,
+)
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import (
     Direction,
@@ -120,19 +127,23 @@ def line_gradients(
     weights = objective.token_weights(batch)
     lines = line_objectives(objective, batch)
     leaves = {name: value.detach().requires_grad_() for name, value in trained.params.items()}
-    total: dict[str, dict[str, Tensor]] = {name: {} for name in lines}
-    for rows_N, columns, part in batch.rollouts.split(microbatch):
-        with torch.enable_grad():
-            scores = trained.score(leaves, part)
-            losses = [
-                loss.weighted(scores, of.take(rows_N, columns), weights.take(rows_N, columns))
-                for loss, of in lines.values()
-            ]
-        for name, grads in zip(lines, _gradients(losses, tuple(leaves.values())), strict=True):
-            for key, grad in zip(leaves, grads, strict=True):
-                # As in the loss gradient: many half-precision microbatches are added in fp32.
-                grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-                total[name][key] = total[name][key] + grad if key in total[name] else grad
+    ranks = current()
+
+    def local() -> list[Tensor]:
+        sums = [GradientSum(leaves) for _ in lines]
+        for rows_N, columns, part in ranks.mine(batch.rollouts.split(microbatch)):
+            with torch.enable_grad():
+                scores = trained.score(leaves, part)
+                losses = [
+                    loss.weighted(scores, of.take(rows_N, columns), weights.take(rows_N, columns))
+                    for loss, of in lines.values()
+                ]
+            for into, grads in zip(sums, _gradients(losses, tuple(leaves.values())), strict=True):
+                into.add(dict(zip(leaves, grads, strict=True)))
+        return [total for one in sums for total in one.sums]
+
+    found, each = iter(ranks.summed(local)), len(leaves)
+    total = {name: as_gradients(islice(found, each), leaves) for name in lines}
     for name, gradient in total.items():
         check_finite(f"gradient of the line {name!r}", gradient)
     return total

@@ -39,8 +39,11 @@ from entropy_experiments.influence.by_rollout import (
     products,
     rollout_gradients,
     stacked,
+    stacked_rows,
 )
+from entropy_experiments.influence.folds import FoldGradients
 from entropy_experiments.numerics.derivatives import norm, require_full_precision
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.sums import by_prompt, whole
 from entropy_experiments.types import (
     Direction,
@@ -197,7 +200,9 @@ def influence_matrix(
 
     columns_C: tuple[Column, ...] = (*range(len(batch.rollouts)), *extra)
     slopes_NC = [top_N.new_zeros(len(evaluation), len(columns_C)) for _ in range(2)]
-    folds = None if fold_N is None else _Folds(fold_N, *_shares(evaluation, top_N, bottom_N))
+    ranks, g_K, folds = current(), (), None
+    if fold_N is not None:
+        folds = FoldGradients(policy.params, fold_N, *_shares(evaluation, top_N, bottom_N))
     size, passes, made = fitting(policy.params, block_bytes), 0, _Sum()
     at_once = min(microbatch, fitting(policy.params, block_bytes, each=len(worths)))
     for start in range(0, len(columns_C), size):
@@ -207,14 +212,25 @@ def influence_matrix(
         )
         made.add(block, sum(isinstance(name, int) for name in names))
         passes += 1
-        for rows_N, columns, part in evaluation.split(at_once):
-            cut = [Scores(*(x_NS[rows_N, columns] for x_NS in worth)) for worth in worths]
-            found = rollout_gradients(policy, part, cut)
-            for into_NC, gradients in zip(slopes_NC, found):
-                slope_NC = products(gradients, block).to(into_NC.device)
-                into_NC[rows_N, start : start + size] = slope_NC
-            if folds is not None and start == 0:
-                folds.add(rows_N, found)
+        with_folds = folds if start == 0 else None
+
+        def local() -> list[Tensor]:
+            """Slopes along the block of this rank's evaluation rollouts, and their g_H."""
+            out_NC = [top_N.new_zeros(len(evaluation), len(names)) for _ in slopes_NC]
+            for rows_N, columns, part in ranks.mine(evaluation.split(at_once)):
+                cut = [Scores(*(x_NS[rows_N, columns] for x_NS in worth)) for worth in worths]
+                found = rollout_gradients(policy, part, cut)
+                for into_NC, gradients in zip(out_NC, found):
+                    into_NC[rows_N] = products(gradients, block).to(into_NC.device)
+                if with_folds is not None:
+                    with_folds.add(rows_N, found)
+            return [*out_NC, *(() if with_folds is None else with_folds.sums)]
+
+        found = ranks.summed(local)
+        for into_NC, slope_NC in zip(slopes_NC, found):
+            into_NC[:, start : start + size] = slope_NC
+        if with_folds is not None:
+            g_K = with_folds.rounded(found[len(slopes_NC) :])
     made.check(direction)
     return InfluenceMatrix(
         evaluation=evaluation,
@@ -227,7 +243,7 @@ def influence_matrix(
         dbottom_NC=slopes_NC[1],
         doubts=stale_reasons(base, evaluation, estimand),
         passes=passes,
-        g_K=() if folds is None else folds.gradients,
+        g_K=g_K,
     )
 
 
@@ -252,38 +268,13 @@ def update_directions(
         )
     chosen_N = _rows(range(len(batch.rollouts)) if rows is None else rows, batch.rollouts)
     scale = {name: -direction.clip_factor * p for name, p in direction.preconditioner.items()}
-    out: dict[str, Tensor] = {}
-    for at_N, columns, part in batch.rollouts.take(chosen_N).split(microbatch):
+
+    def shares(at_N: Tensor, columns: slice, part: Rollouts) -> dict[str, Tensor]:
         cut = Scores(*(x_NS[chosen_N[at_N], columns] for x_NS in coefficient))
         (gradients,) = rollout_gradients(trained, part, [cut])
-        for name, g in gradients.items():
-            if name not in out:
-                out[name] = g.new_zeros(len(chosen_N), *g.shape[1:])
-            out[name][at_N.to(g.device)] = scale[name].to(g) * g
-    return out
+        return {name: scale[name].to(g) * g for name, g in gradients.items()}
 
-
-class _Folds:
-    """g_H^(k) = sum over fold k of w_i (grad A_i - H grad B_i) / B."""
-
-    def __init__(self, fold_N: Tensor, share_N: Tensor, level: Tensor) -> None:
-        if fold_N.shape != share_N.shape or int(fold_N.min()) < 0:
-            raise ValueError(
-                f"fold_N has shape {tuple(fold_N.shape)} and minimum {int(fold_N.min())}; expected "
-                f"a fold 0, 1, ... for each of the {len(share_N)} evaluation rollouts."
-            )
-        self.fold_N, self.share_N, self.level = fold_N, share_N, float(level)
-        self.gradients: tuple[dict[str, Tensor], ...] = tuple(
-            {} for _ in range(int(fold_N.max()) + 1)
-        )
-
-    def add(self, rows_N: Tensor, found: Sequence[Mapping[str, Tensor]]) -> None:
-        for k, into in enumerate(self.gradients):
-            share_N = torch.where(self.fold_N[rows_N] == k, self.share_N[rows_N], 0.0)
-            for factor, gradients in zip((1.0, -self.level), found):
-                for name, g in gradients.items():
-                    more = torch.tensordot((factor * share_N).to(g), g, dims=1)
-                    into[name] = into[name] + more if name in into else more
+    return stacked_rows(trained.params, batch.rollouts.take(chosen_N), shares, microbatch)
 
 
 class _Sum:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.types import Params, check_params
 
 How = Literal["jvp", "double_backward", "central"]
@@ -144,15 +145,48 @@ def pullback_sum(
     parts: Iterable[Callable[[Params], Tensor]], params: Params
 ) -> tuple[float, dict[str, Tensor], int]:
     """Value and gradient of a sum of scalars, one graph at a time; and how many there were."""
-    value, count, total = 0.0, 0, {}
-    for part in parts:
-        one, grads = pullback(part, params)
-        value, count = value + float(one), count + 1
-        for name, grad in grads.items():
-            # Half-precision gradients of many microbatches are added in fp32.
-            grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            total[name] = total[name] + grad if name in total else grad
-    return value, total, count
+    ranks = current()
+
+    def local() -> list[Tensor]:
+        value, total = torch.zeros(2, dtype=torch.float64), GradientSum(params)
+        for part in ranks.mine(parts):
+            one, grads = pullback(part, params)
+            value += torch.tensor([float(one), 1.0], dtype=torch.float64)
+            total.add(grads)
+        return [value, *total.sums]
+
+    (value, count), *sums = ranks.summed(local)
+    return float(value), as_gradients(sums, params), int(count)
+
+
+class GradientSum:
+    """Gradients of microbatches added up in fp64, so that their order leaves no trace.
+
+    Each microbatch's gradient is the same on whichever rank it is computed; what is added in fp64
+    and then rounded to the gradients' own precision is the same for any number of ranks.
+    """
+
+    def __init__(self, params: Params) -> None:
+        self._sums = {
+            name: torch.zeros_like(theta, dtype=torch.float64) for name, theta in params.items()
+        }
+
+    def add(self, gradients: Params) -> None:
+        for name, gradient in gradients.items():
+            self._sums[name] += gradient.detach()
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """In the order of the parameters, as `as_gradients` takes them."""
+        return list(self._sums.values())
+
+
+def as_gradients(sums: Iterable[Tensor], params: Params) -> dict[str, Tensor]:
+    """Sums by name, in the precision of the parameters; half precision becomes fp32."""
+    return {
+        name: total.to(torch.promote_types(theta.dtype, torch.float32))
+        for (name, theta), total in zip(params.items(), sums, strict=True)
+    }
 
 
 def dual(f: Callable[..., Any], at: tuple[Any, ...], along: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -9,13 +9,23 @@ exchange of one flag: a rank that failed says so there, once, and all leave toge
 
     rank 0   compute   flag 0   ...           RankError
     rank 1   raises    flag 1   its own error
+
+Which processes share a computation is said once, around it, and not in every call:
+
+    with across(Ranks.all()):
+        measured(policy, rollouts, direction, eta)
+
+Every loop over microbatches inside asks `current()`. A rank's own share of such a loop is computed
+alone: what it calls is not dealt out once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +35,24 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """Another rank raised; its own message tells why."""
+    """Another rank raised, or is gone."""
+
+
+class LostRankError(RankError):
+    """Another rank ended without a word: killed, or its machine is gone."""
+
+
+class RankValueError(RankError, ValueError):
+    """Another rank refused an input with a ValueError of this message.
+
+    What catches a refusal and goes on does so on every rank then, as it would in one process.
+    """
+
+
+LOST = (
+    "Another rank is gone ({}). Start the same command again: what is finished is on disk and is "
+    "not computed again."
+)
 
 
 class Ranks:
@@ -38,6 +65,8 @@ class Ranks:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        self.first_failed: int | None = None
+        """The lowest rank that said it failed, as every rank knows it."""
 
     @classmethod
     def all(cls) -> Ranks:
@@ -45,6 +74,11 @@ class Ranks:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return ALONE
         return cls(dist.new_group(backend="gloo"))  # pyright: ignore[reportArgumentType]
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one that writes and speaks."""
+        return self.rank == 0
 
     def mine(self, parts: Iterable[T]) -> Iterator[T]:
         return islice(parts, self.rank, None, self.size)
@@ -57,7 +91,8 @@ class Ranks:
         out = []
         for value in found:
             shared = value.detach().to("cpu", copy=True).contiguous()
-            dist.all_reduce(shared, group=self.group)
+            with _noticing_loss():
+                dist.all_reduce(shared, group=self.group)
             out.append(shared.to(value.device))
         return out
 
@@ -67,11 +102,31 @@ class Ranks:
         if self.group is None:
             return [found]
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, found, group=self.group)
+        with _noticing_loss():
+            dist.all_gather_object(everyone, found, group=self.group)
         return everyone
 
-    def agree(self, *, failed: bool = False, word: int = 0) -> int:
+    def told(self, local: Callable[[], T]) -> T:
+        """What `local` gives on rank 0, on every rank; no other rank calls it."""
+        found = self._together(lambda: local() if self.first else None)
+        return cast(T, self._from(0, found))
+
+    def _from(self, rank: int, found: Any) -> Any:
+        if self.group is None:
+            return found
+        box = [found]
+        with _noticing_loss():
+            source = dist.get_global_rank(self.group, rank)
+            dist.broadcast_object_list(box, src=source, group=self.group)
+        return box[0]
+
+    def agree(
+        self, *, failed: bool = False, word: int = 0, error: BaseException | None = None
+    ) -> int:
         """Exchange flags; returns rank 0's `word`. Raises RankError if another rank failed.
+
+        A rank that failed may say with which `error`: the others then raise its message, as a
+        ValueError too if it is one.
 
         Every collective begins with this one, so a rank that failed anywhere meets the others in
         their next exchange, whichever it is.
@@ -79,25 +134,61 @@ class Ranks:
         if self.group is None:
             return word
         # Who failed, and what rank 0 says; the others contribute nothing to the latter.
-        flags = torch.tensor([int(failed), word if self.rank == 0 else 0])
-        dist.all_reduce(flags, group=self.group)
-        if int(flags[0]) and not failed:
-            raise RankError(
-                f"{int(flags[0])} of {self.size} ranks failed; its own message says why."
-            )
-        return int(flags[1])
+        flags = torch.zeros(self.size + 1, dtype=torch.long)
+        flags[self.rank], flags[-1] = int(failed), word if self.rank == 0 else 0
+        with _noticing_loss():
+            dist.all_reduce(flags, group=self.group)
+        *each, word = flags.tolist()
+        if any(each):
+            self.first_failed = each.index(1)
+            said = None if error is None else (str(error), isinstance(error, ValueError))
+            said = self._from(self.first_failed, said)
+            if not failed:
+                message, refused = said or ("", False)
+                if refused:
+                    raise RankValueError(message)
+                raise RankError(
+                    f"{sum(each)} of {self.size} ranks failed; rank {self.first_failed} says why."
+                )
+        return word
 
     def _together(self, local: Callable[[], T]) -> T:
         try:
-            found = local()
+            with across(ALONE):
+                found = local()
         except Exception as error:
-            self.agree(failed=True)
+            self.agree(failed=True, error=error)
             raise _announced(error) from None
         self.agree()
         return found
 
 
 ALONE = Ranks()
+_CURRENT: ContextVar[Ranks] = ContextVar("ranks", default=ALONE)
+
+
+def current() -> Ranks:
+    """The processes that share what is computed here."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def across(ranks: Ranks) -> Iterator[Ranks]:
+    """Inside, every loop over microbatches is dealt out to `ranks`, each of which must come."""
+    token = _CURRENT.set(ranks)
+    try:
+        yield ranks
+    finally:
+        _CURRENT.reset(token)
+
+
+@contextmanager
+def _noticing_loss() -> Iterator[None]:
+    """An exchange that breaks is a process that has ended, as one that is killed does."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(LOST.format(str(error).splitlines()[0])) from error
 
 
 def _announced(error: Exception) -> Exception:
@@ -107,4 +198,7 @@ def _announced(error: Exception) -> Exception:
 
 
 def announced(error: BaseException) -> bool:
-    return isinstance(error, RankError) or getattr(error, "announced_to_ranks", False)
+    """Whether the other ranks know; also of the error that this one was made of."""
+    if isinstance(error, RankError) or getattr(error, "announced_to_ranks", False):
+        return True
+    return error.__cause__ is not None and announced(error.__cause__)

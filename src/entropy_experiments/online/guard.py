@@ -1,8 +1,8 @@
 """Training must not feel the probe's failures: one message, all ranks off together, no hang.
 
 Every hook of every rank ends in one exchange of flags (`Ranks.agree`). A rank that failed in the
-middle meets the others there, or in whichever exchange they come to first; it speaks up once, and
-nobody exchanges anything afterwards.
+middle meets the others there, or in whichever exchange they come to first, and nobody exchanges
+anything afterwards. Of several that failed the first one gives the message.
 """
 
 from __future__ import annotations
@@ -41,9 +41,17 @@ class Guard:
 
     def _leave(self, error: Exception, doing: str) -> None:
         self.error = error
+        if not announced(error):
+            try:
+                self.ranks.agree(failed=True)
+            except Exception as lost:  # the other ranks are gone, and training will say so
+                LOG.debug("the other ranks could not be told: %s", lost)
+        mine = not isinstance(error, RankError) and self.ranks.first_failed in (
+            None,
+            self.ranks.rank,
+        )
         LOG.log(
-            # One message is enough: the rank that failed gives it.
-            logging.INFO if isinstance(error, RankError) else logging.WARNING,
+            logging.WARNING if mine else logging.INFO,  # one message is enough
             "The entropy probe failed while %s and is off from here on; training goes on. %s: %s",
             doing,
             type(error).__name__,
@@ -51,10 +59,8 @@ class Guard:
             exc_info=LOG.isEnabledFor(logging.DEBUG),
         )
         error.__traceback__ = None  # its frames hold rollouts and scores
-        if not announced(error):
-            try:
-                self.ranks.agree(failed=True)
-            except Exception as lost:  # the other ranks are gone, and training will say so
-                LOG.debug("the other ranks could not be told: %s", lost)
         if self._on_failure is not None:
-            self._on_failure()
+            try:
+                self._on_failure()
+            except Exception as again:  # the message above tells what matters
+                LOG.debug("what the probe held could not be let go: %s", again)

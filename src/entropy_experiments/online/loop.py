@@ -105,7 +105,7 @@ class LoopProbe:
     def step(self) -> Iterator[None]:
         """Around `optimizer.step()`, gradients as the optimizer will see them."""
         step, self._next = self._next, self._next + 1
-        self._watch.before(step, named_gradients(self._model), lambda: self._optimizer)
+        self._watch.before(step, lambda: named_gradients(self._model), lambda: self._optimizer)
         yield
         self._watch.after(step, self._on_row)
 

@@ -77,6 +77,8 @@ class NoiseScale:
         self._preconditioner: Mapping[str, Tensor] | None = None
         self._weight = self._squared_weight = 0.0
         self._microbatches = 0
+        self._merged, self._pieces = False, set[str]()
+        self._open = torch.zeros(2, dtype=torch.float64, device=self._device)
         # sum b^2 |g|^2 and sum b |g|^2, raw and in the metric; on the device, so nothing waits.
         self._squares = torch.zeros(4, dtype=torch.float64, device=self._device)
 
@@ -84,16 +86,24 @@ class NoiseScale:
     def steps(self) -> int:
         return len(self._rows["raw"])
 
-    def open_step(self, preconditioner: Mapping[str, Tensor] | None = None) -> None:
-        """Only needed for the Adam metric: the preconditioner as it is before the step."""
-        if self._microbatches:
+    @property
+    def adam_steps(self) -> int:
+        """Steps that were closed in the Adam metric too: the first one has none."""
+        return len(self._rows["adam"])
+
+    def open_step(
+        self, preconditioner: Mapping[str, Tensor] | None = None, *, merged: bool = False
+    ) -> None:
+        """Only needed for the Adam metric (the preconditioner as it is before the step), and for
+        `merged`: all that this rank adds in pieces is one microbatch."""
+        if self._microbatches or self._pieces:
             raise ValueError(
                 f"A step with {self._microbatches} microbatches is open. Close it (close_step) or "
                 "drop it (discard_step) before the next one."
             )
         if preconditioner is not None:
             _check_names("preconditioner", preconditioner, self._sum)
-        self._preconditioner = preconditioner
+        self._preconditioner, self._merged = preconditioner, merged
 
     def add(self, gradient: Mapping[str, Tensor | None], weight: float = 1.0) -> None:
         """The *mean* gradient of a microbatch of `weight` samples; None is a gradient of 0."""
@@ -121,23 +131,67 @@ class NoiseScale:
         part_of: Callable[[Tensor, Tensor], Tensor],
         weight: float,
     ) -> None:
-        """A chunk at a time, b g is made, added to S and forgotten."""
-        raw, inside = (torch.zeros((), dtype=torch.float64, device=self._device) for _ in METRICS)
-        for name, total in self._sum.items():
+        squares = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for name in self._sum:
             g = gradient[name]
-            if g is None:
-                continue
-            metric = None if self._preconditioner is None else self._preconditioner[name]
-            for total_c, g_c, metric_c in _chunks(total, g.detach(), metric):
-                part = part_of(g_c.to(total_c.dtype), total_c)
-                total_c.add_(part)
-                raw += _square(part).to(self._device)
-                if metric_c is not None:
-                    inside += _square(part, metric_c).to(self._device)
+            if g is not None:
+                squares += self._take_one(name, g, part_of)
+        self._count(squares, weight)
+
+    def _take_one(
+        self, name: str, g: Tensor, part_of: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """A chunk at a time, b g is made, added to S and forgotten; its squares in both metrics."""
+        squares = torch.zeros(2, dtype=torch.float64, device=self._device)
+        metric = None if self._preconditioner is None else self._preconditioner[name]
+        for total_c, g_c, metric_c in _chunks(self._sum[name], g.detach(), metric):
+            part = part_of(g_c.to(total_c.dtype), total_c)
+            total_c.add_(part)
+            squares[0] += _square(part).to(self._device)
+            if metric_c is not None:
+                squares[1] += _square(part, metric_c).to(self._device)
+        return squares
+
+    def _count(self, squares: Tensor, weight: float) -> None:
+        raw, inside = squares
         self._squares += torch.stack([raw, raw / weight, inside, inside / weight])
         self._weight += weight
         self._squared_weight += weight**2
         self._microbatches += 1
+
+    def add_piece(self, name: str, gradient: Tensor, *, scale: float = 1.0) -> None:
+        """One parameter's gradient of the microbatch at hand, as a backward pass hands it over.
+
+        `scale` times the sum of all pieces of a microbatch is b g. A microbatch ends with
+        `end_microbatch`; its pieces of one parameter must come whole, unless the step is `merged`.
+        """
+        if name not in self._sum:
+            raise ValueError(f"{name!r} is none of the parameters that NoiseScale was made with.")
+        if gradient.shape != self._sum[name].shape:
+            raise ValueError(
+                f"gradient has shape {tuple(gradient.shape)} for {name!r}; expected "
+                f"{tuple(self._sum[name].shape)}. It belongs to another model."
+            )
+        if name in self._pieces and not self._merged:
+            raise ValueError(
+                f"A backward pass gave {name!r} two gradients; expected one: the square of their "
+                "sum is not the sum of their squares. Use gradient checkpointing that is not "
+                "reentrant (use_reentrant=False)."
+            )
+        self._pieces.add(name)
+        self._open += self._take_one(name, gradient, lambda g, total: g * scale)
+
+    def end_microbatch(self, weight: float) -> None:
+        """All pieces of a microbatch of `weight` samples were added; merged: all of the step."""
+        weight = _checked_weight(weight)
+        if self._merged:
+            if self._microbatches:
+                raise ValueError("A merged step has one microbatch on each rank; this is another.")
+            # The passes' own squares lack what they have in common.
+            wholes = self._wholes()
+            self._open = torch.stack([wholes[0], wholes[-1] * (len(wholes) > 1)])
+        self._count(self._open, weight)
+        self._open, self._pieces = torch.zeros_like(self._open), set()
 
     def discard_step(self) -> None:
         """Forget the open step: one that the optimizer does not make."""
@@ -163,10 +217,12 @@ class NoiseScale:
                     f"The step has {microbatches:.0f} microbatch(es); expected at least 2, since "
                     "noise is what differs between them. Accumulate over smaller microbatches."
                 )
-            wholes = [self._whole(None)]
-            if self._preconditioner is not None:
-                wholes.append(self._whole(self._preconditioner))
-            whole = torch.stack(wholes).tolist()
+            if self._pieces:
+                raise ValueError(
+                    f"{len(self._pieces)} parameters have pieces of a microbatch that did not end. "
+                    "Call end_microbatch before close_step."
+                )
+            whole = torch.stack(self._wholes()).tolist()
             squares = totals[5:].tolist()
         finally:
             self._begin()
@@ -184,6 +240,11 @@ class NoiseScale:
             self._rows[metric].append(row)
         self._samples.append(weight)
         return True
+
+    def _wholes(self) -> list[Tensor]:
+        """|S|^2, and in the Adam metric where the step has one."""
+        metrics = [None, *([] if self._preconditioner is None else [self._preconditioner])]
+        return [self._whole(metric) for metric in metrics]
 
     def _whole(self, metric: Mapping[str, Tensor] | None) -> Tensor:
         whole = torch.zeros((), dtype=torch.float64, device=self._device)

@@ -200,6 +200,11 @@ class OnlineProbe:
         self.evaluated = rollouts
         return prediction
 
+    @property
+    def predicted(self) -> StepPrediction | None:
+        """The last prediction, until its step is measured."""
+        return None if self._pending is None else self._pending.prediction
+
     def after_step(self) -> StepMeasurement:
         """Measure the step that was made since `before_step`."""
         if self._pending is None:

@@ -12,18 +12,17 @@ read: `entropy-probe run --checkpoint checkpoint-N` replays the step that was ma
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from entropy_experiments.numerics.ranks import Ranks
-from entropy_experiments.online.trl_batch import training_facts, update_batch
+from entropy_experiments.online.facts_file import refuse_unknown, write_facts
+from entropy_experiments.online.trl_batch import update_batch
 from entropy_experiments.policy.base import sha256
 from entropy_experiments.policy.facts import FACTS_FILE
 from entropy_experiments.policy.layout import find_checkpoint
-from entropy_experiments.rollouts.store import save_rollouts, save_update_batch, write_whole
+from entropy_experiments.rollouts.store import save_rollouts, save_update_batch
 from entropy_experiments.types import Rollouts
 
 EVALUATION, UPDATE = "evaluation", "update_batch"
@@ -31,6 +30,7 @@ EVALUATION, UPDATE = "evaluation", "update_batch"
 
 class Recorder:
     def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        refuse_unknown(facts)
         self.folder, self.facts = folder, facts
         self._beside: tuple[int, Path, str] | None = None
         """(step, checkpoint, its weights), saved just before the step at hand."""
@@ -41,7 +41,7 @@ class Recorder:
         if ranks.rank:
             return
         if not (self.folder / FACTS_FILE).is_file():
-            self._write_facts(self.folder, trainer)
+            write_facts(self.folder, trainer, self.facts)
         for place, meta in self._places(step):
             save_update_batch(place / UPDATE, batch, meta=meta)
 
@@ -49,23 +49,16 @@ class Recorder:
         """The rollouts that the step at hand was probed with."""
         if ranks.rank:
             return
-        own = replace(rollouts, behaviour_logprob_NS=None)
         for place, meta in self._places(step):
-            save_rollouts(place / EVALUATION, own, meta=meta)
+            save_rollouts(place / EVALUATION, rollouts, meta=meta)
 
     def saved(self, trainer: Any, checkpoint: Path, ranks: Ranks) -> None:
         """The trainer has just written this checkpoint: the next step's batch belongs to it."""
         if ranks.rank or not checkpoint.is_dir():
             return
-        self._write_facts(checkpoint, trainer)
+        write_facts(checkpoint, trainer, self.facts)
         weights = find_checkpoint(checkpoint).files[0]
         self._beside = (trainer.state.global_step, checkpoint, sha256(weights))
-
-    def _write_facts(self, folder: Path, trainer: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        facts = {**training_facts(trainer), **self.facts}
-        text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
-        write_whole(folder / FACTS_FILE, text.encode())
 
     def _places(self, step: int) -> list[tuple[Path, dict[str, Any]]]:
         places: list[tuple[Path, dict[str, Any]]] = [(self.folder / f"step_{step}", {"step": step})]

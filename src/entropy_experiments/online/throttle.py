@@ -4,6 +4,8 @@
 
 A step is skipped while the overhead, were it probed at the mean cost so far, would exceed
 `max_overhead`; but never ten steps in a row. One rank decides for all of them (`Ranks.agree`).
+What was asked for by its number of steps (ledgers, the noise scale) is in the overhead, but no
+probed step is skipped to make up for it.
 """
 
 from __future__ import annotations
@@ -33,23 +35,32 @@ class Throttle:
             )
         self.every, self.max_overhead = every, max_overhead
         self._clock, self._began = clock, clock()
-        self.seconds, self.probed = 0.0, 0
+        self.seconds, self.asked_seconds, self.probed = 0.0, 0.0, 0
         self._last: int | None = None
 
     @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Time spent here is the probe's."""
+    def timing(self, *, asked: bool = False) -> Iterator[None]:
+        """Time spent here is the probe's. `asked`: for what is not skipped to save time."""
         began = self._clock()
         try:
             yield
         finally:
-            self.seconds += self._clock() - began
+            spent = self._clock() - began
+            if asked:
+                self.asked_seconds += spent
+            else:
+                self.seconds += spent
+
+    @property
+    def training(self) -> float:
+        """Seconds of training without the probe, so far."""
+        return self._clock() - self._began - self.seconds - self.asked_seconds
 
     @property
     def overhead(self) -> float:
         """Of the training time so far."""
-        training = self._clock() - self._began - self.seconds
-        return self.seconds / training if training > 0 else 0.0
+        training = self.training
+        return (self.seconds + self.asked_seconds) / training if training > 0 else 0.0
 
     def wants(self, step: int) -> bool:
         """Whether `step` (counted from 0) is to be probed."""
@@ -59,9 +70,8 @@ class Throttle:
             return True
         if step - self._last >= max(self.every, MOST_SKIPPED):
             return True
-        training = self._clock() - self._began - self.seconds
         cost = self.seconds / max(self.probed, 1)
-        return self.seconds + cost <= self.max_overhead * training
+        return self.seconds + cost <= self.max_overhead * self.training
 
     def note(self, step: int) -> None:
         """This step is being probed."""

@@ -5,7 +5,9 @@
 Where the trainer calls (see `tests/contract/test_trl_online.py`, which names every private of TRL's
 that is relied upon):
 
-    on_pre_optimizer_step   gradients clipped and averaged, weights old, the rate in use: predict
+    on_step_begin, on_substep_end   between backward passes: the noise scale tells them apart
+    on_pre_optimizer_step   gradients clipped and averaged, weights old, the rate in use: predict,
+                            and explain (the ledger)
     on_optimizer_step       weights new: measure
 
 Evaluation rollouts are drawn from the policy itself, with random numbers of the probe's own, on
@@ -16,7 +18,7 @@ which trainer it serves, so making the first one wraps `Trainer.train` to tell i
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +26,19 @@ from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.numerics.ranks import Ranks
 from entropy_experiments.online.buffers import Buffer, Fixed, Fresh, Given
 from entropy_experiments.online.drawing import drawer
+from entropy_experiments.online.facts_file import refuse_unknown
+from entropy_experiments.online.guard import LOG
+from entropy_experiments.online.noise_ratio import MIN_STEPS
 from entropy_experiments.online.probe import OnlineProbe, named_gradients
 from entropy_experiments.online.record import Recorder
 from entropy_experiments.online.rows import metrics_of
+from entropy_experiments.online.step_ledger import (
+    LEDGERS,
+    due,
+    refuse_ledger,
+    refuse_optimizer,
+    write_ledger,
+)
 from entropy_experiments.online.throttle import Throttle
 from entropy_experiments.online.trl_batch import (
     EvaluationPrompts,
@@ -34,6 +46,16 @@ from entropy_experiments.online.trl_batch import (
     own_batch,
     refuse_unsupported,
     unwrapped_optimizer,
+    update_batch,
+)
+from entropy_experiments.online.trl_noise import (
+    ALONE_MESSAGE,
+    NOISE_ROWS,
+    StepNoise,
+    noise_metrics,
+    prompts_of_passes,
+    refuse_scaled,
+    shared_pairs,
 )
 from entropy_experiments.online.watch import ROWS, Watch
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -62,6 +84,9 @@ class EntropyProbeCallback(TrainerCallback):
     gradients; or Rollouts of your own. `prompts` and `group`: how many are drawn.
     `record`: a folder that keeps every step's batch, for a replay by the offline commands; `facts`:
     what else they should know, such as {"dataset_name": "gsm8k", "reward_functions": [...]}.
+    `ledger_every`: at every so many steps the whole ledger with each token's influence, in a run
+    directory of its own under OUTPUT_DIR/entropy_probe_ledgers. `noise_scale`: the gradient noise
+    scale and the critical batch size, over the last `noise_window` steps (None: all).
     """
 
     def __init__(
@@ -77,6 +102,9 @@ class EntropyProbeCallback(TrainerCallback):
         parts: bool = True,
         record: str | Path | None = None,
         facts: Mapping[str, Any] | None = None,
+        ledger_every: int | None = None,
+        noise_scale: bool = False,
+        noise_window: int | None = 100,
         seed: int = 0,
     ) -> None:
         if not isinstance(evaluation, Rollouts) and evaluation not in KINDS:
@@ -90,7 +118,19 @@ class EntropyProbeCallback(TrainerCallback):
         Throttle(**self._throttle_options)  # bad options are refused now, not hours later
         self.evaluation, self.prompts, self.group = evaluation, prompts, group
         self.uses, self.microbatch, self.parts, self.seed = uses, microbatch, parts, seed
-        self._recorder = None if record is None else Recorder(Path(record), facts or {})
+        refuse_ledger(ledger_every, evaluation)
+        if noise_window is not None and noise_window < MIN_STEPS:
+            raise ValueError(
+                f"noise_window is {noise_window}; expected at least {MIN_STEPS} steps, or None."
+            )
+        self.facts = dict(facts or {})
+        refuse_unknown(self.facts)
+        self._recorder = None if record is None else Recorder(Path(record), self.facts)
+        self.ledger_every, self.noise_scale = ledger_every, noise_scale
+        self.noise_window = noise_window
+        self.ledgers: list[Path] = []
+        """Run directories of the ledgers written so far (rank 0)."""
+        self._noise: StepNoise | None = None
         self.trainer: Any = None
         self._watch: Watch | None = None
         _tell_trainers()
@@ -121,11 +161,39 @@ class EntropyProbeCallback(TrainerCallback):
                 "trainer.train()."
             )
         refuse_unsupported(self.trainer)
-        self._watch = Watch(throttle=Throttle(**self._throttle_options), ranks=Ranks.all())
-        self._watch.set_up(self._probe, Path(args.output_dir) / ROWS)
+        if self.ledger_every is not None:
+            refuse_optimizer(unwrapped_optimizer(self.trainer.optimizer))
+        if self.noise_scale:
+            refuse_scaled(args)
+        watch = Watch(throttle=Throttle(**self._throttle_options), ranks=Ranks.all())
+        self._watch = watch
+        watch.also_forget = self._stop_noise
+        watch.set_up(self._probe, Path(args.output_dir) / ROWS)
+        if self.noise_scale:
+            self._begin_noise(args)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        noise = self._noise
+        if noise is not None:
+            passes = self.trainer.current_gradient_accumulation_steps
+            self._aside(
+                lambda: noise.open(prompts_of_passes(args, passes)),
+                f"listening to step {state.global_step}",
+            )
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        noise = self._noise
+        if noise is not None and self._begun().ranks.size == 1:
+            self._aside(
+                lambda: noise.microbatch(prompts_of_passes(args, 1)),
+                f"listening to step {state.global_step}",
+            )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         watch, step = self._begun(), state.global_step
+        if self._noise is not None:
+            noise = self._noise
+            self._aside(lambda: self._close_noise(noise, step), f"adding up the noise of {step}")
 
         def record() -> None:
             if self._recorder is not None:
@@ -144,11 +212,12 @@ class EntropyProbeCallback(TrainerCallback):
 
         watch.before(
             step,
-            named_gradients(self._model),
+            lambda: named_gradients(self._model),
             lambda: unwrapped_optimizer(self.trainer.optimizer),
             prepare=prepare,
             then=keep,
             always=record,
+            asked=self._explain if due(self.ledger_every, step) else None,
         )
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -164,7 +233,8 @@ class EntropyProbeCallback(TrainerCallback):
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._begun().forget()
+        watch = self._begun()
+        watch.guard.run(watch.forget, doing="letting go of what it held")
 
     # inside
 
@@ -205,8 +275,75 @@ class EntropyProbeCallback(TrainerCallback):
         return Fresh(drawer(generator, prompts, group=self.group, ranks=ranks), uses=self.uses)
 
     def _publish(self, row: Mapping[str, Any]) -> None:
-        for name, value in metrics_of(row).items():
+        self._log(metrics_of(row))
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
             self.trainer._metrics["train"][name].append(value)
+
+    def _explain(self, probe: OnlineProbe) -> None:
+        """The ledger of the step at hand. Rank 0 makes it, with everyone's rollouts."""
+        trainer, ranks = self.trainer, self._begun().ranks
+        batch = update_batch(trainer, ranks)
+        if ranks.rank or probe.evaluated is None or probe.predicted is None:
+            return
+        given = isinstance(self.evaluation, Rollouts)
+        folder = write_ledger(
+            Path(trainer.args.output_dir) / LEDGERS,
+            trainer=trainer,
+            policy=SequenceProcessor(self._model, temperature=trainer.args.temperature),
+            optimizer=unwrapped_optimizer(trainer.optimizer),
+            gradient=named_gradients(self._model),
+            batch=batch,
+            evaluation=probe.evaluated,
+            evaluated="given" if given else str(self.evaluation),
+            predicted=probe.predicted.change.value,
+            step=probe.step,
+            microbatch=self.microbatch,
+            facts=self.facts,
+        )
+        self.ledgers.append(folder)
+
+    # the noise scale
+
+    def _aside(self, work: Callable[[], None], doing: str) -> None:
+        """Guarded; its time is the probe's, and saves no step."""
+        watch = self._begun()
+        with watch.throttle.timing(asked=True):
+            watch.guard.run(work, doing=doing)
+
+    def _begin_noise(self, args: Any) -> None:
+        watch = self._begun()
+        if watch.ranks.size == 1 and args.gradient_accumulation_steps == 1:
+            LOG.warning(ALONE_MESSAGE)
+            return
+
+        def begin() -> None:
+            self._noise = StepNoise(
+                {name: p for name, p in self._model.named_parameters() if p.requires_grad},
+                lambda: unwrapped_optimizer(self.trainer.optimizer),
+                ranks=watch.ranks,
+                window=self.noise_window,
+                rows=Path(args.output_dir) / NOISE_ROWS,
+            )
+
+        watch.guard.run(begin, doing="the noise scale was set up")
+
+    def _close_noise(self, noise: StepNoise, step: int) -> None:
+        trainer, ranks = self.trainer, self._begun().ranks
+        passes = trainer.current_gradient_accumulation_steps if ranks.size > 1 else 1
+        if ranks.size == 1 or noise.shared is None:  # ranks are dealt their prompts once for all
+            noise.saw_shared(shared_pairs(trainer, ranks))
+        row = noise.close(step, prompts_of_passes(trainer.args, passes))
+        self._begun().throttle.asked_seconds += noise.seconds
+        noise.seconds = 0.0
+        if row is not None:
+            self._log(noise_metrics(row))
+
+    def _stop_noise(self) -> None:
+        if self._noise is not None:
+            self._noise.stop()
+        self._noise = None
 
 
 def _tell_trainers() -> None:

@@ -34,6 +34,8 @@ class Watch:
         self.probe: OnlineProbe | None = None
         self._file: RowFile | None = None
         self._begun = False
+        self.also_forget: Callable[[], None] = lambda: None
+        """What an adapter holds besides the probe, to be let go with it."""
         self._said_nonfinite = False
 
     def set_up(self, build: Callable[[], OnlineProbe], rows: Path | None) -> None:
@@ -49,19 +51,23 @@ class Watch:
     def before(
         self,
         step: int,
-        gradient: Mapping[str, Tensor | None],
+        gradient: Callable[[], Mapping[str, Tensor | None]],
         optimizer: Callable[[], torch.optim.Optimizer],
         *,
         prepare: Callable[[OnlineProbe], OwnBatch | None] = lambda _: None,
         then: Callable[[OnlineProbe], None] = lambda _: None,
         always: Callable[[], None] = lambda: None,
+        asked: Callable[[OnlineProbe], None] | None = None,
     ) -> None:
-        """A step is about to be made. `always` runs for every step; the others if it is probed."""
+        """A step is about to be made. `always` runs for every step; the others if it is probed.
+
+        With `asked`, which is more than a prediction, it is probed whatever that costs.
+        """
 
         def work() -> None:
             self._begun = False
             always()
-            if not self.ranks.agree(word=int(self.throttle.wants(step))):
+            if not self.ranks.agree(word=int(asked is not None or self.throttle.wants(step))):
                 return
             if not any(group["lr"] for group in optimizer().param_groups):
                 LOG.info("Step %d has learning rate 0: it moves nothing and is not probed.", step)
@@ -73,12 +79,16 @@ class Watch:
             self.throttle.note(step)
             self.probe.step = step
             own = prepare(self.probe)
-            self.probe.before_step(gradient, optimizer(), own=own)
+            self.probe.before_step(gradient(), optimizer(), own=own)
             then(self.probe)
             self._begun = True
 
         with self.throttle.timing():
             self.guard.run(work, doing=f"predicting step {step}")
+        probe = self.probe
+        if asked is not None and self._begun and probe is not None:
+            with self.throttle.timing(asked=True):
+                self.guard.run(lambda: asked(probe), doing=f"explaining step {step}")
 
     def after(
         self, step: int, publish: Callable[[Mapping[str, Any]], None] = lambda _: None
@@ -110,14 +120,14 @@ class Watch:
     def forget(self) -> None:
         """Let go of everything large."""
         self.probe, self._begun = None, False
+        self.also_forget()
 
-    def _nonfinite(self, gradient: Mapping[str, Tensor | None]) -> bool:
+    def _nonfinite(self, gradient: Callable[[], Mapping[str, Tensor | None]]) -> bool:
         """Whether any rank sees a gradient that is not finite."""
 
         def local() -> list[Tensor]:
-            bad = sum(
-                int(not bool(torch.isfinite(g).all())) for g in gradient.values() if g is not None
-            )
+            found = (g for g in gradient().values() if g is not None)
+            bad = sum(int(not bool(torch.isfinite(g).all())) for g in found)
             return [torch.tensor(bad)]
 
         return bool(self.ranks.summed(local)[0])

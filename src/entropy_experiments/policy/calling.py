@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import get_interpreter_stack
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -64,6 +65,15 @@ def math_attention() -> Any:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+def quickest_attention() -> Any:
+    """torch's own choice where nothing is differentiated, else what every derivative goes through.
+
+    Fused kernels have neither forward mode nor a double backward.
+    """
+    plain = not torch.is_grad_enabled() and not get_interpreter_stack()
+    return nullcontext() if plain else math_attention()
+
+
 @contextmanager
 def differentiated_fully(layers: Sequence[nn.Module]) -> Iterator[None]:
     """DoRA layers whose norm is a function of the parameters, as in truth it is.
@@ -75,6 +85,37 @@ def differentiated_fully(layers: Sequence[nn.Module]) -> Iterator[None]:
         for layer in layers:
             stack.enter_context(_forward_as(layer, _undetached(layer.forward)))
         yield
+
+
+@contextmanager
+def padding_rows(embeddings: Sequence[nn.Embedding], *, frozen: bool) -> Iterator[None]:
+    """Embeddings whose row of `padding_idx` is a constant, or a row like any other.
+
+    Training takes no gradient of that row. But where its token is a real one (end of text serving
+    as padding), momentum or decay moving it moves the policy. torch itself is of two minds: no
+    gradient of the row in backward, a tangent in forward mode.
+    """
+    with ExitStack() as stack:
+        for module in embeddings:
+            stack.enter_context(_forward_as(module, _looked_up(module, frozen)))
+        yield
+
+
+def _looked_up(module: nn.Embedding, frozen: bool) -> Callable[..., Any]:
+    def forward(tokens_NS: torch.Tensor) -> torch.Tensor:
+        found_NSD = nn.functional.embedding(tokens_NS, module.weight)
+        if not frozen:
+            return found_NSD
+        padding_NS1 = (tokens_NS == module.padding_idx)[..., None]
+        return torch.where(padding_NS1, found_NSD.detach(), found_NSD)
+
+    return forward
+
+
+def padded_embeddings(model: nn.Module) -> tuple[nn.Embedding, ...]:
+    """Trained ones, with nothing more to them than a table."""
+    found = (m for m in model.modules() if type(m) is nn.Embedding and m.weight.requires_grad)
+    return tuple(m for m in found if m.padding_idx is not None and m.max_norm is None)
 
 
 def dora_layers(model: nn.Module) -> tuple[nn.Module, ...]:

@@ -2,10 +2,11 @@
 
 Rollouts are moved to the left edge first, so that all padding is on the right. A causal model then
 never looks at padding, needs no mask, and gives every rollout the positions 0, 1, 2, ...: a batch
-gives the numbers of one rollout at a time. The scores come back where the tokens were.
+gives the numbers of one rollout at a time. Rollouts of one prompt share a row (`shared_prompts`),
+where the model allows it. The scores come back where the tokens were.
 
-Attention runs through torch's MATH kernel. Fused kernels have neither forward mode nor a double
-backward, and eager attention casts its softmax to fp32, which would end fp64.
+Attention that is differentiated runs through torch's MATH kernel: fused kernels have neither
+forward mode nor a double backward. Eager attention casts its softmax to fp32, which ends fp64.
 
 The decoder's hidden states meet the LM head at response positions only, inside `response_scores`.
 That is right where logits are `head(hidden)` and nothing else; where they are not (an adapter on
@@ -42,17 +43,23 @@ from entropy_experiments.policy.calling import (
     differentiated_fully,
     dora_layers,
     evaluating,
-    math_attention,
+    padded_embeddings,
+    padding_rows,
     plain_inputs,
+    quickest_attention,
     recomputed,
 )
+from entropy_experiments.policy.frozen import frozen_weights
+from entropy_experiments.policy.shared_prompts import Rows, may_share, shared_rows
 from entropy_experiments.types import Params, Rollouts, Scores, check_params
 
-SELF_CHECK_TOKENS = 4
+SELF_CHECK_TOKENS = 5
 SELF_CHECK_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 """Relative to the largest logit; half precision, where head and model may differ in rounding,
 gets HALF_TOLERANCE. A soft cap or a scaling is wrong by far more than either."""
 HALF_TOLERANCE = 0.03
+KNOWN_MASKS = ("sdpa", "eager")
+"""Implementations of attention that take a square mask."""
 
 
 class SequenceProcessor:
@@ -86,9 +93,11 @@ class SequenceProcessor:
             )
         self._layers = checkpointable_layers(model) if checkpointing else ()
         self._dora = () if training_gradient else dora_layers(model)
+        self._padded, self._as_trained = padded_embeddings(model), training_gradient
         self._parts = _find_parts(model)
         if self._parts is not None and not self._head_makes_the_logits():
             self._parts = None
+        self._shares = self._sharing_changes_nothing()
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -99,13 +108,14 @@ class SequenceProcessor:
     def as_trained(self) -> SequenceProcessor:
         """The same scores with the gradient that *training* takes of them.
 
-        They differ for DoRA alone, which trains as if its norms were constants. Use this one for
-        the gradient of a training loss, and the other for the slope of an entropy.
+        They differ for DoRA, which trains as if its norms were constants, and in the embedding of
+        a padding token, which is not trained. Use this one for the gradient of a training loss,
+        and the other for the slope of an entropy.
         """
-        if not self._dora:
+        if not self._dora and not self._padded:
             return self
         other = copy(self)
-        other._dora = ()
+        other._dora, other._as_trained = (), True
         return other
 
     @property
@@ -113,23 +123,35 @@ class SequenceProcessor:
         """Where logits come from: "head" (at response positions only) or "model" (all of them)."""
         return "model" if self._parts is None else "head"
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rollouts of one prompt go through the model together."""
+        return self._shares
+
+    def without_sharing(self) -> SequenceProcessor:
+        """The same scores with every rollout in a row of its own."""
+        other = copy(self)
+        other._shares = False
+        return other
+
     def score(self, params: Params, rollouts: Rollouts) -> Scores:
-        packed = _Packed.of(rollouts, self.device)
-        return Scores(*(packed.back(x_NS) for x_NS in self._score(params, packed.rollouts)))
+        (scores,) = self.score_many([params], rollouts)
+        return scores
 
     def score_many(self, many: Sequence[Params], rollouts: Rollouts) -> list[Scores]:
         """The same rollouts under several parameter settings, packed once."""
-        packed = _Packed.of(rollouts, self.device)
+        packed = _Packed.of(rollouts, self.device, share=self._shares)
         return [
-            Scores(*(packed.back(x_NS) for x_NS in self._score(params, packed.rollouts)))
-            for params in many
+            Scores(*(packed.back(x_NS) for x_NS in self._score(params, packed))) for params in many
         ]
 
     def gradients_by_rollout(
         self, params: Params, rollouts: Rollouts, worths: Sequence[Scores]
     ) -> list[dict[str, Tensor]]:
         """For each worth the gradients [n, *shape] of sum(worth_l l + worth_h h) by rollout."""
-        return gradients_by_rollout(self.score, self.model, params, rollouts, worths)
+        # In a row of their own: what the layers see of a shared prompt belongs to all of them.
+        alone = self.without_sharing().score
+        return gradients_by_rollout(alone, self.model, params, rollouts, worths)
 
     def score_all(
         self, rollouts: Rollouts, *, microbatch: int = 8, params: Params | None = None
@@ -148,16 +170,18 @@ class SequenceProcessor:
         return Scores(*whole)
 
     def support(self, params: Params, rollouts: Rollouts) -> Tensor:
-        packed = _Packed.of(rollouts, self.device)
+        packed = _Packed.of(rollouts, self.device, share=self._shares)
         inside, settings = packed.rollouts, {"temperature": self.temperature, "top_p": self.top_p}
         if self._parts is None:
-            where, logits_TV = self._response_logits(params, inside)
+            where, logits_TV = self._response_logits(params, packed)
             found_NS = torch.zeros_like(inside.tokens_NS).index_put(
                 where, nucleus_fingerprint(logits_TV, **settings)
             )
         else:
-            hidden_NSD, head_VD, bias_V = self._hidden(params, inside.tokens_NS)
-            found_NS = response_support(hidden_NSD, head_VD, inside, bias_V=bias_V, **settings)
+            hidden_RSD, head_VD, bias_V = self._hidden(params, inside.tokens_NS, packed.rows)
+            found_NS = response_support(
+                hidden_RSD, head_VD, inside, place=packed.place, bias_V=bias_V, **settings
+            )
         return packed.back(found_NS)
 
     @property
@@ -165,18 +189,22 @@ class SequenceProcessor:
         """Where tokens go in: the device of the input embeddings."""
         return causal_lm(self.model).get_input_embeddings().weight.device
 
-    def _score(self, params: Params, rollouts: Rollouts) -> Scores:
+    def _score(self, params: Params, packed: _Packed) -> Scores:
         check_params("params", params, self.params)
+        rollouts = packed.rollouts
         settings = {"temperature": self.temperature, "top_p": self.top_p, "chunk": self.chunk}
         if self._parts is not None:
-            hidden_NSD, head_VD, bias_V = self._hidden(params, rollouts.tokens_NS)
-            return response_scores(hidden_NSD, head_VD, rollouts, bias_V=bias_V, **settings)
-        where, logits_TV = self._response_logits(params, rollouts)
+            hidden_RSD, head_VD, bias_V = self._hidden(params, rollouts.tokens_NS, packed.rows)
+            settings |= {"place": packed.place, "bias_V": bias_V}
+            return response_scores(hidden_RSD, head_VD, rollouts, **settings)
+        where, logits_TV = self._response_logits(params, packed)
         logprob_T, entropy_T = token_scores(logits_TV, rollouts.tokens_NS[where], **settings)
         empty_NS = logprob_T.new_zeros(rollouts.tokens_NS.shape)
         return Scores(empty_NS.index_put(where, logprob_T), empty_NS.index_put(where, entropy_T))
 
-    def _hidden(self, params: Params, tokens_NS: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _hidden(
+        self, params: Params, tokens_NS: Tensor, rows: Rows | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert self._parts is not None
         decoder, prefix, head, weight, bias = self._parts
         inside = {
@@ -184,37 +212,83 @@ class SequenceProcessor:
             for name, value in params.items()
             if name.startswith(prefix)
         }
-        hidden_NSD = self._call(decoder, inside, tokens_NS)[0]
+        hidden_NSD = self._call(decoder, inside, tokens_NS, rows)[0]
         # A tied head is the embedding's parameter under its first name.
         head_VD = params.get(weight, head.weight)
         bias_V = params.get(bias, head.bias) if bias is not None else None
         return hidden_NSD.to(head_VD.device), head_VD, bias_V
 
     def _response_logits(
-        self, params: Params, rollouts: Rollouts
+        self, params: Params, packed: _Packed
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        return before_response(self._call(self.model, params, rollouts.tokens_NS)[0], rollouts)
+        logits_RSV = self._call(self.model, params, packed.rollouts.tokens_NS, packed.rows)[0]
+        return before_response(logits_RSV, packed.rollouts, packed.place)
 
-    def _call(self, module: nn.Module, params: Params, tokens_NS: Tensor) -> Any:
-        position_NS = torch.arange(tokens_NS.shape[1], device=tokens_NS.device)
-        inputs = {
-            "input_ids": tokens_NS,
+    def _call(
+        self, module: nn.Module, params: Params, tokens_NS: Tensor, rows: Rows | None = None
+    ) -> Any:
+        if rows is None:
+            tokens_NS = tokens_NS[:, :-1]  # the last is drawn and never looked from
+            position_S = torch.arange(tokens_NS.shape[1], device=tokens_NS.device)
             # All ones, though there is padding: it comes after all that is looked at. Without a
             # mask some architectures warn, and others guess packed sequences from positions.
-            "attention_mask": torch.ones_like(tokens_NS),
-            "position_ids": position_NS.expand(tokens_NS.shape),
-            "use_cache": False,
-        }
+            inputs = (tokens_NS, position_S.expand(tokens_NS.shape), torch.ones_like(tokens_NS))
+        else:
+            inputs = (rows.tokens_RS, rows.position_RS, self._mask(rows))
+        named = dict(zip(("input_ids", "position_ids", "attention_mask"), inputs, strict=True))
         # Recomputation happens in backward: only where an ordinary graph is being recorded.
         recompute = self._layers if torch.is_grad_enabled() and not get_interpreter_stack() else ()
         with (
             evaluating(self.model),
             plain_inputs(self.model),
-            math_attention(),
+            quickest_attention(),
             differentiated_fully(self._dora),
+            padding_rows(self._padded, frozen=self._as_trained),
             recomputed(recompute, self._dora),
+            frozen_weights(),
         ):
-            return functional_call(module, dict(params), (), inputs)
+            return functional_call(module, dict(params), (), {**named, "use_cache": False})
+
+    def _mask(self, rows: Rows) -> Tensor:
+        if self._attention == "sdpa":
+            return rows.looks_R1SS
+        dtype = causal_lm(self.model).get_input_embeddings().weight.dtype
+        lowest = torch.finfo(dtype).min  # eager attention adds its mask
+        return torch.zeros_like(rows.looks_R1SS, dtype=dtype).masked_fill(~rows.looks_R1SS, lowest)
+
+    @property
+    def _attention(self) -> str:
+        return getattr(causal_lm(self.model).config, "_attn_implementation", "")
+
+    def _sharing_changes_nothing(self) -> bool:
+        """Two responses to one prompt, together and apart: the same states."""
+        if not may_share(causal_lm(self.model).config) or self._attention not in KNOWN_MASKS:
+            return False
+        module, params = self.model, self.params
+        if self._parts is not None:
+            module, prefix = self._parts[:2]
+            params = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
+        embeddings = causal_lm(self.model).get_input_embeddings().weight
+        tokens_NS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]]) % len(embeddings)
+        response_NS = torch.arange(5).expand(2, 5) >= 3
+        rollouts = Rollouts(
+            tokens_NS=tokens_NS,
+            attention_NS=torch.ones_like(response_NS),
+            response_NS=response_NS,
+            prompt_N=torch.zeros(2, dtype=torch.int64),
+        )
+        packed = _Packed.of(rollouts, self.device, share=True)
+        assert packed.rows is not None
+        with torch.no_grad():
+            apart_NSX = self._call(module, params, packed.rollouts.tokens_NS)[0]
+            try:
+                together_RSX = self._call(module, params, tokens_NS, packed.rows)[0]
+            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+                return False  # an architecture that makes its own mask from a flat one
+        row_NS, column_NS = (x_NS[:, :-1] for x_NS in packed.rows.place)
+        gap = (together_RSX[row_NS, column_NS] - apart_NSX).abs().max()
+        tolerance = SELF_CHECK_TOLERANCE.get(apart_NSX.dtype, HALF_TOLERANCE)
+        return bool(gap <= tolerance * apart_NSX.abs().max())
 
     def _head_makes_the_logits(self) -> bool:
         embeddings = causal_lm(self.model).get_input_embeddings().weight
@@ -232,14 +306,15 @@ class SequenceProcessor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Packed:
-    """Rollouts without padding on the left, and the way back."""
+    """Rollouts without padding on the left, in rows of their own or shared, and the way back."""
 
     rollouts: Rollouts
     original: Rollouts
     start_N: Tensor
+    rows: Rows | None
 
     @classmethod
-    def of(cls, rollouts: Rollouts, device: torch.device) -> _Packed:
+    def of(cls, rollouts: Rollouts, device: torch.device, *, share: bool) -> _Packed:
         length_N = rollouts.attention_NS.sum(1)
         start_N = rollouts.attention_NS.int().argmax(1)
         column_S = torch.arange(int(length_N.max()), device=length_N.device)
@@ -257,7 +332,13 @@ class _Packed:
             behaviour_logprob_NS=None,
             text=None,
         )
-        return cls(rollouts=packed, original=rollouts, start_N=start_N)
+        rows = shared_rows(packed) if share else None
+        return cls(rollouts=packed, original=rollouts, start_N=start_N, rows=rows)
+
+    @property
+    def place(self) -> tuple[Tensor, Tensor] | None:
+        """Row and column of every token's state; None: those of the rollouts."""
+        return None if self.rows is None else self.rows.place
 
     def back(self, x_NS: Tensor) -> Tensor:
         """From packed columns to those of the rollouts as given, on their device."""

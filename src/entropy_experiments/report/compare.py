@@ -23,6 +23,7 @@ KINDS = {
     "measure": "a measurement",
     "influence": "a study",
     "trajectory": "a trajectory",
+    "training": "a training run",
 }
 NOT_SETTINGS = ("detailed_logging", "output", "rollouts", "influence.run_directory")
 """Keys that change no number; the checkpoint is told anyway."""

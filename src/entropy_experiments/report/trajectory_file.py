@@ -10,7 +10,7 @@ Sums have intervals of their own: steps share their prompts, so their errors do 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,6 +71,11 @@ def write_trajectory(run: Run, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=1, allow_nan=False).encode())
     return path
+
+
+def last_step(found: Mapping[str, Any]) -> int:
+    """Where the run has come to: of a probed training, whose last row says it, or one step on."""
+    return found.get("last_step", found["steps"][-1]["step"] + 1)
 
 
 def read_trajectory(path: str | Path) -> dict[str, Any]:

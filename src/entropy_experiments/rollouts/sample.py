@@ -7,7 +7,9 @@ of `batch_size`, at most a quarter of the batch: a unit is decoded together and 
     sha256(master_seed, name of the batch, problem id, index of the sample)
 
 The plan does not depend on what has been drawn already. So a run that was interrupted and finds
-some units in its `RolloutStore` continues with the same bits as one that was not.
+some units in its `RolloutStore` continues with the same bits as one that was not. Nor does it
+depend on the number of processes: units that are not there yet are dealt out to the current ranks
+(`numerics.ranks.across`), each of which stores its own, and all have all of them in the end.
 
 An update batch replaces groups whose rewards are all equal (they move nothing) by groups of
 further problems. That selects prompts by their outcome, as trainers with dynamic sampling do.
@@ -26,12 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entropy_experiments.policy.scoring import SequenceProcessor, evaluating, math_attention
+from entropy_experiments.numerics.ranks import current
+from entropy_experiments.policy.calling import evaluating, math_attention
+from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.rollouts.advantages import Scale, group_advantages
 from entropy_experiments.rollouts.decode import Draw, Drawn, LastLogits, decode
 from entropy_experiments.rollouts.progress import Meter, ProgressBar, ProgressCallback
 from entropy_experiments.rollouts.store import RolloutStore
-from entropy_experiments.rollouts.units import packed, unit_key, unpacked
+from entropy_experiments.rollouts.units import dealt_units
 from entropy_experiments.tasks.datasets import Problem
 from entropy_experiments.tasks.rewards import Reward, RewardResult
 from entropy_experiments.types import Rollouts, UpdateBatch
@@ -150,7 +154,8 @@ class SampleGenerator:
         drawn = self._draw(problems, group, "update")
         texts = [self.text(rollout.tokens) for rollout in drawn]
         asked = [problem for problem in problems for _ in range(group)]
-        result = reward(texts, asked)
+        # By one rank: a judge that is asked twice may answer twice.
+        result = current().told(lambda: reward(texts, asked))
         # Whether a group moves anything does not depend on the spread of the other groups.
         own = "group" if scale == "group" else "none"
         advantage_PG = group_advantages(result.total_N, group, own).view(-1, group)
@@ -242,30 +247,21 @@ class SampleGenerator:
             for problem, prompt in zip(problems, prompts, strict=True)
             for index in range(group)
         ]
-        if self.store is not None:
-            self.store.bind(self.identity())
+        plan = self._units(draws)
+        units = [[draws[n] for n in rows] for rows in plan]
         results: list[Drawn | None] = [None] * len(draws)
         meter = Meter(self.progress, name, len(draws))
-        logits = None
-        for rows in self._units(draws):
-            unit = [draws[n] for n in rows]
-            key = unit_key(unit)
-            found = None if self.store is None else self.store.get(key)
-            drawn = None if found is None else unpacked(found, len(unit))
-            if drawn is None:
-                logits = logits or LastLogits(self.policy)
-                drawn = self._decode(logits, unit, meter)
-                if self.store is not None:
-                    self.store.put(key, packed(drawn))
-            for n, rollout in zip(rows, drawn, strict=True):
-                results[n] = rollout
-            meter.finished(len(rows))
+        identity = None if self.store is None else self.identity()
+        for part in dealt_units(units, self._decode, self.store, identity, meter):
+            for at, drawn in part.items():
+                for n, rollout in zip(plan[at], drawn, strict=True):
+                    results[n] = rollout
         return [rollout for rollout in results if rollout is not None]
 
-    def _decode(self, logits: LastLogits, unit: Sequence[Draw], meter: Meter) -> list[Drawn]:
+    def _decode(self, unit: Sequence[Draw], meter: Meter) -> list[Drawn]:
         with torch.no_grad(), evaluating(self.policy.model), math_attention():
             return decode(
-                logits,
+                LastLogits(self.policy),
                 unit,
                 temperature=self.policy.temperature,
                 top_p=self.policy.top_p,

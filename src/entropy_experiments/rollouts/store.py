@@ -329,6 +329,9 @@ class RolloutStore:
                 "Give another folder, or delete this one to start over."
             )
 
+    def holds(self, key: str) -> bool:
+        return self._path(key).is_file()
+
     def get(self, key: str) -> dict[str, Tensor] | None:
         """The tensors of a finished unit; None if it has not been drawn yet."""
         path = self._path(key)

@@ -3,18 +3,72 @@
     key = sha256([seed, prompt] of every row)
 
 The store's identity holds what all units share (model, law, lengths); the key holds the rest.
+
+Units that nobody has yet are dealt out to the current ranks. Each rank stores what it has drawn
+at once, so a lost rank costs the units under way; in the end all ranks have all units.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.rollouts.decode import Draw, Drawn
+from entropy_experiments.rollouts.progress import Meter
+from entropy_experiments.rollouts.store import RolloutStore
+
+Unit = Sequence[Draw]
+
+
+def dealt_units(
+    units: Sequence[Unit],
+    decode: Callable[[Unit, Meter], list[Drawn]],
+    store: RolloutStore | None,
+    identity: Mapping[str, Any] | None,
+    meter: Meter,
+) -> list[dict[int, list[Drawn]]]:
+    """By rank: the units that it found in its store or drew, each under its number."""
+    ranks, keys = current(), [unit_key(unit) for unit in units]
+
+    def held() -> set[int]:
+        if store is None:
+            return set()
+        store.bind(identity or {})  # a machine with a disk of its own has a folder of its own
+        return {at for at, key in enumerate(keys) if store.holds(key)}
+
+    if store is not None:
+        ranks.told(lambda: store.bind(identity or {}))  # rank 0 first: it makes the folder
+    everyones = ranks.gathered(held)
+    # A file that several ranks see is read by one of them.
+    reader = {at: rank for rank in reversed(range(ranks.size)) for at in everyones[rank]}
+    missing = [at for at in range(len(units)) if at not in reader]
+
+    def local() -> dict[int, list[Drawn]]:
+        out: dict[int, list[Drawn]] = {}
+        for at, rank in reader.items():
+            if rank == ranks.rank and store is not None:
+                found = store.get(keys[at])
+                assert found is not None  # it was there a moment ago
+                out[at] = unpacked(found, len(units[at]))
+                meter.finished(len(units[at]))
+        for at in ranks.mine(missing):
+            out[at] = decode(units[at], meter)
+            if store is not None:
+                store.put(keys[at], packed(out[at]))
+            meter.finished(len(units[at]))
+        return out
+
+    found = ranks.gathered(local)
+    others = [part for rank, part in enumerate(found) if rank != ranks.rank]
+    if others:
+        meter.finished(sum(len(drawn) for part in others for drawn in part.values()))
+    return found
 
 
 def unit_key(unit: Sequence[Draw]) -> str:

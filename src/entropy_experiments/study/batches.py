@@ -22,6 +22,7 @@ from entropy_experiments.config import Config
 from entropy_experiments.config.estimates import BatchRequest, Workspace
 from entropy_experiments.influence import whatif
 from entropy_experiments.influence.interventions import Objected
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.probe_inputs import ProbeInputs, timed
 from entropy_experiments.probe_sampling import Opened, PromptIds, Sampler, prompts_of
 from entropy_experiments.rollouts.store import save_rollouts
@@ -124,7 +125,7 @@ def _with_kl(questions: Sequence[str]) -> str | None:
     return None
 
 
-def _folded(batch: EvaluationBatch, asked: int) -> EvaluationBatch:
+def folded(batch: EvaluationBatch, asked: int) -> EvaluationBatch:
     """With as many folds as there are prompts for."""
     prompts = len(batch.rollouts.prompt_N.unique())
     if prompts >= asked:
@@ -167,8 +168,9 @@ class _Maker:
         for i, request in enumerate(asked.evaluation_requests):
             if request.kind == "update":
                 found[i] = self._own_prompts(i, request, made.batch)
-        save_workspace(asked.workspace, made, self.probed, self.given.model)
-        return made, tuple(_folded(found[i], asked.folds) for i in sorted(found))
+        kept, model = made, self.given.model
+        current().told(lambda: save_workspace(asked.workspace, kept, self.probed, model))
+        return made, tuple(folded(found[i], asked.folds) for i in sorted(found))
 
     def _workspace(self, asked: Workspace) -> Made | None:
         """The update batch; None: it is to be drawn, after E."""
@@ -251,10 +253,12 @@ class _Maker:
         rollouts = replace(rollouts, behaviour_logprob_NS=None)
         reward_N = None
         if self.config.influence.reward and all(problem.answer for problem in problems):
-            texts = list(rollouts.text or ())
-            reward_N = self._reward()(texts, [p for p in problems for _ in range(group)]).total_N
+            texts, asked_of = list(rollouts.text or ()), [p for p in problems for _ in range(group)]
+            reward = self._reward()
+            reward_N = current().told(lambda: reward(texts, asked_of)).total_N
         if self.config.rollouts.save is not None:
-            save_rollouts(Path(self.config.rollouts.save) / name, rollouts, meta=self.sampler.meta)
+            folder, meta = Path(self.config.rollouts.save) / name, self.sampler.meta
+            current().told(lambda: save_rollouts(folder, rollouts, meta=meta))
         return EvaluationBatch(
             name=name, request=request, rollouts=rollouts, reward_N=reward_N, notes=notes
         )

@@ -20,6 +20,7 @@ from entropy_experiments.config import config_yaml
 from entropy_experiments.influence import whatif
 from entropy_experiments.influence.groups import By, Most, grouped, ranked
 from entropy_experiments.influence.token_rows import token_rows
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.report.figures.study import study_plots
 from entropy_experiments.report.figures.style import INSTALL, can_draw
 from entropy_experiments.report.findings import finite
@@ -67,7 +68,7 @@ class StudyFiles:
         self.files["config.yaml"] = config_yaml(self.study.config).encode()
         texts = json.dumps(self._texts[0], indent=1, allow_nan=False)
         self.files["update_rollouts.json"] = texts.encode()
-        if self.study.asked.plots and can_draw():
+        if self.study.asked.plots and can_draw() and current().first:  # which writes them
             folder = self.study.store.folder.parent
             made = NewFiles(folder=folder, contents=self.files, described=self.arrays)
             self.files |= study_plots(made, summary)

@@ -30,6 +30,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.report.run_files import (
     DESCRIBED,
     FORMAT,
@@ -127,22 +128,31 @@ class StageStore:
         return self._path(name, key).is_file()
 
     def once(self, name: str, key: str, compute: Callable[[], Stage]) -> Stage:
-        """The finished stage, or what `compute` gives, which is on disk before it is returned."""
-        found = self.get(name, key)
-        if found is not None:
-            return found
-        started = time.perf_counter()
-        made = compute()
-        self.put(name, key, made, time.perf_counter() - started)
-        found = self.get(name, key)  # the same path for a first run and for a resumed one
-        assert found is not None
-        return found
+        """The finished stage, or what `compute` gives, which is on disk before it is returned.
+
+        Several ranks compute it together. Rank 0 alone reads and writes, and tells the others what
+        is in the file: they go on with the same bits, whichever disks they see.
+        """
+        ranks = current()
+        data = ranks.told(lambda: self._read(name, key))
+        if data is None:
+            started = time.perf_counter()
+            made = compute()
+            ranks.told(lambda: self.put(name, key, made, time.perf_counter() - started))
+            # The same path for a first run and for a resumed one.
+            data = ranks.told(lambda: self._read(name, key))
+        assert data is not None
+        return self._unpacked(self._path(name, key), data)
 
     def get(self, name: str, key: str) -> Stage | None:
+        data = self._read(name, key)
+        return None if data is None else self._unpacked(self._path(name, key), data)
+
+    def _read(self, name: str, key: str) -> bytes | None:
         path = self._path(name, key)
-        if not path.is_file():
-            return None
-        data = path.read_bytes()
+        return path.read_bytes() if path.is_file() else None
+
+    def _unpacked(self, path: Path, data: bytes) -> Stage:
         digest, body = data[:64], data[64:]
         if digest != hashlib.sha256(body).hexdigest().encode():
             raise ValueError(

@@ -209,10 +209,18 @@ class Rollouts:
         )
 
     def split(self, microbatch: int) -> Iterator[Part]:
-        """Parts of at most `microbatch` rollouts of similar length, without common padding."""
+        """Parts of at most `microbatch` rollouts, those of one prompt beside each other.
+
+        Prompts are in the order of their rollouts' total length: parts have little padding.
+        """
         if microbatch < 1:
             raise ValueError(f"microbatch must be at least 1; got {microbatch}.")
-        order_N = torch.argsort(self.attention_NS.sum(1), stable=True)
+        length_N = self.attention_NS.sum(1)
+        group_N = self.prompt_N.unique(return_inverse=True)[1]
+        total_N = torch.zeros_like(length_N).index_add(0, group_N, length_N)[group_N]
+        order_N = torch.argsort(length_N, stable=True)
+        for key_N in (group_N, total_N):
+            order_N = order_N[torch.argsort(key_N[order_N], stable=True)]
         for rows_N in order_N.split(microbatch):
             used = self.attention_NS[rows_N].any(0).nonzero()
             columns = slice(int(used[0]), int(used[-1]) + 1)

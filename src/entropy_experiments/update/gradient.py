@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.numerics.derivatives import pullback_sum, require_full_precision
+from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import Params, Policy, Scores, UpdateBatch
 from entropy_experiments.types.direction import check_finite
@@ -53,8 +54,10 @@ def loss_gradient(
 
     parts = (loss_of(rows_N, columns) for rows_N, columns, _ in batch.rollouts.split(microbatch))
     loss, gradient, count = pullback_sum(parts, policy.params)
+    # Each rank has the scores of its own microbatches.
+    everyones = Scores(*current().summed(lambda: scores))
     check_finite("loss gradient", gradient)
-    return LossGradient(gradient=gradient, loss=loss, scores=scores, microbatches=count)
+    return LossGradient(gradient=gradient, loss=loss, scores=everyones, microbatches=count)
 
 
 def clip_factor(gradient: Params, max_grad_norm: float | None) -> tuple[float, float]:

@@ -31,8 +31,7 @@ def live_direction(
             f"Not one of {len(gradient)} parameters has a gradient: there is no step to predict. "
             "Call before_step() after backward() and before zero_grad()."
         )
-    state = read_state(optimizer, _held(params, optimizer), copy=False)
-    state = _only(state, moving)
+    state = _only(live_state(params, optimizer), moving)
     given = {name: g for name, g in gradient.items() if g is not None}
     build = sgd_direction if isinstance(state.groups[0], SGDGroup) else adamw_direction
     found = build(moving, given, state)
@@ -46,6 +45,11 @@ def live_direction(
         preconditioner=None if found.preconditioner is None else whole(found.preconditioner),
         clip_factor=found.clip_factor,
     )
+
+
+def live_state(params: Params, optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """The optimizer's state by the policy's names, in its own memory: for use before it steps."""
+    return _only(read_state(optimizer, _held(params, optimizer), copy=False), params)
 
 
 def _held(params: Params, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

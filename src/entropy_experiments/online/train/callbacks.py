@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -12,10 +11,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from entropy_experiments.online.facts_file import write_facts
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.online.trl_batch import training_facts
-from entropy_experiments.policy.facts import FACTS_FILE
-from entropy_experiments.rollouts.whole_files import write_whole
 from gradient_doctor.hf import DoctorCallback
 
 
@@ -43,20 +40,17 @@ class UnwatchedProbe(EntropyProbeCallback):
 
 
 class TaskFacts(TrainerCallback):
-    """`entropy_probe.json` with the task in it, for the run, its record and each checkpoint.
+    """`entropy_probe.json` for the run and each checkpoint, whether or not there is a probe.
 
-    Stands after the probe's callback, which writes what the trainer's settings say. Also makes the
-    checkpoint before the first step.
+    Also makes the checkpoint before the first step.
     """
 
-    def __init__(self, facts: Mapping[str, Any], *, record: Path | None, save_first: bool) -> None:
-        self.facts, self.record, self.save_first = dict(facts), record, save_first
+    def __init__(self, facts: Mapping[str, Any], *, save_first: bool) -> None:
+        self.facts, self.save_first = dict(facts), save_first
         self.trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        for folder in (Path(args.output_dir), self.record):
-            if folder is not None:
-                self._write(folder, state)
+        self._write(Path(args.output_dir), state)
         if self.save_first and state.global_step == 0:
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
             self.trainer.callback_handler.on_save(args, state, control)
@@ -65,14 +59,8 @@ class TaskFacts(TrainerCallback):
         self._write(Path(args.output_dir) / f"checkpoint-{state.global_step}", state)
 
     def _write(self, folder: Path, state: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        read = training_facts(self.trainer)
-        notes = [*read.get("note", ()), *self.facts.get("note", ())]
-        facts = {**read, **self.facts, **({"note": notes} if notes else {})}
-        text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
-        write_whole(folder / FACTS_FILE, text.encode())
+        if state.is_world_process_zero:
+            write_facts(folder, self.trainer, self.facts)
 
 
 SHOWN = {

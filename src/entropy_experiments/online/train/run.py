@@ -96,8 +96,8 @@ def train(
 def _watchers(
     config: TrainingConfig, task: Task, out: Path, *, quiet: bool
 ) -> tuple[UnwatchedProbe | None, DoctorCallback | None, list[Any]]:
-    """(probe, doctor, all callbacks in their order): task facts are written after the probe's."""
-    wanted, callbacks = config.probe, list[Any]()
+    """(probe, doctor, all callbacks in their order)."""
+    wanted, callbacks, facts = config.probe, list[Any](), task.facts(config)
     record = out / RECORD if wanted.enabled and wanted.record else None
     probe = doctor = None
     if wanted.enabled:
@@ -111,10 +111,13 @@ def _watchers(
             microbatch=wanted.microbatch or config.tf_micro_batch or PROBE_MICROBATCH,
             parts=wanted.parts,
             record=record,
+            facts=facts,
+            ledger_every=wanted.ledger_every,
+            noise_scale=wanted.noise_scale,
             seed=wanted.seed,
         )
         callbacks.append(probe)
-    callbacks.append(TaskFacts(task.facts(config), record=record, save_first=config.save_first))
+    callbacks.append(TaskFacts(facts, save_first=config.save_first))
     if config.doctor.enabled:
         contract = {"trainable": ["*lora_*"]} if config.lora is not None else None
         doctor = DoctorCallback(

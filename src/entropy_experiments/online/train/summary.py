@@ -9,8 +9,10 @@ from typing import Any
 
 from entropy_experiments.online.record import UPDATE
 from entropy_experiments.online.rows import read_rows
+from entropy_experiments.online.step_ledger import LEDGERS
 from entropy_experiments.online.train.folder import CONFIG_FILE, whole
 from entropy_experiments.online.trl import ROWS
+from entropy_experiments.online.trl_noise import NOISE_ROWS
 from entropy_experiments.rollouts.whole_files import write_whole
 from entropy_experiments.trajectory import steps_of
 from gradient_doctor.findings import Severity
@@ -63,6 +65,8 @@ def run_summary(
             "predicted": sum(row["predicted"] or 0.0 for row in rows),
             "measured": sum(row["measured"] or 0.0 for row in rows),
             "overhead": rows[-1]["overhead"] if rows else None,
+            "ledgers": [str(path) for path in steps_of(out / LEDGERS)],
+            "noise_scale": str(out / NOISE_ROWS) if (out / NOISE_ROWS).is_file() else None,
             "off": None if probe.off is None else f"{type(probe.off).__name__}: {probe.off}",
         }
     return found
@@ -105,6 +109,10 @@ def summary_words(summary: Mapping[str, Any]) -> list[str]:
         told.append(f"Probe rows:  {probe['rows']}")
         if probe["record"] is not None:
             told.append(f"Every step:  {probe['record']}")
+        if probe["noise_scale"] is not None:
+            told.append(f"Noise scale: {probe['noise_scale']}")
+        if probe["ledgers"]:
+            told.append(f"Ledgers:     entropy-probe report {probe['ledgers'][-1]}")
     if last is not None:
         told += [f"Checkpoint:  {last}", f"Ask it:      entropy-probe run --checkpoint {asked}"]
     return told

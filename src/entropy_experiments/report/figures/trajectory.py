@@ -13,6 +13,7 @@ from entropy_experiments.report.figures.style import (
     legend_above,
     panels,
 )
+from entropy_experiments.report.trajectory_file import last_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +26,7 @@ def trajectory_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
     both = all(reward is not None for reward in rewards)
     figure, grid = panels(1 + both, columns=columns, height=1.6 if both else 2.5)
     axes = grid[0]
-    at = [*(step["step"] for step in steps), steps[-1]["step"] + 1]
+    at = [*(step["step"] for step in steps), last_step(found)]
     levels = [*(step["level"] for step in steps), found["last"]]
     first = levels[0]["value"]
     low, high = zip(*(level["interval"] or [level["value"]] * 2 for level in levels))
@@ -33,6 +34,8 @@ def trajectory_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
     fresh = [level["value"] for level in levels]
     axes.plot(at, fresh, color=MUTED, linewidth=0.8, label="fresh rollouts, 95 %")
     for name, style, colour in (("predicted", "-", ACCENT), ("measured", "--", DESTROY)):
+        if steps[-1][f"{name}_sum"] is None:
+            continue
         summed = [first, *(first + step[f"{name}_sum"]["value"] for step in steps)]
         axes.plot(at, summed, style, color=colour, label=f"{name}, summed")
     axes.set_ylabel(f"entropy, nats per {found['unit']}")

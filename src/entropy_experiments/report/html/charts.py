@@ -24,6 +24,7 @@ from entropy_experiments.report.html.marks import (
     segment,
     upright,
 )
+from entropy_experiments.report.trajectory_file import last_step
 
 SAME_LEFT = {"l": 64}
 """Of drawings that stand above each other and share their steps."""
@@ -252,7 +253,7 @@ def what_if(found: Mapping[str, Any]) -> dict[str, Figure]:
 def trajectory(found: Mapping[str, Any]) -> Figure:
     """Entropy of fresh rollouts, and both changes summed from the first checkpoint on."""
     steps = found["steps"]
-    at = [*(step["step"] for step in steps), steps[-1]["step"] + 1]
+    at = [*(step["step"] for step in steps), last_step(found)]
     levels = [*(step["level"] for step in steps), found["last"]]
     first = levels[0]["value"]
     ends = [level["interval"] or (level["value"], level["value"]) for level in levels]
@@ -268,6 +269,8 @@ def trajectory(found: Mapping[str, Any]) -> Figure:
     fresh = line(at, [level["value"] for level in levels], "fresh rollouts, 95 %", "$muted")
     traces = [band, {**fresh, "line": {"color": "$muted", "width": 1.2}}]
     for name, colour, dash in (("predicted", "$accent", "solid"), ("measured", "$ink", "dot")):
+        if steps[-1][f"{name}_sum"] is None:
+            continue  # the page says why
         summed = [first, *(first + step[f"{name}_sum"]["value"] for step in steps)]
         traces.append(line(at, summed, f"{name}, summed", colour, dash=dash))
     return figure_of(
@@ -298,7 +301,7 @@ def rewards(found: Mapping[str, Any]) -> dict[str, Figure]:
         xaxis={
             "title": {"text": "optimizer step"},
             "showgrid": False,
-            "range": [found["steps"][0]["step"], found["steps"][-1]["step"] + 1],
+            "range": [found["steps"][0]["step"], last_step(found)],
         },
         yaxis={"title": {"text": "reward"}, "nticks": 4},
     )

@@ -21,11 +21,12 @@ from entropy_experiments.report.html.token_views import MOST_TOKENS
 from entropy_experiments.report.log_files import newest_log
 from entropy_experiments.report.measurements import measurements_file
 from entropy_experiments.report.run_files import IDENTITY, MANIFEST
-from entropy_experiments.report.trajectory_file import NAME, read_trajectory
+from entropy_experiments.report.training_rows import read_training, training_file
+from entropy_experiments.report.trajectory_file import NAME, last_step, read_trajectory
 
 EXPECTED = (
-    "the folder of a study, of `run --out` or of `measure --out`, a log (json or json.gz) or a "
-    f"{NAME}"
+    "the folder of a study, of `run --out`, of `measure --out` or of a probed training, a log "
+    f"(json or json.gz) or a {NAME}"
 )
 NO_RUN = "one step was studied; give the run's trajectory.json (--trajectory)"
 
@@ -42,9 +43,9 @@ def gather(
     with as_written(trajectory or path):
         steps = None if trajectory is None else read_trajectory(trajectory)
     with as_written(path):
-        if kind == "trajectory":
-            steps = read_trajectory(path)
-            out = _alone(path, steps)
+        if kind in ("trajectory", "training"):
+            steps = (read_trajectory if kind == "trajectory" else read_training)(path)
+            out = _alone(path, steps, kind)
         elif kind == "measure":
             out = measurements_data(path)
         elif kind == "influence":
@@ -64,11 +65,15 @@ def found_at(run: Path) -> tuple[str, Path]:
     if not run.is_dir():
         if run.name.endswith(NAME):
             return "trajectory", run
+        if training_file(run) is not None:
+            return "training", run
         return ("probe" if measurements_file(run) is None else "measure"), run
     if any((run / name).exists() for name in (MANIFEST, IDENTITY)):
         return "influence", run
     if (run / NAME).is_file():
         return "trajectory", run / NAME
+    if (rows := training_file(run)) is not None:
+        return "training", rows
     measured, log = measurements_file(run), newest_log(run)
     if measured is not None and log is not None:
         raise ValueError(
@@ -98,12 +103,12 @@ def as_written(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _alone(path: Path, steps: Mapping[str, Any]) -> dict[str, Any]:
+def _alone(path: Path, steps: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """A trajectory without a study."""
-    first, last = steps["steps"][0], steps["steps"][-1]
+    first, end = steps["steps"][0], last_step(steps)
     total = steps["total"]
     said = words.sentence(
-        update=f"Training from step {first['step']} to step {last['step'] + 1}",
+        update=f"Training from step {first['step']} to step {end}",
         change=total["fresh"],
         level=first["level"]["value"],
         unit=steps["unit"],
@@ -111,9 +116,9 @@ def _alone(path: Path, steps: Mapping[str, Any]) -> dict[str, Any]:
     )
     sections = ("curve", "ledger", "weights", "rollouts", "texts", "covariance", "what_if")
     return {
-        "kind": "trajectory",
-        "title": f"Entropy from step {first['step']} to {last['step'] + 1}",
-        "checkpoint": f"steps {first['step']} to {last['step'] + 1}",
+        "kind": kind,
+        "title": f"Entropy from step {first['step']} to {end}",
+        "checkpoint": f"steps {first['step']} to {end}",
         "source": path.name,
         "key": None,
         "unit": steps["unit"],
@@ -122,10 +127,7 @@ def _alone(path: Path, steps: Mapping[str, Any]) -> dict[str, Any]:
         "measured": total["measured"],
         "verdict": {
             "sentence": said,
-            "points": [
-                f"Summed over the steps: predicted {words.number(total['predicted']['value'])}, "
-                f"measured {words.number(total['measured']['value'])}."
-            ],
+            "points": _sums_of(steps),
             "trusted": None,
             "doubts": [],
             "text": [],
@@ -137,3 +139,17 @@ def _alone(path: Path, steps: Mapping[str, Any]) -> dict[str, Any]:
         "others": [],
         "absent": {"one step closely": "a trajectory has sums only (entropy-probe influence)"},
     }
+
+
+def _sums_of(steps: Mapping[str, Any]) -> list[str]:
+    total, told = steps["total"], []
+    if total["predicted"] is None or total["measured"] is None:
+        told.append(f"No sums of single steps: {steps['not_summed']}.")
+    else:
+        told.append(
+            f"Summed over the steps: predicted {words.number(total['predicted']['value'])}, "
+            f"measured {words.number(total['measured']['value'])}."
+        )
+    if "rows" in steps:
+        told.append(f"{steps['trusted']} of {steps['rows']} probed steps are trusted.")
+    return told

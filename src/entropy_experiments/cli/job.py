@@ -1,0 +1,141 @@
+"""A command that torchrun has started several times: one job, one voice, one end.
+
+    torchrun --nproc-per-node 2 -m entropy_experiments.cli run
+
+Every process runs the whole command; the loops inside are dealt out (`numerics.ranks`). Rank 0
+alone prints and writes. What goes wrong on one rank ends all of them: the lowest rank that failed
+gives the message, the others leave without a word once it has been given.
+
+Without torchrun nothing here happens, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from entropy_experiments.cli.endings import INTERRUPTED, UNEXPECTED, ending
+
+if TYPE_CHECKING:
+    from entropy_experiments.numerics.ranks import Ranks
+
+PATIENCE = timedelta(hours=12)
+"""How long a rank waits for another. A rank that is gone is noticed at once, a slow one is not
+gone; so this is only for machines that vanish without closing their connections."""
+LAST_WORDS = timedelta(seconds=5)
+"""For the message of the rank that failed: torchrun ends the others with the first that leaves."""
+
+
+def several() -> bool:
+    """Whether torchrun has started more than one of these."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def shared_ending(
+    *, debug: bool, interrupted: Callable[[], str] = lambda: "Interrupted."
+) -> Iterator[bool]:
+    """`ending`, shared by all processes of the job. Gives whether this one speaks."""
+    if not several():
+        with ending(debug=debug, interrupted=interrupted):
+            yield True
+        return
+
+    from entropy_experiments.numerics.ranks import across
+
+    with ending(debug=debug):
+        ranks = _joined()
+    try:
+        with ending(debug=debug, interrupted=interrupted), _one_voice(ranks):
+            with across(ranks), _quiet_libraries(ranks, debug=debug):
+                yield ranks.first
+            ranks.agree()  # nobody leaves while rank 0 writes: it may still fail
+    except typer.Exit as end:
+        if end.exit_code:
+            _last_words()
+        raise
+    finally:
+        _left()
+
+
+def _joined() -> Ranks:
+    import torch
+    import torch.distributed as dist
+
+    from entropy_experiments.numerics.ranks import Ranks
+
+    if torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise ValueError(
+                f"This machine has {torch.cuda.device_count()} CUDA devices, and this is its "
+                f"process {local + 1}; expected a device for each. Lower --nproc-per-node."
+            )
+        torch.cuda.set_device(local)
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    return Ranks(dist.group.WORLD)
+
+
+def _left() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _one_voice(ranks: Ranks) -> Iterator[None]:
+    """An error passes on one rank only; on the others it is an exit code."""
+    from entropy_experiments.numerics.ranks import LostRankError, RankError, announced
+
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:  # torchrun passes Ctrl-C on to every rank
+        if not ranks.first:
+            raise typer.Exit(INTERRUPTED) from None
+        raise
+    except Exception as error:
+        if not announced(error):
+            with suppress(RankError):  # if nobody is left to be told
+                ranks.agree(failed=True, error=error)
+        if isinstance(error, LostRankError):
+            # The rank that is gone said nothing: whoever notices does.
+            typer.echo(f"rank {ranks.rank}: {error}", err=True)
+            raise typer.Exit(UNEXPECTED) from None
+        if isinstance(error, RankError) or ranks.first_failed not in (None, ranks.rank):
+            raise typer.Exit(UNEXPECTED) from None
+        if not ranks.first:
+            typer.echo(f"On rank {ranks.rank} of {ranks.size}:", err=True)
+        raise
+
+
+@contextmanager
+def _quiet_libraries(ranks: Ranks, *, debug: bool) -> Iterator[None]:
+    """What is printed on the way is printed by rank 0; warnings of others are seen with --debug."""
+    if ranks.first:
+        yield
+        return
+    # Not closed: a library's log handlers may keep it until the process ends.
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115
+    with redirect_stdout(nowhere), nullcontext() if debug else redirect_stderr(nowhere):
+        yield
+
+
+def _last_words() -> None:
+    """Wait until the rank that failed has given its message, or is gone."""
+    import torch.distributed as dist
+
+    sys.stderr.flush()
+    try:
+        dist.monitored_barrier(timeout=LAST_WORDS)
+    except RuntimeError:
+        return  # it has left already, message and all

@@ -1,0 +1,203 @@
+"""Offline commands under torchrun: the files of one process, a lost rank, a rank that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PATIENCE = 600
+"""Seconds until a hang is a failure; a busy machine takes minutes for what takes seconds."""
+SMALL = (
+    "batch_config.B_E=5",
+    "batch_config.B_U=2",
+    "batch_config.G=3",
+    "update.batch=drawn",
+    "generation.gen_batch_size=2",
+    "memory_config.microbatch_size=2",
+)
+NOT_NUMBERS = ("timing", "timings", "log_path", "plan", "seconds", "run_directory")
+
+
+def command(verb: str, *words: str, ranks: int = 1) -> list[str]:
+    launch = [sys.executable]
+    if ranks > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        launch += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        launch += [f"--master-port={port}"]
+    return [*launch, "-m", "entropy_experiments.cli", verb, *words]
+
+
+def options(*changes: str) -> list[str]:
+    return [word for change in (*SMALL, *changes) for word in ("--set", change)]
+
+
+@contextmanager
+def started(words: list[str], **env: str) -> Iterator[subprocess.Popen]:
+    child = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+    try:
+        yield child
+    finally:
+        for worker in workers(child) if child.poll() is None else ():
+            os.kill(worker, signal.SIGKILL)
+        child.kill()
+
+
+def done(words: list[str], **env: str) -> subprocess.CompletedProcess:
+    with started(words, **env) as child:
+        stdout, stderr = child.communicate(timeout=PATIENCE)
+    return subprocess.CompletedProcess(words, child.returncode, stdout, stderr)
+
+
+def workers(child: subprocess.Popen) -> dict[int, int]:
+    """{process: rank} of what torchrun has started."""
+    found = {}
+    for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split():
+        said = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        rank = next((word[5:] for word in said if word.startswith(b"RANK=")), None)
+        if rank is not None:
+            found[int(pid)] = int(rank)
+    return found
+
+
+def assert_same_numbers(one: Any, other: Any) -> None:
+    """JSON, but for what a clock or a folder decides."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one.keys() - set(NOT_NUMBERS):
+            assert_same_numbers(one[name], other[name])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same_numbers(a, b)
+    elif isinstance(one, float):
+        assert other == pytest.approx(one, rel=1e-12, abs=1e-15)
+    else:
+        assert one == other
+
+
+def files(out: Path) -> set[str]:
+    found = {p.relative_to(out) for p in out.rglob("*") if p.is_file()}
+    return {str(path) for path in found if path.parts[0] != "logs"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verb", "result", "more"),
+    [
+        ("run", "results.json", ()),
+        ("influence", "summary.json", ("--what-if", "drop=negative", "--confirm")),
+    ],
+)
+def test_two_ranks_write_what_one_process_writes(tmp_path, verb, result, more):
+    one, two = tmp_path / "one", tmp_path / "two"
+    alone = done(command(verb, "--out", str(one), *options(), *more))
+    shared = done(command(verb, "--out", str(two), *options(), *more, ranks=2))
+    assert alone.returncode == shared.returncode == 0, alone.stderr + shared.stderr
+    assert_same_numbers(*(json.loads((out / result).read_text()) for out in (one, two)))
+    assert files(one) == files(two)
+    # One voice: the same words as alone, once.
+    said = [line for line in alone.stdout.splitlines() if "Files:" not in line]
+    assert [line for line in shared.stdout.splitlines() if "Files:" not in line] == said
+    assert shared.stderr.count("lora, ") == alone.stderr.count("lora, ")
+    if verb == "influence":
+        for name in files(one) - {"summary.json", "config.yaml", "manifest.json"}:
+            if name.endswith((".npy", ".parquet", "update_rollouts.json")):
+                assert (one / name).read_bytes() == (two / name).read_bytes(), name
+
+
+def wait(child: subprocess.Popen, ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not ready() and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+SWEEP = ("experiment.repeats=2", "batch_config.B_E=24", "estimator.eta_list=[1e-3, 4e-3]")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_costs_one_unit(tmp_path):
+    """SIGKILL of rank 1 in the middle of the second repeat of a sweep."""
+
+    def kept(out: Path) -> dict[str, tuple[int, bytes]]:
+        found = [*out.rglob("*.unit"), *out.rglob("*.stage")]
+        return {str(p.relative_to(out)): (p.stat().st_mtime_ns, p.read_bytes()) for p in found}
+
+    out, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    words = ["--out", str(out), *options(*SWEEP)]
+    with started(command("measure", *words, ranks=2)) as child:
+        wait(child, lambda: any(out.rglob("*.stage")))
+        (first,) = out.rglob("*.stage")
+        before = len(kept(out))
+        wait(child, lambda: len(kept(out)) > before + 2)  # units of the second repeat
+        (victim,) = (pid for pid, rank in workers(child).items() if rank == 1)
+        os.kill(victim, signal.SIGKILL)
+        began = time.monotonic()
+        child.communicate(timeout=PATIENCE)
+        assert time.monotonic() - began < PATIENCE / 4
+    assert child.returncode != 0
+    survived = kept(out)
+    assert str(first.relative_to(out)) in survived
+    assert len(survived) < 2 * before  # it was in the middle
+    again = done(command("measure", *words, ranks=2))
+    assert again.returncode == 0, again.stderr
+    finished = kept(out)
+    for name, what in survived.items():
+        assert finished[name] == what, f"{name} was made again"
+    alone = done(command("measure", "--out", str(undisturbed), *options(*SWEEP)))
+    assert alone.returncode == 0, alone.stderr
+    results = [json.loads((folder / "results.json").read_text()) for folder in (undisturbed, out)]
+    for found in results:
+        for name in ("results_path", "config"):
+            found.pop(name)
+    assert_same_numbers(*results)
+
+
+FAILING = """
+import os
+
+if os.environ.get("RANK") == {rank!r}:
+    raise RuntimeError("no such judge")
+
+def fussy(completions, problems):
+    return [float(len(text) % 2) for text in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_error_on_one_rank_ends_all(tmp_path, rank):
+    (tmp_path / "fussy_reward.py").write_text(FAILING.format(rank=rank))
+    words = ["--out", str(tmp_path / "out"), *options('reward.functions=["fussy_reward:fussy"]')]
+    began = time.monotonic()
+    found = done(command("run", *words, ranks=2), PYTHONPATH=str(tmp_path))
+    assert time.monotonic() - began < PATIENCE / 4
+    assert found.returncode != 0
+    assert found.stderr.count("no such judge") == 1, found.stderr
+    assert ("On rank 1 of 2:" in found.stderr) == (rank == "1")
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_configuration_is_told_once(tmp_path):
+    found = done(command("run", "--set", "batch_config.B_E=nonsense", ranks=2))
+    assert found.returncode != 0
+    assert found.stderr.count("got 'nonsense'") == 1, found.stderr

@@ -1,0 +1,110 @@
+"""The report of a probed training: from the rows that the callback writes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from entropy_experiments.cli import app
+from entropy_experiments.report.compare import compare
+from entropy_experiments.report.figures.write import write_figures
+from entropy_experiments.report.html.charts import figures
+from entropy_experiments.report.html.data import gather
+from entropy_experiments.report.html.page import render
+
+
+def rows(steps, **changes):
+    out = []
+    for step in steps:
+        row = {"schema": 1, "step": step, "trusted": float(step != 2)}
+        for name, value in (("entropy", 1.0 - step / 10), ("predicted", -0.09), ("measured", -0.1)):
+            row |= {name: value, f"{name}_low": value - 0.03, f"{name}_high": value + 0.04}
+        out.append(row | changes.get(f"step_{step}", {}))
+    return out
+
+
+def written(folder, some):
+    folder.mkdir(exist_ok=True)
+    path = folder / "entropy_probe.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in some))
+    return folder
+
+
+def test_sums_and_levels_are_the_rows(tmp_path):
+    data = gather(written(tmp_path / "run", rows(range(4))))
+    found = data["trajectory"]
+    assert data["kind"] == "training"
+    assert [s["predicted_sum"]["value"] for s in found["steps"]] == pytest.approx(
+        [-0.09, -0.18, -0.27]
+    )
+    assert found["total"]["measured"]["value"] == pytest.approx(-0.3)
+    fresh = found["total"]["fresh"]
+    assert fresh["value"] == pytest.approx(-0.3)  # the last row's entropy less the first's
+    assert fresh["interval"] == pytest.approx([-0.35, -0.25])  # hypot(0.03, 0.04)
+    assert "Training from step 0 to step 3 lowers" in data["verdict"]["sentence"]
+    assert "3 of 4 probed steps are trusted" in data["verdict"]["points"][1]
+    drawn = figures(data)
+    assert set(drawn) == {"trajectory"}
+    assert drawn["trajectory"]["layout"]["xaxis"]["title"]["text"] == "optimizer step"
+    assert [len(trace["x"]) for trace in drawn["trajectory"]["data"]] == [8, 4, 4, 4]
+    assert "predicted −0.270" in render(data)
+
+
+def test_steps_that_were_left_out_are_not_summed(tmp_path):
+    data = gather(written(tmp_path / "run", rows((0, 5, 10))))
+    found = data["trajectory"]
+    assert found["total"]["predicted"] is None
+    assert "do not add up" in data["verdict"]["points"][0]
+    (levels, _) = figures(data)["trajectory"]["data"]
+    assert levels["x"] == [0, 5, 10, 10, 5, 0]
+    assert "From first to last: fresh" in " ".join(render(data).split())
+
+
+def test_a_step_made_again_after_a_resume_counts_once(tmp_path):
+    again = [*rows(range(3)), *rows((2, 3), step_2={"measured": -0.5})]
+    found = gather(written(tmp_path / "run", again))["trajectory"]
+    assert found["total"]["measured"]["value"] == pytest.approx(-0.7)
+
+
+def test_a_number_that_lacks_ends_the_sums_and_not_the_report(tmp_path):
+    some = rows(range(4), step_1={"measured": None}, step_3={"entropy": None})
+    data = gather(written(tmp_path / "run", some))
+    assert data["trajectory"]["last_step"] == 2
+    assert "not known in every step" in data["verdict"]["points"][0]
+    render(data)
+
+
+def test_rewards_come_from_the_trainers_own_state(tmp_path):
+    folder = written(tmp_path / "run", rows(range(3)))
+    state = folder / "checkpoint-3" / "trainer_state.json"
+    state.parent.mkdir()
+    history = [{"step": k + 1, "reward": k / 2} for k in range(3)] + [{"step": 3, "runtime": 1.0}]
+    state.write_text(json.dumps({"log_history": history}))
+    data = gather(folder)
+    assert [s["reward"] for s in data["trajectory"]["steps"]] == [0.0, 0.5]
+    assert set(figures(data)) == {"trajectory", "rewards"}
+    assert len(write_figures(folder, tmp_path / "drawn")) == 2
+
+
+def test_the_command_and_two_runs_side_by_side(tmp_path):
+    one = written(tmp_path / "one", rows(range(4)))
+    two = written(tmp_path / "two", rows(range(5)))
+    done = CliRunner().invoke(app, ["report", str(one)])
+    assert done.exit_code == 0, done.output
+    assert (one / "report.html").is_file()
+    found = compare([one, two])
+    assert [row["fresh"]["value"] for row in found["runs"]] == pytest.approx([-0.3, -0.4])
+    assert [row["measured"]["value"] for row in found["runs"]] == pytest.approx([-0.3, -0.4])
+
+
+def test_what_is_no_probed_training_is_refused(tmp_path):
+    folder = written(tmp_path / "run", rows((0,)))
+    with pytest.raises(ValueError, match="has 1 steps whose entropy is known; expected two"):
+        gather(folder)
+    with pytest.raises(ValueError, match=r"Line 2 of .*entropy_probe\.jsonl is no row of a probed"):
+        gather(written(folder, [*rows((0,)), {"loss": 1.0}]))
+    (folder / "entropy_probe.jsonl").write_text(json.dumps(rows((0,))[0]) + '\n{"step": 1, "ent')
+    with pytest.raises(ValueError, match=r"Line 2 of .* is not JSON .*it was cut short"):
+        gather(folder)

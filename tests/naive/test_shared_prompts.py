@@ -1,0 +1,197 @@
+"""Rollouts of one prompt in one row give the numbers of one rollout at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from entropy_experiments.numerics.derivatives import pullback, pushforward
+from entropy_experiments.policy import scoring, shared_prompts
+from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.policy.shared_prompts import may_share, shared_rows
+from entropy_experiments.types import Rollouts, Scores
+from naive.test_scoring import MODELS, assert_scores, direction, made, one_at_a_time
+from oracles.tiny_models import tiny_model
+from tolerances import SCORES_FP32, SLOPES_FP32
+
+ALONE = ("gemma2",)
+"""Layers that look at a window only."""
+LENGTHS = {6: (3, 1, 9, 4), 2: (7, 7), 11: (5,)}
+"""Responses by the length of their prompt."""
+
+
+def groups(left: int = 0) -> Rollouts:
+    """Rollouts of three prompts in mixed order, padded on both sides."""
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for prompt, lengths in LENGTHS.items():
+        asked = torch.randint(1, 30, (prompt,), generator=generator)
+        for length in lengths:
+            said = torch.randint(1, 30, (length,), generator=generator)
+            rows.append((prompt, torch.cat([asked, said])))
+    rows = [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
+    width = left + max(len(tokens) for _, tokens in rows)
+    tokens_NS = torch.full((len(rows), width), 31)
+    attention_NS = torch.zeros(len(rows), width, dtype=torch.bool)
+    response_NS = attention_NS.clone()
+    for i, (prompt, tokens) in enumerate(rows):
+        end = width if left else len(tokens)
+        tokens_NS[i, end - len(tokens) : end] = tokens
+        attention_NS[i, end - len(tokens) : end] = True
+        response_NS[i, end - len(tokens) + prompt : end] = True
+    return Rollouts(
+        tokens_NS=tokens_NS,
+        attention_NS=attention_NS,
+        response_NS=response_NS,
+        prompt_N=torch.tensor([prompt for prompt, _ in rows]),
+    )
+
+
+@pytest.mark.parametrize("left", [0, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_those_of_one_rollout_at_a_time(name, left):
+    policy = SequenceProcessor(made(name))
+    assert policy.shares_prompts == (name not in ALONE)
+    got = policy.score(policy.params, groups(left))
+    assert_scores(got, one_at_a_time(policy.model, groups(left)), SCORES_FP32)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "lora", "dora"])
+def test_every_derivative_is_that_of_rows_of_their_own(name):
+    policy, rollouts = SequenceProcessor(made(name)), groups()
+    alone, v = policy.without_sharing(), direction(policy)
+
+    def forward(of, how):
+        return pushforward(lambda p: of.score(p, rollouts), policy.params, v, how=how)[1]
+
+    for how in ("jvp", "double_backward"):
+        for ours, theirs in zip(forward(policy, how), forward(alone, how), strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) <= SLOPES_FP32
+
+    def gradient(of):
+        return pullback(lambda p: sum(x.square().sum() for x in of.score(p, rollouts)), of.params)
+
+    (value, ours), (expected, theirs) = gradient(policy), gradient(alone)
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+    for name, grad in theirs.items():
+        assert float((ours[name] - grad).norm()) <= SLOPES_FP32 * float(grad.norm())
+
+
+def test_gradients_by_rollout_stay_each_rollouts_own():
+    """A shared prompt's states belong to all of its rollouts, so these go alone."""
+    policy, rollouts = SequenceProcessor(made("lora")), groups()
+    worth = Scores(*(torch.ones(rollouts.tokens_NS.shape) for _ in range(2)))
+    (found,) = policy.gradients_by_rollout(policy.params, rollouts, [worth])
+    for i in range(len(rollouts)):
+        one = rollouts.take(torch.tensor([i]))
+        _, own = pullback(
+            lambda p: sum(x.sum() for x in policy.score(p, one)),
+            policy.params,
+        )
+        for name, grad in own.items():
+            assert float((found[name][i] - grad).norm()) <= SLOPES_FP32 * (1 + float(grad.norm()))
+
+
+def test_eager_attention_adds_its_mask():
+    model = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    policy = SequenceProcessor(model)
+    assert policy.shares_prompts
+    got = policy.score(policy.params, groups())
+    assert_scores(got, one_at_a_time(model, groups()), SCORES_FP32)
+
+
+def test_a_prompt_is_computed_once():
+    rows = shared_rows(groups())
+    assert rows is not None
+    # Of every response all but the last token, from which nothing is drawn.
+    total = sum(prompt + sum(n - 1 for n in lengths) for prompt, lengths in LENGTHS.items())
+    used_RS = torch.zeros_like(rows.tokens_RS, dtype=torch.bool)
+    for i, length in enumerate((groups().attention_NS.sum(1) - 1).tolist()):
+        used_RS[rows.row_NS[i, :length], rows.column_NS[i, :length]] = True
+    assert int(used_RS.sum()) == total
+    assert len(rows.tokens_RS) == len(LENGTHS)
+
+
+def test_who_looks_at_whom():
+    rollouts = groups()
+    rows = shared_rows(rollouts)
+    assert rows is not None
+    for i, length in enumerate((rollouts.attention_NS.sum(1) - 1).tolist()):
+        for s in range(length):
+            r, at = int(rows.row_NS[i, s]), int(rows.column_NS[i, s])
+            seen = rows.looks_R1SS[r, 0, at].nonzero().flatten().tolist()
+            assert seen == rows.column_NS[i, : s + 1].tolist()
+            assert int(rows.position_RS[r, at]) == s
+    assert bool(rows.looks_R1SS.any(-1).all())  # padding looks at something: no NaN
+
+
+def test_long_groups_go_into_several_rows(monkeypatch):
+    monkeypatch.setattr(shared_prompts, "PAIR", 10.0)
+    rows = shared_rows(groups())
+    assert rows is not None
+    assert len(rows.tokens_RS) > len(LENGTHS)  # looking is all that costs
+    policy = SequenceProcessor(made("llama"))
+    got = policy.score(policy.params, groups())
+    assert_scores(got, one_at_a_time(policy.model, groups()), SCORES_FP32)
+
+
+def test_rollouts_without_a_common_prompt_are_left_as_they_are():
+    rollouts = groups()
+    first_N = torch.tensor([(rollouts.prompt_N == p).nonzero()[0, 0] for p in LENGTHS])
+    assert shared_rows(rollouts.take(first_N)) is None
+
+
+def test_the_self_check_has_teeth(monkeypatch):
+    """Rows in which responses see each other are noticed, and not used."""
+
+    def all_before(segment_RS):
+        return torch.ones(segment_RS.shape[1], segment_RS.shape[1]).tril().bool()[None, None]
+
+    monkeypatch.setattr(shared_prompts, "_looks", all_before)
+    policy = SequenceProcessor(made("llama"))
+    assert not policy.shares_prompts
+    got = policy.score(policy.params, groups())
+    assert_scores(got, one_at_a_time(policy.model, groups()), SCORES_FP32)
+    policy._shares = True
+    wrong = policy.score(policy.params, groups())
+    assert float((wrong.logprob_NS - got.logprob_NS).abs().max()) > 100 * SCORES_FP32
+
+
+def test_a_model_that_refuses_the_mask_goes_without(monkeypatch):
+    call = SequenceProcessor._call
+
+    def refusing(self, module, params, tokens_NS, rows=None):
+        if rows is not None:
+            raise ValueError("a flat mask, please")
+        return call(self, module, params, tokens_NS)
+
+    monkeypatch.setattr(scoring.SequenceProcessor, "_call", refusing)
+    policy = SequenceProcessor(made("llama"))
+    assert not policy.shares_prompts
+    assert_scores(
+        policy.score(policy.params, groups()), one_at_a_time(policy.model, groups()), SCORES_FP32
+    )
+
+
+def test_windows_are_read_from_the_config():
+    config = tiny_model("llama").config
+    assert may_share(config)
+    config.sliding_window = 8
+    assert not may_share(config)
+    config.layer_types = ["full_attention"] * 2
+    assert may_share(config)
+    config.layer_types = ["full_attention", "sliding_attention"]
+    assert not may_share(config)
+
+
+def test_parts_keep_prompts_together():
+    rollouts = replace(groups(), weight_N=torch.full((7,), 1 / 7, dtype=torch.float64))
+    for microbatch in (1, 3, 7):
+        order = [int(i) for part in rollouts.split(microbatch) for i in part.rows_N]
+        assert sorted(order) == list(range(7))
+        prompts = [int(rollouts.prompt_N[i]) for i in order]
+        runs = [p for at, p in enumerate(prompts) if at == 0 or prompts[at - 1] != p]
+        assert sorted(runs) == sorted(LENGTHS)
