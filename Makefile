@@ -50,8 +50,9 @@ docs: setup  ## The documentation as a site, in build/site; it needs no network
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python -m mkdocs build --strict
 
-bench: setup  ## Performance and memory, against plain implementations
+bench: smollm2  ## Performance and memory, against plain implementations
 	$(BIN)/python -m benchmarks.entropy
+	$(BIN)/python -m benchmarks.scoring
 	$(BIN)/python -m benchmarks.influence
 	$(BIN)/python -m benchmarks.doctor
 

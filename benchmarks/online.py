@@ -99,7 +99,8 @@ def one_run(kind: str, *, steps: int, length: int, prompts: int, folder: Path) -
     if probe.off is not None:
         raise RuntimeError(f"The probe switched itself off: {probe.off}")
     digest = hashlib.sha256()
-    for parameter in trainer.model.parameters():
+    trained: Any = trainer.model
+    for parameter in trained.parameters():
         if parameter.requires_grad:
             digest.update(parameter.detach().numpy().tobytes())
     return {

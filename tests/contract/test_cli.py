@@ -28,6 +28,7 @@ OPTIONS = {
     "report": "RUNS --html --no-html --figures --columns --trajectory --evaluation --linearity "
     "--samples --rollout --out --json --quiet --debug",
     "doctor": "PROGRAM --contract --json --mode --trace-steps --every --quiet --entropy",
+    "bench": "NAMES --compare --out --json --quiet --debug",
     "config": "",
     "config template": "NAME --out --force --list --json --quiet --debug",
     "config schema": "--json --quiet --debug",

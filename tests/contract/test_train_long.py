@@ -1,7 +1,7 @@
 """Three hundred steps of the preset `tiny` with the probe on: nothing grows, H stays in [0, ln V].
 
 The preset as it is but for its sizes, which only make it slow: 4 prompts are learned from and 16
-probed in each step, and the doctor stays away. Learning rate, schedule, probe and record are its own.
+probed in each step, and the doctor stays away. Learning rate, schedule and record are its own.
 
 The first hundred steps are warm-up (caches, allocator). After it a drift would show between the
 second and the third hundred: a leak of one step's rollouts or scores is some MiB in all, a list
@@ -29,8 +29,8 @@ from entropy_experiments.policy.load import load_checkpoint
 
 STEPS, HUNDRED = 300, 100
 GROWTH = 4 * 2**20
-"""Bytes between the medians of two hundreds. One step's rollouts, scores and slopes are 16 x 60 x 70
-bytes; kept for each step of a hundred, more than 6 MiB."""
+"""Bytes between the medians of two hundreds. One step's rollouts, scores and slopes are 16 x 60 x
+70 bytes; kept for each step of a hundred, more than 6 MiB."""
 DEARER = 0.15
 """Relative, of the median overhead; a busy machine's CPU times spread by a few per cent."""
 

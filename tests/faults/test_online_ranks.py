@@ -159,13 +159,13 @@ def _spoiling(culprits: tuple[int, ...], *, weights: bool) -> tuple[Any, Any]:
     from transformers import TrainerCallback
 
     class Spoil(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        def on_pre_optimizer_step(self, args, state, control, model: Any = None, **_):
             if not weights and state.global_step == 1 and torch.distributed.get_rank() in culprits:
                 for p in model.parameters():
                     if p.grad is not None:
                         p.grad.fill_(float("nan"))
 
-        def on_optimizer_step(self, args, state, control, model=None, **_):
+        def on_optimizer_step(self, args, state, control, model: Any = None, **_):
             last = state.global_step == STEPS - 1
             if weights and last and torch.distributed.get_rank() in culprits:
                 with torch.no_grad():
@@ -176,7 +176,7 @@ def _spoiling(culprits: tuple[int, ...], *, weights: bool) -> tuple[Any, Any]:
     class Repair(TrainerCallback):
         """As a scaler would: what is not finite does not step, on any rank."""
 
-        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        def on_pre_optimizer_step(self, args, state, control, model: Any = None, **_):
             if not weights and state.global_step == 1:
                 for p in model.parameters():
                     if p.grad is not None:

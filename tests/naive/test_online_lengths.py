@@ -75,8 +75,8 @@ def _by_loops(
         with torch.no_grad():
             found.append(jvp(at, (before,), (v,)))
             moved.append(at(after))
-    tokens = sum(len(h) for (_, h), _ in found)
-    level = float(sum(h.sum() for (_, h), _ in found)) / tokens
+    count = sum(len(h) for (_, h), _ in found)
+    level = float(sum(h.sum() for (_, h), _ in found)) / count
     slope = top = bottom = 0.0
     for ((old, h), (dl, dh)), (new, h_after) in zip(found, moved, strict=True):
         weight = 1.0
@@ -86,7 +86,7 @@ def _by_loops(
             top += weight * float(h_after[k])
             bottom += weight
             weight *= float((new[k] - old[k]).exp())
-    return level, slope / tokens, top / bottom - level
+    return level, slope / count, top / bottom - level
 
 
 @pytest.mark.parametrize(
