@@ -26,7 +26,7 @@ SMALL = (
     "generation.gen_batch_size=2",
     "memory_config.microbatch_size=2",
 )
-NOT_NUMBERS = ("timing", "timings", "log_path", "plan", "seconds", "run_directory")
+NOT_NUMBERS = ("timing", "timings", "log_path", "plan", "seconds", "folder")
 
 
 def command(verb: str, *words: str, ranks: int = 1) -> list[str]:
@@ -105,6 +105,7 @@ def files(out: Path) -> set[str]:
     [
         ("run", "results.json", ()),
         ("influence", "summary.json", ("--what-if", "drop=negative", "--confirm")),
+        ("evaluate", "evaluation.json", ("--prompts", "5", "--samples", "2", "--k", "1,2")),
     ],
 )
 def test_two_ranks_write_what_one_process_writes(tmp_path, verb, result, more):
@@ -117,11 +118,11 @@ def test_two_ranks_write_what_one_process_writes(tmp_path, verb, result, more):
     # One voice: the same words as alone, once.
     said = [line for line in alone.stdout.splitlines() if "Files:" not in line]
     assert [line for line in shared.stdout.splitlines() if "Files:" not in line] == said
-    assert shared.stderr.count("lora, ") == alone.stderr.count("lora, ")
-    if verb == "influence":
-        for name in files(one) - {"summary.json", "config.yaml", "manifest.json"}:
-            if name.endswith((".npy", ".parquet", "update_rollouts.json")):
-                assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    for word in ("lora, ", "evaluated in"):
+        assert shared.stderr.count(word) == alone.stderr.count(word)
+    for name in files(one):
+        if name.endswith((".npy", ".parquet", ".unit", "update_rollouts.json")):
+            assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
 def wait(child: subprocess.Popen, ready: Callable[[], bool]) -> None:

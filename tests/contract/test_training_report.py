@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from entropy_experiments.cli import app
+from entropy_experiments.online.rows import read_rows
 from entropy_experiments.report.compare import compare
 from entropy_experiments.report.figures.write import write_figures
 from entropy_experiments.report.html.charts import figures
@@ -18,7 +19,8 @@ from entropy_experiments.report.html.page import render
 def rows(steps, **changes):
     out = []
     for step in steps:
-        row = {"schema": 1, "step": step, "trusted": float(step != 2)}
+        doubts = ["few rollouts"] if step == 2 else []
+        row = {"schema": 1, "step": step, "trusted": float(not doubts), "why_not": doubts}
         for name, value in (("entropy", 1.0 - step / 10), ("predicted", -0.09), ("measured", -0.1)):
             row |= {name: value, f"{name}_low": value - 0.03, f"{name}_high": value + 0.04}
         out.append(row | changes.get(f"step_{step}", {}))
@@ -44,7 +46,7 @@ def test_sums_and_levels_are_the_rows(tmp_path):
     assert fresh["value"] == pytest.approx(-0.3)  # the last row's entropy less the first's
     assert fresh["interval"] == pytest.approx([-0.35, -0.25])  # hypot(0.03, 0.04)
     assert "Training from step 0 to step 3 lowers" in data["verdict"]["sentence"]
-    assert "3 of 4 probed steps are trusted" in data["verdict"]["points"][1]
+    assert data["verdict"]["doubts"] == ["1 of 4 probed steps are not trusted: few rollouts."]
     drawn = figures(data)
     assert set(drawn) == {"trajectory"}
     assert drawn["trajectory"]["layout"]["xaxis"]["title"]["text"] == "optimizer step"
@@ -59,13 +61,41 @@ def test_steps_that_were_left_out_are_not_summed(tmp_path):
     assert "do not add up" in data["verdict"]["points"][0]
     (levels, _) = figures(data)["trajectory"]["data"]
     assert levels["x"] == [0, 5, 10, 10, 5, 0]
-    assert "From first to last: fresh" in " ".join(render(data).split())
+    text = " ".join(render(data).split())
+    assert "From first to last: fresh" in text
+    assert "No sums of single steps: steps were left out" in text
+    assert "summed from the first" not in text
 
 
 def test_a_step_made_again_after_a_resume_counts_once(tmp_path):
     again = [*rows(range(3)), *rows((2, 3), step_2={"measured": -0.5})]
     found = gather(written(tmp_path / "run", again))["trajectory"]
     assert found["total"]["measured"]["value"] == pytest.approx(-0.7)
+
+
+def test_a_resume_that_stopped_early_has_one_branch(tmp_path):
+    """Rows of the run before, beyond where the new one has come to, are not of this run."""
+    some = [*rows(range(10)), *rows((5, 6), step_5={"entropy": 2.0})]
+    folder = written(tmp_path / "run", some)
+    found = gather(folder)["trajectory"]
+    assert found["last_step"] == 6
+    assert found["steps"][-1]["level"]["value"] == 2.0
+    assert [row["step"] for row in read_rows(folder / "entropy_probe.jsonl")] == list(range(7))
+
+
+def test_an_entropy_that_lacks_is_no_step_left_out(tmp_path):
+    data = gather(written(tmp_path / "run", rows(range(4), step_2={"entropy": None})))
+    assert data["trajectory"]["not_summed"] is None
+    assert data["trajectory"]["total"]["measured"]["value"] == pytest.approx(-0.3)
+    assert len(figures(data)["trajectory"]["data"][1]["x"]) == 3  # the levels that are known
+    render(data)
+
+
+def test_a_row_that_is_being_written_is_not_there_yet(tmp_path):
+    folder = written(tmp_path / "run", rows(range(3)))
+    path = folder / "entropy_probe.jsonl"
+    path.write_text(path.read_text() + "\n" + '{"step": 3, "entro')
+    assert gather(folder)["trajectory"]["last_step"] == 2
 
 
 def test_a_number_that_lacks_ends_the_sums_and_not_the_report(tmp_path):
@@ -81,7 +111,10 @@ def test_rewards_come_from_the_trainers_own_state(tmp_path):
     state = folder / "checkpoint-3" / "trainer_state.json"
     state.parent.mkdir()
     history = [{"step": k + 1, "reward": k / 2} for k in range(3)] + [{"step": 3, "runtime": 1.0}]
-    state.write_text(json.dumps({"log_history": history}))
+    state.write_text(json.dumps({"global_step": 3, "log_history": history}))
+    older = folder / "checkpoint-1" / "trainer_state.json"
+    older.parent.mkdir()
+    older.write_text(json.dumps({"global_step": 1, "log_history": [{"step": 1, "reward": 9}]}))
     data = gather(folder)
     assert [s["reward"] for s in data["trajectory"]["steps"]] == [0.0, 0.5]
     assert set(figures(data)) == {"trajectory", "rewards"}
@@ -105,6 +138,7 @@ def test_what_is_no_probed_training_is_refused(tmp_path):
         gather(folder)
     with pytest.raises(ValueError, match=r"Line 2 of .*entropy_probe\.jsonl is no row of a probed"):
         gather(written(folder, [*rows((0,)), {"loss": 1.0}]))
-    (folder / "entropy_probe.jsonl").write_text(json.dumps(rows((0,))[0]) + '\n{"step": 1, "ent')
+    torn = json.dumps(rows((0,))[0])
+    (folder / "entropy_probe.jsonl").write_text(f'{torn}\n{{"step": 1, "ent\n{torn}\n')
     with pytest.raises(ValueError, match=r"Line 2 of .* is not JSON .*it was cut short"):
         gather(folder)

@@ -212,6 +212,13 @@ def test_what_cannot_be_compared_is_refused(three, probed, tmp_path):
     other.write_text(json.dumps({**read_log(three[0]), "unit": "sequence"}))
     with pytest.raises(ValueError, match=r"nats per token, .* in nats per sequence .*one unit"):
         compare([three[0], other])
+    old = []
+    for i in range(2):  # logs of before they had a unit, copied alone
+        old.append(tmp_path / f"old_{i}.json")
+        content = {**read_log(three[i]), "checkpoint": f"step_{i}"}
+        old[-1].write_text(json.dumps({k: v for k, v in content.items() if k != "unit"}))
+    with pytest.raises(ValueError, match=r"does not say whether it is per token .*_config\.yaml"):
+        compare(old)
     steps = tmp_path / "trajectory.json"
     one = {"value": -0.1, "interval": None, "stderr": None, "trusted": True}
     step = {"step": 0, "level": {**one, "value": 0.3}, "predicted_sum": one, "measured_sum": one}

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from entropy_experiments.numerics.derivatives import pullback, pushforward
+from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
 from entropy_experiments.policy import scoring, shared_prompts
 from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.policy.shared_prompts import may_share, shared_rows
+from entropy_experiments.policy.shared_prompts import KNOWN, shared_rows
 from entropy_experiments.types import Rollouts, Scores
 from naive.test_scoring import MODELS, assert_scores, direction, made, one_at_a_time
 from oracles.tiny_models import tiny_model
@@ -176,15 +176,163 @@ def test_a_model_that_refuses_the_mask_goes_without(monkeypatch):
     )
 
 
-def test_windows_are_read_from_the_config():
-    config = tiny_model("llama").config
-    assert may_share(config)
-    config.sliding_window = 8
-    assert not may_share(config)
-    config.layer_types = ["full_attention"] * 2
-    assert may_share(config)
-    config.layer_types = ["full_attention", "sliding_attention"]
-    assert not may_share(config)
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+OTHERWISE = {
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "xglm": {"ffn_dim": 48, "d_model": 32, "attention_heads": 4, "num_layers": 2},
+    "deepseek_v3": {
+        "q_lora_rank": None,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    "gemma": {"head_dim": 8},
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 8},
+}
+
+
+def architecture(kind, **changes):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **{**TINY, **OTHERWISE.get(kind, {}), **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def long_groups() -> Rollouts:
+    """Rows of hundreds of tokens, beyond any usual small window."""
+    generator = torch.Generator().manual_seed(5)
+    asked = torch.randint(1, 30, (70,), generator=generator)
+    said_NS = torch.randint(1, 30, (6, 12), generator=generator)
+    tokens_NS = torch.cat([asked.expand(6, 70), said_NS], 1)
+    response_NS = torch.arange(82).expand(6, 82) >= 70
+    return Rollouts(
+        tokens_NS=tokens_NS,
+        attention_NS=torch.ones_like(response_NS),
+        response_NS=response_NS,
+        prompt_N=torch.zeros(6, dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(KNOWN))
+def test_every_known_architecture_shares_and_stays_right(kind):
+    policy = SequenceProcessor(architecture(kind))
+    assert policy.shares_prompts
+    rows = shared_rows(long_groups())
+    assert rows is not None
+    assert rows.tokens_RS.shape[1] > 100
+    got = policy.score(policy.params, long_groups())
+    assert_scores(got, one_at_a_time(policy.model, long_groups()), SCORES_FP32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": 32}),
+        ("mistral", {"sliding_window": 32}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}),
+    ],
+)
+def test_windows_are_not_shared(kind, changes):
+    """A short trial cannot see them, so nothing unknown is shared."""
+    policy = SequenceProcessor(architecture(kind, **changes))
+    assert not policy.shares_prompts
+    got = policy.score(policy.params, long_groups())
+    assert_scores(got, one_at_a_time(policy.model, long_groups()), SCORES_FP32)
+
+
+def test_rows_are_no_longer_than_the_models_positions():
+    policy = SequenceProcessor(architecture("gpt2", max_position_embeddings=90, n_positions=90))
+    rows = shared_rows(long_groups(), 90)
+    assert rows is None or rows.tokens_RS.shape[1] <= 90
+    rows = shared_rows(long_groups(), 110)
+    assert rows is not None
+    assert rows.tokens_RS.shape[1] <= 110
+    got = policy.score(policy.params, long_groups())
+    assert_scores(got, one_at_a_time(policy.model, long_groups()), SCORES_FP32)
+
+
+def test_sharing_that_costs_more_is_left():
+    """One group of nine beside seven single rollouts: rows as wide as nine responses."""
+    n, prompt, response = 16, 20, 100
+    generator = torch.Generator().manual_seed(1)
+    tokens_NS = torch.randint(1, 30, (n, prompt + response), generator=generator)
+    tokens_NS[:9, :prompt] = tokens_NS[0, :prompt]
+    response_NS = torch.arange(prompt + response).expand(n, -1) >= prompt
+    rollouts = Rollouts(
+        tokens_NS=tokens_NS,
+        attention_NS=torch.ones_like(response_NS),
+        response_NS=response_NS,
+        prompt_N=torch.tensor([0] * 9 + list(range(1, 8))),
+    )
+    assert shared_rows(rollouts) is None
+
+
+def holes() -> Rollouts:
+    """Two turns: what the environment says in between is seen and not drawn. A prompt of one."""
+    rollouts = long_groups()
+    response_NS = rollouts.response_NS.clone()
+    response_NS[:, 74:78] = False
+    short = rollouts.take(torch.arange(6), slice(69, None))
+    response_NS = response_NS[:, 69:]
+    return replace(short, response_NS=response_NS)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_several_turns_and_a_prompt_of_one_token(top_p):
+    policy = SequenceProcessor(made("llama"), top_p=top_p)
+    rows = shared_rows(holes())
+    assert rows is not None
+    got = policy.score(policy.params, holes())
+    expected = one_at_a_time(policy.model, holes(), top_p=top_p)
+    assert_scores(got, expected, SCORES_FP32)
+    if top_p < 1:
+        alone = policy.without_sharing()
+        assert torch.equal(
+            policy.support(policy.params, holes()), alone.support(policy.params, holes())
+        )
+
+
+@pytest.mark.parametrize("name", ["qwen2", "lora"])
+def test_recomputation_and_many_directions_at_once(name):
+    policy, rollouts = SequenceProcessor(made(name), checkpointing=True), long_groups()
+    plain = SequenceProcessor(made(name)).without_sharing()
+
+    def gradient(of):
+        return pullback(lambda p: of.score(p, rollouts).entropy_NS.sum(), of.params)[1]
+
+    ours, theirs = gradient(policy), gradient(plain)
+    for key, grad in theirs.items():
+        assert float((ours[key] - grad).norm()) <= SLOPES_FP32 * (1 + float(grad.norm()))
+    v = direction(policy)
+    many = [v, {key: 2 * x for key, x in v.items()}]
+    _, (one, two) = pushforwards(lambda p: policy.score(p, rollouts), policy.params, many)
+    _, expected = pushforward(lambda p: plain.score(p, rollouts), policy.params, v)
+    for a, b, c in zip(one, two, expected, strict=True):
+        assert float((a - c).norm()) <= SLOPES_FP32 * float(c.norm())
+        assert float((b - 2 * c).norm()) <= SLOPES_FP32 * 2 * float(c.norm())
 
 
 def test_parts_keep_prompts_together():

@@ -105,6 +105,7 @@ def _one_voice(ranks: Ranks) -> Iterator[None]:
         raise
     except Exception as error:
         if not announced(error):
+            ranks.first_failed = None  # an earlier refusal may have been caught
             with suppress(RankError):  # if nobody is left to be told
                 ranks.agree(failed=True, error=error)
         if isinstance(error, LostRankError):

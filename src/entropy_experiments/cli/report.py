@@ -189,7 +189,7 @@ def _in_words(run: Path) -> list[str]:
     with as_written(path):
         if kind in ("trajectory", "training"):
             told = gather(path)["verdict"]
-            return [told["sentence"], *told["points"]]
+            return [told["sentence"], *told["points"], *told["doubts"]]
         if kind == "measure":
             from entropy_experiments.report.measurements import (
                 measurement_report,

@@ -87,35 +87,43 @@ def differentiated_fully(layers: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def padding_rows(embeddings: Sequence[nn.Embedding], *, frozen: bool) -> Iterator[None]:
-    """Embeddings whose row of `padding_idx` is a constant, or a row like any other.
+class PaddingRows(TorchFunctionMode):
+    """Inside, the row of an embedding's `padding_idx` is a row like any other, or a constant.
 
     Training takes no gradient of that row. But where its token is a real one (end of text serving
     as padding), momentum or decay moving it moves the policy. torch itself is of two minds: no
-    gradient of the row in backward, a tangent in forward mode.
+    gradient of the row in backward, a tangent in forward mode. Adapters of embeddings look up
+    their own tables with the same `padding_idx`; they come through here, too.
     """
-    with ExitStack() as stack:
-        for module in embeddings:
-            stack.enter_context(_forward_as(module, _looked_up(module, frozen)))
-        yield
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.frozen = frozen
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not nn.functional.embedding:
+            return func(*args, **kwargs)
+        named = dict(zip(("input", "weight", "padding_idx"), args)) | kwargs
+        index = named.pop("padding_idx", None)
+        found = func(named.pop("input"), named.pop("weight"), None, *args[3:], **named)
+        if index is None or not self.frozen:
+            return found
+        tokens = args[0] if args else kwargs["input"]
+        return torch.where((tokens == index)[..., None], found.detach(), found)
 
 
-def _looked_up(module: nn.Embedding, frozen: bool) -> Callable[..., Any]:
-    def forward(tokens_NS: torch.Tensor) -> torch.Tensor:
-        found_NSD = nn.functional.embedding(tokens_NS, module.weight)
-        if not frozen:
-            return found_NSD
-        padding_NS1 = (tokens_NS == module.padding_idx)[..., None]
-        return torch.where(padding_NS1, found_NSD.detach(), found_NSD)
-
-    return forward
-
-
-def padded_embeddings(model: nn.Module) -> tuple[nn.Embedding, ...]:
-    """Trained ones, with nothing more to them than a table."""
-    found = (m for m in model.modules() if type(m) is nn.Embedding and m.weight.requires_grad)
-    return tuple(m for m in found if m.padding_idx is not None and m.max_norm is None)
+def trains_padded_embeddings(model: nn.Module) -> bool:
+    """Whether an embedding with a `padding_idx`, or an adapter around it, is trained."""
+    padded = [
+        name.removesuffix(".base_layer")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None
+    ]
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    return any(name.startswith(f"{home}.") for home in padded for name in trained)
 
 
 def dora_layers(model: nn.Module) -> tuple[nn.Module, ...]:

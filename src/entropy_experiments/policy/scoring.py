@@ -20,6 +20,7 @@ is off during a call, is put back module by module.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,16 +39,16 @@ from entropy_experiments.numerics.entropy import (
 )
 from entropy_experiments.policy.by_rollout import gradients_by_rollout
 from entropy_experiments.policy.calling import (
+    PaddingRows,
     causal_lm,
     checkpointable_layers,
     differentiated_fully,
     dora_layers,
     evaluating,
-    padded_embeddings,
-    padding_rows,
     plain_inputs,
     quickest_attention,
     recomputed,
+    trains_padded_embeddings,
 )
 from entropy_experiments.policy.frozen import frozen_weights
 from entropy_experiments.policy.shared_prompts import Rows, may_share, shared_rows
@@ -93,7 +94,7 @@ class SequenceProcessor:
             )
         self._layers = checkpointable_layers(model) if checkpointing else ()
         self._dora = () if training_gradient else dora_layers(model)
-        self._padded, self._as_trained = padded_embeddings(model), training_gradient
+        self._padded, self._as_trained = trains_padded_embeddings(model), training_gradient
         self._parts = _find_parts(model)
         if self._parts is not None and not self._head_makes_the_logits():
             self._parts = None
@@ -140,7 +141,7 @@ class SequenceProcessor:
 
     def score_many(self, many: Sequence[Params], rollouts: Rollouts) -> list[Scores]:
         """The same rollouts under several parameter settings, packed once."""
-        packed = _Packed.of(rollouts, self.device, share=self._shares)
+        packed = self._packed(rollouts)
         return [
             Scores(*(packed.back(x_NS) for x_NS in self._score(params, packed))) for params in many
         ]
@@ -170,7 +171,7 @@ class SequenceProcessor:
         return Scores(*whole)
 
     def support(self, params: Params, rollouts: Rollouts) -> Tensor:
-        packed = _Packed.of(rollouts, self.device, share=self._shares)
+        packed = self._packed(rollouts)
         inside, settings = packed.rollouts, {"temperature": self.temperature, "top_p": self.top_p}
         if self._parts is None:
             where, logits_TV = self._response_logits(params, packed)
@@ -183,6 +184,13 @@ class SequenceProcessor:
                 hidden_RSD, head_VD, inside, place=packed.place, bias_V=bias_V, **settings
             )
         return packed.back(found_NS)
+
+    def _packed(self, rollouts: Rollouts) -> _Packed:
+        packed = _Packed.of(rollouts, self.device)
+        if not self._shares:
+            return packed
+        widest = getattr(causal_lm(self.model).config, "max_position_embeddings", None)
+        return replace(packed, rows=shared_rows(packed.rollouts, widest))
 
     @property
     def device(self) -> torch.device:
@@ -243,7 +251,7 @@ class SequenceProcessor:
             plain_inputs(self.model),
             quickest_attention(),
             differentiated_fully(self._dora),
-            padding_rows(self._padded, frozen=self._as_trained),
+            PaddingRows(frozen=self._as_trained) if self._padded else nullcontext(),
             recomputed(recompute, self._dora),
             frozen_weights(),
         ):
@@ -277,15 +285,18 @@ class SequenceProcessor:
             response_NS=response_NS,
             prompt_N=torch.zeros(2, dtype=torch.int64),
         )
-        packed = _Packed.of(rollouts, self.device, share=True)
-        assert packed.rows is not None
+        packed = _Packed.of(rollouts, self.device)
+        rows = shared_rows(packed.rollouts)
+        assert rows is not None  # nine tokens of ten
         with torch.no_grad():
             apart_NSX = self._call(module, params, packed.rollouts.tokens_NS)[0]
             try:
-                together_RSX = self._call(module, params, tokens_NS, packed.rows)[0]
+                together_RSX = self._call(module, params, tokens_NS, rows)[0]
+            except torch.OutOfMemoryError:
+                raise
             except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
                 return False  # an architecture that makes its own mask from a flat one
-        row_NS, column_NS = (x_NS[:, :-1] for x_NS in packed.rows.place)
+        row_NS, column_NS = (x_NS[:, :-1].to(together_RSX.device) for x_NS in rows.place)
         gap = (together_RSX[row_NS, column_NS] - apart_NSX).abs().max()
         tolerance = SELF_CHECK_TOLERANCE.get(apart_NSX.dtype, HALF_TOLERANCE)
         return bool(gap <= tolerance * apart_NSX.abs().max())
@@ -314,7 +325,7 @@ class _Packed:
     rows: Rows | None
 
     @classmethod
-    def of(cls, rollouts: Rollouts, device: torch.device, *, share: bool) -> _Packed:
+    def of(cls, rollouts: Rollouts, device: torch.device) -> _Packed:
         length_N = rollouts.attention_NS.sum(1)
         start_N = rollouts.attention_NS.int().argmax(1)
         column_S = torch.arange(int(length_N.max()), device=length_N.device)
@@ -332,8 +343,7 @@ class _Packed:
             behaviour_logprob_NS=None,
             text=None,
         )
-        rows = shared_rows(packed) if share else None
-        return cls(rollouts=packed, original=rollouts, start_N=start_N, rows=rows)
+        return cls(rollouts=packed, original=rollouts, start_N=start_N, rows=None)
 
     @property
     def place(self) -> tuple[Tensor, Tensor] | None:

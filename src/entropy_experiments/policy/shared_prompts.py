@@ -5,15 +5,18 @@
     looks at   itself | prompt and itself, never at another response
 
 A causal model gives every token of such a row the state that it has in a rollout of its own, as
-long as attention is all that tokens share: recurrent layers and windows of attention are not so
-(`SequenceProcessor` tries it once, and asks the config about windows). The mask that says who looks
-at whom is a square of the row's length, so long groups go into several rows, each with the prompt.
+long as attention is all that tokens share, and it looks at all that came before: recurrent layers
+and windows are not so. A window cannot be seen in a short trial, so only architectures that are
+known (and in the tests) share, and `SequenceProcessor` tries it besides. The mask that says who
+looks at whom is a square of the row's length: long groups go into several rows, each with the
+prompt, and where rows of their own are cheaper, there is no sharing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -23,7 +26,15 @@ from entropy_experiments.types import Rollouts
 
 PAIR = 5e-4
 """What looking at one more token costs, in tokens through the layers (SmolLM2-135M, one core)."""
-WINDOWED = ("sliding_window", "attention_chunk_size")
+KNOWN = frozenset(
+    (
+        *("codegen", "deepseek_v3", "gemma", "gpt2", "gpt_neox", "gptj", "granite", "llama"),
+        *("mistral", "mixtral", "olmo", "olmo2", "opt", "phi", "qwen2", "qwen3", "smollm3"),
+        *("stablelm", "xglm"),
+    )
+)
+"""Architectures that look at all that came before, unless their config says otherwise."""
+WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,8 +53,11 @@ class Rows:
         return self.row_NS, self.column_NS
 
 
-def shared_rows(rollouts: Rollouts) -> Rows | None:
-    """Rows of rollouts whose padding is on the right; None: no two of them share a prompt."""
+def shared_rows(rollouts: Rollouts, widest: int | None = None) -> Rows | None:
+    """Rows of rollouts whose padding is on the right, of at most `widest` tokens if that can be.
+
+    None: no two of them share a prompt, or rows of their own cost less.
+    """
     device = rollouts.tokens_NS.device
     # A rollout's last token is drawn and never looked from: it need not go in.
     length_N = (rollouts.attention_NS.sum(1) - 1).tolist()
@@ -57,9 +71,11 @@ def shared_rows(rollouts: Rollouts) -> Rows | None:
     rows = [
         (len(prompt), some)
         for prompt, found in mates.items()
-        for some in _divided(len(prompt), found, length_N)
+        for some in _divided(len(prompt), found, length_N, widest)
     ]
     width = max(p + sum(length_N[i] - p for i in some) for p, some in rows)
+    if _cost(len(rows), width) >= _cost(len(rollouts), max(length_N)):
+        return None
     tokens_RS = torch.zeros(len(rows), width, dtype=torch.int64)
     position_RS = torch.zeros_like(tokens_RS)
     # Padding is a response of its own: it looks at something, and nothing looks at it.
@@ -94,12 +110,21 @@ def _looks(segment_RS: Tensor) -> Tensor:
     return (mine & mine.new_ones(mine.shape[1:]).tril())[:, None]
 
 
-def _divided(prompt: int, mates: Sequence[int], length_N: Sequence[int]) -> list[list[int]]:
+def _cost(rows: int, width: int) -> float:
+    return rows * (width + PAIR * width**2)
+
+
+def _divided(
+    prompt: int, mates: Sequence[int], length_N: Sequence[int], widest: int | None
+) -> list[list[int]]:
     """The rollouts of one prompt in as many rows as are cheapest, of about equal length."""
 
     def cost(rows: list[list[int]]) -> float:
         sizes = [prompt + sum(length_N[i] - prompt for i in row) for row in rows]
-        return sum(size + PAIR * size**2 for size in sizes)
+        # A row of a single rollout may be as wide as it is: it would be, anyway.
+        if widest is not None and max(sizes) > widest and len(rows) < len(mates):
+            return inf
+        return sum(_cost(1, size) for size in sizes)
 
     longest_first = sorted(mates, key=lambda i: -length_N[i])
     dealt = ([longest_first[k::count] for k in range(count)] for count in range(1, len(mates) + 1))
@@ -108,8 +133,9 @@ def _divided(prompt: int, mates: Sequence[int], length_N: Sequence[int]) -> list
 
 def may_share(config: Any) -> bool:
     """Whether every layer of a model of this config looks at all that came before."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kinds = getattr(text, "layer_types", None)
+    if config.model_type not in KNOWN:
+        return False
+    kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return set(kinds) == {"full_attention"}
-    return not any(getattr(text, name, None) for name in WINDOWED)
+    return not any(getattr(config, name, None) for name in WINDOWS)

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from entropy_experiments.report.html.data import gather
+from entropy_experiments.report.html.from_log import UNKNOWN_UNIT
 
 KINDS = {
     "probe": "a log",
@@ -59,6 +60,11 @@ def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
                 f"{paths[0]} is in nats per {first['unit']}, {path} in nats per {data['unit']} "
                 "(approx_delta_h.normalize). Compare runs in one unit."
             )
+    if first["unit"] == UNKNOWN_UNIT:
+        raise ValueError(
+            f"{paths[0]} does not say whether it is per token or per sequence, nor do the others. "
+            "Put each log's _config.yaml beside it."
+        )
     settings = [_settings(data, first["kind"]) for data in gathered]
     differs = _differing(settings)
     labels = _labels(paths, gathered, differs)

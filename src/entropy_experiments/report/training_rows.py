@@ -8,7 +8,7 @@ that. They can only where no step was left out; otherwise there are no sums.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from math import hypot
 from pathlib import Path
@@ -28,14 +28,15 @@ def read_training(path: str | Path) -> dict[str, Any]:
     """The keys of a trajectory.json, and `not_summed`: why there are no sums, or None."""
     path = Path(path)
     rows = _rows(path)
-    known = [row for row in rows if row["entropy"] is not None]
+    known = [at for at, row in enumerate(rows) if row["entropy"] is not None]
     if len(known) < 2:
         raise ValueError(
             f"{path} has {len(known)} steps whose entropy is known; expected two or more. Train "
             "on, or probe more often (every)."
         )
-    *steps, last = known
-    gaps = any(b["step"] - a["step"] > 1 for a, b in pairwise(known))
+    rows = rows[known[0] : known[-1] + 1]
+    *steps, last = rows
+    gaps = any(b["step"] - a["step"] > 1 for a, b in pairwise(rows))
     lacking = any(row[name] is None for row in steps for name in ("predicted", "measured"))
     why = LEFT_OUT if gaps else "a change is not known in every step" if lacking else None
     sums = {
@@ -43,9 +44,11 @@ def read_training(path: str | Path) -> dict[str, Any]:
         for name in ("predicted", "measured")
     }
     rewards = _rewards(path.parent)
-    first, end = (_estimate(row, "entropy") for row in (known[0], last))
+    first, end = (_estimate(row, "entropy") for row in (rows[0], last))
+    doubts = dict.fromkeys(why for row in rows for why in row.get("why_not") or ())
     return {
         "unit": "token",
+        "band": "evaluation rollouts, 95 %",
         "steps": [
             {
                 "step": row["step"],
@@ -63,6 +66,7 @@ def read_training(path: str | Path) -> dict[str, Any]:
         "not_summed": why,
         "trusted": sum(bool(row["trusted"]) for row in rows),
         "rows": len(rows),
+        "doubts": list(doubts),
         "total": {
             "predicted": _alone(sums["predicted"][-1]),
             "measured": _alone(sums["measured"][-1]),
@@ -72,22 +76,29 @@ def read_training(path: str | Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """In the order of steps; of a step that was made again after a resume, the last."""
-    rows: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    """In the order of steps. Where a resume began again at an earlier step, the newer branch."""
+    kept: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=lambda _: None)
         except ValueError as error:
+            if number == len(lines):
+                continue  # being written at this moment
             raise ValueError(
                 f"Line {number} of {path} is not JSON ({error}). Remove the line: it was cut short."
             ) from error
-        if not isinstance(row, dict) or "step" not in row or "entropy" not in row:
+        if not isinstance(row, dict) or not {"step", "entropy", "predicted"} <= row.keys():
             raise ValueError(
                 f"Line {number} of {path} is no row of a probed training; expected the {NAME} of "
                 "`entropy-probe train` or EntropyProbeCallback."
             )
-        rows[row["step"]] = row
-    return [rows[step] for step in sorted(rows)]
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept
 
 
 def _estimate(row: Mapping[str, Any], name: str) -> dict[str, Any] | None:
@@ -115,14 +126,13 @@ def _difference(end: Any, first: Any) -> dict[str, Any]:
 
 
 def _rewards(folder: Path) -> dict[int, float]:
-    """By optimizer step, from the newest trainer_state.json in or below the output folder."""
-    found: Sequence[Path] = sorted(
-        folder.glob("**/trainer_state.json"), key=lambda p: p.stat().st_mtime_ns
-    )
-    for path in reversed(found):
+    """By optimizer step, from the trainer_state.json that has come furthest."""
+    states = []
+    for path in (folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")):
         try:
-            history = json.loads(path.read_bytes())["log_history"]
-            return {row["step"]: row["reward"] for row in history if "reward" in row}
-        except (ValueError, KeyError, TypeError):
-            continue  # being written, or another program's: rewards are told where they are known
-    return {}
+            state = json.loads(path.read_bytes())
+            states.append((state["global_step"], path.name, state["log_history"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # absent or being written: rewards are told where they are known
+    history = max(states, default=(0, "", []))[2]
+    return {row["step"]: row["reward"] for row in history if "reward" in row}

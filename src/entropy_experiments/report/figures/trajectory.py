@@ -28,11 +28,13 @@ def trajectory_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
     axes = grid[0]
     at = [*(step["step"] for step in steps), last_step(found)]
     levels = [*(step["level"] for step in steps), found["last"]]
-    first = levels[0]["value"]
-    low, high = zip(*(level["interval"] or [level["value"]] * 2 for level in levels))
-    axes.fill_between(at, low, high, color=LINE, linewidth=0)
-    fresh = [level["value"] for level in levels]
-    axes.plot(at, fresh, color=MUTED, linewidth=0.8, label="fresh rollouts, 95 %")
+    known = [(x, level) for x, level in zip(at, levels, strict=True) if level is not None]
+    where, fresh = [x for x, _ in known], [level["value"] for _, level in known]
+    first = fresh[0]
+    low, high = zip(*(level["interval"] or [level["value"]] * 2 for _, level in known))
+    axes.fill_between(where, low, high, color=LINE, linewidth=0)
+    named = found.get("band", "fresh rollouts, 95 %")
+    axes.plot(where, fresh, color=MUTED, linewidth=0.8, label=named)
     for name, style, colour in (("predicted", "-", ACCENT), ("measured", "--", DESTROY)):
         if steps[-1][f"{name}_sum"] is None:
             continue

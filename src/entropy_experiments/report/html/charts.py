@@ -254,11 +254,17 @@ def trajectory(found: Mapping[str, Any]) -> Figure:
     """Entropy of fresh rollouts, and both changes summed from the first checkpoint on."""
     steps = found["steps"]
     at = [*(step["step"] for step in steps), last_step(found)]
-    levels = [*(step["level"] for step in steps), found["last"]]
+    # Of a probed training a level may lack.
+    known = [
+        (x, level)
+        for x, level in zip(at, [*(step["level"] for step in steps), found["last"]], strict=True)
+        if level is not None
+    ]
+    where, levels = [x for x, _ in known], [level for _, level in known]
     first = levels[0]["value"]
     ends = [level["interval"] or (level["value"], level["value"]) for level in levels]
     band = {
-        "x": [*at, *reversed(at)],
+        "x": [*where, *reversed(where)],
         "y": [*(high for _, high in ends), *(low for low, _ in reversed(ends))],
         "fill": "toself",
         "fillcolor": "$wash",
@@ -266,7 +272,8 @@ def trajectory(found: Mapping[str, Any]) -> Figure:
         "hoverinfo": "skip",
         "showlegend": False,
     }
-    fresh = line(at, [level["value"] for level in levels], "fresh rollouts, 95 %", "$muted")
+    named = found.get("band", "fresh rollouts, 95 %")
+    fresh = line(where, [level["value"] for level in levels], named, "$muted")
     traces = [band, {**fresh, "line": {"color": "$muted", "width": 1.2}}]
     for name, colour, dash in (("predicted", "$accent", "solid"), ("measured", "$ink", "dot")):
         if steps[-1][f"{name}_sum"] is None:

@@ -28,6 +28,8 @@ EXPECTED = (
     "the folder of a study, of `run --out`, of `measure --out` or of a probed training, a log "
     f"(json or json.gz) or a {NAME}"
 )
+MOST_REASONS = 2
+"""Not to trust steps of a training that are told one by one."""
 NO_RUN = "one step was studied; give the run's trajectory.json (--trajectory)"
 
 
@@ -93,13 +95,13 @@ def found_at(run: Path) -> tuple[str, Path]:
 
 @contextmanager
 def as_written(path: str | Path) -> Iterator[None]:
-    """Files that are not as this project writes them: an error that names the file."""
+    """Files that are not as this version writes them: an error that names the file."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is not as it was written: {type(error).__name__} {error}. It was changed, or "
-            "is of another version. Run the command that made it again."
+            f"{path} cannot be told: {type(error).__name__} {error}. It was changed by hand, or is "
+            "of another version (--debug shows where it failed)."
         ) from error
 
 
@@ -129,7 +131,7 @@ def _alone(path: Path, steps: Mapping[str, Any], kind: str) -> dict[str, Any]:
             "sentence": said,
             "points": _sums_of(steps),
             "trusted": None,
-            "doubts": [],
+            "doubts": _doubts_of(steps),
             "text": [],
         },
         **dict.fromkeys(sections),
@@ -141,15 +143,27 @@ def _alone(path: Path, steps: Mapping[str, Any], kind: str) -> dict[str, Any]:
     }
 
 
+def _doubts_of(steps: Mapping[str, Any]) -> list[str]:
+    if "rows" not in steps:
+        return words.doubts_of(*steps["total"].values())
+    doubtful = steps["rows"] - steps["trusted"]
+    said = f"{doubtful} of {steps['rows']} probed steps are not trusted"
+    reasons = [*steps["doubts"][:MOST_REASONS]]
+    if len(steps["doubts"]) > MOST_REASONS:
+        reasons.append(f"{len(steps['doubts']) - MOST_REASONS} more reasons in the rows")
+    return [f"{said}: {'; '.join(reasons)}."] if doubtful else []
+
+
 def _sums_of(steps: Mapping[str, Any]) -> list[str]:
     total, told = steps["total"], []
     if total["predicted"] is None or total["measured"] is None:
         told.append(f"No sums of single steps: {steps['not_summed']}.")
     else:
         told.append(
-            f"Summed over the steps: predicted {words.number(total['predicted']['value'])}, "
-            f"measured {words.number(total['measured']['value'])}."
+            f"Summed over steps {steps['steps'][0]['step']} to {steps['steps'][-1]['step']}: "
+            f"predicted {words.number(total['predicted']['value'])}, measured "
+            f"{words.number(total['measured']['value'])}."
         )
-    if "rows" in steps:
-        told.append(f"{steps['trusted']} of {steps['rows']} probed steps are trusted.")
+    if "rows" in steps and steps["trusted"] == steps["rows"]:
+        told.append(f"All {steps['rows']} probed steps are trusted.")
     return told

@@ -29,7 +29,7 @@ def log_data(path: str | Path) -> dict[str, Any]:
     measured = _estimate(estimates, log, "deltaH_true")
     bend = _estimate(estimates, log, "curvature_term")
     points = log.get("sweep") or ()
-    sweep = [(one["eta"], one) for one in points if one["value"] is not None]
+    sweep = [(one["eta"], _whole(one)) for one in points if one["value"] is not None]
     absent: dict[str, str] = dict.fromkeys(OF_STUDIES, ONLY_STUDIES)
     out: dict[str, Any] = {
         "kind": "probe",
@@ -63,8 +63,10 @@ def log_data(path: str | Path) -> dict[str, Any]:
             "the prediction was skipped (probe_rework.compute_delta_h1: false)"
         )
     else:
-        absent["predicted and measured"] = (
-            _why_null(log, "deltaH_true") or "nothing was measured (importance.enabled: false)"
+        absent["predicted and measured"] = _why_null(log, "deltaH_true") or (
+            "no step size has a number"
+            if "deltaH_true" in log
+            else "nothing was measured (importance.enabled: false)"
         )
     if len(points) > len(sweep):
         absent["some step sizes"] = (
@@ -101,9 +103,15 @@ def log_data(path: str | Path) -> dict[str, Any]:
 def _estimate(estimates: Mapping[str, Any], log: Mapping[str, Any], name: str) -> Any:
     """With its interval where the log has it; None: the phase was skipped, or found no number."""
     if name in estimates:
-        return None if estimates[name]["value"] is None else estimates[name]
+        return None if estimates[name]["value"] is None else _whole(estimates[name])
     value = log.get(name)
     return None if value is None else {"value": value, "interval": None, "trusted": None}
+
+
+def _whole(estimate: Mapping[str, Any]) -> dict[str, Any]:
+    """An interval of which an end is no number is none."""
+    bar = estimate.get("interval")
+    return {**estimate, "interval": None if bar is None or None in bar else bar}
 
 
 def _why_null(log: Mapping[str, Any], name: str) -> str | None:

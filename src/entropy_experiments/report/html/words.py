@@ -35,7 +35,8 @@ def sentence(
     if predicted is not None:
         unsure = " (not trusted)" if predicted.get("trusted") is False else ""
         said += f"; first order predicts {number(predicted['value'])}{unsure}"
-    return f"Not trusted, for the reasons given: {said}." if doubted else f"{said}."
+    why = ", for the reasons given" if change.get("why_not") else ""
+    return f"Not trusted{why}: {said}." if doubted else f"{said}."
 
 
 def of_probe(
