@@ -336,10 +336,51 @@ def test_recomputation_and_many_directions_at_once(name):
 
 
 def test_parts_keep_prompts_together():
-    rollouts = replace(groups(), weight_N=torch.full((7,), 1 / 7, dtype=torch.float64))
+    rollouts, policy = groups(), SequenceProcessor(made("llama"))
     for microbatch in (1, 3, 7):
-        order = [int(i) for part in rollouts.split(microbatch) for i in part.rows_N]
+        order = [int(i) for part in rollouts.split(microbatch, policy) for i in part.rows_N]
         assert sorted(order) == list(range(7))
         prompts = [int(rollouts.prompt_N[i]) for i in order]
         runs = [p for at, p in enumerate(prompts) if at == 0 or prompts[at - 1] != p]
         assert sorted(runs) == sorted(LENGTHS)
+
+
+def test_parts_of_a_policy_that_does_not_share_are_by_length():
+    rollouts = groups()
+    for policy in (None, SequenceProcessor(made("gemma2"))):
+        order = [int(i) for part in rollouts.split(2, policy) for i in part.rows_N]
+        lengths = rollouts.attention_NS.sum(1)[order].tolist()
+        assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_parts_have_little_padding(group):
+    """Lengths as responses have them, log-normal: under a tenth is padding."""
+    draw = torch.Generator().manual_seed(0)
+    n = 128
+    said_N = (40 * torch.exp(0.6 * torch.randn(n, generator=draw))).int().clamp(4, 200)
+    asked_N = torch.randint(20, 60, (n // group,), generator=draw).repeat_interleave(group)
+    width = int((asked_N + said_N).max())
+    column_S = torch.arange(width)
+    tokens_NS = torch.randint(1, 30, (n, width), generator=draw)
+    prompt_N = torch.arange(n // group).repeat_interleave(group)
+    tokens_NS = torch.where(column_S < asked_N[:, None], tokens_NS[prompt_N * group], tokens_NS)
+    attention_NS = column_S < (asked_N + said_N)[:, None]
+    rollouts = Rollouts(
+        tokens_NS=tokens_NS,
+        attention_NS=attention_NS,
+        response_NS=attention_NS & (column_S >= asked_N[:, None]),
+        prompt_N=prompt_N,
+    )
+    policy = SequenceProcessor(made("llama")) if group > 1 else None
+    used = computed = 0
+    for part in rollouts.split(8, policy):
+        rows = shared_rows(part.rollouts) if group > 1 else None
+        if rows is None:
+            used += int(part.rollouts.attention_NS.sum())
+            computed += part.rollouts.tokens_NS.numel()
+        else:
+            used += int(rows.looks_R1SS[:, 0].diagonal(dim1=1, dim2=2).sum())
+            used -= int((rows.tokens_RS == 0).sum())  # padding looks at itself
+            computed += rows.tokens_RS.numel()
+    assert used > 0.9 * computed

@@ -138,7 +138,7 @@ def _sums(
 
     def local() -> list[Tensor]:
         out_NM = rollouts.weight_N.new_zeros(len(rollouts), 6)
-        for part in ranks.mine(rollouts.split(microbatch)):
+        for part in ranks.mine(rollouts.split(microbatch, policy)):
             out_NM[part.rows_N] = sums(*part)
         return [out_NM]
 

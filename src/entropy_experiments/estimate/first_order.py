@@ -278,7 +278,7 @@ def scores_along(
 
     def local() -> list[Tensor]:
         out = [no_scores(rollouts) for _ in range(1 + len(many))]
-        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch, policy)):
 
             def score(params: Params) -> Scores:
                 return policy.score(params, part)

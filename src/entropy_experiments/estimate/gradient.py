@@ -53,7 +53,7 @@ def weighted_gradient(
 
         return value
 
-    parts = (weighted_scores(*part) for part in rollouts.split(microbatch))
+    parts = (weighted_scores(*part) for part in rollouts.split(microbatch, policy))
     return pullback_sum(parts, policy.params)[1]
 
 

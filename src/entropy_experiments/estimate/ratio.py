@@ -150,7 +150,7 @@ def score_all(
     def local() -> Scores:
         out = no_scores(rollouts)
         with torch.no_grad():
-            for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+            for rows_N, columns, part in ranks.mine(rollouts.split(microbatch, policy)):
                 scores = check_scores(policy.score(params, part), part, rows_N, columns)
                 for whole_NS, part_NS in zip(out, scores, strict=True):
                     whole_NS[rows_N, columns] = part_NS.double()

@@ -145,7 +145,7 @@ def _scores_of(
     def local() -> list[Tensor]:
         out = [no_scores(rollouts) for _ in settings]
         with torch.no_grad():
-            for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+            for rows_N, columns, part in ranks.mine(rollouts.split(microbatch, policy)):
                 if isinstance(policy, BatchedPolicy):
                     found = policy.score_many(settings, part)
                 else:

@@ -90,7 +90,7 @@ def score_slopes(
 
     def local() -> list[Tensor]:
         seen, *slopes = (no_scores(rollouts) for _ in range(1 + len(many)))
-        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch, policy)):
             here, along = of_part(part)
             if here is not None:
                 _put(seen, check_scores(here, part, rows_N, columns), part, rows_N, columns)

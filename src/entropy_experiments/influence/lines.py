@@ -131,7 +131,7 @@ def line_gradients(
 
     def local() -> list[Tensor]:
         sums = [GradientSum(leaves) for _ in lines]
-        for rows_N, columns, part in ranks.mine(batch.rollouts.split(microbatch)):
+        for rows_N, columns, part in ranks.mine(batch.rollouts.split(microbatch, trained)):
             with torch.enable_grad():
                 scores = trained.score(leaves, part)
                 losses = [

@@ -217,7 +217,7 @@ def influence_matrix(
         def local() -> list[Tensor]:
             """Slopes along the block of this rank's evaluation rollouts, and their g_H."""
             out_NC = [top_N.new_zeros(len(evaluation), len(names)) for _ in slopes_NC]
-            for rows_N, columns, part in ranks.mine(evaluation.split(at_once)):
+            for rows_N, columns, part in ranks.mine(evaluation.split(at_once, policy)):
                 cut = [Scores(*(x_NS[rows_N, columns] for x_NS in worth)) for worth in worths]
                 found = rollout_gradients(policy, part, cut)
                 for into_NC, gradients in zip(out_NC, found):

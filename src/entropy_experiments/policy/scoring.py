@@ -161,7 +161,7 @@ class SequenceProcessor:
         params = self.params if params is None else params
         whole: list[Tensor] | None = None
         with torch.no_grad():
-            for rows_N, columns, part in rollouts.split(microbatch):
+            for rows_N, columns, part in rollouts.split(microbatch, self):
                 scores = self.score(params, part)
                 if whole is None:
                     whole = [x_NS.new_zeros(rollouts.tokens_NS.shape) for x_NS in scores]

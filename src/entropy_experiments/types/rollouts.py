@@ -208,19 +208,21 @@ class Rollouts:
             behaviour_logprob_NS=None if behaviour_NS is None else widen(behaviour_NS, 0.0),
         )
 
-    def split(self, microbatch: int) -> Iterator[Part]:
-        """Parts of at most `microbatch` rollouts, those of one prompt beside each other.
+    def split(self, microbatch: int, policy: object = None) -> Iterator[Part]:
+        """Parts of at most `microbatch` rollouts of similar length, without common padding.
 
-        Prompts are in the order of their rollouts' total length: parts have little padding.
+        For a policy that computes a shared prompt once, rollouts of one prompt are beside each
+        other, and prompts in the order of their rollouts' total length.
         """
         if microbatch < 1:
             raise ValueError(f"microbatch must be at least 1; got {microbatch}.")
         length_N = self.attention_NS.sum(1)
-        group_N = self.prompt_N.unique(return_inverse=True)[1]
-        total_N = torch.zeros_like(length_N).index_add(0, group_N, length_N)[group_N]
         order_N = torch.argsort(length_N, stable=True)
-        for key_N in (group_N, total_N):
-            order_N = order_N[torch.argsort(key_N[order_N], stable=True)]
+        if getattr(policy, "shares_prompts", False):
+            group_N = self.prompt_N.unique(return_inverse=True)[1]
+            total_N = torch.zeros_like(length_N).index_add(0, group_N, length_N)[group_N]
+            for key_N in (group_N, total_N):
+                order_N = order_N[torch.argsort(key_N[order_N], stable=True)]
         for rows_N in order_N.split(microbatch):
             used = self.attention_NS[rows_N].any(0).nonzero()
             columns = slice(int(used[0]), int(used[-1]) + 1)

@@ -52,7 +52,8 @@ def loss_gradient(
 
         return loss
 
-    parts = (loss_of(rows_N, columns) for rows_N, columns, _ in batch.rollouts.split(microbatch))
+    split = batch.rollouts.split(microbatch, policy)
+    parts = (loss_of(rows_N, columns) for rows_N, columns, _ in split)
     loss, gradient, count = pullback_sum(parts, policy.params)
     # Each rank has the scores of its own microbatches.
     everyones = Scores(*current().summed(lambda: scores))
