@@ -71,7 +71,7 @@ def matmul_rate(policy: SequenceProcessor, rows: int, predicted: int, rounds: in
 
     def product(count: int, weight: Tensor) -> int:
         x = inputs.setdefault((count, weight.shape[1]), torch.randn(count, weight.shape[1]))
-        x @ weight.mT
+        torch.matmul(x, weight.mT)
         return 2 * count * weight.numel()
 
     def run() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from entropy_experiments.config.training_reading import (
     replaced,
 )
 from entropy_experiments.online.rows import read_rows
+from entropy_experiments.online.train import summary
 from entropy_experiments.online.train.task import load_task, reward_functions
 from entropy_experiments.online.train.trainer import PartwiseGRPOTrainer
 from entropy_experiments.policy.load import load_checkpoint
@@ -95,7 +97,9 @@ def run(file, tmp_path_factory) -> tuple[Path, Any]:
 def test_it_says_where_everything_is(run):
     out, result = run
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("4 steps in ")
+    assert re.fullmatch(r"4 steps in \d+ s\.", lines[0])
+    for line in lines[1:3]:  # reward, entropy
+        assert line.endswith("(mean of the first 2 / last 2 steps)")
     for place in (out, out / "entropy_probe.jsonl", out / "record", out / "checkpoint-4"):
         assert any(line.endswith(str(place)) for line in lines), place
         assert place.exists()
@@ -103,10 +107,10 @@ def test_it_says_where_everything_is(run):
     shown = [line for line in result.stderr.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in shown] == ["1/4", "2/4", "3/4", "4/4"]
     assert all("predicted" in line and "measured" in line for line in shown)
-    summary = json.loads((out / "train_summary.json").read_text())
-    assert summary["steps"] == 4
-    assert summary["probe"]["off"] is None
-    assert summary["probe"]["probed_steps"] == 4
+    found = json.loads((out / "train_summary.json").read_text())
+    assert found["steps"] == found["steps_now"] == 4
+    assert found["probe"]["off"] is None
+    assert found["probe"]["probed_steps"] == 4
     assert (out / "doctor.json").is_file()
 
 
@@ -173,6 +177,8 @@ def test_a_longer_run_continues_a_shorter_one(run, file, tmp_path):
     result = invoke("--out", str(short), "--resume", "--steps", "4", "--json", "--quiet")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["resumed_from"] == str(short / "checkpoint-2")
+    assert json.loads(result.stdout)["steps_now"] == 2
+    assert (short / "checkpoint-2" / "update_batch").is_dir()
     assert_same_weights(out / "checkpoint-4", short / "checkpoint-4")
     with pytest.raises(AssertionError):  # it has teeth
         assert_same_weights(out / "checkpoint-2", short / "checkpoint-4")
@@ -185,6 +191,51 @@ def test_a_resumed_run_is_the_same_run(run, file):
     assert "was begun with seed: 0; now it is 1, which would be another run" in result.stderr
 
 
+def test_what_a_resume_would_continue_from(run, file, tmp_path):
+    out, _ = run
+    words = ["--out", str(out), "--resume", "--dry-run"]
+    result = invoke(*words, "--steps", "6")
+    assert result.exit_code == 0, result.output
+    assert f"would continue from {out / 'checkpoint-4'}" in result.stdout
+    told = json.loads(invoke(*words, "--steps", "6", "--json").stdout)
+    assert told["resumes_from"] == str(out / "checkpoint-4")
+    assert "4 steps are made already; max_steps 4 asks for no more" in invoke(*words).stdout
+    result = invoke(*words, "--set", "seed=1")
+    assert result.exit_code == 2
+    assert "which would be another run" in result.stderr
+    early = tmp_path / "early"  # killed before its first checkpoint
+    early.mkdir()
+    (early / "entropy_probe_train.yaml").write_text((out / "entropy_probe_train.yaml").read_text())
+    result = invoke("--out", str(early), "--resume", "--dry-run")
+    assert f"{early} has no whole checkpoint yet: it would begin from the" in result.stdout
+
+
+def test_no_more_steps_than_are_made(run):
+    out, _ = run
+    before = {path: path.read_bytes() for path in out.glob("*.*") if path.is_file()}
+    assert {path.name for path in before} >= {"entropy_probe_train.yaml", "train_summary.json"}
+    result = invoke("--out", str(out), "--resume", "--steps", "2")
+    assert result.exit_code == 0, result.output
+    said = "4 steps are made already; --steps 2 asks for no more: nothing to do\n"
+    assert result.stdout == said
+    result = invoke("--out", str(out), "--resume", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert (told["steps"], told["steps_now"], told["nothing_to_do"]) == (4, 0, True)
+    assert {path: path.read_bytes() for path in out.glob("*.*") if path.is_file()} == before
+
+
+def test_ends_say_what_they_are():
+    rows = [{"reward": float(value)} for value in range(12)]
+    said = summary._ends_words(summary._ends(rows, "reward"), " nats", 1)
+    assert said == "2 -> 9 nats (mean of the first 5 / last 5 steps)"
+    said = summary._ends_words(summary._ends(rows, "reward"), "", 10)
+    assert said == "2 -> 9 (mean of the first 5 / last 5 rows of 10 steps)"
+    said = summary._ends_words(summary._ends(rows[:3], "reward"), "", 1)
+    assert said == "0 -> 2 (first / last step)"
+    assert summary._ends_words(summary._ends(rows[:1], "reward"), "", 1) == "0 (one step)"
+
+
 def test_a_torn_checkpoint_is_passed_over(file, run, tmp_path):
     out, _ = run
     torn = tmp_path / "torn"
@@ -194,6 +245,7 @@ def test_a_torn_checkpoint_is_passed_over(file, run, tmp_path):
     assert result.exit_code == 0, result.output
     assert "checkpoint-4 was cut off and is written again." in result.stderr
     assert f"continuing from {torn / 'checkpoint-2'}" in result.stderr
+    assert re.match(r"2 steps in \d+ s, 4 in all\.", result.stdout)
     assert_same_weights(out / "checkpoint-4", torn / "checkpoint-4")
 
 

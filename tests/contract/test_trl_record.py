@@ -12,6 +12,7 @@ import torch
 from entropy_experiments import compute_update_vector_adamw, first_order, step_certificate
 from entropy_experiments.config import Config
 from entropy_experiments.online.trl import EntropyProbeCallback
+from entropy_experiments.policy.base import sha256
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.rollouts.store import load_rollouts, load_update_batch, recorded_meta
@@ -89,6 +90,45 @@ def test_every_step_is_kept_checkpoint_or_not(run):
         assert len(batch.rollouts) == 16
         assert load_rollouts(folder / "record" / f"step_{step}" / "evaluation")[0] is not None
     assert (folder / "record" / "entropy_probe.json").is_file()
+
+
+def _recorded(folder: Path, *, steps: int, resume: Any = None) -> None:
+    callback = EntropyProbeCallback(max_overhead=None, prompts=6, record=folder / "record")
+    with torch.random.fork_rng(devices=[]):
+        trainer = grpo(
+            folder / "run",
+            callbacks=[callback],
+            max_steps=steps,
+            save_strategy="steps",
+            save_steps=1,
+            lr_scheduler_type="constant",
+        )
+        trainer.train(resume_from_checkpoint=resume)
+    assert callback.off is None
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["a folder", "the last one"])
+def test_the_step_after_a_resume_is_beside_the_checkpoint_it_was_made_from(tmp_path, by_name):
+    _recorded(tmp_path, steps=2)
+    last = tmp_path / "run" / "checkpoint-2"
+    assert not (last / "update_batch").exists()
+    _recorded(tmp_path, steps=3, resume=str(last) if by_name else True)
+    batch, meta = load_update_batch(last / "update_batch")
+    assert meta["step"] == 2
+    assert meta["weights"] == sha256(last / "adapter_model.safetensors")
+    step, _ = load_update_batch(tmp_path / "record" / "step_2" / "update_batch")
+    assert torch.equal(batch.rollouts.tokens_NS, step.rollouts.tokens_NS)
+    assert load_rollouts(last / "evaluation")[1]["weights"] == meta["weights"]
+    assert not (tmp_path / "run" / "checkpoint-3" / "update_batch").exists()
+
+
+def test_a_checkpoint_of_another_run_is_left_as_it_is(tmp_path):
+    _recorded(tmp_path / "one", steps=1)
+    given = tmp_path / "one" / "run" / "checkpoint-1"
+    before = sorted(path.name for path in given.iterdir())
+    _recorded(tmp_path / "two", steps=2, resume=str(given))
+    assert (tmp_path / "two" / "record" / "step_1" / "update_batch").is_dir()
+    assert sorted(path.name for path in given.iterdir()) == before
 
 
 def test_another_step_s_batch_does_not_replay(run):

@@ -124,6 +124,20 @@ def test_a_skipped_step_measures_nothing():
     assert found.skipped
     assert found.change.value == 0
     assert found.linear_range is None
+    assert found.never_made
+    assert found.mismatch is None  # not 0: nothing was compared
+
+
+def test_a_step_that_was_to_move_nothing_was_made():
+    """No gradient yet, no moments, no decay: AdamW's step is zero, and no weight changes."""
+    training = Training("tabular", "adamw")
+    training.optimizer.param_groups[0]["weight_decay"] = 0.0
+    gradient = {name: torch.zeros_like(g) for name, g in training.backward().items()}
+    training.probe.before_step(gradient, training.optimizer)
+    found = training.probe.after_step()
+    assert found.moved == 0
+    assert found.mismatch == 0
+    assert not found.never_made
 
 
 def test_another_step_than_the_predicted_one_is_noticed():

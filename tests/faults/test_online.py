@@ -87,6 +87,32 @@ def test_a_gradient_that_is_not_finite_is_left_to_training(tmp_path, caplog):
     assert len(said) == 1
 
 
+def test_a_step_that_the_optimizer_does_not_make_claims_no_match(tmp_path, caplog):
+    from transformers import TrainerCallback
+
+    class Hold(TrainerCallback):
+        """The optimizer rests in step 1."""
+
+        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **_):
+            self.step = optimizer.optimizer.step
+            if state.global_step == 1:
+                optimizer.optimizer.step = lambda *_: None
+
+        def on_optimizer_step(self, args, state, control, optimizer=None, **_):
+            optimizer.optimizer.step = self.step
+
+    callback = EntropyProbeCallback(max_overhead=None, prompts=6)
+    _trained(tmp_path, Hold(), callback)
+    assert callback.off is None
+    before, held, after = callback.rows
+    assert (held["skipped"], held["step_mismatch"], held["trusted"]) == (1, None, 0)
+    for row in (before, after):
+        assert row["skipped"] == 0
+        assert row["step_mismatch"] < 1e-3
+    said = [r for r in caplog.records if "Step 1 was predicted, and no weight" in r.getMessage()]
+    assert len(said) == 1
+
+
 def test_a_warm_up_that_begins_with_rate_zero_is_waited_for(tmp_path):
     callback = EntropyProbeCallback(max_overhead=None, prompts=6)
     _trained(tmp_path, callback, lr_scheduler_type="constant_with_warmup", warmup_steps=2)

@@ -121,9 +121,20 @@ def test_presets_and_overrides_are_checked_too():
 
 COMMANDS = {
     "two configurations": (["--config", "a.yaml", "--preset", "tiny"], "Leave one out"),
-    "no such file": (["--config", "nowhere.yaml"], "Configuration not found: nowhere.yaml"),
+    "no such file": (
+        ["--config", "nowhere.yaml"],
+        "Configuration not found: nowhere.yaml. Templates of a training, which need no folder: "
+        "entropy_probe_test_optimized.yaml, overnight_config.yaml, train_qwen25_15b_lora.yaml, "
+        "train_smollm2_gsm8k.yaml, train_tiny.yaml. Or --preset tiny, smollm2-gsm8k, ",
+    ),
     "no such preset": (["--preset", "huge"], "got 'huge', expected one of tiny"),
-    "no step": (["--steps", "0"], "max_steps: got 0"),
+    "a misspelt preset": (["--preset", "tyni"], "Did you mean tiny?"),
+    "no step": (["--steps", "0"], "--steps is 0; expected 1 or more"),
+    "nothing to resume": (
+        ["--resume"],
+        "run has no training to resume. Check --out, or leave out --resume.",
+    ),
+    "nothing to resume, dry": (["--resume", "--dry-run"], "run has no training to resume."),
     "no such model": (["--set", "model=smolm2"], "Did you mean 'smollm2'?"),
     "bf16 weights on a CPU": (["--set", "dtype=bfloat16"], "dtype is bfloat16 on a CPU"),
     "bf16 on a CPU": (["--set", "bf16=true"], "bf16 is true, and training is on a CPU"),
@@ -153,9 +164,28 @@ def test_a_folder_with_a_run_is_refused(tmp_path):
     assert result.exit_code == 2
     assert "has a training already. Continue it with --resume" in result.stderr
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-3"]
+    result = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "run"), "--resume"])
+    assert result.exit_code == 2
+    assert "has checkpoints, but no entropy_probe_train.yaml" in result.stderr
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "file")])
     assert "is a file; expected a folder" in result.stderr
+
+
+def test_a_noise_scale_needs_a_second_gradient(tmp_path):
+    """Told by --dry-run; training tells it when it begins (tests/contract/test_trl_noise.py)."""
+    asked = ["--out", str(tmp_path / "run"), "--dry-run", "--set", "probe.noise_scale=true"]
+
+    def told(*options: str) -> bool:
+        result = CliRunner().invoke(app, ["train", *asked, *options])
+        assert result.exit_code == 0, result.output
+        return "there is no second gradient" in result.stdout
+
+    one, two = ["--set", "buffer_size=8"], ["--set", "microbatch_size=4"]
+    result = CliRunner().invoke(app, ["train", *asked, *one, "--set", "microbatch_size=8"])
+    assert "lower microbatch_size" in result.stdout
+    assert not told(*one, *two)
+    assert not told(*one, "--set", "microbatch_size=8", "--no-probe")
 
 
 def test_help_and_a_bad_file_need_no_torch(tmp_path):

@@ -10,7 +10,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from entropy_experiments.online.loop import LoopProbe
-from entropy_experiments.online.rows import RowFile, read_rows
+from entropy_experiments.online.probe import named_gradients
+from entropy_experiments.online.rows import RowFile, metrics_of, read_rows
 from entropy_experiments.online.throttle import MOST_SKIPPED, Throttle
 from oracles.tiny_grpo import PROMPTS
 from oracles.tiny_models import tiny_model, tiny_tokenizer
@@ -61,6 +62,49 @@ def test_a_loop_of_one_s_own(tmp_path):
     assert read_rows(tmp_path / "rows.jsonl") == probe.rows
     assert [row["step"] for row in probe.rows] == [0, 1, 2, 3]
     assert all(row["step_mismatch"] < 1e-3 for row in probe.rows)
+
+
+def test_a_step_that_was_never_made_is_told_and_not_trusted(caplog):
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {"prompts": PROMPTS, "max_new_tokens": 10, "drawn": 6, "max_overhead": None}
+    probe = LoopProbe(model, optimizer, tokenizer, **options)
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    for made in (False, False, True):
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        with probe.step():
+            if made:
+                optimizer.step()
+        optimizer.zero_grad()
+    assert probe.off is None
+    *never, last = probe.rows
+    for row in never:
+        assert row["skipped"] == 1
+        assert row["step_mismatch"] is None
+        assert "no weight changed" in row["missing"]["step_mismatch"]
+        assert row["trusted"] == 0
+        assert "no weight changed" in row["why_not"][0]
+        assert "entropy_probe/step_mismatch" not in metrics_of(row)
+    assert last["step_mismatch"] < 1e-3
+    assert "step_mismatch" not in last.get("missing", {})
+    assert not any("no weight changed" in why for why in last["why_not"])
+    said = [r.getMessage() for r in caplog.records if "no weight changed" in r.getMessage()]
+    assert len(said) == 1
+    assert "optimizer.step() belongs inside" in said[0]
+
+
+def test_where_a_scaler_may_leave_steps_out_it_is_no_surprise(caplog):
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {"prompts": PROMPTS, "max_new_tokens": 10, "drawn": 6, "max_overhead": None}
+    probe = LoopProbe(model, optimizer, tokenizer, **options)
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    probe._watch.before(0, lambda: named_gradients(model), lambda: optimizer)
+    probe._watch.after(0, scaler=True)
+    (row,) = probe.rows
+    assert (row["skipped"], row["step_mismatch"]) == (1, None)
+    assert not caplog.records
 
 
 def test_nothing_to_evaluate_on_is_refused():

@@ -15,6 +15,7 @@ from entropy_experiments.cli.options import AsJson, Debug, Quiet, tell
 
 BENCHMARKS = {
     "scoring": "log-probs and entropies of rollouts, against plain logits",
+    "estimators": "prediction and measurement in forward passes, influences",
     "influence": "all influences, against one backward and one pass for each",
     "entropy": "token entropies at a large vocabulary, against log_softmax",
     "online": "what the probe costs a training (minutes; needs SmolLM2)",

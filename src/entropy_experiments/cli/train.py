@@ -59,11 +59,17 @@ def train(
 ) -> None:
     """Train a policy by GRPO; predict and measure what each step does to its entropy."""
     found: TrainingConfig | None = None
+    option = "max_steps" if steps is None else "--steps"
     with ending(debug=debug, interrupted=lambda: _interrupted(found)):
         found = _configured(
             config, preset, out, steps, resume=resume, no_probe=no_probe, overrides=overrides or []
         )
-        from entropy_experiments.config.training_batch import batch_plan, plan_line, ranks_of_job
+        from entropy_experiments.config.training_batch import (
+            batch_plan,
+            plan_line,
+            plan_notes,
+            ranks_of_job,
+        )
 
         rank, ranks = ranks_of_job()
         plan = batch_plan(found, ranks=ranks)
@@ -71,9 +77,14 @@ def train(
             for note in found.notes:
                 typer.echo(f"note: {note}", err=True)
         if dry_run:
-            source = found.source
-            words = [f"{source}: valid.", plan_line(found, plan)]
-            tell({"valid": True, "config": found.dump()}, lambda: words, as_json=as_json)
+            words = [f"{found.source}: valid.", plan_line(found, plan)]
+            notes = plan_notes(found, plan)
+            words += [f"note: {note}" for note in notes]
+            facts: dict[str, Any] = {"valid": True, "config": found.dump(), "notes": notes}
+            if resume:
+                facts["resumes_from"], line = _would_resume(found, option)
+                words.append(line)
+            tell(facts, lambda: words, as_json=as_json)
             return
 
         from entropy_experiments.online.train.run import train as run
@@ -82,7 +93,7 @@ def train(
         with library_aside(as_json=as_json):
             summary = run(found, resume=resume, quiet=quiet)
         if rank == 0:
-            tell(summary, lambda: summary_words(summary), as_json=as_json)
+            tell(summary, lambda: summary_words(summary, option=option), as_json=as_json)
 
 
 def _configured(
@@ -102,6 +113,8 @@ def _configured(
         raise ValueError(
             f"--config {config} and --preset {preset} are two configurations. Leave one out."
         )
+    if steps is not None and steps < 1:
+        raise ValueError(f"--steps is {steps}; expected 1 or more.")
     begun = None if out is None else out / BEGUN_WITH
     if config is not None:
         found = load_training(config)
@@ -110,6 +123,8 @@ def _configured(
     elif resume and begun is not None and begun.is_file():
         found = load_training(begun)  # what the run was begun with
     else:
+        if resume and begun is not None:
+            _refuse_unknown_run(begun)
         found = load_training()
     changes: dict[str, Any] = {}
     if out is not None:
@@ -120,6 +135,40 @@ def _configured(
         changes["probe.enabled"] = False
     found = replaced(found, changes, where="the command line")
     return with_overrides(found, overrides)
+
+
+def _refuse_unknown_run(begun_with: Path) -> None:
+    """Checkpoints that do not say how they were trained are not continued by the default."""
+    from entropy_experiments.trajectory import steps_of
+
+    if steps_of(begun_with.parent):
+        raise ValueError(
+            f"{begun_with.parent} has checkpoints, but no {begun_with.name}, which says how they "
+            "were trained. Name their configuration with --config, or check --out."
+        )
+
+
+def _would_resume(config: TrainingConfig, option: str) -> tuple[str | None, str]:
+    """(checkpoint, line): where --resume would begin. What it would refuse is refused."""
+    from entropy_experiments.online.train.folder import (
+        last_whole_checkpoint,
+        refuse_not_begun,
+        refuse_other_run,
+        steps_made,
+    )
+
+    out = Path(config.output_dir)
+    refuse_not_begun(out)
+    refuse_other_run(out, config)
+    checkpoint, _ = last_whole_checkpoint(out)
+    if checkpoint is None:
+        return None, f"{out} has no whole checkpoint yet: it would begin from the beginning"
+    made = steps_made(checkpoint)
+    if made >= config.max_steps:
+        from entropy_experiments.online.train.summary import nothing_line
+
+        return str(checkpoint), nothing_line(made, config.max_steps, option=option)
+    return str(checkpoint), f"would continue from {checkpoint}"
 
 
 def _interrupted(config: TrainingConfig | None) -> str:

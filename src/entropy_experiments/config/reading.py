@@ -117,8 +117,8 @@ def _comment(text: str | None, indent: str) -> str:
     )
 
 
-def read_text(path: str | Path) -> tuple[str, str]:
-    """(name for messages, text)."""
+def read_text(path: str | Path, *, offered: str | None = None) -> tuple[str, str]:
+    """(name for messages, text). `offered`: what there is instead of a file that is not there."""
     file = Path(path).expanduser()
     if file.is_dir():
         raise ConfigError(str(path), ["is a folder, expected a YAML file."])
@@ -131,7 +131,7 @@ def read_text(path: str | Path) -> tuple[str, str]:
     name = pure.name if pure.suffix else f"{pure.name}.yaml"
     if pure.parent.as_posix() in TEMPLATE_FOLDERS and name in template_names():
         return f"{name} (template of the package)", template_text(name)
-    raise FileNotFoundError(
-        f"Configuration not found: {path}. Templates of the package, which need no folder: "
-        f"{', '.join(template_names())}."
+    offered = offered or (
+        f"Templates of the package, which need no folder: {', '.join(template_names())}."
     )
+    raise FileNotFoundError(f"Configuration not found: {path}. {offered}")

@@ -49,6 +49,18 @@ def plan_line(config: TrainingConfig, plan: BatchPlan) -> str:
     )
 
 
+def plan_notes(config: TrainingConfig, plan: BatchPlan) -> list[str]:
+    """What was asked for and these sizes cannot give."""
+    asked = config.probe.enabled and config.probe.noise_scale
+    if asked and plan.ranks == 1 and plan.accumulation == 1:
+        return [
+            "probe.noise_scale: a step is one backward pass on one rank, so there is no second "
+            "gradient to compare it with, and no noise scale. For two passes or more, lower "
+            "microbatch_size."
+        ]
+    return []
+
+
 def batch_plan(config: TrainingConfig, *, ranks: int = 1) -> BatchPlan:
     """Sizes for so many ranks; conflicts and remainders are refused."""
     group = config.num_generations

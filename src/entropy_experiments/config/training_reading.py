@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from entropy_experiments.config.aliases import (
     unify,
 )
 from entropy_experiments.config.problems import ConfigError, describe, nearest
-from entropy_experiments.config.reading import read_text
+from entropy_experiments.config.reading import TRAINING_TEMPLATES, read_text
 from entropy_experiments.config.training import Probe, TrainingConfig
 from entropy_experiments.config.yaml_dialect import parse_text, parse_value
 
@@ -53,14 +54,22 @@ TRAINING_RETIRED = {
 
 def load_training(path: str | Path | None = None) -> TrainingConfig:
     """A YAML file, or a template's name where no such file exists; without path, `tiny`."""
-    source, text = read_text(PRESETS[DEFAULT_PRESET] if path is None else path)
+    offered = (
+        f"Templates of a training, which need no folder: {', '.join(TRAINING_TEMPLATES)}. Or "
+        f"--preset {', '.join(PRESETS)}."
+    )
+    source, text = read_text(PRESETS[DEFAULT_PRESET] if path is None else path, offered=offered)
     mapping, lines = parse_text(text, source=source)
     return _validated(mapping, source=source, where=lines)
 
 
 def load_preset(name: str) -> TrainingConfig:
     if name not in PRESETS:
-        raise ConfigError("--preset", [f"got {name!r}, expected one of {', '.join(PRESETS)}."])
+        near = get_close_matches(name, PRESETS, n=1, cutoff=0.5)  # tyni
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            "--preset", [f"got {name!r}, expected one of {', '.join(PRESETS)}.{hint}"]
+        )
     return load_training(PRESETS[name])
 
 

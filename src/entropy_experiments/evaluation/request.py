@@ -25,7 +25,7 @@ from entropy_experiments.policy.layout import (
     Layout,
     find_checkpoint,
 )
-from entropy_experiments.tasks.datasets import Problem, load_problems
+from entropy_experiments.tasks.datasets import MADE, MADE_SPLITS, Problem, load_problems
 from entropy_experiments.tasks.rewards import Reward, build_reward, default_functions
 from entropy_experiments.training_facts import TrainingFacts, training_facts
 from entropy_experiments.trajectory import embedded_trajectory, steps_of
@@ -126,10 +126,11 @@ def prepared(
     config: Config, checkpoints: Sequence[str | Path], request: EvaluationRequest
 ) -> Evaluation:
     """Find, read and check all that can be without a model; the first thing wrong is an error."""
-    layouts = [find_checkpoint(path) for path in _expanded(config, checkpoints)]
+    layouts = [_layout(path) for path in _expanded(config, checkpoints)]
     labels = _labels(layouts)
     candidates = [_candidate(config, lay, label) for lay, label in zip(layouts, labels)]
     facts = _agreed(config, layouts, labels)
+    _refuse_unread(config, facts["dataset_name"])
     problems = _problems(config, facts, request.prompts)
     if len(problems) < request.prompts:
         raise ValueError(
@@ -187,6 +188,39 @@ def _expanded(config: Config, checkpoints: Sequence[str | Path]) -> list[Path]:
         own = any((given / name).is_file() for name in (ADAPTER_CONFIG, MODEL_CONFIG))
         out += [given] if own or not inside else inside
     return out
+
+
+def _layout(path: Path) -> Layout:
+    try:
+        return find_checkpoint(path)
+    except FileNotFoundError as missing:
+        if any((path / name).is_file() for name in (ADAPTER_CONFIG, MODEL_CONFIG)):
+            raise
+        raise FileNotFoundError(
+            f"{missing} Or give a folder that holds checkpoint-N or step_N."
+        ) from None
+
+
+def _refuse_unread(config: Config, name: str) -> None:
+    """A file or a split that was asked for and would not be looked at."""
+    batch = config.batch_config
+    path, split = batch.dataset_path, batch.E_split or batch.split
+    if name.startswith(MADE):
+        if path is not None:
+            raise ValueError(
+                f"--data is {path}, and {name} reads no file: its problems are made here. Leave "
+                f"--data out; or, for the questions of a file: --task {path}."
+            )
+        if split is not None and split not in MADE_SPLITS:
+            raise ValueError(
+                f"--split is {split!r}; {name} is made here, and its splits are "
+                f"{' and '.join(MADE_SPLITS)}. Name one of them, or leave --split out."
+            )
+    elif name == "jsonl" and split is not None and path is not None and Path(path).is_file():
+        raise ValueError(
+            f"--split is {split!r}, and {path} is one file, which is read whole. Leave --split "
+            f"out, or give a folder with {split}.jsonl."
+        )
 
 
 def _labels(layouts: Sequence[Layout]) -> list[str]:

@@ -85,8 +85,16 @@ class StepMeasurement:
     change: Estimate
     moved: float
     """Norm of the parameter change; 0: the optimizer skipped the step."""
-    mismatch: float
-    """|change of the parameters - predicted change| over the former: 0 for the step we rebuilt."""
+    mismatch: float | None
+    """|change of the parameters - predicted change| over the former: 0 for the step we rebuilt.
+
+    None: a step was predicted, and no weight changed.
+    """
+
+    @property
+    def never_made(self) -> bool:
+        """A step was predicted, and no weight changed: there is nothing to compare."""
+        return self.mismatch is None
 
     @property
     def skipped(self) -> bool:
@@ -230,7 +238,7 @@ class OnlineProbe:
             prediction=pending.prediction,
             change=_corrected(seen, pending),
             moved=size,
-            mismatch=norm(missed) / size if size else 0.0,
+            mismatch=_mismatch(size, norm(missed)),
         )
         self.buffer.release()
         self.evaluated = None
@@ -264,6 +272,13 @@ class OnlineProbe:
         """This step is not probed; what was begun for it is forgotten."""
         self._pending = None
         self.step += 1
+
+
+def _mismatch(moved: float, missed: float) -> float | None:
+    """Where nothing moved, `missed` is the norm of what was predicted: 0 if that was no step."""
+    if moved:
+        return missed / moved
+    return None if missed else 0.0
 
 
 def _corrected(seen: Estimate, pending: _Pending) -> Estimate:

@@ -4,7 +4,8 @@
                                 advantages, old log-probs
     DIR/step_N/evaluation       what it was probed with, if it was
     DIR/entropy_probe.json      the training facts
-    checkpoint-N/...            the same three, beside each checkpoint that the trainer saves
+    checkpoint-N/...            the same three, beside each checkpoint that the trainer saves, and
+                                beside the one that it was resumed from
 
 The copies beside a checkpoint name the weights they belong to, and are what the offline commands
 read: `entropy-probe run --checkpoint checkpoint-N` replays the step that was made from it.
@@ -33,7 +34,7 @@ class Recorder:
         refuse_unknown(facts)
         self.folder, self.facts = folder, facts
         self._beside: tuple[int, Path, str] | None = None
-        """(step, checkpoint, its weights), saved just before the step at hand."""
+        """(step, checkpoint, its weights), what the step at hand is made from."""
 
     def record(self, trainer: Any, step: int, ranks: Ranks) -> None:
         """The batch of the step at hand."""
@@ -57,8 +58,23 @@ class Recorder:
         if ranks.rank or not checkpoint.is_dir():
             return
         write_facts(checkpoint, trainer, self.facts)
+        self._belongs_to(trainer.state.global_step, checkpoint)
+
+    def resumed(self, trainer: Any, checkpoint: Path, ranks: Ranks) -> None:
+        """Training goes on from this checkpoint: so does the step at hand.
+
+        One of another run, outside the trainer's folder, is left as it is.
+        """
+        own = checkpoint.resolve().parent == Path(trainer.args.output_dir).resolve()
+        if ranks.rank or not own or not checkpoint.is_dir():
+            return
+        if not (checkpoint / FACTS_FILE).is_file():
+            write_facts(checkpoint, trainer, self.facts)
+        self._belongs_to(trainer.state.global_step, checkpoint)
+
+    def _belongs_to(self, step: int, checkpoint: Path) -> None:
         weights = find_checkpoint(checkpoint).files[0]
-        self._beside = (trainer.state.global_step, checkpoint, sha256(weights))
+        self._beside = (step, checkpoint, sha256(weights))
 
     def _places(self, step: int) -> list[tuple[Path, dict[str, Any]]]:
         places: list[tuple[Path, dict[str, Any]]] = [(self.folder / f"step_{step}", {"step": step})]

@@ -24,6 +24,10 @@ ALIASES = {
     "simple_entropy_step_count": "probed_steps",
 }
 """Names of the earlier probe's curves."""
+NEVER_MADE = (
+    "a step was predicted, and no weight changed: it was never made, or is lost in the weights' "
+    "rounding"
+)
 NOT_PLOTTED = ("step", "why_not", "missing")
 SCHEMA = 1
 
@@ -31,6 +35,7 @@ SCHEMA = 1
 def row_of(found: StepMeasurement, *, step: int, probed_steps: int, overhead: float) -> dict:
     """All that is known of one step; `step` is the trainer's own count before it."""
     prediction, weights = found.prediction, found.change.diagnostics["weights"]
+    never = (NEVER_MADE,) if found.never_made else ()
     row: dict[str, Any] = {"schema": SCHEMA, "step": step}
     for name, estimate in (
         ("entropy", prediction.entropy),
@@ -54,11 +59,13 @@ def row_of(found: StepMeasurement, *, step: int, probed_steps: int, overhead: fl
         "step_norm": found.moved,
         "step_mismatch": found.mismatch,
         "skipped": float(found.skipped),
-        "trusted": float(found.change.trusted and prediction.change.trusted),
+        "trusted": float(
+            found.change.trusted and prediction.change.trusted and not found.never_made
+        ),
         "rollouts": prediction.rollouts,
         "probed_steps": probed_steps,
         "overhead": overhead,
-        "why_not": list(dict.fromkeys((*prediction.change.why_not, *found.change.why_not))),
+        "why_not": list(dict.fromkeys((*never, *prediction.change.why_not, *found.change.why_not))),
     }
     return _without_nan(row, _reasons(found))
 
@@ -119,6 +126,7 @@ def _reasons(found: StepMeasurement) -> dict[str, str]:
     reasons = {
         "k_hat": "fewer than 100 rollouts, or weights so even that it says nothing",
         "linear_range": "the step was skipped, or measured exactly as predicted",
+        "step_mismatch": NEVER_MADE,
         "baseline": "parts=False",
         "baseline_share": "parts=False, or a predicted change of zero",
     }

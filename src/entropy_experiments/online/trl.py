@@ -132,6 +132,8 @@ class EntropyProbeCallback(TrainerCallback):
         """Run directories of the ledgers written so far (rank 0)."""
         self._noise: StepNoise | None = None
         self.trainer: Any = None
+        self.resumes_from: str | bool | None = None
+        """What `trainer.train(resume_from_checkpoint=...)` was given."""
         self._watch: Watch | None = None
         _tell_trainers()
 
@@ -169,6 +171,7 @@ class EntropyProbeCallback(TrainerCallback):
         self._watch = watch
         watch.also_forget = self._stop_noise
         watch.set_up(self._probe, Path(args.output_dir) / ROWS)
+        self._begin_record(args, state)
         if self.noise_scale:
             self._begin_noise(args)
 
@@ -221,7 +224,8 @@ class EntropyProbeCallback(TrainerCallback):
         )
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._begun().after(state.global_step, self._publish)
+        scaler = getattr(self.trainer.accelerator, "scaler", None) is not None
+        self._begun().after(state.global_step, self._publish, scaler=scaler)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._recorder is not None:
@@ -245,6 +249,18 @@ class EntropyProbeCallback(TrainerCallback):
     @property
     def _model(self) -> Any:
         return self.trainer.accelerator.unwrap_model(self.trainer.model)
+
+    def _begin_record(self, args: Any, state: Any) -> None:
+        """The first step after a resume belongs beside the checkpoint that it is made from."""
+        recorder, watch, given = self._recorder, self._begun(), self.resumes_from
+        if recorder is None or not given or state.global_step == 0:
+            return
+        last = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        checkpoint = last if given is True else Path(given)
+        watch.guard.run(
+            lambda: recorder.resumed(self.trainer, checkpoint, watch.ranks),
+            doing="finding the checkpoint that training was resumed from",
+        )
 
     def _probe(self) -> OnlineProbe:
         args = self.trainer.args
@@ -356,6 +372,7 @@ def _tell_trainers() -> None:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, EntropyProbeCallback):
                 callback.trainer = self
+                callback.resumes_from = kwargs.get("resume_from_checkpoint", next(iter(args), None))
         return original(self, *args, **kwargs)
 
     setattr(train, _TELLS, True)

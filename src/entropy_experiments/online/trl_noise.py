@@ -39,8 +39,8 @@ SCHEMA = 1
 ALONE_MESSAGE = (
     "noise_scale: a step has one backward pass on one rank here, so there is no second gradient to "
     "compare it with, and no noise scale. Training goes on, and so does the rest of the probe. Set "
-    "gradient_accumulation_steps to 2 or more (with a smaller per_device_train_batch_size), or "
-    "train on several ranks."
+    "gradient_accumulation_steps to 2 or more (with a smaller per_device_train_batch_size; in "
+    "`entropy-probe train`: lower microbatch_size), or train on several ranks."
 )
 
 

@@ -36,7 +36,7 @@ class Watch:
         self._begun = False
         self.also_forget: Callable[[], None] = lambda: None
         """What an adapter holds besides the probe, to be let go with it."""
-        self._said_nonfinite = False
+        self._said_nonfinite = self._said_never_made = False
 
     def set_up(self, build: Callable[[], OnlineProbe], rows: Path | None) -> None:
         """Make the probe; rows are appended to this file, if one is given."""
@@ -91,9 +91,16 @@ class Watch:
                 self.guard.run(lambda: asked(probe), doing=f"explaining step {step}")
 
     def after(
-        self, step: int, publish: Callable[[Mapping[str, Any]], None] = lambda _: None
+        self,
+        step: int,
+        publish: Callable[[Mapping[str, Any]], None] = lambda _: None,
+        *,
+        scaler: bool = False,
     ) -> None:
-        """The step was made; rank 0 publishes its row, if it was probed."""
+        """The step was made; rank 0 publishes its row, if it was probed.
+
+        `scaler`: one that may leave a step out, which is then no surprise.
+        """
 
         def work() -> None:
             if not self._begun:
@@ -103,6 +110,8 @@ class Watch:
             found = self.probe.after_step()
             if self.ranks.rank:
                 return
+            if found.never_made and not scaler:
+                self._say_never_made(step)
             row = row_of(
                 found,
                 step=step,
@@ -131,6 +140,16 @@ class Watch:
             return [torch.tensor(bad)]
 
         return bool(self.ranks.summed(local)[0])
+
+    def _say_never_made(self, step: int) -> None:
+        if not self._said_never_made:
+            LOG.warning(
+                "Step %d was predicted, and no weight changed: it was never made, or is lost in "
+                "the weights' rounding. Its row is not trusted. In a loop of your own, "
+                "optimizer.step() belongs inside `with probe.step():`. (Said once.)",
+                step,
+            )
+        self._said_never_made = True
 
     def _say_nonfinite(self, step: int) -> None:
         if not self._said_nonfinite and self.ranks.rank == 0:

@@ -19,6 +19,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -42,6 +43,9 @@ DATASETS = (
     "countdown_r1_template",
     "reasoning_gym:<task>",
 )
+MADE = ("countdown", "countdown_r1_template", "reasoning_gym:")
+"""How the names of those begin that are made here, and read from no file."""
+MADE_SPLITS = ("train", "test")
 GSM8K_SPLITS = ("train", "test")
 GSM8K_LINE = '{"question": "...", "answer": "... #### 42"}'
 PROMPT_LINE = '{"prompt": "...", "answer": "..."}'
@@ -83,9 +87,12 @@ def load_problems(
     elif name.startswith("reasoning_gym:"):
         problems = _reasoning_gym(name, split or "train", seed, _needed(name, count))
     else:
+        near = get_close_matches(name, DATASETS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"Unknown dataset {name!r}; expected one of {', '.join(DATASETS)}. Questions of your "
-            'own: batch_config.dataset_name "jsonl" with batch_config.dataset_path.'
+            f"Unknown dataset {name!r}; expected one of {', '.join(DATASETS)}.{hint} Questions of "
+            'your own: batch_config.dataset_name "jsonl" with batch_config.dataset_path; of '
+            "`entropy-probe evaluate`: --task questions.jsonl."
         )
     return [_in_chat(problem, tokenizer) for problem in problems] if chat else problems
 

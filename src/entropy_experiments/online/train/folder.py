@@ -51,6 +51,11 @@ def refuse_begun(out: Path) -> None:
         )
 
 
+def refuse_not_begun(out: Path) -> None:
+    if not begun(out):
+        raise ValueError(f"{out} has no training to resume. Check --out, or leave out --resume.")
+
+
 def last_whole_checkpoint(out: Path) -> tuple[Path | None, list[Path]]:
     """(the last one that was written to its end, those after it that were not)."""
     torn: list[Path] = []
@@ -59,6 +64,11 @@ def last_whole_checkpoint(out: Path) -> tuple[Path | None, list[Path]]:
             return checkpoint, torn
         torn.append(checkpoint)
     return None, torn
+
+
+def steps_made(checkpoint: Path) -> int:
+    """Optimizer steps that led to a whole checkpoint."""
+    return int(json.loads((checkpoint / STATE_FILE).read_text("utf-8"))["global_step"])
 
 
 def refuse_other_run(out: Path, config: TrainingConfig) -> None:

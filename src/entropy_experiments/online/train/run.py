@@ -30,11 +30,13 @@ from entropy_experiments.online.train.callbacks import (
 from entropy_experiments.online.train.folder import (
     last_whole_checkpoint,
     refuse_begun,
+    refuse_not_begun,
     refuse_other_run,
     resume_notes,
+    steps_made,
     write_config,
 )
-from entropy_experiments.online.train.summary import run_summary, write_summary
+from entropy_experiments.online.train.summary import nothing_to_do, run_summary, write_summary
 from entropy_experiments.online.train.task import Task, load_task
 from entropy_experiments.online.train.trainer import (
     PartwiseGRPOTrainer,
@@ -58,10 +60,13 @@ def train(
     plan = batch_plan(config, ranks=ranks)
     checkpoint, notes = None, list[str]()
     if resume:
+        refuse_not_begun(out)
         refuse_other_run(out, config)
         checkpoint, torn = last_whole_checkpoint(out)
         notes += [f"{path.name} was cut off and is written again." for path in torn]
         if checkpoint is not None:
+            if steps_made(checkpoint) >= config.max_steps:
+                return nothing_to_do(out, checkpoint, max_steps=config.max_steps)
             notes += resume_notes(checkpoint, config, ranks)
     elif rank == 0:
         refuse_begun(out)
@@ -172,7 +177,7 @@ def _opening(
     if checkpoint is not None:
         told.append(f"continuing from {checkpoint}")
     elif resume:
-        told.append("there is no whole checkpoint yet: from the beginning")
+        told.append(f"{config.output_dir} has no whole checkpoint yet: from the beginning")
     return told
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from entropy_experiments.online.record import UPDATE
 from entropy_experiments.online.rows import read_rows
 from entropy_experiments.online.step_ledger import LEDGERS
-from entropy_experiments.online.train.folder import CONFIG_FILE, whole
+from entropy_experiments.online.train.folder import CONFIG_FILE, steps_made, whole
 from entropy_experiments.online.trl import ROWS
 from entropy_experiments.online.trl_noise import NOISE_ROWS
 from entropy_experiments.rollouts.whole_files import write_whole
@@ -33,6 +33,7 @@ def run_summary(
     loss: float,
 ) -> dict[str, Any]:
     state = trainer.state
+    before = 0 if resumed_from is None else steps_made(resumed_from)
     history = [row for row in state.log_history if "reward" in row]
     grave = [finding for finding in findings if finding.severity >= Severity.WARNING]
     kept = [path for path in steps_of(out) if whole(path)]
@@ -41,10 +42,12 @@ def run_summary(
     found: dict[str, Any] = {
         "folder": str(out),
         "steps": state.global_step,
+        "steps_now": state.global_step - before,
         "max_steps": state.max_steps,
         "seconds": round(seconds, 3),
         "loss": loss,
         "resumed_from": None if resumed_from is None else str(resumed_from),
+        "logging_steps": state.logging_steps,
         "reward": _ends(history, "reward"),
         "entropy": _ends(history, "entropy"),
         "checkpoints": [str(path) for path in kept],
@@ -72,12 +75,33 @@ def run_summary(
     return found
 
 
+def nothing_to_do(out: Path, checkpoint: Path, *, max_steps: int) -> dict[str, Any]:
+    """The summary of a resume that asks for no more steps than are made."""
+    return {
+        "folder": str(out),
+        "steps": steps_made(checkpoint),
+        "steps_now": 0,
+        "max_steps": max_steps,
+        "resumed_from": str(checkpoint),
+        "nothing_to_do": True,
+    }
+
+
+def nothing_line(made: int, max_steps: int, *, option: str) -> str:
+    return (
+        f"{_steps(made)} {'is' if made == 1 else 'are'} made already; {option} {max_steps} asks "
+        "for no more: nothing to do"
+    )
+
+
 def _ends(history: Sequence[Mapping[str, Any]], name: str) -> dict[str, float | None]:
+    """Means of the first and of the last `rows` of all `of` rows."""
     values = [float(row[name]) for row in history if name in row]
     if not values:
-        return {"first": None, "last": None}
+        return {"first": None, "last": None, "rows": 0, "of": 0}
     few = max(1, min(EDGE, len(values) // 2))
-    return {"first": sum(values[:few]) / few, "last": sum(values[-few:]) / few}
+    first, last = sum(values[:few]) / few, sum(values[-few:]) / few
+    return {"first": first, "last": last, "rows": few, "of": len(values)}
 
 
 def write_summary(out: Path, summary: Mapping[str, Any]) -> None:
@@ -85,16 +109,35 @@ def write_summary(out: Path, summary: Mapping[str, Any]) -> None:
     write_whole(out / SUMMARY_FILE, text.encode())
 
 
-def summary_words(summary: Mapping[str, Any]) -> list[str]:
-    told = [f"{summary['steps']} steps in {summary['seconds']:.0f} s."]
+def _ends_words(ends: Mapping[str, Any], unit: str, logging_steps: int) -> str:
+    few, row = ends["rows"], "step" if logging_steps == 1 else f"row of {logging_steps} steps"
+    if ends["of"] == 1:
+        return f"{ends['first']:.4g}{unit} (one {row})"
+    which = f"first / last {row}"
+    if few > 1:
+        rows = row.replace(" of", "s of") if logging_steps > 1 else f"{row}s"
+        which = f"mean of the first {few} / last {few} {rows}"
+    return f"{ends['first']:.4g} -> {ends['last']:.4g}{unit} ({which})"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
+def summary_words(summary: Mapping[str, Any], *, option: str = "max_steps") -> list[str]:
+    """`option`: by what name the number of steps was asked for."""
+    if "nothing_to_do" in summary:
+        return [nothing_line(summary["steps"], summary["max_steps"], option=option)]
+    in_all = "" if summary["resumed_from"] is None else f", {summary['steps']} in all"
+    told = [f"{_steps(summary['steps_now'])} in {summary['seconds']:.0f} s{in_all}."]
     for name, unit in (("reward", ""), ("entropy", " nats per token")):
         ends = summary[name]
         if ends["first"] is not None:
-            told.append(f"  {name:<8} {ends['first']:.4g} -> {ends['last']:.4g}{unit}")
+            told.append(f"  {name:<8} {_ends_words(ends, unit, summary['logging_steps'])}")
     probe = summary["probe"]
     if probe is not None:
         told.append(
-            f"  probe    {probe['probed_steps']} steps: predicted {probe['predicted']:+.4g}, "
+            f"  probe    {_steps(probe['probed_steps'])}: predicted {probe['predicted']:+.4g}, "
             f"measured {probe['measured']:+.4g} nats in all"
         )
         if probe["off"] is not None:
