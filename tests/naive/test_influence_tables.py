@@ -525,7 +525,7 @@ def test_the_verb_fits_and_draws(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], r"Error: No manifest.json in .*; expected the run directory of a finished study"),
+        ([], r"Error: No run in .*, which is empty; expected the folder of a study"),
         (["--out", "x.png"], "--rollout and --out are about the drawing: add --samples"),
         (["--linearity"], "no folder eval_XX_per_sequence"),
     ],
