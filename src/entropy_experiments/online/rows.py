@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from entropy_experiments.online.probe import StepMeasurement
+from entropy_experiments.report.training_rows import last_branch
 from entropy_experiments.types import Estimate
 
 PREFIX = "entropy_probe/"
@@ -104,16 +105,6 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Rows of a probed training in the order of steps; what a resume left behind is left out."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     return last_branch(json.loads(line) for line in lines if line.strip())
-
-
-def last_branch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where a resume begins again at an earlier step, all rows from there on are of another run."""
-    kept: list[dict[str, Any]] = []
-    for row in rows:
-        while kept and kept[-1]["step"] >= row["step"]:
-            kept.pop()
-        kept.append(row)
-    return kept
 
 
 def _with_interval(name: str, estimate: Estimate) -> dict[str, float | None]:

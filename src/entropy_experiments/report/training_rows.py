@@ -8,7 +8,7 @@ that. They can only where no step was left out; otherwise there are no sums.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from math import hypot
 from pathlib import Path
@@ -76,8 +76,7 @@ def read_training(path: str | Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """In the order of steps. Where a resume began again at an earlier step, the newer branch."""
-    kept: list[dict[str, Any]] = []
+    rows = []
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -95,6 +94,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
                 f"Line {number} of {path} is no row of a probed training; expected the {NAME} of "
                 "`entropy-probe train` or EntropyProbeCallback."
             )
+        rows.append(row)
+    return last_branch(rows)
+
+
+def last_branch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Where a resume begins again at an earlier step, all rows from there on are of another run."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
         while kept and kept[-1]["step"] >= row["step"]:
             kept.pop()
         kept.append(row)
