@@ -322,6 +322,7 @@ def _drawn_twice(folder: str) -> list[tuple[Rollouts, int]]:
     return [first, _drawn(folder)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_rollouts_do_not_depend_on_the_number_of_ranks(tmp_path, size):
     undisturbed, drawn = _drawn(None)
@@ -372,6 +373,7 @@ def _refused() -> list[str]:
     return [*said, str(float(total)), str(theirs[-1])]
 
 
+@pytest.mark.slow
 def test_a_refusal_on_one_rank_is_the_same_refusal_on_all():
     one, other = on_ranks(2, _refused)
     assert one[:2] == other[:2]

@@ -30,6 +30,7 @@ from entropy_experiments.numerics.derivatives import (
 )
 from entropy_experiments.numerics.ranks import Ranks, current
 from entropy_experiments.types import Direction, Params, Policy, Scores, UpdateBatch
+from entropy_experiments.update.gradient import as_trained
 from entropy_experiments.update.objective import Objective, TokenWeights
 
 MISMATCH = 0.02
@@ -81,7 +82,7 @@ def own_slopes(
             "The direction has no preconditioner; expected one rebuilt from an optimizer "
             "(update.live.live_direction): an observed step does not say what the gradient did."
         )
-    p, params = direction.preconditioner, policy.params
+    p, params, trained = direction.preconditioner, policy.params, as_trained(policy)
     weights = own.objective.token_weights(own.batch)
     prompts = own.batch.rollouts.prompt_N.unique().tolist()
     names = list(params)
@@ -93,7 +94,7 @@ def own_slopes(
             rows_N = (own.batch.rollouts.prompt_N == prompt).nonzero()[:, 0]
             parts = list(own.batch.rollouts.take(rows_N).split(microbatch))
             share = pullback_sum(
-                (_loss_of(policy, own, weights, rows_N[rows], cut) for rows, cut, _ in parts),
+                (_loss_of(trained, own, weights, rows_N[rows], cut) for rows, cut, _ in parts),
                 params,
             )[1]
             v = {name: -p[name] * share[name] for name in names}

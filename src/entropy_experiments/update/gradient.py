@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +29,14 @@ class LossGradient:
 def loss_gradient(
     policy: Policy, batch: UpdateBatch, objective: Objective, *, microbatch: int = 8
 ) -> LossGradient:
-    """g_L, exact whatever the microbatch: normalisers are those of the whole batch."""
+    """g_L as training takes it, whatever the microbatch: normalisers are of the whole batch."""
     if not isinstance(batch, UpdateBatch):
         raise TypeError(
             f"Got {type(batch).__name__} as update batch; expected an UpdateBatch, which has "
             "advantages beside its rollouts."
         )
     whole(batch.rollouts)
+    policy = as_trained(policy)
     require_full_precision(policy.params)
     weights = objective.token_weights(batch)
     scores = Scores(
@@ -59,6 +61,12 @@ def loss_gradient(
     everyones = Scores(*current().summed(lambda: scores))
     check_finite("loss gradient", gradient)
     return LossGradient(gradient=gradient, loss=loss, scores=everyones, microbatches=count)
+
+
+def as_trained(policy: Policy) -> Policy:
+    """The policy with training's own gradient, where that is not the derivative of its scores."""
+    other: Any = getattr(policy, "as_trained", None)
+    return policy if other is None else other()
 
 
 def clip_factor(gradient: Params, max_grad_norm: float | None) -> tuple[float, float]:
