@@ -139,7 +139,7 @@ def _tokens_of(policy: SequenceProcessor, rollouts: Rollouts) -> dict[str, int]:
     """Rows that go through the layers and through the head in one microbatch, on average."""
     from entropy_experiments.policy.shared_prompts import shared_rows
 
-    parts = list(rollouts.split(MICROBATCH))
+    parts = list(rollouts.split(MICROBATCH, policy))
     widths = []
     for part in parts:
         rows = shared_rows(part.rollouts) if policy.shares_prompts else None
