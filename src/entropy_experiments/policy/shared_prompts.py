@@ -25,7 +25,8 @@ from torch import Tensor
 from entropy_experiments.types import Rollouts
 
 PAIR = 5e-4
-"""What looking at one more token costs, in tokens through the layers (SmolLM2-135M, one core)."""
+"""What looking at one more token costs, in tokens through the layers. Two layouts of one batch on
+SmolLM2-135M, one busy core, gave 7e-4 with the MATH kernel and about 0 with the fused one."""
 KNOWN = frozenset(
     (
         *("codegen", "deepseek_v3", "gemma", "gpt2", "gpt_neox", "gptj", "granite", "llama"),
