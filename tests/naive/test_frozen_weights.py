@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from entropy_experiments.numerics import forward_mode
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
-from entropy_experiments.policy import frozen, scoring
+from entropy_experiments.policy import scoring
 from entropy_experiments.policy.scoring import SequenceProcessor
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
 
@@ -25,7 +26,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch):
-    monkeypatch.setattr(frozen, "WORTHWHILE", 0)
+    monkeypatch.setattr(forward_mode, "WORTHWHILE", 0)
 
 
 def _slopes(model: Any, directions: int) -> tuple[list[torch.Tensor], int]:

@@ -10,6 +10,7 @@ import torch
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
 from entropy_experiments.policy import scoring, shared_prompts
 from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.policy.segments import Segments
 from entropy_experiments.policy.shared_prompts import KNOWN, shared_rows
 from entropy_experiments.types import Rollouts, Scores
 from naive.test_scoring import MODELS, assert_scores, direction, made, one_at_a_time
@@ -22,11 +23,11 @@ LENGTHS = {6: (3, 1, 9, 4), 2: (7, 7), 11: (5,)}
 """Responses by the length of their prompt."""
 
 
-def groups(left: int = 0) -> Rollouts:
-    """Rollouts of three prompts in mixed order, padded on both sides."""
+def groups(left: int = 0, sizes: dict[int, tuple[int, ...]] = LENGTHS) -> Rollouts:
+    """Rollouts of several prompts in mixed order, padded on both sides."""
     generator = torch.Generator().manual_seed(3)
     rows = []
-    for prompt, lengths in LENGTHS.items():
+    for prompt, lengths in sizes.items():
         asked = torch.randint(1, 30, (prompt,), generator=generator)
         for length in lengths:
             said = torch.randint(1, 30, (length,), generator=generator)
@@ -130,10 +131,12 @@ def test_who_looks_at_whom():
 
 def test_long_groups_go_into_several_rows(monkeypatch):
     monkeypatch.setattr(shared_prompts, "PAIR", 10.0)
-    rows = shared_rows(groups())
+    rows = shared_rows(groups(), square=True)
     assert rows is not None
     assert len(rows.tokens_RS) > len(LENGTHS)  # looking is all that costs
-    policy = SequenceProcessor(made("llama"))
+    model = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    policy = SequenceProcessor(model)
     got = policy.score(policy.params, groups())
     assert_scores(got, one_at_a_time(policy.model, groups()), SCORES_FP32)
 
@@ -144,14 +147,23 @@ def test_rollouts_without_a_common_prompt_are_left_as_they_are():
     assert shared_rows(rollouts.take(first_N)) is None
 
 
-def test_the_self_check_has_teeth(monkeypatch):
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_self_check_has_teeth(monkeypatch, attention):
     """Rows in which responses see each other are noticed, and not used."""
 
     def all_before(segment_RS):
         return torch.ones(segment_RS.shape[1], segment_RS.shape[1]).tril().bool()[None, None]
 
+    def causal(self, query, key, value, *, scale=None, enable_gqa=False):
+        del self, enable_gqa
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, key, value, is_causal=True, scale=scale)
+
     monkeypatch.setattr(shared_prompts, "_looks", all_before)
-    policy = SequenceProcessor(made("llama"))
+    monkeypatch.setattr(Segments, "attended", causal)
+    model = tiny_model("llama")
+    model.set_attn_implementation(attention)
+    policy = SequenceProcessor(model)
     assert not policy.shares_prompts
     got = policy.score(policy.params, groups())
     assert_scores(got, one_at_a_time(policy.model, groups()), SCORES_FP32)

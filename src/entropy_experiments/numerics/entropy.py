@@ -17,12 +17,14 @@ parameter settings share a support; where they do not, the entropy jumps and no 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack
 
+from entropy_experiments.numerics.forward_mode import refuse_nested_forward_mode
+from entropy_experiments.numerics.head import FAR_BELOW, head_scores, most_rows
 from entropy_experiments.types import Rollouts, Scores
 
 Place = tuple[Tensor, Tensor]
@@ -31,8 +33,6 @@ CHUNK_BYTES = 160 * 2**20
 CACHE_BYTES = 2 * 2**20
 """Rows of logits treated at once within a chunk, small enough to stay in the cache: at eight times
 this size they take 2.7 (V = 8k) to 3.9 times (49k) as long."""
-FAR_BELOW = -1e9
-"""Stands for -inf in d = z - max z: its exp is 0, and 0 * d stays 0 instead of NaN."""
 
 
 def token_scores(
@@ -69,9 +69,17 @@ def token_scores_from_hidden(
     """
     hidden_TD, head_VD = _full(hidden_TD), _full(head_VD)
     bias_V = None if bias_V is None else _full(bias_V)
-    size = chunk or _rows_in(CHUNK_BYTES, head_VD.shape[0])
+    nucleus_only = top_p < 1.0  # which needs whole rows of logits
+    rows = _rows_in(CHUNK_BYTES, len(head_VD)) if nucleus_only else most_rows(head_VD)
+    tokens = max(1, len(token_T))
+    size = chunk or ceil(tokens / ceil(tokens / rows))
+    if not nucleus_only and temperature != 1.0:
+        hidden_TD = hidden_TD / temperature
+        bias_V = None if bias_V is None else bias_V / temperature
     parts = [
-        _HeadScores.apply(hidden_CD, head_VD, bias_V, token_C, temperature, top_p)
+        _NucleusScores.apply(hidden_CD, head_VD, bias_V, token_C, temperature, top_p)
+        if nucleus_only
+        else head_scores(hidden_CD, head_VD, bias_V, token_C)
         for hidden_CD, token_C in zip(hidden_TD.split(size), token_T.split(size), strict=True)
     ]
     return _join(parts)
@@ -182,13 +190,13 @@ class _LogitScores(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
-        _refuse_nested_forward_mode()
+        refuse_nested_forward_mode()
         logits_TV, token_T = ctx.saved_tensors
         return _push(logits_TV, token_T, ctx.temperature, ctx.top_p, tangents[0])
 
 
-class _HeadScores(torch.autograd.Function):
-    """Keeps hidden states and head, never logits: every rule makes them again for its chunk."""
+class _NucleusScores(torch.autograd.Function):
+    """Whole rows through the head. Keeps hidden states and head: every rule makes logits again."""
 
     generate_vmap_rule = True
 
@@ -230,7 +238,7 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
-        _refuse_nested_forward_mode()
+        refuse_nested_forward_mode()
         hidden_TD, head_VD, bias_V, token_T = ctx.saved_tensors
         dhidden_TD, dhead_VD, dbias_V, *_ = tangents
         moved = []
@@ -337,13 +345,3 @@ def _in_cache(f: Callable[..., Any], logits_TV: Tensor, *others: Tensor) -> list
 def _join(parts: list[Any]) -> tuple[Tensor, Tensor]:
     logprob, entropy = zip(*parts, strict=True)
     return torch.cat(logprob), torch.cat(entropy)
-
-
-def _refuse_nested_forward_mode() -> None:
-    """Torch switches forward mode off inside a custom jvp rule: a jvp of a jvp would be wrong."""
-    stack = get_interpreter_stack() or []
-    if sum(level.key() == TransformType.Jvp for level in stack) > 1:
-        raise RuntimeError(
-            "Forward mode over forward mode reached the token scores, where torch would silently "
-            "drop terms. Use numerics.derivatives.pushforward2 for second derivatives."
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -65,13 +65,17 @@ def math_attention() -> Any:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+def nothing_differentiated() -> bool:
+    """No graph is being recorded, and no transform of torch.func is under way."""
+    return not torch.is_grad_enabled() and not get_interpreter_stack()
+
+
 def quickest_attention() -> Any:
     """torch's own choice where nothing is differentiated, else what every derivative goes through.
 
     Fused kernels have neither forward mode nor a double backward.
     """
-    plain = not torch.is_grad_enabled() and not get_interpreter_stack()
-    return nullcontext() if plain else math_attention()
+    return nullcontext() if nothing_differentiated() else math_attention()
 
 
 @contextmanager
@@ -83,7 +87,7 @@ def differentiated_fully(layers: Sequence[nn.Module]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(_forward_as(layer, _undetached(layer.forward)))
+            stack.enter_context(forward_as(layer, _undetached(layer.forward)))
         yield
 
 
@@ -150,7 +154,11 @@ def _undetached(own_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def recomputed(layers: Sequence[nn.Module], dora: Sequence[nn.Module]) -> Iterator[None]:
+def recomputed(
+    layers: Sequence[nn.Module],
+    dora: Sequence[nn.Module],
+    attention: AbstractContextManager[Any],
+) -> Iterator[None]:
     """Layers whose activations are made again in backward (non-reentrant checkpointing).
 
     transformers' own switch works in training mode only, and would recompute with the model's
@@ -159,7 +167,8 @@ def recomputed(layers: Sequence[nn.Module], dora: Sequence[nn.Module]) -> Iterat
     """
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(_forward_as(layer, _recomputing(layer, layer.forward, dora)))
+            forward = _recomputing(layer, layer.forward, dora, attention)
+            stack.enter_context(forward_as(layer, forward))
         yield
 
 
@@ -187,7 +196,10 @@ class _Bare(nn.Module):
 
 
 def _recomputing(
-    layer: nn.Module, own_forward: Callable[..., Any], dora: Sequence[nn.Module]
+    layer: nn.Module,
+    own_forward: Callable[..., Any],
+    dora: Sequence[nn.Module],
+    attention: AbstractContextManager[Any],
 ) -> Callable[..., Any]:
     bare, first = _Bare(layer, own_forward), True
     within = [module for module in layer.modules() if module in dora]
@@ -196,7 +208,7 @@ def _recomputing(
         nonlocal first
         # The first time, these conditions hold already; in backward they are long over.
         again, first = () if first else within, False
-        with evaluating(layer), math_attention(), differentiated_fully(again):
+        with evaluating(layer), math_attention(), differentiated_fully(again), attention:
             return functional_call(bare, dict(params), args, kwargs)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +219,8 @@ def _recomputing(
 
 
 @contextmanager
-def _forward_as(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_as(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the module runs this forward instead of its own."""
     before = module.__dict__.get("forward")
     object.__setattr__(module, "forward", forward)
     try:

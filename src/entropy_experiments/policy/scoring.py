@@ -5,8 +5,9 @@ never looks at padding, needs no mask, and gives every rollout the positions 0, 
 gives the numbers of one rollout at a time. Rollouts of one prompt share a row (`shared_prompts`),
 where the model allows it. The scores come back where the tokens were.
 
-Attention that is differentiated runs through torch's MATH kernel: fused kernels have neither
-forward mode nor a double backward. Eager attention casts its softmax to fp32, which ends fp64.
+Attention that is differentiated runs through torch's MATH kernel (in shared rows by `segments`):
+fused kernels have neither forward mode nor a double backward. Eager attention casts its softmax to
+fp32, which ends fp64.
 
 The decoder's hidden states meet the LM head at response positions only, inside `response_scores`.
 That is right where logits are `head(hidden)` and nothing else; where they are not (an adapter on
@@ -20,7 +21,7 @@ is off during a call, is put back module by module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,7 @@ from entropy_experiments.numerics.entropy import (
     response_support,
     token_scores,
 )
+from entropy_experiments.numerics.forward_mode import frozen_weights
 from entropy_experiments.policy.by_rollout import gradients_by_rollout
 from entropy_experiments.policy.calling import (
     PaddingRows,
@@ -50,7 +52,7 @@ from entropy_experiments.policy.calling import (
     recomputed,
     trains_padded_embeddings,
 )
-from entropy_experiments.policy.frozen import frozen_weights
+from entropy_experiments.policy.lora import fused_adapters, plain_lora_layers
 from entropy_experiments.policy.shared_prompts import Rows, may_share, shared_rows
 from entropy_experiments.types import Params, Rollouts, Scores, check_params
 
@@ -94,6 +96,7 @@ class SequenceProcessor:
             )
         self._layers = checkpointable_layers(model) if checkpointing else ()
         self._dora = () if training_gradient else dora_layers(model)
+        self._adapters = plain_lora_layers(model)
         self._padded, self._as_trained = trains_padded_embeddings(model), training_gradient
         self._parts = _find_parts(model)
         if self._parts is not None and not self._head_makes_the_logits():
@@ -190,7 +193,8 @@ class SequenceProcessor:
         if not self._shares:
             return packed
         widest = getattr(causal_lm(self.model).config, "max_position_embeddings", None)
-        return replace(packed, rows=shared_rows(packed.rollouts, widest))
+        rows = shared_rows(packed.rollouts, widest, square=self._attention != "sdpa")
+        return replace(packed, rows=rows)
 
     @property
     def device(self) -> torch.device:
@@ -235,6 +239,7 @@ class SequenceProcessor:
     def _call(
         self, module: nn.Module, params: Params, tokens_NS: Tensor, rows: Rows | None = None
     ) -> Any:
+        attention: AbstractContextManager[Any] = nullcontext()
         if rows is None:
             tokens_NS = tokens_NS[:, :-1]  # the last is drawn and never looked from
             position_S = torch.arange(tokens_NS.shape[1], device=tokens_NS.device)
@@ -242,7 +247,8 @@ class SequenceProcessor:
             # mask some architectures warn, and others guess packed sequences from positions.
             inputs = (tokens_NS, position_S.expand(tokens_NS.shape), torch.ones_like(tokens_NS))
         else:
-            inputs = (rows.tokens_RS, rows.position_RS, self._mask(rows))
+            attention, mask_R1SS = self._looking(rows)
+            inputs = (rows.tokens_RS, rows.position_RS, mask_R1SS)
         named = dict(zip(("input_ids", "position_ids", "attention_mask"), inputs, strict=True))
         # Recomputation happens in backward: only where an ordinary graph is being recorded.
         recompute = self._layers if torch.is_grad_enabled() and not get_interpreter_stack() else ()
@@ -251,18 +257,23 @@ class SequenceProcessor:
             plain_inputs(self.model),
             quickest_attention(),
             differentiated_fully(self._dora),
+            fused_adapters(self._adapters),
             PaddingRows(frozen=self._as_trained) if self._padded else nullcontext(),
-            recomputed(recompute, self._dora),
+            attention,
+            recomputed(recompute, self._dora, attention),
             frozen_weights(),
         ):
             return functional_call(module, dict(params), (), {**named, "use_cache": False})
 
-    def _mask(self, rows: Rows) -> Tensor:
+    def _looking(self, rows: Rows) -> tuple[AbstractContextManager[Any], Tensor]:
+        """How attention is to be computed, and the mask that the model gets."""
         if self._attention == "sdpa":
-            return rows.looks_R1SS
+            by_segments = rows.by_segments()
+            return by_segments, by_segments.mask
         dtype = causal_lm(self.model).get_input_embeddings().weight.dtype
         lowest = torch.finfo(dtype).min  # eager attention adds its mask
-        return torch.zeros_like(rows.looks_R1SS, dtype=dtype).masked_fill(~rows.looks_R1SS, lowest)
+        mask_R1SS = torch.zeros_like(rows.looks_R1SS, dtype=dtype)
+        return nullcontext(), mask_R1SS.masked_fill(~rows.looks_R1SS, lowest)
 
     @property
     def _attention(self) -> str:

@@ -23,17 +23,29 @@ WORTHWHILE = 1 << 25
 """Multiplications saved that are worth the call of a Python rule, about a millisecond."""
 
 
+def only_forward_mode() -> bool:
+    """Dual numbers, of one direction or of many at once, and nothing reverse around them."""
+    kinds = {level.key() for level in get_interpreter_stack() or ()}
+    forward = {TransformType.Jvp, TransformType.Vmap}
+    return TransformType.Jvp in kinds and kinds <= forward and not torch.is_grad_enabled()
+
+
 def frozen_weights() -> AbstractContextManager[Any]:
     """Inside, large linear maps whose weights do not move are differentiated by the shorter rule.
 
-    In forward mode, of one direction or of many at once, and nothing reverse around it; elsewhere
-    this does nothing.
+    Only in forward mode; elsewhere this does nothing.
     """
-    kinds = {level.key() for level in get_interpreter_stack() or ()}
-    forward = {TransformType.Jvp, TransformType.Vmap}
-    if TransformType.Jvp in kinds and kinds <= forward and not torch.is_grad_enabled():
-        return _ShorterRule()
-    return nullcontext()
+    return _ShorterRule() if only_forward_mode() else nullcontext()
+
+
+def refuse_nested_forward_mode() -> None:
+    """Torch switches forward mode off inside a custom jvp rule: a jvp of a jvp would be wrong."""
+    stack = get_interpreter_stack() or []
+    if sum(level.key() == TransformType.Jvp for level in stack) > 1:
+        raise RuntimeError(
+            "Forward mode over forward mode reached the token scores, where torch would silently "
+            "drop terms. Use numerics.derivatives.pushforward2 for second derivatives."
+        )
 
 
 class _ShorterRule(TorchFunctionMode):
