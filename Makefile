@@ -50,11 +50,18 @@ docs: setup  ## The documentation as a site, in build/site; it needs no network
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python -m mkdocs build --strict
 
-bench: smollm2  ## Performance and memory, against plain implementations
-	$(BIN)/python -m benchmarks.entropy
+bench: smollm2  ## Performance and memory, against plain implementations; an hour, alone on the machine
+	$(BIN)/python -m benchmarks.entropy --json docs/benchmarks/entropy.json
 	$(BIN)/python -m benchmarks.scoring
-	$(BIN)/python -m benchmarks.influence
+	$(BIN)/python -m benchmarks.estimators
+	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.ranks
+	$(BIN)/python -m benchmarks.influence --json docs/benchmarks/influence.json
+	$(BIN)/python -m benchmarks.variance --json docs/benchmarks/variance.json
 	$(BIN)/python -m benchmarks.doctor
+	$(BIN)/python -m benchmarks.online
+	$(BIN)/python -m benchmarks.plots
+	$(BIN)/python -m benchmarks.summary
 
 clean:  ## Remove the environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

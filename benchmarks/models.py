@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.policy.calling import causal_lm
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.types import Rollouts
 
@@ -23,8 +24,6 @@ PROMPT_TOKENS, RESPONSE_TOKENS = (50, 100), (20, 64)
 
 def smollm2() -> tuple[SequenceProcessor, Any]:
     """The policy and its tokenizer."""
-    from peft import LoraConfig, get_peft_model
-
     from entropy_experiments.policy.base import (
         from_gguf,
         load_causal_lm,
@@ -35,16 +34,11 @@ def smollm2() -> tuple[SequenceProcessor, Any]:
     folder = from_gguf(smollm2_gguf())
     model, _ = load_causal_lm(folder, dtype=torch.float32)
     tokenizer = load_tokenizer([folder], model)
-    torch.manual_seed(0)
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted = get_peft_model(model, lora)
-    for name, value in adapted.named_parameters():
-        if "lora_B" in name:  # zero at first: an adapter that does nothing is no test
-            torch.nn.init.normal_(value, std=0.01)
-    return SequenceProcessor(adapted), tokenizer
+    return SequenceProcessor(_adapted(model, 16)), tokenizer
 
 
-def random_llama(vocabulary: int = 32_768) -> SequenceProcessor:
+def random_llama(vocabulary: int = 32_768, *, rank: int | None = None) -> SequenceProcessor:
+    """Fully trained, or by LoRA of this rank on all linear layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -58,7 +52,22 @@ def random_llama(vocabulary: int = 32_768) -> SequenceProcessor:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
-    return SequenceProcessor(LlamaForCausalLM(config))
+    model = LlamaForCausalLM(config)
+    return SequenceProcessor(model if rank is None else _adapted(model, rank))
+
+
+def _adapted(model: Any, rank: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    lora = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    adapted = get_peft_model(model, lora)
+    for name, value in adapted.named_parameters():
+        if "lora_B" in name:  # zero at first: an adapter that does nothing is no test
+            torch.nn.init.normal_(value, std=0.01)
+    return adapted
 
 
 def questions(tokenizer: Any, count: int) -> list[list[int]]:
@@ -78,11 +87,16 @@ def questions(tokenizer: Any, count: int) -> list[list[int]]:
 
 
 def rollouts_of(
-    prompts: list[list[int]], *, group: int, vocabulary: int, seed: int = 0
+    prompts: list[list[int]],
+    *,
+    group: int,
+    vocabulary: int,
+    seed: int = 0,
+    responses: tuple[int, int] = RESPONSE_TOKENS,
 ) -> Rollouts:
     """`group` responses of random tokens to every prompt, of evenly spread lengths."""
     draw = torch.Generator().manual_seed(seed)
-    shortest, longest = RESPONSE_TOKENS
+    shortest, longest = responses
     spread = torch.linspace(shortest, longest, group).round().int().tolist()
     rows: list[tuple[int, Tensor]] = []
     for prompt in prompts:
@@ -105,8 +119,24 @@ def rollouts_of(
     )
 
 
-def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
-    low, high = PROMPT_TOKENS
+def random_prompts(
+    count: int, vocabulary: int, lengths: tuple[int, int] = PROMPT_TOKENS
+) -> list[list[int]]:
+    low, high = lengths
     draw = torch.Generator().manual_seed(1)
-    lengths = torch.linspace(low, high, count).round().int().tolist()
-    return [torch.randint(0, vocabulary, (n,), generator=draw).tolist() for n in lengths]
+    sizes = torch.linspace(low, high, count).round().int().tolist()
+    return [torch.randint(0, vocabulary, (n,), generator=draw).tolist() for n in sizes]
+
+
+def problem(name: str, prompts: int = PROMPTS) -> tuple[SequenceProcessor, Rollouts]:
+    """A policy by its name, and `prompts` x 8 rollouts."""
+    if name == "smollm2":
+        policy, tokenizer = smollm2()
+        asked, size = questions(tokenizer, prompts), len(tokenizer)
+    elif name == "random":
+        policy = random_llama()
+        size = causal_lm(policy.model).config.vocab_size
+        asked = random_prompts(prompts, size)
+    else:
+        raise ValueError(f"No model {name!r}; expected 'smollm2' or 'random'.")
+    return policy, rollouts_of(asked, group=GROUP, vocabulary=size)

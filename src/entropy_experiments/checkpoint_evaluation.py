@@ -43,7 +43,7 @@ from entropy_experiments.report.figures.style import NEEDED, can_draw
 from entropy_experiments.report.findings import numbers
 from entropy_experiments.rollouts.sample import SampleGenerator
 from entropy_experiments.rollouts.store import RolloutStore, write_whole
-from entropy_experiments.run_conditions import careful, own_device
+from entropy_experiments.run_conditions import careful, own_device, refuse_sharding
 from entropy_experiments.tasks.datasets import Problem
 from entropy_experiments.trajectory import provenance
 
@@ -67,7 +67,9 @@ def evaluate_checkpoints(
     """
     ranks = current()
     say: Say = (lambda line: None) if quiet or not ranks.first else _on_stderr
-    asked = prepared(config or parse_config({}), checkpoints, request or EvaluationRequest())
+    config = config or parse_config({})
+    refuse_sharding(config)
+    asked = prepared(config, checkpoints, request or EvaluationRequest())
     check_reward(asked.reward, asked.problems)
     for note in asked.notes:
         say(f"note: {note}")

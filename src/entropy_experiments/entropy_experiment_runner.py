@@ -137,7 +137,7 @@ class EntropyMeasurements:
                 "rollouts.load out, or set experiment.repeats: 1."
             )
         with careful():
-            probed = opened(self.config, checkpoint_path)
+            probed = opened(self.config, checkpoint_path, may_shard=True)
             etas = plan.eta_list or self.config.estimator.etas(probed.optimizer.lr)
             base_key = self._key(plan, etas, probed)
             store = StageStore(self.config.rollout_folder / "measurements")

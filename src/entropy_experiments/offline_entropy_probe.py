@@ -88,7 +88,8 @@ class OfflineEntropyProbe:
     def findings(self, checkpoint_path: str | Path | None = None) -> tuple[Findings, Any]:
         """(what was found, the tokenizer's decode): the numbers as Estimates, for further use."""
         with careful():
-            inputs = gather(self.config, checkpoint_path, say=None if self._quiet else self._say)
+            say = None if self._quiet else self._say
+            inputs = gather(self.config, checkpoint_path, say=say, may_shard=True)
             return self._probe(inputs), inputs.checkpoint.tokenizer.decode
 
     def _probe(self, inputs: ProbeInputs) -> Findings:
@@ -223,6 +224,8 @@ class OfflineEntropyProbe:
             return None, (
                 f"update.lr is {inputs.lr:.3g}, and the step was made at {inputs.lr_stored:.3g}"
             )
+        if self.config.checkpoint.sharding != "none":
+            return None, "the model is cut over the processes, and so is the rebuilt step"
         later = following(inputs.checkpoint.path)
         if later is None:
             return None, "the checkpoint one step later is not beside this one"

@@ -14,6 +14,7 @@ from entropy_experiments.estimate.first_order import PAIRED_WITH
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.policy.load import Checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.policy.sharded import ShardedPolicy
 from entropy_experiments.probe_sampling import Opened, PromptIds, Sampler, opened, prompts_of
 from entropy_experiments.rollouts.sample import UNITS
 from entropy_experiments.rollouts.store import load_update_batch, recorded_meta
@@ -30,7 +31,7 @@ class ProbeInputs:
 
     config: Config
     checkpoint: Checkpoint
-    policy: SequenceProcessor
+    policy: SequenceProcessor | ShardedPolicy
     facts: TrainingFacts
     optimizer: OptimizerState
     horizon: int
@@ -84,7 +85,7 @@ class ProbeInputs:
         }
 
     @property
-    def trained(self) -> SequenceProcessor:
+    def trained(self) -> SequenceProcessor | ShardedPolicy:
         """The policy as the loss sees it."""
         return as_the_loss_sees(self.config, self.policy, self.facts, real=self.real)
 
@@ -102,12 +103,14 @@ class ProbeInputs:
 
 
 def as_the_loss_sees(
-    config: Config, policy: SequenceProcessor, facts: TrainingFacts, *, real: bool
-) -> SequenceProcessor:
+    config: Config, policy: SequenceProcessor | ShardedPolicy, facts: TrainingFacts, *, real: bool
+) -> SequenceProcessor | ShardedPolicy:
     """Training's temperature for a batch recorded in training, and always the full softmax."""
     temperature = facts.of_training("temperature") if real else policy.temperature
     if temperature == policy.temperature and policy.top_p == 1:
         return policy
+    if isinstance(policy, ShardedPolicy):
+        return policy.at(temperature)
     return SequenceProcessor(
         policy.model,
         temperature=temperature,
@@ -134,6 +137,7 @@ def gather(
     say: Say | None = None,
     avoid: Iterable[PromptIds] = (),
     units: int = UNITS,
+    may_shard: bool = False,
 ) -> ProbeInputs:
     """Load, then draw what is not there yet; silent unless told how to `say`.
 
@@ -142,7 +146,7 @@ def gather(
     """
     tell, timing = say or (lambda line: None), dict[str, float]()
     with timed(timing, "load"):
-        probed = opened(config, checkpoint_path)
+        probed = opened(config, checkpoint_path, may_shard=may_shard)
     checkpoint, facts = probed.checkpoint, probed.facts
     trainable = sum(theta.numel() for theta in probed.policy.params.values())
     tell(

@@ -6,16 +6,20 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from entropy_experiments.config import Config
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.policy.load import Checkpoint, load_checkpoint
 from entropy_experiments.policy.optimizer_state import refuse_zero_lr
 from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.policy.sharded import ShardedPolicy, load_sharded
 from entropy_experiments.rollouts.sample import UNITS, SampleGenerator
 from entropy_experiments.rollouts.store import (
     RolloutStore,
@@ -24,7 +28,7 @@ from entropy_experiments.rollouts.store import (
     save_rollouts,
     save_update_batch,
 )
-from entropy_experiments.run_conditions import own_device
+from entropy_experiments.run_conditions import own_device, refuse_sharding
 from entropy_experiments.tasks.datasets import Problem, load_problems
 from entropy_experiments.tasks.rewards import build_reward
 from entropy_experiments.training_facts import TrainingFacts, training_facts, with_learning_rate
@@ -40,15 +44,21 @@ class Opened:
     """A checkpoint, ready to be probed."""
 
     checkpoint: Checkpoint
-    policy: SequenceProcessor
+    policy: SequenceProcessor | ShardedPolicy
     facts: TrainingFacts
     optimizer: OptimizerState
 
 
-def opened(config: Config, checkpoint_path: str | Path | None) -> Opened:
-    """Read the checkpoint that the call or the config names; the embedded default otherwise."""
+def opened(
+    config: Config, checkpoint_path: str | Path | None, *, may_shard: bool = False
+) -> Opened:
+    """Read the checkpoint that the call or the config names; the embedded default otherwise.
+
+    `may_shard`: what is done with it can be done with a model cut over the ranks.
+    """
     asked = config.checkpoint
-    checkpoint = load_checkpoint(
+    load = partial(
+        load_checkpoint,
         of_the_package(
             checkpoint_path or asked.checkpoint_path or asked.adapter_path or default_checkpoint()
         ),
@@ -57,8 +67,17 @@ def opened(config: Config, checkpoint_path: str | Path | None) -> Opened:
         adapter_path=asked.adapter_path,
         optimizer_path=asked.optimizer_path,
         dtype=asked.dtype,
-        device_map=own_device(asked.device_map),
     )
+    sharded = None
+    if not may_shard:
+        refuse_sharding(config)
+    if asked.sharding == "none":
+        checkpoint = load(device_map=own_device(asked.device_map))
+    else:
+        cuda = torch.cuda.is_available() and asked.device_map != "cpu"
+        # Without a map: into host memory, in the precision that the device will have.
+        read = partial(load, device_map=None if cuda else "cpu")
+        checkpoint, sharded = load_sharded(read, current(), "cuda" if cuda else "cpu")
     assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
     given = config.update.lr
     lr = checkpoint.optimizer.lr if given is None else given
@@ -69,12 +88,24 @@ def opened(config: Config, checkpoint_path: str | Path | None) -> Opened:
             "probe rebuilds. update.sgd.sgd_direction serves an SGD step from Python."
         )
     facts = training_facts(config, checkpoint.facts, checkpoint.fact_sources)
-    policy = SequenceProcessor(
-        checkpoint.model,
-        temperature=facts["temperature"],
-        top_p=facts["top_p"],
-        checkpointing=config.memory_config.gradient_checkpointing,
-    )
+    checkpointing = config.memory_config.gradient_checkpointing
+    if sharded is None:
+        policy = SequenceProcessor(
+            checkpoint.model,
+            temperature=facts["temperature"],
+            top_p=facts["top_p"],
+            checkpointing=checkpointing,
+        )
+    elif facts["top_p"] < 1:
+        raise ValueError(
+            f"generation.top_p is {facts['top_p']:g} with checkpoint.sharding {asked.sharding!r}; "
+            "expected 1: the support of a truncated law is not watched on a sharded model. Set "
+            "generation.top_p: 1."
+        )
+    else:
+        policy = ShardedPolicy(
+            sharded, temperature=facts["temperature"], checkpointing=checkpointing
+        )
     optimizer = with_learning_rate(checkpoint.optimizer, lr)
     return Opened(checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from entropy_experiments.config import Config
 from entropy_experiments.numerics.ranks import current
 
 
@@ -19,6 +20,15 @@ def own_device(device_map: Any) -> Any:
     if device_map == "auto" and current().size > 1 and torch.cuda.is_available():
         return {"": torch.cuda.current_device()}
     return device_map
+
+
+def refuse_sharding(config: Config) -> None:
+    """For what cannot be done with a model cut over the processes."""
+    if config.checkpoint.sharding != "none":
+        raise ValueError(
+            f"checkpoint.sharding is {config.checkpoint.sharding!r}; expected 'none': only `run` "
+            "and `measure` can use a model cut over the processes. Set checkpoint.sharding: none."
+        )
 
 
 @contextmanager

@@ -17,7 +17,14 @@ def test_every_name_is_a_program():
     home = bench._repository()
     for name in bench.BENCHMARKS:
         text = (home / "benchmarks" / f"{name}.py").read_text()
-        assert '"--json"' in text
+        assert '"--json"' in text or f'options(__doc__, "{name}"' in text
+    assert '"--json"' in (home / "benchmarks" / "tables.py").read_text()
+
+
+def test_make_bench_runs_all_of_them():
+    recipe = (bench._repository() / "Makefile").read_text()
+    for name in (*bench.BENCHMARKS, "summary", "plots"):
+        assert f"-m benchmarks.{name}" in recipe
 
 
 def test_changes_are_those_of_numbers_that_both_have():
@@ -27,6 +34,16 @@ def test_changes_are_those_of_numbers_that_both_have():
     assert [line.split() for line in lines] == [
         ["ours", "2", "1", "-50.0%"],
         ["ratio.a", "3", "3.3", "+10.0%"],
+    ]
+
+
+def test_a_change_says_whether_the_ranges_overlap():
+    before = {"a": {"median": 2.0, "range": [1.9, 2.2]}, "b": {"median": 2.0, "range": [1.9, 2.2]}}
+    after = {"a": {"median": 2.1, "range": [2.1, 2.5]}, "b": {"median": 3.0, "range": [2.8, 3.2]}}
+    lines = bench.changes([before], [after])
+    assert [line.split() for line in lines] == [
+        ["0.a.median", "2", "2.1", "+5.0%", "ranges", "overlap"],
+        ["0.b.median", "2", "3", "+50.0%", "ranges", "apart"],
     ]
 
 

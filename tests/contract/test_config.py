@@ -61,7 +61,8 @@ detailed_logging:
 """
 
 KEYS = {
-    "checkpoint": "checkpoint_path adapter_path optimizer_path base backbone dtype device_map",
+    "checkpoint": "checkpoint_path adapter_path optimizer_path base backbone dtype device_map "
+    "sharding",
     "batch_config": "dataset_name dataset_path split E_split U_split chat_template B_E "
     "B_U G filter_zero_advantage_prompts advantage_filter_tol max_resample_attempts",
     "generation": "temperature top_p max_new_tokens gen_batch_size tf_batch_size stop",

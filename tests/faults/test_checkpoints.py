@@ -237,7 +237,6 @@ def test_formats_that_need_unsafe_pickle(tmp_path):
         ("deepspeed", "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32.py"),
         ("zero", "zero_pp_rank_0_mp_rank_00_model_states.pt", "DeepSpeed shards"),
         ("verl", "actor/model_world_size_2_rank_0.pt", "verl.model_merger merge"),
-        ("fsdp", "pytorch_model_fsdp_0/__0_0.distcp", "accelerate merge-weights"),
     ):
         path = tmp_path / name / file
         path.parent.mkdir(parents=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from entropy_experiments.estimate.ratio import check_repeatable
 from entropy_experiments.numerics.derivatives import dot, pullback, pushforward, shifted
 from entropy_experiments.numerics.entropy import nucleus
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -229,6 +230,25 @@ def test_a_call_leaves_no_trace():
     assert same(state(), before)
     # No dropout either: the same numbers again.
     assert_scores(policy.score(policy.params, uneven()), first, 0.0)
+
+
+class Forgetful(torch.nn.Module):
+    """Dropout that nobody can switch off."""
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(x, 0.5, training=True)
+
+
+def test_a_model_knows_whether_it_is_repeatable():
+    """Dropout of modules is off in a call; what is on all the same is found, and refused."""
+    model = tiny_lora("qwen2", lora_dropout=0.3)
+    model.train()
+    assert SequenceProcessor(model).repeatable
+    model.get_submodule("base_model.model.model.layers.1.mlp").act_fn = Forgetful()
+    moody = SequenceProcessor(model)
+    assert not moody.repeatable
+    with pytest.raises(ValueError, match="Is dropout on"):
+        check_repeatable(moody, uneven())
 
 
 def test_dora_trains_as_if_its_norms_were_constants():

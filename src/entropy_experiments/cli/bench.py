@@ -14,10 +14,13 @@ from entropy_experiments.cli.endings import ending
 from entropy_experiments.cli.options import AsJson, Debug, Quiet, tell
 
 BENCHMARKS = {
-    "scoring": "log-probs and entropies of rollouts, against plain logits",
-    "estimators": "prediction and measurement in forward passes, influences",
+    "scoring": "log-probs and entropies of rollouts, against plain logits; matmul peak",
+    "estimators": "prediction and measurement in forward passes; influences, directions",
+    "growth": "time and memory over rollouts, lengths, vocabulary and rank",
+    "ranks": "two processes against one (needs two idle cores)",
     "influence": "all influences, against one backward and one pass for each",
     "entropy": "token entropies at a large vocabulary, against log_softmax",
+    "variance": "variance of the estimators' forms over the length of responses",
     "online": "what the probe costs a training (minutes; needs SmolLM2)",
     "doctor": "what the gradient doctor costs a training step",
 }
@@ -101,8 +104,13 @@ def _stored(compare: Path, name: str) -> Any:
 
 
 def changes(before: Any, after: Any) -> list[str]:
-    """Numbers that both results have, where they differ; ratios are what to look at."""
+    """Numbers that both results have, where they differ; ratios are what to look at.
+
+    Of a median with its range over rounds it is said whether the two ranges overlap: a change
+    inside them may be the machine's mood.
+    """
     old, new = dict(_numbers(before)), dict(_numbers(after))
+    ranges = [dict(_ranges(found)) for found in (before, after)]
     rows = [
         (name, old[name], value)
         for name, value in new.items()
@@ -112,16 +120,39 @@ def changes(before: Any, after: Any) -> list[str]:
     return [
         f"  {name:<{wide}}  {was:>12.4g}  {value:>12.4g}  "
         + (f"{value / was - 1:+8.1%}" if was else "")
+        + _overlap(*(found.get(name) for found in ranges))
         for name, was, value in rows
     ]
 
 
-def _numbers(found: Any, place: str = "") -> list[tuple[str, float]]:
-    if isinstance(found, bool):
-        return []
-    if isinstance(found, int | float):
-        return [(place, found)]
+def _overlap(before: tuple[float, float] | None, after: tuple[float, float] | None) -> str:
+    if before is None or after is None:
+        return ""
+    together = before[0] <= after[1] and after[0] <= before[1]
+    return "  ranges overlap" if together else "  ranges apart"
+
+
+def _parts(found: Any, place: str) -> list[tuple[str, Any]]:
+    """What is inside, by name. A list of numbers is single rounds, or a range."""
     if isinstance(found, dict):
-        parts = ((f"{place}.{key}" if place else str(key), value) for key, value in found.items())
-        return [pair for name, value in parts for pair in _numbers(value, name)]
-    return []  # lists are single rounds
+        named = found.items()
+    elif isinstance(found, list) and all(isinstance(one, dict) for one in found):
+        named = enumerate(found)
+    else:
+        return []
+    return [(f"{place}.{key}" if place else str(key), value) for key, value in named]
+
+
+def _numbers(found: Any, place: str = "") -> list[tuple[str, float]]:
+    if isinstance(found, int | float) and not isinstance(found, bool):
+        return [(place, found)]
+    return [pair for name, value in _parts(found, place) for pair in _numbers(value, name)]
+
+
+def _ranges(found: Any, place: str = "") -> list[tuple[str, tuple[float, float]]]:
+    """Of every median that has one beside it, under the median's name."""
+    out = [pair for name, value in _parts(found, place) for pair in _ranges(value, name)]
+    if isinstance(found, dict) and {"median", "range"} <= found.keys():
+        low, high = found["range"]
+        out.append((f"{place}.median" if place else "median", (low, high)))
+    return out

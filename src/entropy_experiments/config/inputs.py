@@ -45,6 +45,9 @@ class Checkpoint(Section):
     """Precision of the weights in memory. auto: as stored."""
     device_map: Text = "auto"
     """auto, cpu, cuda or cuda:N."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """fsdp: the model is cut over the processes of torchrun, for models larger than one device.
+    With `run` and `measure`, and approx_delta_h.method central or reverse."""
 
 
 class BatchConfig(Section):

@@ -18,6 +18,7 @@ from torch import Tensor
 from entropy_experiments.estimate.first_order import SlopeForm, slope_estimand
 from entropy_experiments.estimate.noise import REPACKINGS, spread
 from entropy_experiments.estimate.ratio import (
+    check_mode,
     check_repeatable,
     check_scores,
     drawn_with,
@@ -66,6 +67,7 @@ def curvature(
     """
     check_direction(policy, direction)
     whole(rollouts)
+    check_mode(policy, mode)
     check_repeatable(policy, rollouts)
     if policy.top_p < 1:
         raise ValueError(

@@ -27,6 +27,7 @@ from entropy_experiments.estimate.baseline import cross_fitted_baseline
 from entropy_experiments.estimate.gradient import Term, entropy_gradient
 from entropy_experiments.estimate.noise import REPACKINGS, spread
 from entropy_experiments.estimate.ratio import (
+    check_mode,
     check_repeatable,
     check_scores,
     drawn_with,
@@ -158,6 +159,7 @@ def _slopes(
         )
     if mode not in (*get_args(How), "reverse"):
         raise ValueError(f"mode={mode!r}; expected one of {(*get_args(How), 'reverse')}.")
+    check_mode(policy, mode)
     if mode == "central" and policy.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {policy.top_p:g}: a difference would step over changes "

@@ -27,7 +27,8 @@ from entropy_experiments.estimate.ratio import (
     score_all,
 )
 from entropy_experiments.estimate.support import Support
-from entropy_experiments.numerics.derivatives import norm, shifted
+from entropy_experiments.numerics.derivatives import in_cache, norm, over_shards, shifted
+from entropy_experiments.numerics.ranks import local_part
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.numerics.weights import diagnose
 from entropy_experiments.types import (
@@ -200,13 +201,14 @@ def _difference(new_top: Tensor, new: Tensor, old_top: Tensor, old: Tensor) -> T
 
 def step_rounding(before: Params, after: Params, v: Params, eta: float) -> float:
     """Share of eta v that stored parameters do not show: |after - before - eta v| / |eta v|."""
-    wanted = {name: eta * value.double() for name, value in v.items()}
-    lost = {
-        name: after[name].double() - theta.detach().double() - wanted[name]
-        for name, theta in before.items()
-    }
-    size = norm(wanted)
-    return norm(lost) / size if size else 0.0
+    size = abs(eta) * norm(v)
+    if not size:
+        return 0.0
+    lost = 0.0
+    for name, theta in before.items():
+        for old, new, along in in_cache(*map(local_part, (theta, after[name], v[name]))):
+            lost += float((new.double() - old.double() - eta * along.double()).square().sum())
+    return over_shards(lost, before) ** 0.5 / size
 
 
 def _noise_floors(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.numerics.derivatives import dual, norm, require_full_precision
-from entropy_experiments.numerics.ranks import Ranks, current
+from entropy_experiments.numerics.ranks import Ranks, current, local_part
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.numerics.weights import (
     diagnose,
@@ -131,6 +131,16 @@ def check_estimand(policy: Policy, estimand: Estimand) -> None:
         )
 
 
+def check_mode(policy: Policy, mode: str) -> None:
+    """Refuse a way of differentiating that the policy does not offer (`modes`, if it says)."""
+    modes = getattr(policy, "modes", None)
+    if modes is not None and mode not in modes:
+        raise ValueError(
+            f"mode={mode!r} on a {type(policy).__name__}; expected one of {tuple(modes)}. A model "
+            "cut over ranks has neither forward mode nor a double backward."
+        )
+
+
 def score_all(
     policy: Policy,
     params: Params,
@@ -168,7 +178,12 @@ def no_scores(rollouts: Rollouts) -> Scores:
 
 
 def check_repeatable(policy: Policy, rollouts: Rollouts) -> None:
-    """Refuse a model that gives two answers: dropout, most often."""
+    """Refuse a model that gives two answers: dropout, most often.
+
+    A policy that has found out about itself, and says so by `repeatable`, is not asked again.
+    """
+    if getattr(policy, "repeatable", False):
+        return
     one = _shortest(rollouts)
     with torch.no_grad():
         first, again = (policy.score(policy.params, one).logprob_NS for _ in range(2))
@@ -194,10 +209,10 @@ def refuse_unmoved(policy: Policy, rollouts: Rollouts, v: Params) -> None:
     if norm(v) == 0:
         return
     generator = torch.Generator().manual_seed(0)
-    elsewhere = {
-        name: theta + torch.randn(theta.shape, generator=generator).to(theta)
-        for name, theta in policy.params.items()
-    }
+    elsewhere = {name: theta.detach().clone() for name, theta in policy.params.items()}
+    for theta in elsewhere.values():
+        own = local_part(theta)
+        own += torch.randn(own.shape, generator=generator).to(own)
     one = _shortest(rollouts)
     with torch.no_grad():
         here, there = (policy.score(p, one).logprob_NS for p in (policy.params, elsewhere))
@@ -218,7 +233,7 @@ def check_scores(scores: Scores, part: Rollouts, rows_N: Tensor, columns: slice)
                 f"{tuple(part.tokens_NS.shape)}, the shape of tokens_NS."
             )
         bad = part.response_NS & ~torch.isfinite(value_NS)
-        if bad.any():
+        if len(rows_N) and bad.any():  # an idle part's rollout is looked at in its own place
             row, column = (int(i) for i in bad.nonzero()[0])
             raise ValueError(
                 f"Policy.score gave {name} = {float(value_NS[row, column])} for rollout "

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from entropy_experiments.numerics.ranks import current
+from entropy_experiments.numerics.ranks import current, local_part, shards_of
 from entropy_experiments.types import Params, check_params
 
 How = Literal["jvp", "double_backward", "central"]
@@ -36,6 +36,7 @@ FUSED_KERNEL_NOTE = (
     "usual one. Load the model with attn_implementation='eager', or wrap the call in "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or use mode='central'."
 )
+IN_CACHE = 2**14
 FIVE_POINTS = (-2, -1, 1, 2)
 FIVE_POINT_SCALE = 0.15
 """Networks bend on a shorter scale than their parameters' norm: measured on the oracles."""
@@ -122,6 +123,16 @@ def pushforward2(
 
 def pullback(f: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, dict[str, Tensor]]:
     """A scalar and its gradient. A parameter that does not reach the scalar is an error."""
+    if shards_of(params).size > 1:
+        raise ValueError(
+            "The gradient of one scalar for sharded parameters: it would be that of every rank's "
+            "scalar together. Expected pullback_sum, whose gradient is of their sum; what needs "
+            "gradients one by one (an influence matrix) needs a whole model on every rank."
+        )
+    return _pulled_back(f, params)
+
+
+def _pulled_back(f: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, dict[str, Tensor]]:
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     with torch.enable_grad():
         value = f(leaves)
@@ -145,12 +156,18 @@ def pullback_sum(
     parts: Iterable[Callable[[Params], Tensor]], params: Params
 ) -> tuple[float, dict[str, Tensor], int]:
     """Value and gradient of a sum of scalars, one graph at a time; and how many there were."""
-    ranks = current()
+    ranks, holders = current(), shards_of(params)
+    if holders.size > 1 and ranks.size == 1:
+        raise ValueError(
+            f"The parameters are sharded over {holders.size} ranks, and the work is not shared by "
+            "them: each would add the whole gradient once more. Compute inside "
+            "numerics.ranks.across(policy.ranks)."
+        )
 
     def local() -> list[Tensor]:
         value, total = torch.zeros(2, dtype=torch.float64), GradientSum(params)
         for part in ranks.mine(parts):
-            one, grads = pullback(part, params)
+            one, grads = _pulled_back(part, params)
             value += torch.tensor([float(one), 1.0], dtype=torch.float64)
             total.add(grads)
         return [value, *total.sums]
@@ -220,16 +237,36 @@ def full_precision() -> Iterator[None]:
 def shifted(params: Params, v: Params, step: float) -> dict[str, Tensor]:
     """theta + step v, in the parameters' own dtype."""
     return {
-        name: value.detach() + step * v[name].detach().to(value.dtype)
+        name: torch.add(value.detach(), v[name].detach().to(value.dtype), alpha=step)
         for name, value in params.items()
     }
 
 
 def dot(a: Params, b: Params) -> float:
-    """Inner product, accumulated in fp64."""
-    return sum(
-        float((x.detach().double() * b[name].detach().double()).sum()) for name, x in a.items()
-    )
+    """Inner product, accumulated in fp64; of shards, over all ranks that hold one."""
+    total = sum(_dot64(local_part(x), local_part(b[name])) for name, x in a.items())
+    return over_shards(total, a)
+
+
+def over_shards(mine: float, params: Params) -> float:
+    """The sum of a number over all ranks that hold shards of the parameters."""
+    holders = shards_of(params)
+    if holders.size == 1:
+        return mine
+    return float(holders.summed(lambda: [torch.tensor(mine, dtype=torch.float64)])[0])
+
+
+def _dot64(x: Tensor, y: Tensor) -> float:
+    return sum(float(torch.dot(a.double(), b.double())) for a, b in in_cache(x, y))
+
+
+def in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one size, flat and a few numbers at a time.
+
+    On a CPU: a copy of all parameters in fp64 goes through memory, a copy of these does not.
+    """
+    size = IN_CACHE if tensors[0].device.type == "cpu" else max(1, tensors[0].numel())
+    return zip(*(x.detach().flatten().split(size) for x in tensors), strict=True)
 
 
 def norm(params: Params) -> float:

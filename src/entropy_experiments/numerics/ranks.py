@@ -17,11 +17,17 @@ Which processes share a computation is said once, around it, and not in every ca
 
 Every loop over microbatches inside asks `current()`. A rank's own share of such a loop is computed
 alone: what it calls is not dealt out once more.
+
+A model cut over the ranks (`policy.sharded`) is the exception to both: a rank holds *shards* of the
+parameters (torch's DTensor), and a pass needs all ranks at once. So each pass begins with the same
+exchange, and ranks that are out of step find out there instead of waiting for each other. torch's
+own float(DTensor) is the local shard's number (2.13), so sums over parameters go through
+`local_part` and `shards_of`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import islice
@@ -84,12 +90,18 @@ class Ranks:
         return islice(parts, self.rank, None, self.size)
 
     def summed(self, local: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-        """The sum over ranks of each tensor that `local` gives, on the tensor's own device."""
+        """The sum over ranks of each tensor that `local` gives, on the tensor's own device.
+
+        A shard is not a share: the sum over ranks was made when the gradient was cut.
+        """
         found = self._together(local)
         if self.group is None:
             return list(found)
         out = []
         for value in found:
+            if is_shard(value):
+                out.append(value)
+                continue
             shared = value.detach().to("cpu", copy=True).contiguous()
             with _noticing_loss():
                 dist.all_reduce(shared, group=self.group)
@@ -120,25 +132,39 @@ class Ranks:
             dist.broadcast_object_list(box, src=source, group=self.group)
         return box[0]
 
+    def in_turn(self, local: Callable[[], T]) -> T:
+        """`local` on every rank, one after the other: what needs much memory for a moment."""
+        found = [
+            self._together(lambda: local() if mine else None)
+            for mine in (turn == self.rank for turn in range(self.size))
+        ]
+        return cast(T, found[self.rank])
+
     def agree(
-        self, *, failed: bool = False, word: int = 0, error: BaseException | None = None
+        self,
+        *,
+        failed: bool = False,
+        word: int = 0,
+        error: BaseException | None = None,
+        passing: bool = False,
     ) -> int:
         """Exchange flags; returns rank 0's `word`. Raises RankError if another rank failed.
 
         A rank that failed may say with which `error`: the others then raise its message, as a
-        ValueError too if it is one.
+        ValueError too if it is one. `passing`: a pass of a sharded model begins, on all ranks.
 
         Every collective begins with this one, so a rank that failed anywhere meets the others in
         their next exchange, whichever it is.
         """
         if self.group is None:
             return word
-        # Who failed, and what rank 0 says; the others contribute nothing to the latter.
-        flags = torch.zeros(self.size + 1, dtype=torch.long)
-        flags[self.rank], flags[-1] = int(failed), word if self.rank == 0 else 0
+        # Who failed, who begins a pass, and what rank 0 says: the others add nothing to that.
+        flags = torch.zeros(self.size + 2, dtype=torch.long)
+        flags[self.rank], flags[-2] = int(failed), int(passing)
+        flags[-1] = word if self.rank == 0 else 0
         with _noticing_loss():
             dist.all_reduce(flags, group=self.group)
-        *each, word = flags.tolist()
+        *each, passes, word = flags.tolist()
         if any(each):
             self.first_failed = each.index(1)
             said = None if error is None else (str(error), isinstance(error, ValueError))
@@ -150,6 +176,12 @@ class Ranks:
                 raise RankError(
                     f"{sum(each)} of {self.size} ranks failed; rank {self.first_failed} says why."
                 )
+        elif passes not in (0, self.size):
+            raise RankError(
+                f"{passes} of {self.size} ranks begin a pass of the sharded model, the others do "
+                "not; expected all at once. What is computed here cannot be shared out on a "
+                "sharded model."
+            )
         return word
 
     def _together(self, local: Callable[[], T]) -> T:
@@ -157,8 +189,10 @@ class Ranks:
             with across(ALONE):
                 found = local()
         except Exception as error:
+            if announced(error):  # in a pass of a sharded model, which all ranks make
+                raise
             self.agree(failed=True, error=error)
-            raise _announced(error) from None
+            raise known_to_all(error) from None
         self.agree()
         return found
 
@@ -191,7 +225,7 @@ def _noticing_loss() -> Iterator[None]:
         raise LostRankError(LOST.format(str(error).splitlines()[0])) from error
 
 
-def _announced(error: Exception) -> Exception:
+def known_to_all(error: Exception) -> Exception:
     """The same error, marked: the other ranks know of it, and must not be told again."""
     error.announced_to_ranks = True  # type: ignore[attr-defined]
     return error
@@ -202,3 +236,31 @@ def announced(error: BaseException) -> bool:
     if isinstance(error, RankError) or getattr(error, "announced_to_ranks", False):
         return True
     return error.__cause__ is not None and announced(error.__cause__)
+
+
+_HOLDERS: dict[str, Ranks] = {}
+"""By the name of a mesh's process group: the ranks that hold the shards."""
+
+
+def hold_shards(group: dist.ProcessGroup, ranks: Ranks) -> None:
+    """Say that shards over `group` are held by `ranks`, whose exchanges come first."""
+    _HOLDERS[group.group_name] = ranks
+
+
+def is_shard(value: Any) -> bool:
+    """Whether this rank holds a part of the tensor (torch's DTensor) and not the whole."""
+    return hasattr(value, "device_mesh")
+
+
+def local_part(value: Tensor) -> Tensor:
+    """What of a tensor is on this rank, without a gradient: all of it, unless it is a shard."""
+    return cast(Any, value.detach()).to_local() if is_shard(value) else value.detach()
+
+
+def shards_of(params: Mapping[str, Tensor]) -> Ranks:
+    """The ranks that hold these tensors' shards; `ALONE` for whole ones."""
+    for value in params.values():
+        if is_shard(value):
+            group = cast(Any, value).device_mesh.get_group()
+            return _HOLDERS.get(group.group_name) or Ranks(group)
+    return ALONE

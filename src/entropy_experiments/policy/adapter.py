@@ -22,6 +22,7 @@ from torch import Tensor
 from entropy_experiments.policy.base import check_safetensors
 from entropy_experiments.policy.layout import ADAPTER_CONFIG, Layout, read_json
 from entropy_experiments.policy.optimizer_state import load_safely
+from entropy_experiments.policy.stored_weights import adapter_tensors
 
 ALPHA_NOTE = "lora_alpha: nothing in the files records the value that training used"
 BASE_NOTE = "base: adapter_config.json names it, but nothing records the weights that training used"
@@ -32,6 +33,13 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     from peft import LoraConfig
 
     path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"The weights are an adapter's, and {path} is missing. Expected it there, beside the "
+            "shards or in the run's folder: rank and alpha are in it alone, and FSDP trainers do "
+            "not save it with SHARDED_STATE_DICT. Write it: "
+            f'LoraConfig(...).save_pretrained("{folder}").'
+        )
     config = read_json(path)
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -70,12 +78,13 @@ def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
         set_peft_model_state_dict,
     )
 
-    (file,) = layout.files
-    stored = _tensors(file)
     # `inference_mode` is what peft writes when it saves; it would freeze the adapter. The base was
     # found already, wherever it is.
     changes = {"inference_mode": False, "base_model_name_or_path": base.name_or_path}
     model = get_peft_model(base, LoraConfig(**{**config, **changes}))
+    file = layout.files[0] if layout.sharded is None else layout.sharded
+    stored = _tensors(file) if layout.sharded is None else adapter_tensors(model, file)
+    _check_finite(file, stored)
     needed = get_peft_model_state_dict(model, save_embedding_layers=False)
     copies = get_peft_model_state_dict(model, save_embedding_layers=True)
     _compare(file, stored, needed, copies)
@@ -112,6 +121,10 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         ):
             raise ValueError(f"{file} does not hold tensors by name. Save the adapter again.")
         stored = dict(stored)
+    return stored
+
+
+def _check_finite(file: Path, stored: Mapping[str, Tensor]) -> None:
     for name, value in stored.items():
         if not bool(torch.isfinite(value).all()):
             raise ValueError(
@@ -119,7 +132,6 @@ def _tensors(file: Path) -> dict[str, Tensor]:
                 f"values of {value.numel()}; expected finite numbers. Training diverged or the "
                 "file is damaged: use an earlier checkpoint."
             )
-    return stored
 
 
 def _compare(

@@ -5,9 +5,12 @@
 | HF Trainer, TRL | `checkpoint-N/` | `checkpoint-N/optimizer.pt` |
 | older runs of this project | `step_N/model/` | `step_N/optimizer.pt` |
 | Accelerate | `model.safetensors`, often without config.json | `optimizer.bin` |
+| both, under FSDP | `pytorch_model_fsdp_0/` (DCP) or `pytorch_model_fsdp.bin` | `optimizer_0/` |
+| torch.distributed.checkpoint | a folder with `.metadata`, or one inside | the same folder |
 
-Nothing is loaded here. Formats that only unsafe pickle can read (DeepSpeed, verl, DCP) are refused
-with the command that converts them; training_args.bin is never looked at.
+Nothing but the table of contents of DCP shards is loaded here. Formats that only unsafe pickle can
+read (DeepSpeed, verl) are refused with the command that converts them; training_args.bin is never
+looked at.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ MODEL_WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+SHARDED_OPTIMIZERS = ("optimizer_0", "optimizer", "optim")
+FSDP_WEIGHTS = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
 PARAM_NAMES = "optimizer_param_names.json"
 TRAINER_STATE = "trainer_state.json"
 RECORDED = "update_batch"
@@ -52,7 +57,10 @@ class Layout:
     kind: Literal["lora", "full"]
     files: tuple[Path, ...]
     """Weight files, all shards."""
+    sharded: Path | None = None
+    """Where the weights are if an FSDP trainer saved them: DCP's folder, or one file of names."""
     optimizer: Path | None
+    """A file, or DCP's folder."""
     param_names: Path | None
     step: int | None
     recorded: Path | None
@@ -83,21 +91,31 @@ def find_checkpoint(
     # Not of the root: what was converted into model/ lies below the shards it came from.
     _refuse_foreign(given)
     root, inside = _root(given)
-    weights = _weights_folder(given, adapter_path)
-    if adapter_path is not None:
-        weights = weights.resolve()
+    sharded = None if adapter_path is not None else _sharded_weights(given)
+    if sharded is not None:
+        weights = _config_folder(sharded, root)
     else:
-        weights = (inside or root) / weights.relative_to(given)
+        weights = _weights_folder(given, adapter_path)
+        if adapter_path is not None:
+            weights = weights.resolve()
+        else:
+            weights = (inside or root) / weights.relative_to(given)
     _refuse_half_written(weights)
     _refuse_half_written(root)
-    kind = "lora" if (weights / ADAPTER_CONFIG).is_file() else "full"
-    optimizer = _optimizer((given, root), weights, optimizer_path)
+    if sharded is not None:
+        kind = "lora" if _is_adapter(sharded) else "full"
+    else:
+        kind = "lora" if (weights / ADAPTER_CONFIG).is_file() else "full"
+    optimizer = _optimizer((given, root), weights, optimizer_path, sharded)
     return Layout(
         given=given,
         root=root,
         weights=weights,
         kind=kind,
-        files=_weight_files(weights, ADAPTER_WEIGHTS if kind == "lora" else MODEL_WEIGHTS),
+        files=files_of(sharded)
+        if sharded is not None
+        else _weight_files(weights, ADAPTER_WEIGHTS if kind == "lora" else MODEL_WEIGHTS),
+        sharded=sharded,
         optimizer=optimizer,
         param_names=_first(
             folder / PARAM_NAMES
@@ -116,10 +134,21 @@ def find_checkpoint(
 
 def missing_optimizer(layout: Layout) -> FileNotFoundError:
     return FileNotFoundError(
-        f"No optimizer state for {layout.given}: expected {' or '.join(OPTIMIZERS)} there or by "
-        "the weights. Without it there is no momentum and the step is another one: set "
-        "checkpoint.optimizer_path to the file, or save checkpoints without `save_only_model`."
+        f"No optimizer state for {layout.given}: expected {' or '.join(OPTIMIZERS)} (FSDP: "
+        f"{SHARDED_OPTIMIZERS[0]}/) there or by the weights. Without it there is no momentum and "
+        "the step is another one: set checkpoint.optimizer_path to the file, or save checkpoints "
+        "without `save_only_model`."
     )
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether torch.distributed.checkpoint wrote it, whole or in part."""
+    return folder.is_dir() and ((folder / ".metadata").exists() or any(folder.glob("*.distcp")))
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """A file, or the files of a DCP folder."""
+    return (*sorted(path.glob("*.distcp")), path / ".metadata") if path.is_dir() else (path,)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -140,7 +169,7 @@ def _root(given: Path) -> tuple[Path, Path | None]:
     # First unresolved: step_N/model may be a link to weights kept elsewhere.
     for folder in (given.absolute(), given.resolve()):
         parent = folder.parent.resolve()
-        if folder.name in INSIDE and _is_outer(parent):
+        if folder.name in (*INSIDE, FSDP_WEIGHTS[0]) and _is_outer(parent):
             return parent, parent / folder.name
     return given.resolve(), None
 
@@ -149,7 +178,7 @@ def _is_outer(folder: Path) -> bool:
     """Whether a folder is a checkpoint around its weights, rather than the parent of many."""
     if _first(folder / name for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS, *MODEL_WEIGHTS)):
         return False  # It has weights of its own: those inside are others.
-    kept = (*OPTIMIZERS, PARAM_NAMES, TRAINER_STATE, RECORDED)
+    kept = (*OPTIMIZERS, SHARDED_OPTIMIZERS[0], PARAM_NAMES, TRAINER_STATE, RECORDED)
     return bool(STEP.search(folder.name)) or bool(_first(folder / name for name in kept))
 
 
@@ -170,6 +199,41 @@ def _weights_folder(root: Path, adapter_path: Path | str | None) -> Path:
     raise FileNotFoundError(
         f"Checkpoint not found: {root} has none of the expected files. Expected {EXPECTED}.{hint}"
     )
+
+
+def _sharded_weights(given: Path) -> Path | None:
+    """What an FSDP trainer saved, where nothing else is there to read."""
+    plain = (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS)
+    if _first(folder / n for folder in (given, *(given / i for i in INSIDE)) for n in plain):
+        return None
+    if is_sharded(given):
+        return given.resolve()
+    named = _first(given / name for name in FSDP_WEIGHTS)
+    if named is not None:
+        return named.resolve()
+    found = [p for p in sorted(given.iterdir()) if is_sharded(p)]
+    others = [p for p in found if p.name not in SHARDED_OPTIMIZERS]
+    if len(others) > 1:
+        raise ValueError(
+            f"{given} holds DCP shards in {', '.join(p.name for p in others)}; expected one folder "
+            "with the model. Name that one, and its optimizer as checkpoint.optimizer_path."
+        )
+    return others[0].resolve() if others else None
+
+
+def _config_folder(sharded: Path, root: Path) -> Path:
+    """Sharded weights have no config of their own; trainers leave it beside, or in the run."""
+    inside = sharded if sharded.is_dir() else sharded.parent
+    folders = (inside, root, root.parent)
+    names = (ADAPTER_CONFIG, MODEL_CONFIG)
+    found = _first(folder / name for folder in folders for name in names)
+    return root if found is None else found.parent
+
+
+def _is_adapter(sharded: Path) -> bool:
+    from entropy_experiments.policy.stored_weights import stored_weights
+
+    return any("lora_" in name for name in stored_weights(sharded))
 
 
 def _has_weights(folder: Path) -> bool:
@@ -244,23 +308,25 @@ def _refuse_foreign(root: Path) -> None:
             f"--input_folder {root} --output_folder {root}/universal, collected by name into one "
             "optimizer.pt."
         )
-    sharded = _first(root.glob("*/*.distcp"))
-    if sharded is not None:
+    alone = _first(root.glob("pytorch_model_fsdp*_rank*.bin"))
+    if alone is not None:
         raise ValueError(
-            f"{sharded.parent} is an FSDP checkpoint in DCP shards, whose metadata is pickle. "
-            f"Convert it: accelerate merge-weights {sharded.parent} {root}/model (weights); "
-            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-            f"{sharded.parent} {root}/optimizer.pt (optimizer)."
+            f"{root} holds one file of each rank's own ({alone.name}), which only that rank can "
+            "read. Save with state_dict_type SHARDED_STATE_DICT through DCP (use_dcp, the default) "
+            "or FULL_STATE_DICT."
         )
 
 
-def _optimizer(folders: tuple[Path, Path], weights: Path, given: Path | str | None) -> Path | None:
+def _optimizer(
+    folders: tuple[Path, Path], weights: Path, given: Path | str | None, sharded: Path | None
+) -> Path | None:
     """`folders`: the one named and the checkpoint's own."""
     if given is not None:
         path = Path(given).expanduser()
         if not path.exists():
             path = _first(folder / path for folder in folders) or path
-        file = path if path.is_file() else _first(path / name for name in OPTIMIZERS)
+        whole = path.is_file() or is_sharded(path)
+        file = path if whole else _first(path / name for name in OPTIMIZERS)
         if file is None:
             raise FileNotFoundError(
                 f"Optimizer not found: checkpoint.optimizer_path is {path}. Expected a file, or a "
@@ -270,7 +336,17 @@ def _optimizer(folders: tuple[Path, Path], weights: Path, given: Path | str | No
     searched = [weights, folders[1]]
     if weights.name in INSIDE:
         searched.append(weights.parent)
-    return _first(folder / name for folder in searched for name in OPTIMIZERS)
+    file = _first(folder / name for folder in searched for name in OPTIMIZERS)
+    if file is not None:
+        return file
+    for folder in (f / name for f in searched for name in SHARDED_OPTIMIZERS):
+        if is_sharded(folder):
+            return folder
+    if sharded is not None and sharded.is_dir():
+        from entropy_experiments.policy.sharded_state import holds_optimizer
+
+        return sharded if holds_optimizer(sharded) else None
+    return None
 
 
 def _as_folder(path: Path | str, root: Path) -> Path:

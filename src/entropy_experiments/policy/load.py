@@ -16,7 +16,12 @@ from typing import Any, Literal
 
 import torch
 
-from entropy_experiments.policy.adapter import adapter_notes, load_adapter, read_adapter_config
+from entropy_experiments.policy.adapter import (
+    BASE_NOTE,
+    adapter_notes,
+    load_adapter,
+    read_adapter_config,
+)
 from entropy_experiments.policy.base import (
     Base,
     check_finite_weights,
@@ -33,11 +38,13 @@ from entropy_experiments.policy.layout import (
     ADAPTER_CONFIG,
     MODEL_CONFIG,
     Layout,
+    files_of,
     find_checkpoint,
     missing_optimizer,
 )
 from entropy_experiments.policy.optimizer_state import load_safely, read_optimizer_state
 from entropy_experiments.policy.precision import true_float64
+from entropy_experiments.policy.stored_weights import load_sharded_causal_lm, take_base
 from entropy_experiments.types import OptimizerState
 
 DTYPES = {
@@ -161,7 +168,11 @@ def _lora(
     check_loaded(found.location, info, extra_allowed=True)
     check_finite_weights(found.location, plain, files)
     model = load_adapter(plain, layout, config)
-    return model, found, f"{found.words}, {_precision(plain)}{words}", adapter_notes(config)
+    notes = adapter_notes(config)
+    if layout.sharded is not None and take_base(model, layout.sharded):
+        words += ", with the weights saved beside the adapter"
+        notes = tuple(note for note in notes if note != BASE_NOTE)
+    return model, found, f"{found.words}, {_precision(plain)}{words}", notes
 
 
 def _full(
@@ -173,7 +184,7 @@ def _full(
     facts: Mapping[str, Any],
 ) -> tuple[Any, Base | None, str, tuple[str, ...]]:
     check_safetensors(layout.files)
-    for file in layout.files:
+    for file in layout.files if layout.sharded is None else ():
         if file.suffix == ".bin":
             load_safely(file)
     found, config = None, None
@@ -184,15 +195,21 @@ def _full(
     elif base is not None or backbone is not None:
         found = find_base(layout, base=base, backbone=backbone, recorded=None)
     wanted = _dtype(dtype, device_map)
-    model, info = load_causal_lm(
-        layout.weights,
-        # All of a full fine-tune is trained, and what is trained is fp32 unless asked otherwise.
-        dtype=torch.float32 if wanted == "auto" else wanted,
-        device_map=_device_map(device_map),
-        config=config,
-    )
-    check_loaded(_weights_name(layout), info, extra_allowed=False)
-    check_finite_weights(_weights_name(layout), model, layout.files)
+    # All of a full fine-tune is trained, and what is trained is fp32 unless asked otherwise.
+    kind = torch.float32 if isinstance(wanted, str) else wanted
+    if layout.sharded is not None:
+        model = load_sharded_causal_lm(
+            layout.sharded,
+            config or model_config(str(layout.weights)),
+            dtype=kind,
+            device_map=_device_map(device_map),
+        )
+    else:
+        model, info = load_causal_lm(
+            layout.weights, dtype=kind, device_map=_device_map(device_map), config=config
+        )
+        check_loaded(_weights_name(layout), info, extra_allowed=False)
+        check_finite_weights(_weights_name(layout), model, layout.files)
     model.requires_grad_(True)
     words = f"none: a full fine-tune, {_precision(model)}"
     if config is not None and found is not None:
@@ -261,7 +278,8 @@ def _precision(model: Any) -> str:
 def _hashes(layout: Layout, found: Base | None, fact_files: list[Path]) -> dict[str, str]:
     files = [*layout.files, *fact_files]
     files += [layout.weights / name for name in (ADAPTER_CONFIG, MODEL_CONFIG)]
-    files += [file for file in (layout.optimizer, layout.param_names) if file is not None]
+    for path in (layout.optimizer, layout.param_names):
+        files += [] if path is None else files_of(path)
     if found is not None and found.folder is not None:
         files += [found.folder / MODEL_CONFIG, *sorted(found.folder.glob("*.safetensors"))]
     return {

@@ -3,8 +3,8 @@
 torch stores it under integers, in the order in which the parameters were handed over, and loads it
 into any model with as many parameters. Here every integer gets a name first, and every moment must
 have that parameter's shape. Names come, in this order of trust, from the file itself (state keyed
-by name, `param_names` in its groups), from `optimizer_param_names.json`, or from the orders that
-trainers are known to use:
+by name, as FSDP's is, or `param_names` in its groups), from `optimizer_param_names.json`, or from
+the orders that trainers are known to use:
 
     Trainer: parameters that decay, then those that do not, each in named_parameters() order
     plain:   named_parameters() order
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from entropy_experiments.policy.layout import PARAM_NAMES
+from entropy_experiments.policy.sharded_state import sharded_optimizer
 from entropy_experiments.types import AdamGroup, OptimizerState, SGDGroup
 
 MOMENTS = {
@@ -40,10 +41,10 @@ NO_DECAY_BEFORE_V5 = (r"bias",)
 Groups = list[list[str]]
 
 
-def load_safely(path: Path) -> Any:
+def load_safely(path: Path, *, mmap: bool = False) -> Any:
     """torch.load that runs no code: a file that wants to is refused."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -73,7 +74,7 @@ def read_optimizer_state(
 ) -> tuple[OptimizerState, dict[str, Any]]:
     """(state by name, coverage): matched, missing, unused, order, steps, not_verifiable."""
     path = Path(path)
-    stored = load_safely(path)
+    stored = sharded_optimizer(path) if path.is_dir() else load_safely(path)
     if not isinstance(stored, Mapping) or not {"state", "param_groups"} <= set(stored):
         keys = (
             sorted(map(str, stored))[:6] if isinstance(stored, Mapping) else type(stored).__name__

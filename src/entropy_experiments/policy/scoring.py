@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -132,6 +133,14 @@ class SequenceProcessor:
         """Whether rollouts of one prompt go through the model together."""
         return self._shares
 
+    @cached_property
+    def repeatable(self) -> bool:
+        """Whether a few tokens get the same states twice: no dropout, or none that stays on."""
+        tokens_NS = _few_tokens(self.model)
+        with torch.no_grad():
+            once_NSX, again_NSX = (self._states(self.params, tokens_NS) for _ in range(2))
+        return torch.equal(once_NSX, again_NSX)
+
     def without_sharing(self) -> SequenceProcessor:
         """The same scores with every rollout in a row of its own."""
         other = copy(self)
@@ -218,22 +227,29 @@ class SequenceProcessor:
         self, params: Params, tokens_NS: Tensor, rows: Rows | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert self._parts is not None
-        decoder, prefix, head, weight, bias = self._parts
-        inside = {
-            name.removeprefix(prefix): value
-            for name, value in params.items()
-            if name.startswith(prefix)
-        }
-        hidden_NSD = self._call(decoder, inside, tokens_NS, rows)[0]
+        _, _, head, weight, bias = self._parts
+        hidden_NSD = self._states(params, tokens_NS, rows)
         # A tied head is the embedding's parameter under its first name.
         head_VD = params.get(weight, head.weight)
         bias_V = params.get(bias, head.bias) if bias is not None else None
         return hidden_NSD.to(head_VD.device), head_VD, bias_V
 
+    def _states(self, params: Params, tokens_NS: Tensor, rows: Rows | None = None) -> Tensor:
+        """What the decoder gives; where the head is not ours to apply, the model's logits."""
+        if self._parts is None:
+            return self._call(self.model, params, tokens_NS, rows)[0]
+        decoder, prefix = self._parts[:2]
+        inside = {
+            name.removeprefix(prefix): value
+            for name, value in params.items()
+            if name.startswith(prefix)
+        }
+        return self._call(decoder, inside, tokens_NS, rows)[0]
+
     def _response_logits(
         self, params: Params, packed: _Packed
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        logits_RSV = self._call(self.model, params, packed.rollouts.tokens_NS, packed.rows)[0]
+        logits_RSV = self._states(params, packed.rollouts.tokens_NS, packed.rows)
         return before_response(logits_RSV, packed.rollouts, packed.place)
 
     def _call(
@@ -283,10 +299,6 @@ class SequenceProcessor:
         """Two responses to one prompt, together and apart: the same states."""
         if not may_share(causal_lm(self.model).config) or self._attention not in KNOWN_MASKS:
             return False
-        module, params = self.model, self.params
-        if self._parts is not None:
-            module, prefix = self._parts[:2]
-            params = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
         embeddings = causal_lm(self.model).get_input_embeddings().weight
         tokens_NS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]]) % len(embeddings)
         response_NS = torch.arange(5).expand(2, 5) >= 3
@@ -300,9 +312,9 @@ class SequenceProcessor:
         rows = shared_rows(packed.rollouts)
         assert rows is not None  # nine tokens of ten
         with torch.no_grad():
-            apart_NSX = self._call(module, params, packed.rollouts.tokens_NS)[0]
+            apart_NSX = self._states(self.params, packed.rollouts.tokens_NS)
             try:
-                together_RSX = self._call(module, params, tokens_NS, rows)[0]
+                together_RSX = self._states(self.params, tokens_NS, rows)
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
@@ -313,12 +325,11 @@ class SequenceProcessor:
         return bool(gap <= tolerance * apart_NSX.abs().max())
 
     def _head_makes_the_logits(self) -> bool:
-        embeddings = causal_lm(self.model).get_input_embeddings().weight
-        tokens_NS = torch.arange(SELF_CHECK_TOKENS, device=embeddings.device) % len(embeddings)
+        tokens_NS = _few_tokens(self.model)
         with torch.no_grad():
-            hidden_NSD, head_VD, bias_V = self._hidden(self.params, tokens_NS[None])
+            hidden_NSD, head_VD, bias_V = self._hidden(self.params, tokens_NS)
             made_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD, bias_V).double()
-            own_NSV = self._call(self.model, self.params, tokens_NS[None])[0].double()
+            own_NSV = self._call(self.model, self.params, tokens_NS)[0].double()
         tolerance = SELF_CHECK_TOLERANCE.get(hidden_NSD.dtype, HALF_TOLERANCE)
         if made_NSV.shape != own_NSV.shape:
             return False
@@ -367,6 +378,12 @@ class _Packed:
         source_NS = (column_S - self.start_N[:, None]).clamp(0, x_NS.shape[1] - 1)
         x_NS = x_NS.to(source_NS.device)
         return torch.where(self.original.response_NS, x_NS.gather(1, source_NS), 0)
+
+
+def _few_tokens(model: nn.Module) -> Tensor:
+    embeddings = causal_lm(model).get_input_embeddings().weight
+    tokens_S = torch.arange(SELF_CHECK_TOKENS, device=embeddings.device) % len(embeddings)
+    return tokens_S[None]
 
 
 def _find_parts(model: nn.Module) -> tuple[nn.Module, str, Any, str, str | None] | None:

@@ -23,14 +23,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from entropy_experiments.numerics.ranks import current
+from entropy_experiments.numerics.ranks import current, is_shard
 from entropy_experiments.policy.calling import evaluating, math_attention
 from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.policy.sharded import ShardedPolicy
 from entropy_experiments.rollouts.advantages import Scale, group_advantages
 from entropy_experiments.rollouts.decode import Draw, Drawn, LastLogits, decode
 from entropy_experiments.rollouts.progress import Meter, ProgressBar, ProgressCallback
@@ -68,7 +69,7 @@ class SampleGenerator:
 
     def __init__(
         self,
-        policy: SequenceProcessor,
+        policy: SequenceProcessor | ShardedPolicy,
         tokenizer: Any,
         *,
         max_new_tokens: int,
@@ -252,14 +253,17 @@ class SampleGenerator:
         results: list[Drawn | None] = [None] * len(draws)
         meter = Meter(self.progress, name, len(draws))
         identity = None if self.store is None else self.identity()
-        for part in dealt_units(units, self._decode, self.store, identity, meter):
+        together = isinstance(self.policy, ShardedPolicy)
+        for part in dealt_units(
+            units, self._decode, self.store, identity, meter, together=together
+        ):
             for at, drawn in part.items():
                 for n, rollout in zip(plan[at], drawn, strict=True):
                     results[n] = rollout
         return [rollout for rollout in results if rollout is not None]
 
     def _decode(self, unit: Sequence[Draw], meter: Meter) -> list[Drawn]:
-        with torch.no_grad(), evaluating(self.policy.model), math_attention():
+        def decoded() -> list[Drawn]:
             return decode(
                 LastLogits(self.policy),
                 unit,
@@ -270,6 +274,11 @@ class SampleGenerator:
                 stops=self._stops if self.stop else None,
                 report=meter.tokens_drawn,
             )
+
+        with torch.no_grad(), evaluating(self.policy.model), math_attention():
+            if isinstance(self.policy, ShardedPolicy):
+                return self.policy.sharded.passed(decoded)
+            return decoded()
 
     def _units(self, draws: Sequence[Draw]) -> list[list[int]]:
         """Rows of each unit: similar prompt lengths together, decided before anything is drawn."""
@@ -363,6 +372,8 @@ def model_hash(model: torch.nn.Module) -> str:
     for name, value in sorted(model.state_dict().items()):
         if not isinstance(value, Tensor):
             continue
+        if is_shard(value):
+            value = cast(Any, value).full_tensor()  # on all ranks at once
         value = value.detach().cpu().contiguous()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().data)

@@ -32,8 +32,14 @@ def dealt_units(
     store: RolloutStore | None,
     identity: Mapping[str, Any] | None,
     meter: Meter,
+    *,
+    together: bool = False,
 ) -> list[dict[int, list[Drawn]]]:
-    """By rank: the units that it found in its store or drew, each under its number."""
+    """By rank: the units that it found in its store or drew, each under its number.
+
+    `together`: no rank can decode alone (a sharded model). All decode every unit, the same tokens
+    from the same seeds, and rank 0 keeps them.
+    """
     ranks, keys = current(), [unit_key(unit) for unit in units]
 
     def held() -> set[int]:
@@ -57,8 +63,11 @@ def dealt_units(
                 assert found is not None  # it was there a moment ago
                 out[at] = unpacked(found, len(units[at]))
                 meter.finished(len(units[at]))
-        for at in ranks.mine(missing):
-            out[at] = decode(units[at], meter)
+        for at in missing if together else ranks.mine(missing):
+            drawn = decode(units[at], meter)
+            if together and not ranks.first:
+                continue
+            out[at] = drawn
             if store is not None:
                 store.put(keys[at], packed(out[at]))
             meter.finished(len(units[at]))

@@ -162,10 +162,20 @@ def check_params(what: str, got: Params, expected: Params) -> None:
                 f"{what} has shape {tuple(got[name].shape)} for {name!r}; expected "
                 f"{tuple(value.shape)}. It belongs to a model of another size."
             )
+        kinds = ["a shard" if hasattr(x, "device_mesh") else "whole" for x in (got[name], value)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"{what} has {kinds[0]} for {name!r}; expected {kinds[1]}, as the parameters are. "
+                "A sharded policy's `cut` makes shards of whole tensors, `full_tensor()` the "
+                "reverse."
+            )
 
 
 def check_finite(what: str, params: Params) -> None:
-    for name, value in params.items():
+    for name, tensor in params.items():
+        # Of a shard, this rank's part: the others look at theirs.
+        own: Any = getattr(tensor.detach(), "to_local", None)
+        value = tensor if own is None else own()
         if not bool(torch.isfinite(value).all()):
             bad = int((~torch.isfinite(value)).sum())
             raise ValueError(

@@ -212,7 +212,8 @@ class Rollouts:
         """Parts of at most `microbatch` rollouts of similar length, without common padding.
 
         For a policy that computes a shared prompt once, rollouts of one prompt are beside each
-        other, and prompts in the order of their rollouts' total length.
+        other, and prompts in the order of their rollouts' total length. For a policy all of whose
+        ranks must pass at once (`lockstep` of them), idle parts make the number a multiple.
         """
         if microbatch < 1:
             raise ValueError(f"microbatch must be at least 1; got {microbatch}.")
@@ -227,10 +228,19 @@ class Rollouts:
             used = self.attention_NS[rows_N].any(0).nonzero()
             columns = slice(int(used[0]), int(used[-1]) + 1)
             yield Part(rows_N, columns, self.take(rows_N, columns))
+        parts = -(-len(order_N) // microbatch)
+        for _ in range(-parts % getattr(policy, "lockstep", 1)):
+            shortest_N = length_N.argmin()[None]
+            used = self.attention_NS[shortest_N].any(0).nonzero()
+            columns = slice(int(used[0]), int(used[-1]) + 1)
+            yield Part(order_N[:0], columns, self.take(shortest_N, columns))
 
 
 class Part(NamedTuple):
-    """A microbatch and where it came from: `whole[rows_N, columns]`."""
+    """A microbatch and where it came from: `whole[rows_N, columns]`.
+
+    An idle part is a rollout that came from no row: it is scored, and nothing is done with it.
+    """
 
     rows_N: Tensor
     columns: slice

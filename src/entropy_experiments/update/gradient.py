@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from entropy_experiments.numerics.derivatives import pullback_sum, require_full_precision
+from entropy_experiments.numerics.derivatives import norm, pullback_sum, require_full_precision
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.sums import whole
-from entropy_experiments.types import Params, Policy, Scores, UpdateBatch
+from entropy_experiments.types import Params, Policy, Rollouts, Scores, UpdateBatch
 from entropy_experiments.types.direction import check_finite
 from entropy_experiments.update.objective import Objective
 
@@ -43,7 +44,9 @@ def loss_gradient(
         *(torch.zeros_like(batch.rollouts.response_NS, dtype=torch.float64) for _ in range(2))
     )
 
-    def loss_of(rows_N: Tensor, columns: slice) -> Callable[[Params], Tensor]:
+    def loss_of(rows_N: Tensor, columns: slice, rollouts: Rollouts) -> Callable[[Params], Tensor]:
+        if not len(rows_N):  # an idle part: a pass whose gradient is zero
+            return lambda params: 0.0 * policy.score(params, rollouts).logprob_NS.sum()
         part, part_weights = batch.take(rows_N, columns), weights.take(rows_N, columns)
 
         def loss(params: Params) -> Tensor:
@@ -55,11 +58,11 @@ def loss_gradient(
         return loss
 
     split = batch.rollouts.split(microbatch, policy)
-    parts = (loss_of(rows_N, columns) for rows_N, columns, _ in split)
-    loss, gradient, count = pullback_sum(parts, policy.params)
+    loss, gradient, _ = pullback_sum((loss_of(*part) for part in split), policy.params)
     # Each rank has the scores of its own microbatches.
     everyones = Scores(*current().summed(lambda: scores))
     check_finite("loss gradient", gradient)
+    count = ceil(len(batch.rollouts) / microbatch)
     return LossGradient(gradient=gradient, loss=loss, scores=everyones, microbatches=count)
 
 
@@ -71,7 +74,7 @@ def as_trained(policy: Policy) -> Policy:
 
 def clip_factor(gradient: Params, max_grad_norm: float | None) -> tuple[float, float]:
     """(factor, global norm) as `torch.nn.utils.clip_grad_norm_` computes them; 0 or None is off."""
-    norm = float(sum((g.double() ** 2).sum() for g in gradient.values())) ** 0.5
+    size = norm(gradient)
     if not max_grad_norm:
-        return 1.0, norm
-    return min(1.0, max_grad_norm / (norm + 1e-6)), norm
+        return 1.0, size
+    return min(1.0, max_grad_norm / (size + 1e-6)), size
