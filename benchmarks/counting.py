@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,8 +18,29 @@ def tensors(found: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
+def _addmm(_: Any, x: tuple[int, ...], y: tuple[int, ...], *__: Any, **___: Any) -> int:
+    return 2 * x[0] * x[1] * y[1]
+
+
+def _attention(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any
+) -> int:
+    batch, heads, asked, width = q
+    return 2 * batch * heads * asked * k[2] * (width + v[3])
+
+
+def _flop_counter() -> FlopCounterMode:
+    """torch counts neither products added in place nor the CPU's fused attention."""
+    aten: Any = torch.ops.aten
+    mapping = {
+        aten.addmm_: _addmm,
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    }
+    return FlopCounterMode(display=False, custom_mapping=mapping)
+
+
 def flops(run: Callable[[], Any]) -> int:
-    counter = FlopCounterMode(display=False)
+    counter = _flop_counter()
     with counter:
         run()
     return counter.get_total_flops()
@@ -58,14 +80,18 @@ class LiveBytes(TorchDispatchMode):
 
 
 class WorkingBytes(LiveBytes):
-    """The same without storages made for a tensor of which one size is among `by_nature`."""
+    """The same without storages that hold a number per rollout or token.
 
-    def __init__(self, by_nature: set[int]) -> None:
+    Those have a size among `by_nature`, and no more than `most` numbers: states of all tokens, or
+    logits of one token of every rollout, do count.
+    """
+
+    def __init__(self, by_nature: set[int], most: int) -> None:
         super().__init__()
-        self.by_nature = by_nature
+        self.by_nature, self.most = by_nature, most
 
     def counts(self, made: Tensor) -> bool:
-        return not self.by_nature & set(made.shape)
+        return not self.by_nature & set(made.shape) or made.numel() > self.most
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
@@ -84,7 +110,7 @@ class Counted(NamedTuple):
 
 def counted(run: Callable[[], Any]) -> Counted:
     """All counts from one call."""
-    counter = FlopCounterMode(display=False)
+    counter = _flop_counter()
     with counter, LiveBytes() as seen:
         found = run()
     return Counted(found, counter.get_total_flops(), seen.peak)

@@ -144,7 +144,7 @@ class Work:
         k = next(self._next)
         with torch.no_grad():
             _, slope = jvp(
-                lambda p: self.alone.score(p, self.few),
+                lambda p: self.policy.score(p, self.few),
                 (self.policy.params,),
                 (self.many[k],),
             )[:2]

@@ -76,6 +76,8 @@ WAYS_OF: Mapping[str, Sequence[str]] = {
 MEMORY, MEMORY_SMALL = (128, 512, 2048), (56, 112)
 """None is a size of the model or of a microbatch, nor is 4 times it: see `working`."""
 MEMORY_WAYS = ("pass", "prediction", "measurement", "tokens")
+PER_TOKEN = 4
+"""Numbers that a result may hold for every token before it counts as work."""
 LIMITS = {"exponent": 1.1, "memory": 0.05}
 
 
@@ -208,8 +210,9 @@ def memory(policy: SequenceProcessor, sizes: Sequence[int]) -> dict[str, Any]:
             if isinstance(x, Tensor)
         )
         by_nature = {len(evaluation), int(evaluation.response_NS.sum())}
+        most = PER_TOKEN * evaluation.tokens_NS.numel()
         for way in MEMORY_WAYS:
-            with LiveBytes() as seen, WorkingBytes(by_nature) as working:
+            with LiveBytes() as seen, WorkingBytes(by_nature, most) as working:
                 ways[way]()
             found[way]["all"][str(value)] = seen.peak
             found[way]["working"][str(value)] = working.peak

@@ -77,6 +77,8 @@ def problems(folder: Path, sizes: tuple[int, ...]) -> dict[int, Problem]:
     """The embedded default with the first N_U of its recorded update rollouts, for each N_U."""
     config = load_config().under(folder).with_overrides([f"batch_config.B_E={N_E}"])
     inputs = gather(config, None)
+    policy = inputs.policy
+    assert isinstance(policy, SequenceProcessor)  # nothing is cut over ranks here
     out = {}
     for size in sizes:
         rows_N = torch.arange(size)
@@ -90,7 +92,7 @@ def problems(folder: Path, sizes: tuple[int, ...]) -> dict[int, Problem]:
             max_grad_norm=inputs.facts["max_grad_norm"] or None,
         )
         out[size] = Problem(
-            policy=inputs.policy,
+            policy=policy,
             evaluation=inputs.evaluation,
             batch=batch,
             objective=inputs.facts.objective,

@@ -40,7 +40,8 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func.overloadpacket
-        if packet is torch.ops.aten.mm or packet is torch.ops.aten.addmm:
+        aten = torch.ops.aten
+        if packet in (aten.mm, aten.addmm, aten.addmm_):
             x, weight = args[-2:]
             self.made.append((len(x), weight))
         return func(*args, **(kwargs or {}))

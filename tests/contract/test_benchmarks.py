@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks import estimators, growth, plots, ranks, scoring, summary, tables
-from benchmarks.counting import LiveBytes, WorkingBytes
+from benchmarks.counting import LiveBytes, WorkingBytes, flops
 from benchmarks.products import Products
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -152,10 +152,21 @@ def test_working_memory_leaves_out_what_is_one_number_per_rollout():
             answer_N[start : start + 100] = part.sum(1)
         return answer_N
 
-    with LiveBytes() as all_of_it, WorkingBytes({1000}) as working:
+    with LiveBytes() as all_of_it, WorkingBytes({1000}, 4000) as working:
         run()
     assert all_of_it.peak - working.peak == 8000
     assert 100 * 7 * 4 <= working.peak < 8000
+    with WorkingBytes({1000}, 4000) as working:
+        torch.zeros(1000, 500)  # logits of every rollout, say
+    assert working.peak == 4 * 1000 * 500
+
+
+def test_operations_that_torch_does_not_count():
+    x, a, b = torch.ones(8, 5), torch.ones(5, 3), torch.ones(8, 3)
+    assert flops(lambda: b.addmm_(x, a)) == 2 * 8 * 5 * 3
+    q, k = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 6, 8)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    assert flops(lambda: attention(q, k, k)) == 2 * 2 * 3 * 4 * 6 * (8 + 8)
 
 
 def test_products_of_the_peak_are_those_that_the_model_makes(policy):

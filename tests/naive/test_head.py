@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from entropy_experiments.numerics import head
+from entropy_experiments.numerics import forward_mode, head
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
 from entropy_experiments.numerics.entropy import token_scores_from_hidden
 
@@ -175,3 +176,54 @@ def test_fp32_at_a_large_vocabulary(spread):
     wanted = logp_TV[torch.arange(8), token_T], -(logp_TV.exp() * logp_TV).sum(-1)
     for got, want in zip(token_scores_from_hidden(hidden_TD, head_VD, token_T), wanted):
         assert float((got - want).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("wrong", [V, V + 7, -100])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_token_that_the_head_does_not_have(wrong, top_p):
+    params, _ = problem()
+    token_T = TOKENS.clone()
+    token_T[-1] = wrong
+    with pytest.raises(ValueError, match=rf"the token {wrong}; expected 0 to {V - 1}"):
+        token_scores_from_hidden(params["hidden"], params["head"], token_T, top_p=top_p)
+
+
+def test_dual_numbers_of_dual_numbers_are_refused():
+    """The layers below have rules of their own, which drop terms there."""
+    params, (v, w, _) = problem()
+
+    def slope(p):
+        return torch.func.jvp(tiled, (p,), (v,))[1]
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Forward mode over forward mode"):
+        torch.func.jvp(slope, (params,), (w,))
+
+
+def test_a_gradient_taken_under_autocast_is_in_full_precision():
+    hidden_TD, head_VD = (4 * draw(32, 16)).float(), draw(100, 16, seed=1).float()
+    token_T = torch.arange(32)
+
+    def gradient():
+        leaf_TD = hidden_TD.clone().requires_grad_()
+        scores = token_scores_from_hidden(leaf_TD, head_VD, token_T)
+        return torch.autograd.grad(scores[1].sum() + scores[0].sum(), leaf_TD)[0]
+
+    wanted = gradient()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(gradient(), wanted)
+
+
+def test_a_frozen_head_is_not_multiplied_with_zeros(columns, monkeypatch):
+    """One product more for the tangent, in every tile; a moving head needs two."""
+    monkeypatch.setattr(forward_mode, "WORTHWHILE", 0)
+    params, (v, *_) = problem()
+    one, along = {"hidden": params["hidden"]}, {"hidden": v["hidden"]}
+
+    def operations(f, at, direction):
+        with FlopCounterMode(display=False) as counter:
+            pushforward(f, at, direction)
+        return counter.get_total_flops()
+
+    plain = 2 * T * D * V
+    assert operations(lambda p: tiled(params | p), one, along) == 2 * plain
+    assert operations(tiled, params, v) == 3 * plain

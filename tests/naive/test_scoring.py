@@ -243,12 +243,12 @@ def test_a_model_knows_whether_it_is_repeatable():
     """Dropout of modules is off in a call; what is on all the same is found, and refused."""
     model = tiny_lora("qwen2", lora_dropout=0.3)
     model.train()
-    assert SequenceProcessor(model).repeatable
+    policy = SequenceProcessor(model)
+    assert policy.repeatable
     model.get_submodule("base_model.model.model.layers.1.mlp").act_fn = Forgetful()
-    moody = SequenceProcessor(model)
-    assert not moody.repeatable
+    assert not policy.repeatable
     with pytest.raises(ValueError, match="Is dropout on"):
-        check_repeatable(moody, uneven())
+        check_repeatable(policy, uneven())
 
 
 def test_dora_trains_as_if_its_norms_were_constants():

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from entropy_experiments.numerics.forward_mode import refuse_nested_forward_mode
 from entropy_experiments.numerics.head import FAR_BELOW, head_scores, most_rows
@@ -44,6 +45,7 @@ def token_scores(
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob, entropy) of T tokens given their logits, which are already in memory."""
+    _check_tokens(token_T, logits_TV.shape[-1])
     size = chunk or _rows_in(CHUNK_BYTES, logits_TV.shape[-1])
     parts = [
         _LogitScores.apply(logits_CV, token_C, temperature, top_p)
@@ -69,6 +71,7 @@ def token_scores_from_hidden(
     """
     hidden_TD, head_VD = _full(hidden_TD), _full(head_VD)
     bias_V = None if bias_V is None else _full(bias_V)
+    _check_tokens(token_T, len(head_VD))
     nucleus_only = top_p < 1.0  # which needs whole rows of logits
     rows = _rows_in(CHUNK_BYTES, len(head_VD)) if nucleus_only else most_rows(head_VD)
     tokens = max(1, len(token_T))
@@ -83,6 +86,19 @@ def token_scores_from_hidden(
         for hidden_CD, token_C in zip(hidden_TD.split(size), token_T.split(size), strict=True)
     ]
     return _join(parts)
+
+
+def _check_tokens(token_T: Tensor, vocabulary: int) -> None:
+    if is_batchedtensor(token_T) or not token_T.numel():
+        return
+    low, high = (int(end) for end in token_T.aminmax())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"A response has the token {wrong}; expected 0 to {vocabulary - 1}, the rows of the "
+            "LM head. Labels of -100 and padding beyond the head are no tokens: leave them out of "
+            "response_NS."
+        )
 
 
 def before_response(

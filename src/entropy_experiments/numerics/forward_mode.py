@@ -24,10 +24,14 @@ WORTHWHILE = 1 << 25
 
 
 def only_forward_mode() -> bool:
-    """Dual numbers, of one direction or of many at once, and nothing reverse around them."""
-    kinds = {level.key() for level in get_interpreter_stack() or ()}
+    """Dual numbers, of one direction or of many at once, and nothing reverse around them.
+
+    Dual numbers of dual numbers are another matter: the rules here would drop terms.
+    """
+    kinds = [level.key() for level in get_interpreter_stack() or ()]
     forward = {TransformType.Jvp, TransformType.Vmap}
-    return TransformType.Jvp in kinds and kinds <= forward and not torch.is_grad_enabled()
+    once = kinds.count(TransformType.Jvp) == 1
+    return once and set(kinds) <= forward and not torch.is_grad_enabled()
 
 
 def frozen_weights() -> AbstractContextManager[Any]:
@@ -46,6 +50,16 @@ def refuse_nested_forward_mode() -> None:
             "Forward mode over forward mode reached the token scores, where torch would silently "
             "drop terms. Use numerics.derivatives.pushforward2 for second derivatives."
         )
+
+
+def linear_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+    """x W' + b with some rows of W and b, by the shorter rule where only x moves.
+
+    To cut W first would hide from torch.func that it does not move.
+    """
+    if only_forward_mode() and _only_the_input_moves(x, weight, bias):
+        return _FrozenRows.apply(x, weight, bias, rows.start, rows.stop)
+    return nn.functional.linear(x, weight[rows], None if bias is None else bias[rows])
 
 
 class _ShorterRule(TorchFunctionMode):
@@ -84,3 +98,25 @@ class _FrozenLinear(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Tensor | None:
         (weight,) = ctx.saved_tensors
         return None if tangents[0] is None else nn.functional.linear(tangents[0], weight)
+
+
+class _FrozenRows(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
+        rows = slice(start, stop)
+        return nn.functional.linear(x, weight[rows], None if bias is None else bias[rows])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, weight, _, ctx.start, ctx.stop = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_forward(weight)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor | None:
+        (weight,) = ctx.saved_tensors
+        if tangents[0] is None:
+            return None
+        return nn.functional.linear(tangents[0], weight[ctx.start : ctx.stop])

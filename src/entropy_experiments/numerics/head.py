@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.numerics.forward_mode import (
-    frozen_weights,
+    linear_of_rows,
     only_forward_mode,
     refuse_nested_forward_mode,
 )
@@ -50,8 +50,7 @@ def head_scores(
     """(log-prob of the token, entropy) for each of T states, in the precision of the inputs."""
     with torch.autocast(hidden_TD.device.type, enabled=False):
         if only_forward_mode():
-            with frozen_weights():
-                return _scores(hidden_TD, head_VD, bias_V, token_T)[:2]
+            return _scores(hidden_TD, head_VD, bias_V, token_T)[:2]
         return _HeadScores.apply(hidden_TD, head_VD, bias_V, token_T)[:2]
 
 
@@ -85,53 +84,58 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        hidden_TD, head_VD, bias_V, token_T, entropy_T, logsum_T, top_T = ctx.saved_tensors
-        unused_T = torch.zeros_like(entropy_T)
-        gl_T, gh_T, glogsum_T, _ = (unused_T if g is None else g for g in grads)
-        needs_hidden, needs_head, needs_bias = ctx.needs_input_grad[:3]
-        flat_T1 = (glogsum_T - gl_T - gh_T * entropy_T)[:, None]
-        ghidden_TD, ghead, gbias = torch.zeros_like(hidden_TD), [], []
-        for start, z_TB in _tiles(hidden_TD, head_VD, bias_V):
-            logp_TB = _below(z_TB, top_T, bias_V) - logsum_T[:, None]
-            g_TB = logp_TB.exp() * (flat_T1 - gh_T[:, None] * logp_TB)
-            inside_T, column_T = _inside(token_T, start, z_TB.shape[1])
-            g_TB = g_TB.scatter_add(1, column_T[:, None], torch.where(inside_T, gl_T, 0)[:, None])
-            if needs_hidden:
-                ghidden_TD = ghidden_TD + g_TB @ head_VD[start : start + z_TB.shape[1]]
-            if needs_head:
-                ghead.append(g_TB.mT @ hidden_TD)
-            if needs_bias:
-                gbias.append(g_TB.sum(0))
-        return (
-            ghidden_TD if needs_hidden else None,
-            torch.cat(ghead) if needs_head else None,
-            torch.cat(gbias) if needs_bias else None,
-            None,
-        )
+        # Whoever calls backward may be under autocast, though the forward was not.
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            hidden_TD, head_VD, bias_V, token_T, entropy_T, logsum_T, top_T = ctx.saved_tensors
+            unused_T = torch.zeros_like(entropy_T)
+            gl_T, gh_T, glogsum_T, _ = (unused_T if g is None else g for g in grads)
+            needs_hidden, needs_head, needs_bias = ctx.needs_input_grad[:3]
+            flat_T1 = (glogsum_T - gl_T - gh_T * entropy_T)[:, None]
+            ghidden_TD, ghead, gbias = torch.zeros_like(hidden_TD), [], []
+            for start, z_TB in _tiles(hidden_TD, head_VD, bias_V):
+                logp_TB = _below(z_TB, top_T, bias_V) - logsum_T[:, None]
+                g_TB = logp_TB.exp() * (flat_T1 - gh_T[:, None] * logp_TB)
+                inside_T, column_T = _inside(token_T, start, z_TB.shape[1])
+                g_TB = g_TB.scatter_add(
+                    1, column_T[:, None], torch.where(inside_T, gl_T, 0)[:, None]
+                )
+                if needs_hidden:
+                    ghidden_TD = ghidden_TD + g_TB @ head_VD[start : start + z_TB.shape[1]]
+                if needs_head:
+                    ghead.append(g_TB.mT @ hidden_TD)
+                if needs_bias:
+                    gbias.append(g_TB.sum(0))
+            return (
+                ghidden_TD if needs_hidden else None,
+                torch.cat(ghead) if needs_head else None,
+                torch.cat(gbias) if needs_bias else None,
+                None,
+            )
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor, Tensor, None]:
         refuse_nested_forward_mode()
-        hidden_TD, head_VD, bias_V, token_T, entropy_T, logsum_T, top_T = ctx.saved_tensors
-        dhidden_TD, dhead_VD, dbias_V, _ = tangents
-        mean_T = torch.zeros_like(entropy_T)
-        dz_T, dentropy_T = mean_T, mean_T
-        for start, z_TB in _tiles(hidden_TD, head_VD, bias_V):
-            columns = slice(start, start + z_TB.shape[1])
-            moved = []
-            if dhidden_TD is not None:
-                moved.append(dhidden_TD @ head_VD[columns].mT)
-            if dhead_VD is not None:
-                moved.append(hidden_TD @ dhead_VD[columns].mT)
-            if dbias_V is not None:
-                moved.append(dbias_V[columns].expand(z_TB.shape))
-            dz_TB = sum(moved[1:], moved[0])
-            logp_TB = _below(z_TB, top_T, bias_V) - logsum_T[:, None]
-            weighted_TB = logp_TB.exp() * dz_TB
-            mean_T = mean_T + weighted_TB.sum(1)
-            dentropy_T = dentropy_T - (weighted_TB * (logp_TB + entropy_T[:, None])).sum(1)
-            dz_T = dz_T + _of_token(dz_TB, token_T, start)
-        return dz_T - mean_T, dentropy_T, mean_T, None
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            hidden_TD, head_VD, bias_V, token_T, entropy_T, logsum_T, top_T = ctx.saved_tensors
+            dhidden_TD, dhead_VD, dbias_V, _ = tangents
+            mean_T = torch.zeros_like(entropy_T)
+            dz_T, dentropy_T = mean_T, mean_T
+            for start, z_TB in _tiles(hidden_TD, head_VD, bias_V):
+                columns = slice(start, start + z_TB.shape[1])
+                moved = []
+                if dhidden_TD is not None:
+                    moved.append(dhidden_TD @ head_VD[columns].mT)
+                if dhead_VD is not None:
+                    moved.append(hidden_TD @ dhead_VD[columns].mT)
+                if dbias_V is not None:
+                    moved.append(dbias_V[columns].expand(z_TB.shape))
+                dz_TB = sum(moved[1:], moved[0])
+                logp_TB = _below(z_TB, top_T, bias_V) - logsum_T[:, None]
+                weighted_TB = logp_TB.exp() * dz_TB
+                mean_T = mean_T + weighted_TB.sum(1)
+                dentropy_T = dentropy_T - (weighted_TB * (logp_TB + entropy_T[:, None])).sum(1)
+                dz_T = dz_T + _of_token(dz_TB, token_T, start)
+            return dz_T - mean_T, dentropy_T, mean_T, None
 
 
 def _scores(
@@ -160,8 +164,8 @@ def _tiles(
     """(first column, logits) of every tile."""
     size = max(NARROWEST, _tile_bytes(head_VD.device) // (4 * max(1, len(hidden_TD))))
     for start in range(0, len(head_VD), size):
-        bias_B = None if bias_V is None else bias_V[start : start + size]
-        yield start, torch.nn.functional.linear(hidden_TD, head_VD[start : start + size], bias_B)
+        rows = slice(start, min(start + size, len(head_VD)))
+        yield start, linear_of_rows(hidden_TD, head_VD, bias_V, rows)
 
 
 def _below(z_TB: Tensor, top_T: Tensor, bias_V: Tensor | None) -> Tensor:

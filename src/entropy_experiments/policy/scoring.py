@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -133,7 +132,7 @@ class SequenceProcessor:
         """Whether rollouts of one prompt go through the model together."""
         return self._shares
 
-    @cached_property
+    @property
     def repeatable(self) -> bool:
         """Whether a few tokens get the same states twice: no dropout, or none that stays on."""
         tokens_NS = _few_tokens(self.model)
