@@ -76,7 +76,7 @@ def opened(
     else:
         cuda = torch.cuda.is_available() and asked.device_map != "cpu"
         # Without a map: into host memory, in the precision that the device will have.
-        read = partial(load, device_map=None if cuda else "cpu")
+        read = partial(load, device_map=None if cuda else "cpu", quantise=False)
         checkpoint, sharded = load_sharded(read, current(), "cuda" if cuda else "cpu")
     assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
     given = config.update.lr

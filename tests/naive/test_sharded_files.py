@@ -141,7 +141,8 @@ def test_pefts_names_as_the_trainer_saves_them(tmp_path):
     (saved.path / "adapter_model.safetensors").unlink()
     shutil.move(saved.path / "adapter_config.json", tmp_path)
     layout = find_checkpoint(saved.path / "pytorch_model_fsdp_0")
-    assert (layout.root, layout.weights, layout.kind) == (saved.path, tmp_path, "lora")
+    assert (layout.root, layout.config, layout.kind) == (saved.path, tmp_path, "lora")
+    assert layout.weights == saved.path / "pytorch_model_fsdp_0"
     loaded = load_checkpoint(saved.path)
     assert_same_model(loaded.model, saved.model)
     assert_same_optimizer(loaded, saved)

@@ -242,10 +242,10 @@ def _candidate(config: Config, layout: Layout, label: str) -> Candidate:
     check_safetensors(layout.files)
     recorded, found = None, None
     if layout.kind == "lora":
-        recorded = read_adapter_config(layout.weights).get("base_model_name_or_path")
-    if layout.kind == "lora" or not (layout.weights / MODEL_CONFIG).is_file():
+        recorded = read_adapter_config(layout.config).get("base_model_name_or_path")
+    if layout.kind == "lora" or not (layout.config / MODEL_CONFIG).is_file():
         found = find_base(layout, base=asked.base, backbone=asked.backbone, recorded=recorded)
-    files = [*layout.files, *(layout.weights / n for n in (ADAPTER_CONFIG, MODEL_CONFIG))]
+    files = [*layout.files, *(layout.config / n for n in (ADAPTER_CONFIG, MODEL_CONFIG))]
     known = {file.name: sha256(file) for file in files if file.is_file()}
     if found is not None:
         known["base"] = found.location

@@ -99,8 +99,12 @@ def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
     return model
 
 
-def adapter_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    notes = [f"{ALPHA_NOTE} (taken: {config['lora_alpha']:g})", BASE_NOTE]
+def adapter_notes(config: Mapping[str, Any], *, base_saved: bool = False) -> tuple[str, ...]:
+    """`base_saved`: the base's weights came with the adapter, so they are what training used."""
+    alpha = f"{ALPHA_NOTE} (taken: {config['lora_alpha']:g})"
+    if base_saved:
+        return (alpha,)
+    notes = [alpha, BASE_NOTE]
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start != "gaussian":
         notes.append(

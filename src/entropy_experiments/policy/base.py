@@ -80,7 +80,7 @@ def find_base(
         else f"there is no {MODEL_CONFIG} beside the weights"
     )
     raise ValueError(
-        f"{layout.weights / where}: {got}, so the base is unknown. Set checkpoint.base to a local "
+        f"{layout.config / where}: {got}, so the base is unknown. Set checkpoint.base to a local "
         "folder, a hub name or a .gguf file (or checkpoint.backbone to one of "
         f"{', '.join(list(BACKBONES)[:3])}, ...)."
     )
@@ -243,7 +243,7 @@ def _bar_for_terminals() -> Iterator[None]:
 
 def _located(name: str, layout: Layout, said_by: str) -> Base:
     given = Path(name).expanduser()
-    tried = [given] if given.is_absolute() else [layout.weights / given, layout.root / given, given]
+    tried = [given] if given.is_absolute() else [layout.config / given, layout.root / given, given]
     for path in tried:
         if path.suffix == ".gguf" and path.is_file():
             return Base(

@@ -53,7 +53,9 @@ class Layout:
     root: Path
     """The checkpoint's folder, resolved: step_N also where step_N/model was named."""
     weights: Path
-    """The folder with the weights and their config."""
+    """The folder with the weights."""
+    config: Path
+    """The folder with their config: `weights`, but FSDP's may be in the run's folder."""
     kind: Literal["lora", "full"]
     files: tuple[Path, ...]
     """Weight files, all shards."""
@@ -71,7 +73,8 @@ class Layout:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where to look for what belongs to the checkpoint, nearest first."""
+        """Where to look for facts, nearest first. What changes from one checkpoint to the next
+        (step, optimizer, recorded batch) is never the run's, which comes last."""
         return tuple(dict.fromkeys((self.weights, self.root, self.root.parent)))
 
 
@@ -93,34 +96,35 @@ def find_checkpoint(
     root, inside = _root(given)
     sharded = None if adapter_path is not None else _sharded_weights(given)
     if sharded is not None:
-        weights = _config_folder(sharded, root)
+        sharded = (inside or root) / sharded.relative_to(given)
+        weights = sharded if sharded.is_dir() else sharded.parent
+    elif adapter_path is not None:
+        weights = _weights_folder(given, adapter_path).resolve()
     else:
-        weights = _weights_folder(given, adapter_path)
-        if adapter_path is not None:
-            weights = weights.resolve()
-        else:
-            weights = (inside or root) / weights.relative_to(given)
+        weights = (inside or root) / _weights_folder(given, None).relative_to(given)
     _refuse_half_written(weights)
     _refuse_half_written(root)
     if sharded is not None:
         kind = "lora" if _is_adapter(sharded) else "full"
+        config = _config_folder(weights, root, ADAPTER_CONFIG if kind == "lora" else MODEL_CONFIG)
     else:
         kind = "lora" if (weights / ADAPTER_CONFIG).is_file() else "full"
+        config = weights
     optimizer = _optimizer((given, root), weights, optimizer_path, sharded)
+    # Of one DCP folder that is the whole checkpoint, the run's folder is not "beside".
+    beside = root if optimizer is None or optimizer == root else optimizer.parent
     return Layout(
         given=given,
         root=root,
         weights=weights,
+        config=config,
         kind=kind,
         files=files_of(sharded)
         if sharded is not None
         else _weight_files(weights, ADAPTER_WEIGHTS if kind == "lora" else MODEL_WEIGHTS),
         sharded=sharded,
         optimizer=optimizer,
-        param_names=_first(
-            folder / PARAM_NAMES
-            for folder in (*((optimizer.parent,) if optimizer else ()), root, weights)
-        ),
+        param_names=_first(folder / PARAM_NAMES for folder in (beside, root, weights)),
         step=_step(root, weights),
         recorded=_first(
             (
@@ -169,14 +173,16 @@ def _root(given: Path) -> tuple[Path, Path | None]:
     # First unresolved: step_N/model may be a link to weights kept elsewhere.
     for folder in (given.absolute(), given.resolve()):
         parent = folder.parent.resolve()
-        if folder.name in (*INSIDE, FSDP_WEIGHTS[0]) and _is_outer(parent):
+        if folder.name in (*INSIDE, FSDP_WEIGHTS[0]) and _is_outer(parent, is_sharded(folder)):
             return parent, parent / folder.name
     return given.resolve(), None
 
 
-def _is_outer(folder: Path) -> bool:
+def _is_outer(folder: Path, around_shards: bool) -> bool:
     """Whether a folder is a checkpoint around its weights, rather than the parent of many."""
-    if _first(folder / name for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS, *MODEL_WEIGHTS)):
+    # Beside shards, the adapter's config is theirs.
+    own = (*(() if around_shards else (ADAPTER_CONFIG,)), *ADAPTER_WEIGHTS, *MODEL_WEIGHTS)
+    if _first(folder / name for name in own):
         return False  # It has weights of its own: those inside are others.
     kept = (*OPTIMIZERS, SHARDED_OPTIMIZERS[0], PARAM_NAMES, TRAINER_STATE, RECORDED)
     return bool(STEP.search(folder.name)) or bool(_first(folder / name for name in kept))
@@ -207,10 +213,16 @@ def _sharded_weights(given: Path) -> Path | None:
     if _first(folder / n for folder in (given, *(given / i for i in INSIDE)) for n in plain):
         return None
     if is_sharded(given):
-        return given.resolve()
-    named = _first(given / name for name in FSDP_WEIGHTS)
-    if named is not None:
-        return named.resolve()
+        return given
+    named = [given / name for name in FSDP_WEIGHTS if (given / name).exists()]
+    if len(named) > 1:
+        raise ValueError(
+            f"{given} holds the weights twice, in {FSDP_WEIGHTS[0]}/ and {FSDP_WEIGHTS[1]}; "
+            "expected one of them: they may be of two saves. Move the one that you do not mean "
+            f"elsewhere, or give {named[0]} for the shards."
+        )
+    if named:
+        return named[0]
     found = [p for p in sorted(given.iterdir()) if is_sharded(p)]
     others = [p for p in found if p.name not in SHARDED_OPTIMIZERS]
     if len(others) > 1:
@@ -218,15 +230,12 @@ def _sharded_weights(given: Path) -> Path | None:
             f"{given} holds DCP shards in {', '.join(p.name for p in others)}; expected one folder "
             "with the model. Name that one, and its optimizer as checkpoint.optimizer_path."
         )
-    return others[0].resolve() if others else None
+    return others[0] if others else None
 
 
-def _config_folder(sharded: Path, root: Path) -> Path:
-    """Sharded weights have no config of their own; trainers leave it beside, or in the run."""
-    inside = sharded if sharded.is_dir() else sharded.parent
-    folders = (inside, root, root.parent)
-    names = (ADAPTER_CONFIG, MODEL_CONFIG)
-    found = _first(folder / name for folder in folders for name in names)
+def _config_folder(weights: Path, root: Path, name: str) -> Path:
+    """Sharded weights have no config of their own; it is beside them, or in the run's folder."""
+    found = _first(folder / name for folder in (weights, root, root.parent))
     return root if found is None else found.parent
 
 
@@ -325,28 +334,32 @@ def _optimizer(
         path = Path(given).expanduser()
         if not path.exists():
             path = _first(folder / path for folder in folders) or path
-        whole = path.is_file() or is_sharded(path)
-        file = path if whole else _first(path / name for name in OPTIMIZERS)
-        if file is None:
+        found = path if path.is_file() else _optimizer_in([path])
+        if found is None and is_sharded(path):
+            found = path
+        if found is None:
             raise FileNotFoundError(
                 f"Optimizer not found: checkpoint.optimizer_path is {path}. Expected a file, or a "
-                f"folder with {' or '.join(OPTIMIZERS)}."
+                f"folder with {', '.join(OPTIMIZERS)} or {SHARDED_OPTIMIZERS[0]}/ (FSDP's shards)."
             )
-        return file
+        return found
     searched = [weights, folders[1]]
-    if weights.name in INSIDE:
+    if weights.name in INSIDE and weights.parent != folders[1].parent:
         searched.append(weights.parent)
-    file = _first(folder / name for folder in searched for name in OPTIMIZERS)
-    if file is not None:
-        return file
-    for folder in (f / name for f in searched for name in SHARDED_OPTIMIZERS):
-        if is_sharded(folder):
-            return folder
+    found = _optimizer_in(searched)
+    if found is not None:
+        return found
     if sharded is not None and sharded.is_dir():
         from entropy_experiments.policy.sharded_state import holds_optimizer
 
         return sharded if holds_optimizer(sharded) else None
     return None
+
+
+def _optimizer_in(folders: list[Path]) -> Path | None:
+    files = (folder / name for folder in folders for name in OPTIMIZERS)
+    shards = (folder / name for folder in folders for name in SHARDED_OPTIMIZERS)
+    return _first(files) or _first(path for path in shards if is_sharded(path))
 
 
 def _as_folder(path: Path | str, root: Path) -> Path:

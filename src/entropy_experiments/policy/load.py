@@ -11,13 +11,13 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from entropy_experiments.policy.adapter import (
-    BASE_NOTE,
     adapter_notes,
     load_adapter,
     read_adapter_config,
@@ -44,6 +44,7 @@ from entropy_experiments.policy.layout import (
 )
 from entropy_experiments.policy.optimizer_state import load_safely, read_optimizer_state
 from entropy_experiments.policy.precision import true_float64
+from entropy_experiments.policy.sharded_files import newer_shards
 from entropy_experiments.policy.stored_weights import load_sharded_causal_lm, take_base
 from entropy_experiments.types import OptimizerState
 
@@ -94,8 +95,13 @@ def load_checkpoint(
     device_map: Any = "auto",
     need_optimizer: bool = True,
     read_optimizer: bool = True,
+    quantise: bool = True,
 ) -> Checkpoint:
-    """`read_optimizer=False`: for those who need the weights alone; it may be twice their size."""
+    """`read_optimizer=False`: for those who need the weights alone; it may be twice their size.
+
+    `quantise=False`: a base that training had in 4 or 8 bit is loaded in floating point all the
+    same, since a model cut over ranks cannot be quantised.
+    """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(
             f"checkpoint.dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}. Choose one."
@@ -109,14 +115,14 @@ def load_checkpoint(
     given = None if base is None else str(base)
     cuda = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=cuda):
-        build = _lora if layout.kind == "lora" else _full
+        build = partial(_lora, quantise=quantise) if layout.kind == "lora" else _full
         model, found, words, notes = build(layout, given, backbone, dtype, device_map, facts)
         if dtype == "float64":
             true_float64(model)
     model.eval()
-    tokenizer = load_tokenizer(
-        [layout.weights, layout.root, *([found.location] if found else [])], model
-    )
+    # With shards a trainer leaves no tokenizer: the run's comes before the base's.
+    folders = (layout.weights, layout.root) if layout.sharded is None else layout.folders
+    tokenizer = load_tokenizer([*folders, *([found.location] if found else [])], model)
     optimizer, coverage = None, {}
     if layout.optimizer is not None:
         optimizer, coverage = read_optimizer_state(
@@ -135,7 +141,7 @@ def load_checkpoint(
         facts=facts,
         fact_sources=sources,
         coverage={k: v for k, v in coverage.items() if k != "not_verifiable"},
-        not_verifiable=(*notes, *coverage.get("not_verifiable", ())),
+        not_verifiable=(*notes, *_save_notes(layout), *coverage.get("not_verifiable", ())),
         recorded=layout.recorded,
         optimizer_path=layout.optimizer,
         hashes=_hashes(layout, found, fact_files),
@@ -149,15 +155,17 @@ def _lora(
     dtype: str,
     device_map: Any,
     facts: Mapping[str, Any],
+    *,
+    quantise: bool,
 ) -> tuple[Any, Base, str, tuple[str, ...]]:
-    config = read_adapter_config(layout.weights)
+    config = read_adapter_config(layout.config)
     check_safetensors(layout.files)
     found = find_base(
         layout, base=base, backbone=backbone, recorded=config.get("base_model_name_or_path")
     )
     files = sorted(found.folder.glob("*.safetensors")) if found.folder else []
     check_safetensors(files)
-    quantization, words = _quantization(found, facts, device_map)
+    quantization, words = _quantization(found, facts, device_map, quantise)
     plain, info = load_causal_lm(
         found.location,
         dtype=_dtype(dtype, device_map),
@@ -168,10 +176,10 @@ def _lora(
     check_loaded(found.location, info, extra_allowed=True)
     check_finite_weights(found.location, plain, files)
     model = load_adapter(plain, layout, config)
-    notes = adapter_notes(config)
-    if layout.sharded is not None and take_base(model, layout.sharded):
+    base_saved = layout.sharded is not None and take_base(model, layout.sharded)
+    if base_saved:
         words += ", with the weights saved beside the adapter"
-        notes = tuple(note for note in notes if note != BASE_NOTE)
+    notes = adapter_notes(config, base_saved=base_saved)
     return model, found, f"{found.words}, {_precision(plain)}{words}", notes
 
 
@@ -188,7 +196,7 @@ def _full(
         if file.suffix == ".bin":
             load_safely(file)
     found, config = None, None
-    if not (layout.weights / MODEL_CONFIG).is_file():
+    if not (layout.config / MODEL_CONFIG).is_file():
         # Accelerate saves weights alone.
         found = find_base(layout, base=base, backbone=backbone, recorded=None)
         config = model_config(found.location)
@@ -200,7 +208,7 @@ def _full(
     if layout.sharded is not None:
         model = load_sharded_causal_lm(
             layout.sharded,
-            config or model_config(str(layout.weights)),
+            config or model_config(str(layout.config)),
             dtype=kind,
             device_map=_device_map(device_map),
         )
@@ -240,10 +248,20 @@ def _device_map(device_map: Any) -> Any:
     return device_map
 
 
-def _quantization(found: Base, facts: Mapping[str, Any], device_map: Any) -> tuple[Any, str]:
+def _quantization(
+    found: Base, facts: Mapping[str, Any], device_map: Any, quantise: bool
+) -> tuple[Any, str]:
     """Settings for a 4- or 8-bit base where training had one and this machine can; and words."""
     stored = getattr(model_config(found.location), "quantization_config", None)
-    able = _on_cuda(device_map) and importlib.util.find_spec("bitsandbytes") is not None
+    if stored is not None and not quantise:
+        raise ValueError(
+            f"The base {found.location} is stored quantised; expected floating point, which can be "
+            "cut over ranks. Set checkpoint.base to the unquantised model (the result then says "
+            "that the base is not the one training used), or checkpoint.sharding: none."
+        )
+    able = (
+        quantise and _on_cuda(device_map) and importlib.util.find_spec("bitsandbytes") is not None
+    )
     if stored is not None and not able:
         raise ValueError(
             f"The base {found.location} is stored quantised, which needs a GPU and bitsandbytes; "
@@ -275,9 +293,19 @@ def _precision(model: Any) -> str:
     return "/".join(sorted(kinds))
 
 
+def _save_notes(layout: Layout) -> tuple[str, ...]:
+    folders = dict.fromkeys((layout.sharded, layout.optimizer))
+    return tuple(
+        note
+        for folder in folders
+        if folder is not None and folder.is_dir()
+        for note in newer_shards(folder)
+    )
+
+
 def _hashes(layout: Layout, found: Base | None, fact_files: list[Path]) -> dict[str, str]:
     files = [*layout.files, *fact_files]
-    files += [layout.weights / name for name in (ADAPTER_CONFIG, MODEL_CONFIG)]
+    files += [layout.config / name for name in (ADAPTER_CONFIG, MODEL_CONFIG)]
     for path in (layout.optimizer, layout.param_names):
         files += [] if path is None else files_of(path)
     if found is not None and found.folder is not None:

@@ -25,14 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from entropy_experiments.policy.layout import PARAM_NAMES
-from entropy_experiments.policy.sharded_state import sharded_optimizer
+from entropy_experiments.policy.sharded_state import sharded_optimizer, unwrapped
 from entropy_experiments.types import AdamGroup, OptimizerState, SGDGroup
 
 MOMENTS = {
     "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "sgd": ("momentum_buffer",),
 }
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """transformers.Trainer's patterns of names that do not decay (tests/contract)."""
 NO_DECAY_BEFORE_V5 = (r"bias",)
@@ -201,15 +200,8 @@ def _names_in_file(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> Gro
     first: dict[int, str] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         canonical[name] = first.setdefault(id(value), name)
-    cleaned = [[_unwrapped(name) for name in group] for group in found]
+    cleaned = [[unwrapped(name) for name in group] for group in found]
     return [[canonical.get(name, name) for name in group] for group in cleaned]
-
-
-def _unwrapped(name: str) -> str:
-    name = name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "")
-    for wrapper in WRAPPERS:
-        name = name.removeprefix(wrapper)
-    return name
 
 
 def _names_beside(path: Path, sizes: Sequence[int]) -> Groups:
@@ -239,9 +231,9 @@ def _names_beside(path: Path, sizes: Sequence[int]) -> Groups:
         )
     if found and all(isinstance(name, str) for name in found):
         names = iter(found)
-        split = [[_unwrapped(name) for _, name in zip(range(size), names)] for size in sizes]
+        split = [[unwrapped(name) for _, name in zip(range(size), names)] for size in sizes]
     else:
-        split = [[_unwrapped(name) for name in group] for group in found]
+        split = [[unwrapped(name) for name in group] for group in found]
     if [len(group) for group in split] != list(sizes):
         raise ValueError(
             f"{path} names groups of {[len(group) for group in split]} parameters; the optimizer "

@@ -11,9 +11,10 @@ come through one autograd Function, whose backward is FSDP's: for an estimator a
 differentiable like any other, once and in reverse. There is no forward mode.
 
 A pass needs all ranks at once. The ranks' microbatches are different, their number is not:
-`Rollouts.split` adds idle ones (see `lockstep`). Each pass begins with `Ranks.agree`, so a rank
-that fails between passes ends the others there. One that fails *inside* a pass cannot be heard by
-ranks that wait for its share of a layer; it raises, and the others notice that its process ends.
+`Rollouts.split` adds idle ones (see `lockstep`). Sampling is one long pass, in which rank 0 draws
+for all. Each pass begins with `Ranks.agree`, so a rank that fails between passes ends the others
+there. One that fails *inside* a pass cannot be heard by ranks that wait for its share of a layer;
+it raises, and the others notice that its process ends.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from entropy_experiments.numerics.ranks import (
     LOST,
     LostRankError,
+    RankError,
     Ranks,
     hold_shards,
     known_to_all,
@@ -43,6 +45,7 @@ from entropy_experiments.numerics.ranks import (
 from entropy_experiments.policy.calling import causal_lm
 from entropy_experiments.policy.load import Checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.policy.shardable import check_shardable, check_torch, in_one_process
 from entropy_experiments.types import OptimizerState, Params, Rollouts, Scores, check_params
 
 T = TypeVar("T")
@@ -62,7 +65,7 @@ class ShardedModel(nn.Module):
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
-        _check_shardable(model, ranks)
+        check_shardable(model, ranks)
         self.model, self.ranks = model, ranks
         # Once and for all: what is trained does not change when an adapter is switched off.
         self._names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
@@ -75,9 +78,8 @@ class ShardedModel(nn.Module):
             # The sum over ranks, not FSDP's mean; as a plain sum, since gloo has no other.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "set_reduce_scatter_unused_params"):
-                # Experts that are used on one rank only.
-                module.set_reduce_scatter_unused_params(True, recurse=False)
+            # Experts that are used on one rank only.
+            module.set_reduce_scatter_unused_params(True, recurse=False)
         self._failed = False
 
     @property
@@ -96,17 +98,22 @@ class ShardedModel(nn.Module):
     def together(self, work: Callable[[], T]) -> T:
         """`work` with FSDP's exchanges inside, in step with the other ranks."""
         if self._failed:
-            raise RuntimeError(
-                "An earlier pass of the sharded model failed half-way: the ranks are no longer in "
-                "step. Load the model again, in new processes."
+            # The others know of that pass, or are gone: an exchange of flags would wait for them.
+            raise known_to_all(
+                RuntimeError(
+                    "An earlier pass of the sharded model failed half-way: the ranks are no longer "
+                    "in step. Load the model again, in new processes."
+                )
             )
         self.ranks.agree(passing=True)
         try:
             return work()
-        except Exception as error:
-            self._failed = True
+        except BaseException as error:
+            self._failed = True  # after Ctrl-C too
             for module in self._cut_modules():
                 module.reshard()
+            if not isinstance(error, Exception) or isinstance(error, RankError):
+                raise
             if any(word in str(error) for word in CLOSED_CONNECTION):
                 raise LostRankError(LOST.format(str(error).splitlines()[0])) from error
             # The others wait inside the pass and would not hear: they notice that this one ends.
@@ -278,7 +285,18 @@ class _Scored(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *worths: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            # `once_differentiable` would hand out constants where `worths` needs no gradient.
+            raise ValueError(
+                "A gradient of a sharded model's scores with create_graph=True; expected False: "
+                "FSDP has no double backward. Take second derivatives with mode 'central'."
+            )
         scores, ctx.scores = ctx.scores, None  # a pass's activations, no longer than needed
+        if scores is None:
+            raise RuntimeError(
+                "A second backward through the same scores of a sharded model; expected one: the "
+                "first frees what the pass kept. Score again, or add the losses up before it."
+            )
         return None, None, None, *ctx.policy._pulled(ctx.params, scores, worths)
 
 
@@ -301,7 +319,8 @@ def load_sharded(
     on a machine one holds a whole model for a moment, and a device holds its shards and one layer.
     """
     if ranks.group is None:
-        raise _in_one_process()
+        raise in_one_process()
+    check_torch()
     mesh = mesh_of(ranks, device)
 
     def read() -> tuple[Checkpoint, ShardedModel]:
@@ -324,32 +343,6 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
             "checkpoint.sharding: none."
         )
     return layers
-
-
-def _check_shardable(model: nn.Module, ranks: Ranks) -> None:
-    if ranks.group is None:
-        raise _in_one_process()
-    quantised = [name for name, p in model.named_parameters() if not p.is_floating_point()]
-    if quantised:
-        raise ValueError(
-            f"{len(quantised)} parameters are quantised ({quantised[0]} is "
-            f"{model.get_parameter(quantised[0]).dtype}); expected floating point, which can be "
-            "cut over ranks. Set checkpoint.base to the unquantised model."
-        )
-    trained = {p.dtype for p in model.parameters() if p.requires_grad}
-    if len(trained) > 1:
-        said = ", ".join(sorted(str(dtype) for dtype in trained))
-        raise ValueError(
-            f"The trainable parameters have several dtypes ({said}); expected one, since their "
-            "gradients are summed together. Set checkpoint.dtype."
-        )
-
-
-def _in_one_process() -> ValueError:
-    return ValueError(
-        "A sharded model in 1 process; expected several. Start the command with torchrun "
-        "--nproc-per-node 2 (or more), or set checkpoint.sharding: none."
-    )
 
 
 def _cut(value: Tensor, shard: DTensor) -> DTensor:

@@ -4,14 +4,17 @@
     FOLDER/__R_I.distcp   of rank R: pieces, one torch.save after another
 
 Both are a stranger's files, and no code of theirs is run. The slices that a shard is said to hold
-must tile it, the pieces of a tensor must tile the tensor, and each is loaded with `weights_only`.
-In memory is one tensor and one piece of it.
+must tile it, the pieces of a tensor must tile the tensor, and each is loaded with `weights_only`,
+after the CRC that torch.save wrote (and torch.load does not look at) was found to be right. In
+memory is one tensor and one piece of it.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import struct
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -32,6 +35,18 @@ from entropy_experiments.policy.sharded_metadata import (
 SHARD = ".distcp"
 VERSIONS = (None, "1.0.0")
 """DCP's own; torch before 2.3 wrote none."""
+DAMAGE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What torch.load may raise on a pickle with changed bytes, where no CRC tells first."""
 
 Key = tuple[str, tuple[int, ...] | None]
 Steps = tuple[str | int, ...]
@@ -95,6 +110,7 @@ class ShardedFiles:
             file.seek(where.start)
             content = file.read(where.length)
         try:
+            _check_crc(content)
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             first = str(error).strip().splitlines()[0]
@@ -103,7 +119,7 @@ class ShardedFiles:
                 f"in it was executed ({first}). If you trust the file, save the checkpoint again "
                 "with plain values."
             ) from error
-        except (EOFError, RuntimeError, OSError, KeyError) as error:
+        except (*DAMAGE, zipfile.BadZipFile) as error:
             raise ValueError(
                 f"{path}: {key!r}, {where.length} bytes at {where.start}, cannot be read "
                 f"({type(error).__name__}: {error}). The file is damaged, or of another save than "
@@ -141,6 +157,40 @@ def read_sharded(folder: Path) -> ShardedFiles:
             tensors[key] = _tensor(folder, key, entry, slices)
     paths = _paths(folder, found.get("planner_data"), entries)
     return ShardedFiles(folder=folder, tensors=tensors, values=values, paths=paths)
+
+
+def newer_shards(folder: Path) -> tuple[str, ...]:
+    """A note, if a shard was written after the table, which DCP writes last.
+
+    Tensors of the same sizes make files of the same sizes, so the table cannot tell their saves
+    apart. Not an error, for a copy has times of its own.
+    """
+    written = (folder / METADATA).stat().st_mtime_ns
+    late = sorted(f.name for f in folder.glob(f"*{SHARD}") if f.stat().st_mtime_ns > written)
+    if not late:
+        return ()
+    return (
+        f"whether the shards are of one save: {folder.name}/{late[0]} ({len(late)} in all) is "
+        f"newer than {METADATA}, which is written last, as after a copy or another save",
+    )
+
+
+def _check_crc(content: bytes) -> None:
+    """A flipped bit among the numbers is another number, and torch.load gives it back."""
+    if not content.startswith(b"PK\x03\x04"):
+        # torch.load would take it for its format of before 1.6, which is older than DCP.
+        raise zipfile.BadZipFile("it is not a zip file, as torch.save writes")
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as records:
+            listed = records.infolist()
+            if any(record.compress_type != zipfile.ZIP_STORED for record in listed):
+                raise zipfile.BadZipFile("a record is compressed, as torch.save writes none")
+            # None at all: the trainer asked for that (torch.serialization.set_crc32_options).
+            bad = records.testzip() if any(r.CRC for r in listed if r.file_size) else None
+    except (struct.error, ArithmeticError, ValueError) as error:
+        raise zipfile.BadZipFile(str(error)) from error
+    if bad is not None:
+        raise zipfile.BadZipFile(f"the CRC of {bad!r} is another one than was written")
 
 
 def _slices(folder: Path, found: Any) -> dict[Key, Slice]:

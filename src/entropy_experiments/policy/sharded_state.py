@@ -115,6 +115,8 @@ def sharded_optimizer(folder: Path) -> dict[str, Any]:
 
 
 def unwrapped(name: str) -> str:
+    """A parameter's name without the layers that FSDP, activation checkpointing, torch.compile
+    and DDP put around modules; for weights and for optimizer state alike."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")

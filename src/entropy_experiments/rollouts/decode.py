@@ -9,12 +9,16 @@ setting (top_k, repetition penalty, a generation_config's temperature) can bend 
 top_p < 1 p is `numerics.entropy.nucleus`'s law, which is also the one that is scored.
 
 Prompts are padded on the left and computed once per prompt; rows that end leave the batch.
+
+Where ranks need each other for a pass (`policy.sharded`), another token on one of them, by a last
+digit of its logits, would part their ways. So rank 0 draws, and the others are `told` each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +43,19 @@ class Drawn:
     tokens: list[int]
     logprobs: list[float]
     truncated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step drew for the rows of the batch, and which of them go on."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    staying: list[int]
+
+
+def _drawn_here(local: Callable[[], Step]) -> Step:
+    return local()
 
 
 class LastLogits:
@@ -79,8 +96,12 @@ def decode(
     ends: Sequence[int],
     stops: Callable[[list[int]], bool] | None,
     report: Callable[[int], None],
+    told: Callable[[Callable[[], Step]], Step] = _drawn_here,
 ) -> list[Drawn]:
-    """The responses of one unit; `report` is told how many tokens were drawn since last time."""
+    """The responses of one unit; `report` is told how many tokens were drawn since last time.
+
+    `told` decides where a step is drawn (`Ranks.told`: on rank 0, for all); here unless given.
+    """
     from transformers import DynamicCache
 
     device = logits.device
@@ -100,42 +121,34 @@ def decode(
     cache.batch_select_indices(which_N)
     attention_NS, position_N = attention_PS[which_N], position_PS[which_N, -1]
 
-    end_E = torch.tensor(sorted(ends), dtype=torch.long)
+    drawn = partial(_step, temperature=temperature, top_p=top_p, ends=frozenset(ends), stops=stops)
     results = [Drawn(tokens=[], logprobs=[], truncated=True) for _ in draws]
     alive = list(range(len(draws)))
     unreported = 0
     for step in range(max_new_tokens):
-        token_N, logprob_N = inverse_cdf(
-            logits_NV, uniform_NT[alive, step], temperature=temperature, top_p=top_p
-        )
-        ended = torch.isin(token_N, end_E).tolist()
-        staying = []
-        rows = zip(alive, token_N.tolist(), logprob_N.tolist(), ended, strict=True)
-        for row, (n, token, logprob, end) in enumerate(rows):
-            results[n].tokens.append(token)
-            results[n].logprobs.append(logprob)
-            if end or (stops is not None and stops(results[n].tokens)):
-                results[n] = Drawn(
-                    tokens=results[n].tokens, logprobs=results[n].logprobs, truncated=False
-                )
-            else:
-                staying.append(row)
+        before = [results[n].tokens for n in alive]
+        found = told(partial(drawn, logits_NV, uniform_NT[alive, step], before))
+        for row, n in enumerate(alive):
+            results[n].tokens.append(found.tokens[row])
+            results[n].logprobs.append(found.logprobs[row])
+        for row in set(range(len(alive))).difference(found.staying):
+            results[alive[row]] = replace(results[alive[row]], truncated=False)
         unreported += len(alive)
-        if not staying or step + 1 == max_new_tokens:
+        if not found.staying or step + 1 == max_new_tokens:
             break
         if (step + 1) % REPORT_EVERY == 0:
             report(unreported)
             unreported = 0
-        if len(staying) < len(alive):
-            keep_N = torch.tensor(staying, device=device)
+        if len(found.staying) < len(alive):
+            keep_N = torch.tensor(found.staying, device=device)
             cache.batch_select_indices(keep_N)
             attention_NS, position_N = attention_NS[keep_N], position_N[keep_N]
-            token_N = token_N[staying]
-            alive = [alive[row] for row in staying]
+            alive = [alive[row] for row in found.staying]
         attention_NS = nn.functional.pad(attention_NS, (0, 1), value=1)
         position_N = position_N + 1
+        token_N1 = torch.tensor([[found.tokens[row]] for row in found.staying], device=device)
         logits_NV = logits(
-            input_ids=token_N[:, None].to(device),
+            input_ids=token_N1,
             attention_mask=attention_NS,
             position_ids=position_N[:, None],
             past_key_values=cache,
@@ -143,6 +156,26 @@ def decode(
         )
     report(unreported)
     return results
+
+
+def _step(
+    logits_NV: Tensor,
+    uniform_N: Tensor,
+    before: Sequence[list[int]],
+    *,
+    temperature: float,
+    top_p: float,
+    ends: frozenset[int],
+    stops: Callable[[list[int]], bool] | None,
+) -> Step:
+    token_N, logprob_N = inverse_cdf(logits_NV, uniform_N, temperature=temperature, top_p=top_p)
+    tokens = token_N.tolist()
+    staying = [
+        row
+        for row, (earlier, token) in enumerate(zip(before, tokens, strict=True))
+        if token not in ends and not (stops is not None and stops([*earlier, token]))
+    ]
+    return Step(tokens=tokens, logprobs=logprob_N.tolist(), staying=staying)
 
 
 def inverse_cdf(

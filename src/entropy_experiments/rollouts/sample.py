@@ -263,21 +263,25 @@ class SampleGenerator:
         return [rollout for rollout in results if rollout is not None]
 
     def _decode(self, unit: Sequence[Draw], meter: Meter) -> list[Drawn]:
-        def decoded() -> list[Drawn]:
+        policy = self.policy
+
+        def decoded(**more: Any) -> list[Drawn]:
             return decode(
-                LastLogits(self.policy),
+                LastLogits(policy),
                 unit,
-                temperature=self.policy.temperature,
-                top_p=self.policy.top_p,
+                temperature=policy.temperature,
+                top_p=policy.top_p,
                 max_new_tokens=self.max_new_tokens,
                 ends=self.ends,
                 stops=self._stops if self.stop else None,
                 report=meter.tokens_drawn,
+                **more,
             )
 
-        with torch.no_grad(), evaluating(self.policy.model), math_attention():
-            if isinstance(self.policy, ShardedPolicy):
-                return self.policy.sharded.passed(decoded)
+        with torch.no_grad(), evaluating(policy.model), math_attention():
+            if isinstance(policy, ShardedPolicy):
+                # The ranks stay in step only if they go on with the same tokens.
+                return policy.sharded.passed(lambda: decoded(told=policy.ranks.told))
             return decoded()
 
     def _units(self, draws: Sequence[Draw]) -> list[list[int]]:

@@ -37,8 +37,8 @@ def dealt_units(
 ) -> list[dict[int, list[Drawn]]]:
     """By rank: the units that it found in its store or drew, each under its number.
 
-    `together`: no rank can decode alone (a sharded model). All decode every unit, the same tokens
-    from the same seeds, and rank 0 keeps them.
+    `together`: no rank can decode alone (a sharded model). All decode every unit with the tokens
+    that rank 0 draws, and rank 0 keeps them.
     """
     ranks, keys = current(), [unit_key(unit) for unit in units]
 
