@@ -5,6 +5,7 @@ test_arbitrary_weights are then run and must fail.
 """
 
 import pytest
+import torch
 
 from entropy_experiments.estimate import curvature as curvature_module
 from entropy_experiments.estimate import first_order as first_order_module
@@ -109,20 +110,26 @@ def test_enumeration_alone_would_have_missed_the_last_two(monkeypatch, oracle):
 
 
 def test_wrong_entropy_derivative(monkeypatch, oracle):
-    """Our own derivative rule: forgetting the + h in -p (log p + h)."""
-    true_law = entropy_module._law
+    """Our own head: forgetting that in h = -sum p log p the p moves, too."""
 
-    def forgetful(logits_TV, temperature, top_p):
-        p_TV, _ = true_law(logits_TV, temperature, top_p)
-        return p_TV, p_TV.log()
+    def forgetful(hidden_TD, head_VD, bias_V, token_T):
+        logp_TV = torch.nn.functional.linear(hidden_TD, head_VD, bias_V).log_softmax(-1)
+        drawn_T = logp_TV.gather(1, token_T[:, None])[:, 0]
+        return drawn_T, -(logp_TV.detach().exp() * logp_TV).sum(-1)
 
-    monkeypatch.setattr(entropy_module, "_law", forgetful)
+    monkeypatch.setattr(entropy_module, "head_scores", forgetful)
+    check_level(oracle, "token")
     caught(check_slope, oracle, "to_go", "token")
 
 
 def test_forgotten_temperature(monkeypatch, oracle):
-    true_push = entropy_module._push
-    monkeypatch.setattr(
-        entropy_module, "_push", lambda z, y, t, p, dz: true_push(z, y, t, p, dz * t)
-    )
+    """Right values, and slopes of logits before their temperature."""
+    true_scores = entropy_module.head_scores
+
+    def hot(hidden_TD, *others):
+        still_TD = hidden_TD.detach()
+        return true_scores(still_TD + 0.7 * (hidden_TD - still_TD), *others)
+
+    monkeypatch.setattr(entropy_module, "head_scores", hot)
+    check_level(oracle, "token")
     caught(check_slope, oracle, "to_go", "token")

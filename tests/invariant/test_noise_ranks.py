@@ -48,7 +48,8 @@ def _between_ranks(parts: int) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     return row, {name: core.estimate(name).as_dict() for name in ("raw", "adam")}
 
 
-@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2])
 def test_between_ranks_it_sees_each_rank_s_own_gradient(parts):
     """DDP has averaged `.grad` by then, and one pass a step is enough."""
     (row, expected), (nothing, _) = on_ranks(2, _between_ranks, parts)

@@ -92,6 +92,7 @@ def test_the_shipped_tokenizer_is_the_recipes():
     assert shipped.decode(ours) == problem.prompt
 
 
+@pytest.mark.slow
 def test_the_step_is_small_enough_to_be_linear_and_large_enough_to_be_seen(found):
     weights = found.change.diagnostics["weights"]
     assert 1e-3 <= weights.kl <= 1e-1
@@ -100,6 +101,7 @@ def test_the_step_is_small_enough_to_be_linear_and_large_enough_to_be_seen(found
     assert found.predicted.total.trusted
 
 
+@pytest.mark.slow
 def test_the_prediction_is_within_ten_percent_and_curvature_explains_the_rest(found):
     assert abs(found.difference.value) <= 0.1 * abs(found.change.value)
     assert found.difference.covers(0.0) or (found.difference + found.bend).covers(0.0)
@@ -116,6 +118,7 @@ def test_so_it_is_with_the_settings_of_the_quick_start(tmp_path):
     assert found.difference.covers(0.0) or (found.difference + found.bend).covers(0.0)
 
 
+@pytest.mark.slow
 def test_the_change_is_straight_inside_the_linear_range(found):
     etas = [eta for eta in sorted(found.measured) if eta <= found.linear_range]
     assert sorted(found.measured) == pytest.approx([found.lr * factor for factor in SWEEP])
@@ -125,11 +128,13 @@ def test_the_change_is_straight_inside_the_linear_range(found):
     assert 0.98 <= slope <= 1.02
 
 
+@pytest.mark.slow
 def test_the_states_visited_matter(found):
     total = found.predicted.total
     assert abs(total.diagnostics["state"].value) >= 0.1 * abs(total.value)
 
 
+@pytest.mark.slow
 def test_it_speaks_of_the_real_step(found):
     assert found.real
     assert found.certificate is not None
