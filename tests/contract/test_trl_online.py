@@ -61,9 +61,8 @@ def test_training_is_bit_identical_with_and_without(kind, tmp_path):
         assert 0 < row["entropy"] < top
         assert row["step_mismatch"] < 1e-3  # the step that was predicted is the step that was made
         assert row["skipped"] == 0
-        # The same rollouts, and a small step: what the line misses is a fraction of what it says
-        # (Adam's first step, of iterations: 0.58).
-        assert abs(row["bend"]) < 0.75 * abs(row["predicted"]) + 1e-4
+        # The same rollouts, and a small step: what the line misses is a fraction of what it says.
+        assert abs(row["bend"]) < 0.5 * abs(row["predicted"]) + 1e-4
 
 
 def test_its_numbers_reach_the_trackers_the_history_and_a_file(tmp_path):

@@ -122,12 +122,9 @@ def _certificate(run: Any, k: int, **changes: Any) -> Any:
 @pytest.mark.parametrize("k", range(2, STEPS))
 def test_the_rebuilt_step_is_the_step_that_trl_made(run, k):
     certificate, stats = _certificate(run, k)
-    # Adam divides a gradient that is all rounding by itself: of the adapter's 1,536 elements three
-    # are TRL's rounding, and differ from a step rebuilt in fp64, too.
-    astray = round((1 - certificate.share) * certificate.elements)
-    assert astray <= max(3, 0.001 * certificate.elements)
+    assert certificate.share >= 0.999
     assert certificate.cosine >= 1 - 1e-9
-    assert certificate.passed == (certificate.share >= 0.999)
+    assert certificate.passed
     assert stats.clip_factor < 1  # clipping took part
 
 

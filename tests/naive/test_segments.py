@@ -109,7 +109,8 @@ def test_derivatives_are_those_of_rows_alone(name, sizes, taken):
         assert float((ours[key] - grad).norm()) <= EXACT * (1 + float(grad.norm()))
 
 
-def test_recomputation_goes_by_segments_too(taken):
+def test_a_recorded_graph_goes_by_the_square(taken):
+    """As a trainer's own; recomputed layers, too."""
     policy = SequenceProcessor(true_float64(tiny_model("qwen2")), checkpointing=True)
     rollouts = groups()
     taken.clear()
@@ -118,7 +119,7 @@ def test_recomputation_goes_by_segments_too(taken):
         return pullback(lambda p: of.score(p, rollouts).entropy_NS.sum(), of.params)[1]
 
     ours, theirs = gradient(policy), gradient(policy.without_sharing())
-    assert len(taken) == 2 * LAYERS
+    assert not taken
     for key, grad in theirs.items():
         assert float((ours[key] - grad).norm()) <= EXACT * (1 + float(grad.norm()))
 
@@ -135,8 +136,9 @@ def test_responses_that_see_each_other_are_noticed(monkeypatch):
         )
 
     monkeypatch.setattr(segments, "_part", another)
-    wrong = policy.score(policy.params, rollouts)
-    right = policy.without_sharing().score(policy.params, rollouts)
+    with torch.no_grad():
+        wrong = policy.score(policy.params, rollouts)
+        right = policy.without_sharing().score(policy.params, rollouts)
     assert float((wrong.logprob_NS - right.logprob_NS).abs().max()) > 1e-3
 
 
@@ -146,7 +148,8 @@ def test_the_square_is_never_made(monkeypatch, taken):
 
     policy = SequenceProcessor(made("qwen2"))
     monkeypatch.setattr(shared_prompts, "_looks", refuse)
-    policy.score(policy.params, groups())
+    with torch.no_grad():
+        policy.score(policy.params, groups())
     assert taken
     mode = rows_of("several").by_segments()
     assert mode.mask.untyped_storage().nbytes() == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -154,11 +154,7 @@ def _undetached(own_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def recomputed(
-    layers: Sequence[nn.Module],
-    dora: Sequence[nn.Module],
-    attention: AbstractContextManager[Any],
-) -> Iterator[None]:
+def recomputed(layers: Sequence[nn.Module], dora: Sequence[nn.Module]) -> Iterator[None]:
     """Layers whose activations are made again in backward (non-reentrant checkpointing).
 
     transformers' own switch works in training mode only, and would recompute with the model's
@@ -167,8 +163,7 @@ def recomputed(
     """
     with ExitStack() as stack:
         for layer in layers:
-            forward = _recomputing(layer, layer.forward, dora, attention)
-            stack.enter_context(forward_as(layer, forward))
+            stack.enter_context(forward_as(layer, _recomputing(layer, layer.forward, dora)))
         yield
 
 
@@ -196,10 +191,7 @@ class _Bare(nn.Module):
 
 
 def _recomputing(
-    layer: nn.Module,
-    own_forward: Callable[..., Any],
-    dora: Sequence[nn.Module],
-    attention: AbstractContextManager[Any],
+    layer: nn.Module, own_forward: Callable[..., Any], dora: Sequence[nn.Module]
 ) -> Callable[..., Any]:
     bare, first = _Bare(layer, own_forward), True
     within = [module for module in layer.modules() if module in dora]
@@ -208,7 +200,7 @@ def _recomputing(
         nonlocal first
         # The first time, these conditions hold already; in backward they are long over.
         again, first = () if first else within, False
-        with evaluating(layer), math_attention(), differentiated_fully(again), attention:
+        with evaluating(layer), math_attention(), differentiated_fully(again):
             return functional_call(bare, dict(params), args, kwargs)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
