@@ -143,7 +143,7 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     found = []
     for start, z_TB in _tiles(hidden_TD, head_VD, bias_V):
-        # With its tangent: a shift of all logits then cancels here, not in the last digits of T / S.
+        # With its tangent: a shift of all logits cancels here, not in the last digits of T / S.
         # Where a whole tile is banned its largest is -inf, and -inf - -inf would be NaN.
         top_T = z_TB.max(1).values.clamp_min(torch.finfo(z_TB.dtype).min)
         d_TB = _below(z_TB, top_T, bias_V)

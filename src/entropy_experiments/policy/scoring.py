@@ -5,9 +5,9 @@ never looks at padding, needs no mask, and gives every rollout the positions 0, 
 gives the numbers of one rollout at a time. Rollouts of one prompt share a row (`shared_prompts`),
 where the model allows it. The scores come back where the tokens were.
 
-Attention that is differentiated runs through torch's MATH kernel (in forward mode shared rows go by `segments`):
-fused kernels have neither forward mode nor a double backward. Eager attention casts its softmax to
-fp32, which ends fp64.
+Attention that is differentiated runs through torch's MATH kernel (in forward mode, shared rows by
+`segments`): fused kernels have neither forward mode nor a double backward. Eager attention casts
+its softmax to fp32, which ends fp64.
 
 The decoder's hidden states meet the LM head at response positions only, inside `response_scores`.
 That is right where logits are `head(hidden)` and nothing else; where they are not (an adapter on
