@@ -22,8 +22,7 @@ Plain ways, each through policy.score with every rollout in a row of its own (no
 E and U are the same 4 prompts x 8 responses. (b), (c) and (d) in full would take most of an hour.
 Timed are: of (b) one graph of 8 rollouts and 2 of its 8 gradients, of (c) one pass over these 8
 rollouts, of (d) one direction, another in each round. The rest is taken to cost the same per padded
-token, gradient and direction; `scaled_by` has the factors. They and what they are compared with
-have 2 rounds instead of 5; `rounds` says so.
+token, gradient and direction; `scaled_by` has the factors.
 
 CPU time on one thread, the ways in turn; ratios of the same round, median and range.
 """
@@ -54,7 +53,6 @@ ETAS = (1e-4, 2e-4, 4e-4)
 DIRECTIONS = 4
 GRADIENTS = 2
 """Of the 8 of a graph, timed in (b)."""
-DEAR_ROUNDS = 2
 LIMITS = {"prediction": 3.5, "measurement": 1.1, "b": 4.0, "c": 30.0}
 
 
@@ -201,14 +199,13 @@ def examine(policy: SequenceProcessor, rollouts: Rollouts, rounds: int) -> dict[
         "c": work.one_pass,
         "d": work.one_direction,
     }
-    again = alternately(dear, min(rounds, DEAR_ROUNDS))
+    again = alternately(dear, rounds)
     again["b"] = b
     scaled = {"c": work.share * len(rollouts) * len(ETAS), "d": float(DIRECTIONS)}
     for name, factor in scaled.items():
         again[name] = [factor * found for found in again[name]]
     return {
         "rollouts": len(rollouts),
-        "rounds": {name: len(found) for name, found in (taken | again).items()},
         "scaled_by": {**scaled, "b_graphs": work.share, "b_gradients": len(work.few) / GRADIENTS},
         "largest_difference": apart,
         "cpu_seconds": {name: spread(found) for name, found in (taken | again).items()},

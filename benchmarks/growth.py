@@ -1,6 +1,6 @@
 """How time and memory grow with the number and length of rollouts, the vocabulary and the rank.
 
-    python -m benchmarks.growth [--rounds 3] [--axes N_E N_U S V r memory] [--small] [--json FILE]
+    python -m benchmarks.growth [--rounds 5] [--axes N_E N_U S V r memory] [--small] [--json FILE]
 
 The random llama of 30M parameters (benchmarks.models), fully trained; with LoRA for r. Prompts have
 8 tokens and 8 responses each, which share them. Along each axis one size grows, the others stay:
@@ -223,7 +223,7 @@ def memory(policy: SequenceProcessor, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = options(__doc__, "growth", rounds=3, models=False)
+    parser = options(__doc__, "growth", models=False)
     parser.add_argument("--axes", nargs="+", choices=[*SIZES, "memory"], default=[*SIZES, "memory"])
     parser.add_argument("--small", action="store_true", help="two tiny sizes each, to try it")
     asked = parser.parse_args(argv)

@@ -1,9 +1,9 @@
 """What the probe costs a training: TRL's GRPO on SmolLM2-135M with LoRA, with it and without.
 
     make smollm2
-    python -m benchmarks.online [--rounds 2] [--prompts 4] [--length 24] [--json FILE]
+    python -m benchmarks.online [--rounds 2] [--prompts 8] [--length 24] [--json FILE]
 
-The preset `smollm2-gsm8k`, 4 prompts x 8 responses a step; short questions and short responses, so
+The preset `smollm2-gsm8k`, 8 prompts x 8 responses a step; short questions and short responses, so
 that a run takes minutes. The probe looks at every 5th step with 16 fresh rollouts, as long as
 training's, and nothing throttles it. A reward that differs within groups makes every step a real
 one; so small a model solves nothing.
@@ -43,7 +43,7 @@ OUT = ROOT / "docs" / "benchmarks" / "online.json"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train_1000.jsonl"
 EVERY, ROLLOUTS = 5, 16
 LIMITS = {"time": 0.10, "memory": 0.15}
-PROMPTS, LENGTH = 4, 24
+PROMPTS, LENGTH = 8, 24
 QUESTIONS = 128
 LONGEST = 140
 """Letters of a question."""

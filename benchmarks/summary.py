@@ -3,8 +3,8 @@
     python -m benchmarks.summary
 
 reads docs/benchmarks/*.json and writes the part of docs/benchmarks.md between its two marks: the
-table, and the drawings that benchmarks.plots has made. What is not in a file is *not stored yet*;
-nothing is written there by hand.
+table, the profiles, and the drawings that benchmarks.plots has made. What is not in a file is
+*not stored yet*; nothing is written there by hand.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from benchmarks.tables import STORED, told
 PAGE = STORED.parent / "benchmarks.md"
 MARKS = ("<!-- made by python -m benchmarks.summary -->", "<!-- end -->")
 MISSING = "not stored yet"
+LARGEST = 8
+"""Operators of a profile that the page shows."""
 DRAWN = {
     "benchmarks_ratios": "How many times faster than each plain way",
     "benchmarks_growth": "CPU time over each size",
@@ -165,6 +167,19 @@ def _at(found: Any, place: Sequence[str]) -> Any:
     return found
 
 
+def profiles(results: Mapping[str, Any]) -> list[str]:
+    """For each model and way the operators that take most of the time."""
+    out = []
+    for model, label in (("smollm2", "SmolLM2"), ("random", "30M")):
+        ways = _at(results.get("profile"), ("models", model)) or {}
+        if ways:
+            out += ["", f"| {label}: operators by their own CPU time, one thread | |", "|---|---|"]
+        for way, rows in ways.items():
+            shares = ", ".join(f"{row['operator']} {row['share']:.1%}" for row in rows[:LARGEST])
+            out.append(f"| {way} | {shares} |")
+    return out
+
+
 def drawings(folder: Path) -> list[str]:
     return [
         line
@@ -182,7 +197,15 @@ def page(text: str, results: Mapping[str, Any], images: Path = STORED.parent / "
     before, rest = text.split(begin)
     _, after = rest.split(end)
     return "\n".join(
-        [f"{before}{begin}", "", *lines(results), *drawings(images), "", f"{end}{after}"]
+        [
+            f"{before}{begin}",
+            "",
+            *lines(results),
+            *profiles(results),
+            *drawings(images),
+            "",
+            f"{end}{after}",
+        ]
     )
 
 

@@ -22,12 +22,13 @@ MODELS = ("smollm2", "random")
 Clock = Callable[[], float]
 
 
-def options(doc: str | None, name: str, *, rounds: int = 5, models: bool = True) -> Any:
+def options(doc: str | None, name: str, *, rounds: int | None = 5, models: bool = True) -> Any:
     """The parser that every program begins with; results go to docs/benchmarks/NAME.json."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=rounds)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds)
     if models:
         parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--json", type=Path, default=STORED / f"{name}.json")

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import estimators, growth, plots, ranks, scoring, summary, tables
+from benchmarks import estimators, growth, plots, profile, ranks, scoring, summary, tables
 from benchmarks.counting import LiveBytes, WorkingBytes, flops
 from benchmarks.products import Products
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -109,6 +110,31 @@ def test_ours_and_the_plain_ways_agree_on_a_small_model(policy):
     assert scored["largest_difference"] < 1e-4
     assert scored["tokens_through"]["head"] == scored["response_tokens"]
     assert scored["threads_1"]["of_peak"]["median"] > 0
+
+
+def test_a_profile_has_the_largest_operators_first(policy):
+    rollouts = growth.rollouts(16, 6, 96, seed=0)
+    found = profile.examine(policy, rollouts)
+    assert list(found) == ["pass", "prediction", "measurement"]
+    for rows in found.values():
+        shares = [row["share"] for row in rows]
+        assert shares == sorted(shares, reverse=True)
+        assert 0.5 < sum(shares) <= 1
+    lines = summary.profiles({"profile": {"models": {"random": found}}})
+    assert [line.split(" | ")[0] for line in lines[-3:]] == [
+        "| pass",
+        "| prediction",
+        "| measurement",
+    ]
+    assert f"{found['pass'][0]['operator']} {found['pass'][0]['share']:.1%}" in lines[-3]
+    assert summary.profiles({}) == []
+
+
+def test_a_profile_is_of_the_operators_own_time():
+    x = torch.ones(300, 300)
+    first, *_ = profile.profiled(lambda: [nn.functional.linear(x, x) for _ in range(5)])
+    assert (first["operator"], first["calls"]) == ("mm", 5)  # not linear, which only calls it
+    assert first["share"] > 0.5
 
 
 def test_other_influences_are_no_result(policy, monkeypatch):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from entropy_experiments.online import trl_batch
 from entropy_experiments.online.rows import ALIASES, PREFIX, read_rows
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.online.trl_batch import PRIVATES
+from entropy_experiments.online.trl_batch import IN_TRAINING, PRIVATES
 from entropy_experiments.online.watch import ROWS
 from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
 
@@ -26,7 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": True},
     },
-    "iterations": {"num_iterations": 2, "steps_per_generation": 4},
+    # Its first batch bends more than the others': the line is asked for at a fifth of the rate.
+    "iterations": {"num_iterations": 2, "steps_per_generation": 4, "learning_rate": 1e-3},
 }
 
 
@@ -65,20 +68,37 @@ def test_training_is_bit_identical_with_and_without(kind, tmp_path):
         assert abs(row["bend"]) < 0.5 * abs(row["predicted"]) + 1e-4
 
 
+def _tracker() -> Any:
+    """Stands for what `report_to` adds: a callback that is handed each row of metrics."""
+    from transformers import TrainerCallback
+
+    class Tracker(TrainerCallback):
+        def __init__(self) -> None:
+            self.seen: dict[int, dict[str, float]] = {}
+
+        def on_log(self, args, state, control, logs=None, **_):
+            if "loss" in logs:  # not the summary at the end
+                self.seen[state.global_step - 1] = dict(logs)
+
+    return Tracker()
+
+
 def test_its_numbers_reach_the_trackers_the_history_and_a_file(tmp_path):
-    callback = _probe(every=2)
-    trainer = _trained(tmp_path, callback)
+    callback, tracker = _probe(every=2), _tracker()
+    trainer = _trained(tmp_path, callback, tracker)
     rows = read_rows(tmp_path / ROWS)
     assert [row["step"] for row in rows] == [0, 2, 4]
     assert rows == callback.rows
     logged = {row["step"] - 1: row for row in trainer.state.log_history if "loss" in row}
-    for row in rows:
-        seen = logged[row["step"]]
-        for name in ("predicted", "measured", "measured_low", "direct", "state", "overhead"):
-            assert seen[PREFIX + name] == pytest.approx(row[name], rel=1e-3)
-        for alias, name in ALIASES.items():
-            assert seen[alias] == pytest.approx(row[name], rel=1e-3)
-    assert not any(name.startswith(PREFIX) for name in logged[1])
+    assert list(tracker.seen) == list(range(6))
+    for told in (logged, tracker.seen):
+        for row in rows:
+            seen = told[row["step"]]
+            for name in ("predicted", "measured", "measured_low", "direct", "state", "overhead"):
+                assert seen[PREFIX + name] == pytest.approx(row[name], rel=1e-3)
+            for alias, name in ALIASES.items():
+                assert seen[alias] == pytest.approx(row[name], rel=1e-3)
+        assert not any(name.startswith(PREFIX) for name in told[1])
     for line in (tmp_path / ROWS).read_text().splitlines():
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
 
@@ -115,14 +135,24 @@ def test_trl_has_the_privates_relied_upon(name, tmp_path):
     assert hasattr(trainer, name)
 
 
+def test_every_private_that_is_read_is_in_the_list():
+    modules = Path(trl_batch.__file__).parent.glob("*.py")
+    read = {name for m in modules for name in re.findall(r"trainer\.(_\w+)", m.read_text())}
+    assert read == {name for name in PRIVATES if name.startswith("_")}
+
+
 def test_the_hooks_come_when_they_are_said_to(tmp_path):
     """Before: gradients and old weights. After: gradients still there, new weights, same rate."""
     from transformers import TrainerCallback
 
     seen: list[tuple[Any, ...]] = []
+    passes: list[int] = []
 
     class Look(TrainerCallback):
         trainer: Any = None
+
+        def on_step_begin(self, args, state, control, **_):
+            passes.append(*(getattr(self.trainer, name) for name in IN_TRAINING))
 
         def _now(self) -> tuple[Any, ...]:
             model = self.trainer.model
@@ -142,6 +172,7 @@ def test_the_hooks_come_when_they_are_said_to(tmp_path):
         trainer = grpo(tmp_path, callbacks=[look], max_steps=3)
         look.trainer = trainer
         trainer.train()
+    assert passes == [trainer.args.gradient_accumulation_steps] * 3
     for before, after in zip(seen[::2], seen[1::2], strict=True):
         assert (before[0], after[0]) == ("before", "after")
         assert before[1] <= 0.05 * (1 + 1e-5)  # clipped

@@ -213,6 +213,30 @@ def test_a_gradient_taken_under_autocast_is_in_full_precision():
         assert torch.equal(gradient(), wanted)
 
 
+def test_a_head_in_half_precision_is_multiplied_in_full(columns, monkeypatch):
+    """And by the shorter rule: to cast it first would hide that it does not move."""
+    monkeypatch.setattr(forward_mode, "WORTHWHILE", 0)
+    params, (v, *_) = problem()
+    half_VD, token_T = params["head"].bfloat16(), TOKENS
+    at, along = {"hidden": params["hidden"].float()}, {"hidden": v["hidden"].float()}
+
+    def scores(head_VD):
+        return lambda p: token_scores_from_hidden(p["hidden"], head_VD, token_T)
+
+    with FlopCounterMode(display=False) as counter:
+        found = pushforward(scores(half_VD), at, along)
+    assert counter.get_total_flops() == 2 * (2 * T * D * V)
+    wanted = pushforward(scores(half_VD.float()), at, along)
+    assert all(torch.equal(a, b) for one, two in zip(found, wanted) for a, b in zip(one, two))
+    every = {"hidden": at["hidden"], "head": half_VD}
+    grads = pullback(scalar(lambda p: token_scores_from_hidden(*p.values(), token_T)), every)[1]
+    full = every | {"head": half_VD.float()}
+    exact = pullback(scalar(lambda p: token_scores_from_hidden(*p.values(), token_T)), full)[1]
+    assert torch.equal(grads["hidden"], exact["hidden"])
+    assert grads["head"].dtype == torch.bfloat16
+    assert torch.equal(grads["head"], exact["head"].bfloat16())
+
+
 def test_a_frozen_head_is_not_multiplied_with_zeros(columns, monkeypatch):
     """One product more for the tangent, in every tile; a moving head needs two."""
     monkeypatch.setattr(forward_mode, "WORTHWHILE", 0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import jvp
 
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
-from entropy_experiments.policy import segments, shared_prompts
+from entropy_experiments.policy import scoring, segments, shared_prompts
 from entropy_experiments.policy.precision import true_float64
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.policy.segments import Segments
@@ -124,6 +124,26 @@ def test_a_recorded_graph_goes_by_the_square(taken):
         assert float((ours[key] - grad).norm()) <= EXACT * (1 + float(grad.norm()))
 
 
+def test_rows_are_chosen_for_the_attention_that_they_get(monkeypatch):
+    """What is worth sharing by segments may not be by the square."""
+    asked, own = [], scoring.shared_rows
+
+    def spy(*args, square):
+        asked.append(square)
+        return own(*args, square=square)
+
+    monkeypatch.setattr(scoring, "shared_rows", spy)
+    policy, rollouts = exact("qwen2"), groups()
+
+    def score(p):
+        return policy.score(p, rollouts).entropy_NS.sum()
+
+    pullback(score, policy.params)
+    pushforward(score, policy.params, direction(policy))
+    policy.score_all(rollouts, microbatch=len(rollouts))
+    assert asked == [True, False, False]
+
+
 def test_responses_that_see_each_other_are_noticed(monkeypatch):
     """The teeth of all of the above: a part whose keys are those of the next response."""
     policy, rollouts = exact("gpt2"), groups()
@@ -214,6 +234,20 @@ def test_every_precision_comes_back_as_it_went(dtype):
         assert got.dtype == dtype
         gap = (got - expected).transpose(1, 2)[rows.segment_RS >= 0].abs().max()
         assert float(gap) <= 4 * torch.finfo(dtype).eps
+
+
+def test_autocast_does_not_halve_the_precision_of_differentiated_attention():
+    rows = rows_of("several")
+    one, along = drawn(rows, (2, 4), (2, 4))
+    one, along = one.float(), along.float()
+
+    def slope():
+        with torch.no_grad(), rows.by_segments() as mode:
+            return jvp(lambda x: attend(x, x, x, attn_mask=mode.mask), (one,), (along,))[1]
+
+    expected = slope()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(slope(), expected)
 
 
 def test_padding_has_finite_derivatives():

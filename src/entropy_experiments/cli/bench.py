@@ -11,11 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.job import as_if_alone
 from entropy_experiments.cli.options import AsJson, Debug, Quiet, tell
 
 BENCHMARKS = {
     "scoring": "log-probs and entropies of rollouts, against plain logits; matmul peak",
     "estimators": "prediction and measurement in forward passes; influences, directions",
+    "profile": "where the time of a pass, a prediction and a measurement goes",
     "growth": "time and memory over rollouts, lengths, vocabulary and rank",
     "ranks": "two processes against one (needs two idle cores)",
     "influence": "all influences, against one backward and one pass for each",
@@ -86,7 +88,8 @@ def _repository() -> Path:
 def _run(name: str, home: Path, out: Path, *, quiet: bool) -> Any:
     path = (out / f"{name}.json").resolve()
     words = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path)]
-    done = subprocess.run(words, cwd=home, stdout=subprocess.DEVNULL if quiet else None)
+    aside = subprocess.DEVNULL if quiet else None
+    done = subprocess.run(words, cwd=home, env=as_if_alone(), stdout=aside)
     if done.returncode != 0:
         raise RuntimeError(
             f"The benchmark {name} ended with code {done.returncode}; its own message says why."

@@ -43,7 +43,6 @@ from entropy_experiments.numerics.derivatives import (
     How,
     dot,
     dual,
-    pushforward,
     pushforwards,
     require_full_precision,
 )
@@ -115,7 +114,8 @@ def first_order_by_part(
 ) -> Attribution:
     """The slope along the whole direction and along each of its parts, on the same rollouts.
 
-    One pass serves all parts, and the total is their sum. Its noise floor serves its lines.
+    By jvp and reverse one pass serves all parts, and the total is their sum. By central all share
+    the scores at theta, and the total is a difference of its own. Its noise floor serves its lines.
     """
     estimand = slope_estimand(
         policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
@@ -270,8 +270,9 @@ def scores_along(
     microbatch: int = 8,
     ranks: Ranks | None = None,
 ) -> tuple[Scores, list[Scores]]:
-    """The scores at theta and their derivatives along each direction, from one pass, in fp64.
+    """The scores at theta and their derivatives along each direction, in fp64.
 
+    By jvp one pass gives all; central takes one pass at theta and two for each direction.
     `ranks`: None are the current ones, of `numerics.ranks.across`.
     """
     ranks = ranks or current()
@@ -285,11 +286,7 @@ def scores_along(
             def score(params: Params) -> Scores:
                 return policy.score(params, part)
 
-            if mode == "jvp":
-                here, slopes = pushforwards(score, policy.params, many)
-            else:
-                found = [pushforward(score, policy.params, v, how=mode) for v in many]
-                here, slopes = found[0][0], [slope for _, slope in found]
+            here, slopes = pushforwards(score, policy.params, many, how=mode)
             check_scores(here, part, rows_N, columns)
             for all_NS, part_NS in zip(out, (here, *slopes), strict=True):
                 for whole_NS, x_NS in zip(all_NS, part_NS, strict=True):

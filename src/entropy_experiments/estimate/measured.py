@@ -27,7 +27,13 @@ from entropy_experiments.estimate.ratio import (
     score_all,
 )
 from entropy_experiments.estimate.support import Support
-from entropy_experiments.numerics.derivatives import in_cache, norm, over_shards, shifted
+from entropy_experiments.numerics.derivatives import (
+    in_cache,
+    norm,
+    over_shards,
+    shifted,
+    square_sum,
+)
 from entropy_experiments.numerics.ranks import local_part
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.numerics.weights import diagnose
@@ -207,8 +213,14 @@ def step_rounding(before: Params, after: Params, v: Params, eta: float) -> float
     lost = 0.0
     for name, theta in before.items():
         for old, new, along in in_cache(*map(local_part, (theta, after[name], v[name]))):
-            lost += float((new.double() - old.double() - eta * along.double()).square().sum())
+            lost += square_sum(_missed(old, new, along, eta))
     return over_shards(lost, before) ** 0.5 / size
+
+
+def _missed(old: Tensor, new: Tensor, along: Tensor, eta: float) -> Tensor:
+    """new - old - eta v in the parameters' precision: of the step it errs by a last digit."""
+    dtype = torch.promote_types(old.dtype, torch.float32)
+    return (new.to(dtype) - old.to(dtype)).sub_(along.to(dtype), alpha=eta)
 
 
 def _noise_floors(

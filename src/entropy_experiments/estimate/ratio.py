@@ -180,7 +180,7 @@ def no_scores(rollouts: Rollouts) -> Scores:
 def check_repeatable(policy: Policy, rollouts: Rollouts) -> None:
     """Refuse a model that gives two answers: dropout, most often.
 
-    A policy that has found out about itself, and says so by `repeatable`, is not asked again.
+    A policy that tries itself on a few tokens, and says so by `repeatable`, is believed.
     """
     if getattr(policy, "repeatable", False):
         return

@@ -63,20 +63,24 @@ def pushforward(
                 error.add_note(FUSED_KERNEL_NOTE)
             raise
     if how == "central":
-        step = step or central_step(params, v, power=1 / 3)
         with torch.no_grad():
-            here, plus, minus = (f(shifted(params, v, c * step)) for c in (0, 1, -1))
-        return here, tree_map(lambda a, b: (a - b) / (2 * step), plus, minus)
+            return f(params), _difference(f, params, v, step)
     raise ValueError(f"how={how!r}; expected one of {get_args(How)}.")
 
 
 def pushforwards(
-    f: Callable[[Params], Any], params: Params, many: Sequence[Params]
+    f: Callable[[Params], Any], params: Params, many: Sequence[Params], *, how: How = "jvp"
 ) -> tuple[Any, list[Any]]:
-    """f(params) and its derivatives along several directions, by jvp: they share one forward."""
-    if len(many) == 1:
-        here, slope = pushforward(f, params, many[0])
-        return here, [slope]
+    """f(params) and its derivatives along several directions.
+
+    By jvp they share one forward. By central they share f(params): 1 + 2 K forwards in all.
+    """
+    if how == "central":
+        with torch.no_grad():
+            return f(params), [_difference(f, *_aligned(params, v)) for v in many]
+    if how != "jvp" or len(many) == 1:
+        found = [pushforward(f, params, v, how=how) for v in many]
+        return found[0][0], [slope for _, slope in found]
     stacked = {
         name: torch.stack([v[name].to(theta.device, theta.dtype) for v in many])
         for name, theta in params.items()
@@ -270,7 +274,16 @@ def in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def norm(params: Params) -> float:
-    return dot(params, params) ** 0.5
+    total = 0.0
+    for value in params.values():
+        total += sum(square_sum(part) for (part,) in in_cache(local_part(value)))
+    return over_shards(total, params) ** 0.5
+
+
+def square_sum(x: Tensor) -> float:
+    """In fp64."""
+    x = x.double()
+    return float(torch.dot(x, x))
 
 
 def central_step(params: Params, v: Params, *, power: float) -> float:
@@ -286,6 +299,14 @@ def _aligned(params: Params, v: Params) -> tuple[dict[str, Tensor], dict[str, Te
     check_params("direction", v, params)
     plain = {name: value.detach() for name, value in params.items()}
     return plain, {name: v[name].detach().to(value.dtype) for name, value in params.items()}
+
+
+def _difference(
+    f: Callable[[Params], Any], params: Params, v: Params, step: float | None = None
+) -> Any:
+    step = step or central_step(params, v, power=1 / 3)
+    plus, minus = (f(shifted(params, v, c * step)) for c in (1, -1))
+    return tree_map(lambda a, b: (a - b) / (2 * step), plus, minus)
 
 
 def _double_backward(f: Callable[[Params], Any], params: Params, v: Params) -> Any:

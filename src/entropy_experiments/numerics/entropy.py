@@ -69,10 +69,12 @@ def token_scores_from_hidden(
     Half-precision states and heads are multiplied in fp32: logits rounded to bf16 would cost
     hundredths of a nat.
     """
-    hidden_TD, head_VD = _full(hidden_TD), _full(head_VD)
+    hidden_TD = _full(hidden_TD)
     bias_V = None if bias_V is None else _full(bias_V)
     _check_tokens(token_T, len(head_VD))
     nucleus_only = top_p < 1.0  # which needs whole rows of logits
+    if nucleus_only:
+        head_VD = _full(head_VD)
     rows = _rows_in(CHUNK_BYTES, len(head_VD)) if nucleus_only else most_rows(head_VD)
     tokens = max(1, len(token_T))
     size = chunk or ceil(tokens / ceil(tokens / rows))

@@ -53,13 +53,18 @@ def refuse_nested_forward_mode() -> None:
 
 
 def linear_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-    """x W' + b with some rows of W and b, by the shorter rule where only x moves.
+    """x W' + b with some rows of W and b, by the shorter rule where only x moves; x's precision.
 
-    To cut W first would hide from torch.func that it does not move.
+    To cut or cast W first would hide from torch.func that it does not move.
     """
     if only_forward_mode() and _only_the_input_moves(x, weight, bias):
         return _FrozenRows.apply(x, weight, bias, rows.start, rows.stop)
-    return nn.functional.linear(x, weight[rows], None if bias is None else bias[rows])
+    return _linear_of_rows(x, weight, bias, rows)
+
+
+def _linear_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+    bias = None if bias is None else bias[rows].to(x.dtype)
+    return nn.functional.linear(x, weight[rows].to(x.dtype), bias)
 
 
 class _ShorterRule(TorchFunctionMode):
@@ -105,8 +110,7 @@ class _FrozenRows(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
-        rows = slice(start, stop)
-        return nn.functional.linear(x, weight[rows], None if bias is None else bias[rows])
+        return _linear_of_rows(x, weight, bias, slice(start, stop))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -119,4 +123,4 @@ class _FrozenRows(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         if tangents[0] is None:
             return None
-        return nn.functional.linear(tangents[0], weight[ctx.start : ctx.stop])
+        return _linear_of_rows(tangents[0], weight, None, slice(ctx.start, ctx.stop))

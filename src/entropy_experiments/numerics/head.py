@@ -34,7 +34,7 @@ from entropy_experiments.numerics.forward_mode import (
     refuse_nested_forward_mode,
 )
 
-TILE_BYTES = {"cpu": 2**20}
+TILE_BYTES = {"cpu": 2**21}
 """The size of a tile: on a CPU what the cache of a core holds."""
 OTHER_TILE_BYTES = 160 * 2**20
 """Elsewhere calls are dear and memory is quick."""
@@ -47,7 +47,10 @@ FAR_BELOW = -1e9
 def head_scores(
     hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, token_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of the token, entropy) for each of T states, in the precision of the inputs."""
+    """(log-prob of the token, entropy) for each of T states, in the precision of these.
+
+    A head in half precision is cast one tile at a time.
+    """
     with torch.autocast(hidden_TD.device.type, enabled=False):
         if only_forward_mode():
             return _scores(hidden_TD, head_VD, bias_V, token_T)[:2]
@@ -100,9 +103,10 @@ class _HeadScores(torch.autograd.Function):
                     1, column_T[:, None], torch.where(inside_T, gl_T, 0)[:, None]
                 )
                 if needs_hidden:
-                    ghidden_TD = ghidden_TD + g_TB @ head_VD[start : start + z_TB.shape[1]]
+                    head_BD = head_VD[start : start + z_TB.shape[1]].to(g_TB.dtype)
+                    ghidden_TD = ghidden_TD + g_TB @ head_BD
                 if needs_head:
-                    ghead.append(g_TB.mT @ hidden_TD)
+                    ghead.append((g_TB.mT @ hidden_TD).to(head_VD.dtype))
                 if needs_bias:
                     gbias.append(g_TB.sum(0))
             return (
@@ -124,9 +128,9 @@ class _HeadScores(torch.autograd.Function):
                 columns = slice(start, start + z_TB.shape[1])
                 moved = []
                 if dhidden_TD is not None:
-                    moved.append(dhidden_TD @ head_VD[columns].mT)
+                    moved.append(dhidden_TD @ head_VD[columns].to(z_TB.dtype).mT)
                 if dhead_VD is not None:
-                    moved.append(hidden_TD @ dhead_VD[columns].mT)
+                    moved.append(hidden_TD @ dhead_VD[columns].to(z_TB.dtype).mT)
                 if dbias_V is not None:
                     moved.append(dbias_V[columns].expand(z_TB.shape))
                 dz_TB = sum(moved[1:], moved[0])

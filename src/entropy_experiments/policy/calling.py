@@ -70,6 +70,11 @@ def nothing_differentiated() -> bool:
     return not torch.is_grad_enabled() and not get_interpreter_stack()
 
 
+def records_a_graph() -> bool:
+    """For an ordinary backward, as a training's is; torch.func's own graphs are another matter."""
+    return torch.is_grad_enabled() and not get_interpreter_stack()
+
+
 def quickest_attention() -> Any:
     """torch's own choice where nothing is differentiated, else what every derivative goes through.
 

@@ -5,9 +5,9 @@ never looks at padding, needs no mask, and gives every rollout the positions 0, 
 gives the numbers of one rollout at a time. Rollouts of one prompt share a row (`shared_prompts`),
 where the model allows it. The scores come back where the tokens were.
 
-Attention that is differentiated runs through torch's MATH kernel (in forward mode, shared rows by
-`segments`): fused kernels have neither forward mode nor a double backward. Eager attention casts
-its softmax to fp32, which ends fp64.
+Attention that is differentiated runs through torch's MATH kernel: fused kernels have neither
+forward mode nor a double backward. Shared rows go by `segments`, except where an ordinary graph is
+recorded. Eager attention casts its softmax to fp32, which ends fp64.
 
 The decoder's hidden states meet the LM head at response positions only, inside `response_scores`.
 That is right where logits are `head(hidden)` and nothing else; where they are not (an adapter on
@@ -23,12 +23,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_interpreter_stack
 from torch.func import functional_call
 
 from entropy_experiments.numerics.entropy import (
@@ -50,9 +49,11 @@ from entropy_experiments.policy.calling import (
     plain_inputs,
     quickest_attention,
     recomputed,
+    records_a_graph,
     trains_padded_embeddings,
 )
 from entropy_experiments.policy.lora import fused_adapters, plain_lora_layers
+from entropy_experiments.policy.packed import Packed
 from entropy_experiments.policy.shared_prompts import Rows, may_share, shared_rows
 from entropy_experiments.types import Params, Rollouts, Scores, check_params
 
@@ -196,20 +197,20 @@ class SequenceProcessor:
             )
         return packed.back(found_NS)
 
-    def _packed(self, rollouts: Rollouts) -> _Packed:
-        packed = _Packed.of(rollouts, self.device)
+    def _packed(self, rollouts: Rollouts) -> Packed:
+        packed = Packed.of(rollouts, self.device)
         if not self._shares:
             return packed
         widest = getattr(causal_lm(self.model).config, "max_position_embeddings", None)
-        rows = shared_rows(packed.rollouts, widest, square=self._attention != "sdpa")
-        return replace(packed, rows=rows)
+        square = self._attention != "sdpa" or records_a_graph()
+        return replace(packed, rows=shared_rows(packed.rollouts, widest, square=square))
 
     @property
     def device(self) -> torch.device:
         """Where tokens go in: the device of the input embeddings."""
         return causal_lm(self.model).get_input_embeddings().weight.device
 
-    def _score(self, params: Params, packed: _Packed) -> Scores:
+    def _score(self, params: Params, packed: Packed) -> Scores:
         check_params("params", params, self.params)
         rollouts = packed.rollouts
         settings = {"temperature": self.temperature, "top_p": self.top_p, "chunk": self.chunk}
@@ -246,7 +247,7 @@ class SequenceProcessor:
         return self._call(decoder, inside, tokens_NS, rows)[0]
 
     def _response_logits(
-        self, params: Params, packed: _Packed
+        self, params: Params, packed: Packed
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         logits_RSV = self._states(params, packed.rollouts.tokens_NS, packed.rows)
         return before_response(logits_RSV, packed.rollouts, packed.place)
@@ -265,8 +266,8 @@ class SequenceProcessor:
             attention, mask_R1SS = self._looking(rows)
             inputs = (rows.tokens_RS, rows.position_RS, mask_R1SS)
         named = dict(zip(("input_ids", "position_ids", "attention_mask"), inputs, strict=True))
-        # Recomputation happens in backward: only where an ordinary graph is being recorded.
-        recompute = self._layers if torch.is_grad_enabled() and not get_interpreter_stack() else ()
+        # Recomputation happens in backward.
+        recompute = self._layers if records_a_graph() else ()
         with (
             evaluating(self.model),
             plain_inputs(self.model),
@@ -283,7 +284,7 @@ class SequenceProcessor:
     def _looking(self, rows: Rows) -> tuple[AbstractContextManager[Any], Tensor]:
         """How attention is to be computed, and the mask that the model gets."""
         if self._attention == "sdpa":
-            if torch.is_grad_enabled() and not get_interpreter_stack():
+            if records_a_graph():
                 # As a trainer does it: by segments a rebuilt step was three times as far from
                 # TRL's own (7.5e-6 instead of 2.6e-6 of its size, a tiny adapter in fp32).
                 return nullcontext(), rows.looks_R1SS
@@ -311,9 +312,9 @@ class SequenceProcessor:
             response_NS=response_NS,
             prompt_N=torch.zeros(2, dtype=torch.int64),
         )
-        packed = _Packed.of(rollouts, self.device)
+        packed = Packed.of(rollouts, self.device)
         rows = shared_rows(packed.rollouts)
-        assert rows is not None  # nine tokens of ten
+        assert rows is not None  # five tokens in place of eight
         with torch.no_grad():
             apart_NSX = self._states(self.params, packed.rollouts.tokens_NS)
             try:
@@ -338,49 +339,6 @@ class SequenceProcessor:
             return False
         error = (made_NSV - own_NSV.to(made_NSV.device)).abs().max()
         return bool(error <= tolerance * made_NSV.abs().max())
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Packed:
-    """Rollouts without padding on the left, in rows of their own or shared, and the way back."""
-
-    rollouts: Rollouts
-    original: Rollouts
-    start_N: Tensor
-    rows: Rows | None
-
-    @classmethod
-    def of(cls, rollouts: Rollouts, device: torch.device) -> _Packed:
-        length_N = rollouts.attention_NS.sum(1)
-        start_N = rollouts.attention_NS.int().argmax(1)
-        column_S = torch.arange(int(length_N.max()), device=length_N.device)
-        inside_NS = column_S < length_N[:, None]
-        source_NS = (start_N[:, None] + column_S).clamp(max=rollouts.tokens_NS.shape[1] - 1)
-        packed = replace(
-            rollouts,
-            # Whatever stood in the padding (-100, say) must be a token that can be embedded.
-            tokens_NS=torch.where(inside_NS, rollouts.tokens_NS.gather(1, source_NS), 0).to(device),
-            attention_NS=inside_NS.to(device),
-            response_NS=(inside_NS & rollouts.response_NS.gather(1, source_NS)).to(device),
-            prompt_N=rollouts.prompt_N.to(device),
-            weight_N=rollouts.weight_N.to(device),
-            truncated_N=rollouts.truncated_N.to(device),
-            behaviour_logprob_NS=None,
-            text=None,
-        )
-        return cls(rollouts=packed, original=rollouts, start_N=start_N, rows=None)
-
-    @property
-    def place(self) -> tuple[Tensor, Tensor] | None:
-        """Row and column of every token's state; None: those of the rollouts."""
-        return None if self.rows is None else self.rows.place
-
-    def back(self, x_NS: Tensor) -> Tensor:
-        """From packed columns to those of the rollouts as given, on their device."""
-        column_S = torch.arange(self.original.tokens_NS.shape[1], device=self.start_N.device)
-        source_NS = (column_S - self.start_N[:, None]).clamp(0, x_NS.shape[1] - 1)
-        x_NS = x_NS.to(source_NS.device)
-        return torch.where(self.original.response_NS, x_NS.gather(1, source_NS), 0)
 
 
 def _few_tokens(model: nn.Module) -> Tensor:

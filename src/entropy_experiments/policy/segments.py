@@ -157,8 +157,9 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, looks_MLK: Tensor, *, scale: f
     mask_MLK = torch.zeros_like(looks_MLK, dtype=q.dtype).masked_fill(~looks_MLK, -inf)
     if len(mask_MLK) > 1:
         mask_MLK = mask_MLK.repeat(shape[0], 1, 1)
-    weights = torch.baddbmm(mask_MLK, q, k.mT, alpha=scale).softmax(-1)
-    return torch.bmm(weights, v).to(dtype).unflatten(0, shape)
+    with torch.autocast(q.device.type, enabled=False):  # which would make both products in half
+        weights = torch.baddbmm(mask_MLK, q, k.mT, alpha=scale).softmax(-1)
+        return torch.bmm(weights, v).to(dtype).unflatten(0, shape)
 
 
 @dataclass(frozen=True, kw_only=True)
