@@ -3,6 +3,9 @@
 Each checkpoint answers the same prompts with the same seeds. A checkpoint that is finished is on
 disk, rollouts of one under way too, so a killed evaluation continues where it was. Nothing is
 loaded until every checkpoint's files, the task and its rewards have been looked at.
+
+A model cut over the processes (`checkpoint.sharding`) draws and scores like a whole one, with all
+processes in step.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +43,12 @@ from entropy_experiments.evaluation.store import (
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.policy.load import Checkpoint, load_checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.policy.sharded import ShardedPolicy
 from entropy_experiments.report.figures.style import NEEDED, can_draw
 from entropy_experiments.report.findings import numbers
 from entropy_experiments.rollouts.sample import SampleGenerator
 from entropy_experiments.rollouts.store import RolloutStore, write_whole
-from entropy_experiments.run_conditions import careful, own_device, refuse_sharding
+from entropy_experiments.run_conditions import careful, check_sharding, loaded
 from entropy_experiments.tasks.datasets import Problem
 from entropy_experiments.trajectory import provenance
 
@@ -68,7 +73,6 @@ def evaluate_checkpoints(
     ranks = current()
     say: Say = (lambda line: None) if quiet or not ranks.first else _on_stderr
     config = config or parse_config({})
-    refuse_sharding(config)
     asked = prepared(config, checkpoints, request or EvaluationRequest())
     check_reward(asked.reward, asked.problems)
     for note in asked.notes:
@@ -80,6 +84,8 @@ def evaluate_checkpoints(
     done = ranks.told(lambda: {label: store.get(label, key) for label, key in keys.items()})
     with careful():
         pending = [one for one in asked.candidates if done[one.label] is None]
+        if pending:
+            check_sharding(config, top_p=asked.law["top_p"])
         # What is wrong with the last one should not be told after hours of the others.
         for one in pending if len(pending) > 1 else ():
             _opened(asked, one)
@@ -114,17 +120,21 @@ def _opened(
 ) -> tuple[Checkpoint, SampleGenerator, list[Problem]]:
     """A checkpoint that can be asked, and the problems in its words; or an error that says why."""
     settings, config = asked.settings, asked.config
-    checkpoint = load_checkpoint(
+    load = partial(
+        load_checkpoint,
         candidate.layout.given,
         base=config.checkpoint.base,
         backbone=config.checkpoint.backbone,
         dtype=config.checkpoint.dtype,
-        device_map=own_device(config.checkpoint.device_map),
         read_optimizer=False,
     )
-    policy = SequenceProcessor(
-        checkpoint.model, temperature=settings["temperature"], top_p=settings["top_p"]
-    )
+    checkpoint, sharded = loaded(config, load)
+    if sharded is None:
+        policy = SequenceProcessor(
+            checkpoint.model, temperature=settings["temperature"], top_p=settings["top_p"]
+        )
+    else:
+        policy = ShardedPolicy(sharded, temperature=settings["temperature"])
     generator = SampleGenerator(
         policy,
         checkpoint.tokenizer,

@@ -12,14 +12,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from entropy_experiments.config import Config
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.policy.load import Checkpoint, load_checkpoint
 from entropy_experiments.policy.optimizer_state import refuse_zero_lr
 from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.policy.sharded import ShardedPolicy, load_sharded
+from entropy_experiments.policy.sharded import ShardedPolicy
 from entropy_experiments.rollouts.sample import UNITS, SampleGenerator
 from entropy_experiments.rollouts.store import (
     RolloutStore,
@@ -28,7 +26,7 @@ from entropy_experiments.rollouts.store import (
     save_rollouts,
     save_update_batch,
 )
-from entropy_experiments.run_conditions import own_device, refuse_sharding
+from entropy_experiments.run_conditions import check_sharding, loaded, refuse_sharding
 from entropy_experiments.tasks.datasets import Problem, load_problems
 from entropy_experiments.tasks.rewards import build_reward
 from entropy_experiments.training_facts import TrainingFacts, training_facts, with_learning_rate
@@ -68,16 +66,9 @@ def opened(
         optimizer_path=asked.optimizer_path,
         dtype=asked.dtype,
     )
-    sharded = None
     if not may_shard:
         refuse_sharding(config)
-    if asked.sharding == "none":
-        checkpoint = load(device_map=own_device(asked.device_map))
-    else:
-        cuda = torch.cuda.is_available() and asked.device_map != "cpu"
-        # Without a map: into host memory, in the precision that the device will have.
-        read = partial(load, device_map=None if cuda else "cpu", quantise=False)
-        checkpoint, sharded = load_sharded(read, current(), "cuda" if cuda else "cpu")
+    checkpoint, sharded = loaded(config, load)
     assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
     given = config.update.lr
     lr = checkpoint.optimizer.lr if given is None else given
@@ -89,18 +80,13 @@ def opened(
         )
     facts = training_facts(config, checkpoint.facts, checkpoint.fact_sources)
     checkpointing = config.memory_config.gradient_checkpointing
+    check_sharding(config, top_p=facts["top_p"])
     if sharded is None:
         policy = SequenceProcessor(
             checkpoint.model,
             temperature=facts["temperature"],
             top_p=facts["top_p"],
             checkpointing=checkpointing,
-        )
-    elif facts["top_p"] < 1:
-        raise ValueError(
-            f"generation.top_p is {facts['top_p']:g} with checkpoint.sharding {asked.sharding!r}; "
-            "expected 1: the support of a truncated law is not watched on a sharded model. Set "
-            "generation.top_p: 1."
         )
     else:
         policy = ShardedPolicy(
@@ -262,6 +248,13 @@ class Sampler:
         return fresh
 
     def _refuse_other_policy(self, meta: dict[str, Any], folder: Path) -> None:
+        if "identity" not in meta:
+            raise ValueError(
+                f"The rollouts in {folder} do not say what drew them, as imported ones do not; "
+                "expected rollouts that this program drew for the checkpoint and settings at hand. "
+                "Leave rollouts.load out to draw new ones, or give these to `entropy-probe "
+                "influence` as kind: from_file."
+            )
         ours = {**self.meta["identity"], "dataset": self.meta["dataset"]}
         theirs = {**(meta.get("identity") or {}), "dataset": meta.get("dataset")}
         if theirs != ours:

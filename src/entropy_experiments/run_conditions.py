@@ -1,11 +1,12 @@
 """What every run keeps while it computes: full precision, and advice where memory ends.
 
-And the device of a rank: of several processes on a machine each has one of its own.
+And where a checkpoint goes: of several processes on a machine each has a device of its own, or a
+part of the model (`checkpoint.sharding`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 
 from entropy_experiments.config import Config
 from entropy_experiments.numerics.ranks import current
+from entropy_experiments.policy.load import Checkpoint
+from entropy_experiments.policy.shardable import in_one_process
+from entropy_experiments.policy.sharded import ShardedModel, load_sharded
 
 
 def own_device(device_map: Any) -> Any:
@@ -22,12 +26,42 @@ def own_device(device_map: Any) -> Any:
     return device_map
 
 
+def loaded(
+    config: Config, load: Callable[..., Checkpoint]
+) -> tuple[Checkpoint, ShardedModel | None]:
+    """What `load` reads: whole on this rank's device, or cut over all ranks."""
+    asked = config.checkpoint
+    if asked.sharding == "none":
+        return load(device_map=own_device(asked.device_map)), None
+    cuda = torch.cuda.is_available() and asked.device_map != "cpu"
+    # Without a map: into host memory, in the precision that the device will have.
+    device_map = None if cuda else "cpu"
+    return load_sharded(
+        lambda: load(device_map=device_map, quantise=False), current(), "cuda" if cuda else "cpu"
+    )
+
+
+def check_sharding(config: Config, *, top_p: float) -> None:
+    """Refuse a cut model in one process, and of a truncated law."""
+    sharding = config.checkpoint.sharding
+    if sharding == "none":
+        return
+    if current().group is None:
+        raise in_one_process()
+    if top_p < 1:
+        raise ValueError(
+            f"generation.top_p is {top_p:g} with checkpoint.sharding {sharding!r}; expected 1: the "
+            "support of a truncated law is not watched on a sharded model. Set generation.top_p: 1."
+        )
+
+
 def refuse_sharding(config: Config) -> None:
     """For what cannot be done with a model cut over the processes."""
     if config.checkpoint.sharding != "none":
         raise ValueError(
-            f"checkpoint.sharding is {config.checkpoint.sharding!r}; expected 'none': only `run` "
-            "and `measure` can use a model cut over the processes. Set checkpoint.sharding: none."
+            f"checkpoint.sharding is {config.checkpoint.sharding!r}; expected 'none': only `run`, "
+            "`measure` and `evaluate` can use a model cut over the processes. Set "
+            "checkpoint.sharding: none."
         )
 
 

@@ -132,44 +132,113 @@ def wait(child: subprocess.Popen, ready: Callable[[], bool]) -> None:
 
 
 SWEEP = ("experiment.repeats=2", "batch_config.B_E=24", "estimator.eta_list=[1e-3, 4e-3]")
+SLOW_UNITS = """
+import os
+import time
+from pathlib import Path
+
+from entropy_experiments.cli import main
+from entropy_experiments.rollouts.sample import SampleGenerator
+from entropy_experiments.rollouts.units import unit_key
+
+MARKS, DECODE = Path(os.environ["MARKS"]), SampleGenerator._decode
+
+
+def marked(self, unit, meter):
+    name = f"{unit_key(unit)}.{os.environ['RANK']}"
+    (MARKS / f"{name}.begun").touch()
+    if (MARKS / "slow").exists():
+        (MARKS / f"{name}.asleep").touch()
+        time.sleep(3)
+    return DECODE(self, unit, meter)
+
+
+SampleGenerator._decode = marked
+main()
+"""
+"""The command, with a mark for every unit that is begun; and units that last, once asked to."""
+
+
+def kept(out: Path) -> dict[str, tuple[int, bytes]]:
+    found = [*out.rglob("*.unit"), *out.rglob("*.stage")]
+    return {str(p.relative_to(out)): (p.stat().st_mtime_ns, p.read_bytes()) for p in found}
+
+
+class Disturbed:
+    """A sweep on two ranks, brought to where both draw a unit of the second repeat."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.out, self.marks = tmp_path / "killed", tmp_path / "marks"
+        self.words = ["--out", str(self.out), *options(*SWEEP)]
+        self.script = tmp_path / "slow_units.py"
+        self.script.write_text(SLOW_UNITS)
+        self.marks.mkdir()
+
+    def lost(self, mark: str = "begun") -> list[str]:
+        """The rank of every unit that has this mark and is not on disk."""
+        stored = {path.stem for path in self.out.rglob("*.unit")}
+        found = [path.name.split(".") for path in self.marks.glob(f"*.{mark}")]
+        return sorted(rank for key, rank, _ in found if key not in stored)
+
+    def by(self, disturb: Callable[[subprocess.Popen], None]) -> tuple[int, str]:
+        """Do it there; torchrun's exit code, and what all have said."""
+        words = command("measure", *self.words, ranks=2)
+        at = words.index("entropy_experiments.cli")
+        words[at - 1 : at + 1] = [str(self.script)]
+        with started(words, MARKS=str(self.marks)) as child:
+            wait(child, lambda: any(self.out.rglob("*.stage")))
+            assert child.poll() is None, child.stderr.read() if child.stderr else ""
+            (self.marks / "slow").touch()
+            wait(child, lambda: self.lost("asleep") == ["0", "1"])
+            disturb(child)
+            began = time.monotonic()
+            _, said = child.communicate(timeout=PATIENCE)
+            assert time.monotonic() - began < 60
+        return child.returncode, said
 
 
 @pytest.mark.slow
 def test_a_killed_rank_costs_one_unit(tmp_path):
-    """SIGKILL of rank 1 in the middle of the second repeat of a sweep."""
+    """SIGKILL of rank 1 in the middle of the second repeat of a sweep, while both draw."""
+    sweep, undisturbed = Disturbed(tmp_path), tmp_path / "undisturbed"
 
-    def kept(out: Path) -> dict[str, tuple[int, bytes]]:
-        found = [*out.rglob("*.unit"), *out.rglob("*.stage")]
-        return {str(p.relative_to(out)): (p.stat().st_mtime_ns, p.read_bytes()) for p in found}
-
-    out, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
-    words = ["--out", str(out), *options(*SWEEP)]
-    with started(command("measure", *words, ranks=2)) as child:
-        wait(child, lambda: any(out.rglob("*.stage")))
-        (first,) = out.rglob("*.stage")
-        before = len(kept(out))
-        wait(child, lambda: len(kept(out)) > before + 2)  # units of the second repeat
+    def kill(child: subprocess.Popen) -> None:
         (victim,) = (pid for pid, rank in workers(child).items() if rank == 1)
         os.kill(victim, signal.SIGKILL)
-        began = time.monotonic()
-        child.communicate(timeout=PATIENCE)
-        assert time.monotonic() - began < PATIENCE / 4
-    assert child.returncode != 0
-    survived = kept(out)
-    assert str(first.relative_to(out)) in survived
-    assert len(survived) < 2 * before  # it was in the middle
-    again = done(command("measure", *words, ranks=2))
+
+    code, said = sweep.by(kill)
+    assert code != 0
+    assert sweep.lost() == ["1"], said  # rank 0 has finished its own
+    assert said.count("rank 0: Ended by SIGTERM; the unit in work is stored.") == 1, said
+    survived = kept(sweep.out)
+    assert sum(name.endswith(".stage") for name in survived) == 1
+    again = done(command("measure", *sweep.words, ranks=2))
     assert again.returncode == 0, again.stderr
-    finished = kept(out)
+    finished = kept(sweep.out)
     for name, what in survived.items():
         assert finished[name] == what, f"{name} was made again"
+    assert len(finished) > len(survived) + 2  # it was in the middle
+    assert sweep.lost() == []
     alone = done(command("measure", "--out", str(undisturbed), *options(*SWEEP)))
     assert alone.returncode == 0, alone.stderr
-    results = [json.loads((folder / "results.json").read_text()) for folder in (undisturbed, out)]
+    assert {Path(name).name for name in kept(undisturbed)} == {Path(name).name for name in finished}
+    paths = (undisturbed, sweep.out)
+    results = [json.loads((folder / "results.json").read_text()) for folder in paths]
     for found in results:
         for name in ("results_path", "config"):
             found.pop(name)
     assert_same_numbers(*results)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_ended_loses_nothing(tmp_path):
+    """SIGTERM to torchrun, which passes it on, as a scheduler does when time is up."""
+    sweep = Disturbed(tmp_path)
+    code, said = sweep.by(lambda child: child.send_signal(signal.SIGTERM))
+    assert code != 0
+    assert sweep.lost() == [], said
+    for rank in (0, 1):
+        assert f"rank {rank}: Ended by SIGTERM; the unit in work is stored." in said, said
 
 
 FAILING = """

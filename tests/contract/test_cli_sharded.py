@@ -71,7 +71,11 @@ def _named(out: Path) -> set[str]:
 @pytest.mark.slow
 def test_what_cannot_be_sharded_is_refused():
     refused = {
-        "influence": (2, ("approx_delta_h.method=central",), "only `run` and `measure` can use"),
+        "influence": (
+            2,
+            ("approx_delta_h.method=central",),
+            "only `run`, `measure` and `evaluate` can",
+        ),
         "run": (1, ("approx_delta_h.method=central",), "A sharded model in 1 process"),
         "measure": (
             2,
@@ -96,5 +100,5 @@ def test_forward_mode_of_a_sharded_model_is_refused_while_reading(method):
 def test_other_commands_refuse_a_sharded_model():
     given = {"checkpoint": {"sharding": "fsdp"}, "approx_delta_h": {"method": "reverse"}}
     refuse_sharding(parse_config({}))
-    with pytest.raises(ValueError, match=r"sharding is 'fsdp'; expected 'none': only `run` and"):
+    with pytest.raises(ValueError, match=r"sharding is 'fsdp'; expected 'none': only `run`, `meas"):
         refuse_sharding(parse_config(given))

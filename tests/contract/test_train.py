@@ -167,6 +167,16 @@ def test_the_probe_changes_no_weight(run, file, tmp_path):
     assert training_facts(Config(), found.facts, found.fact_sources).assumed == {}
 
 
+def test_the_training_batch_may_judge_itself(file, tmp_path):
+    changes = ("probe.evaluation=batch", "doctor.enabled=false", "save_first=false")
+    words = [word for change in changes for word in ("--set", change)]
+    out = tmp_path / "own"
+    result = invoke("--config", str(file), "--out", str(out), "--steps", "2", *words)
+    assert result.exit_code == 0, result.output
+    rows = read_rows(out / "entropy_probe.jsonl")
+    assert [row["rollouts"] for row in rows] == [6 * 4] * 2  # the batch, not the 6 of fresh ones
+
+
 @pytest.mark.slow
 def test_a_longer_run_continues_a_shorter_one(run, file, tmp_path):
     """Bit for bit; the configuration is the one that the run was begun with."""

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from entropy_experiments.online import rows, trl
+from entropy_experiments.online.noise_scale import NoiseScale
 from entropy_experiments.online.probe import OnlineProbe
 from entropy_experiments.online.record import Recorder
 from entropy_experiments.online.trl import EntropyProbeCallback
+from entropy_experiments.online.trl_noise import StepNoise
 from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
 
 STEPS = 3
@@ -44,6 +46,14 @@ FAULTS: dict[str, tuple[Any, str, Exception]] = {
     "full disk": (rows.RowFile, "add", OSError(errno.ENOSPC, "No space left on device")),
     "dead tracker": (trl, "metrics_of", ConnectionError("the tracker is gone")),
     "recording": (Recorder, "record", OSError(errno.EROFS, "Read-only file system")),
+    "noise: setting up": (trl, "StepNoise", RuntimeError("no such parameters")),
+    "noise: a step begins": (StepNoise, "open", TypeError("no such optimizer")),
+    "noise: inside backward": (NoiseScale, "add_piece", RuntimeError("CUDA out of memory")),
+    "noise: between passes": (StepNoise, "microbatch", ValueError("no such weight")),
+    "noise: shared prompts": (trl, "shared_pairs", KeyError("prompt_ids")),
+    "noise: adding up": (NoiseScale, "close_step", FloatingPointError("overflow")),
+    "noise: full disk": (rows.RowFile, "add", OSError(errno.ENOSPC, "No space left on device")),
+    "noise: dead tracker": (trl, "noise_metrics", ConnectionError("the tracker is gone")),
 }
 
 
@@ -51,13 +61,47 @@ FAULTS: dict[str, tuple[Any, str, Exception]] = {
 def test_training_goes_on_and_says_it_once(fault, undisturbed, tmp_path, monkeypatch, caplog):
     place, name, error = FAULTS[fault]
     monkeypatch.setattr(place, name, _raises(error))
-    callback = EntropyProbeCallback(max_overhead=None, prompts=6, record=tmp_path / "record")
+    callback = EntropyProbeCallback(
+        max_overhead=None,
+        prompts=6,
+        record=tmp_path / "record",
+        noise_scale=fault.startswith("noise"),
+    )
     found = _trained(tmp_path / "run", callback)
     assert callback.off is error
     said = [r.getMessage() for r in caplog.records if "entropy probe" in r.getMessage()]
     assert len(said) == 1
     assert str(error) in said[0]
     assert "training goes on" in said[0]
+    assert_same_outcome(found, undisturbed)
+
+
+def test_a_trainer_that_cannot_be_read_when_a_step_begins(undisturbed, tmp_path, caplog):
+    from transformers import TrainerCallback
+
+    class Without:
+        """The trainer as another version might have it."""
+
+        def __init__(self, trainer: Any) -> None:
+            self.trainer = trainer
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "current_gradient_accumulation_steps":
+                raise AttributeError(f"no {name} in this version")
+            return getattr(self.trainer, name)
+
+    class Swap(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 1:
+                callback.trainer = Without(callback.trainer)
+
+    callback = EntropyProbeCallback(max_overhead=None, prompts=6, noise_scale=True)
+    found = _trained(tmp_path, Swap(), callback)
+    assert isinstance(callback.off, AttributeError)
+    assert [row["step"] for row in callback.rows] == [0]
+    said = [r.getMessage() for r in caplog.records if "entropy probe" in r.getMessage()]
+    assert len(said) == 1
+    assert "failed while listening to step 1" in said[0]
     assert_same_outcome(found, undisturbed)
 
 

@@ -66,6 +66,22 @@ def test_after_a_pass_that_ended_half_way_there_is_no_other(error):
     assert model.resharded == 1
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("in a layer")])
+def test_the_first_error_is_told_whatever_happens_after_it(error):
+    """Two modules: the second is dropped, too, though the first cannot be."""
+
+    class Stuck(Failing):
+        def _cut_modules(self) -> list[Any]:
+            return [SimpleNamespace(reshard=_raising(RuntimeError("no memory"))), self]
+
+    model = Stuck()
+    with pytest.raises(type(error)) as caught:
+        model.together(_raising(error))
+    assert caught.value is error
+    assert error.__notes__ == ["Its layers could not be dropped, either: RuntimeError('no memory')"]
+    assert model.resharded == 1
+
+
 def test_a_lost_rank_is_told_once():
     lost = LostRankError("Another rank is gone (Connection closed by peer).")
     with pytest.raises(LostRankError) as caught:

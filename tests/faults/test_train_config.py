@@ -46,6 +46,15 @@ REFUSED = {
         "num_iterations: 2\nsave_steps: 3",
         "save_steps: is 3 with num_iterations 2",
     ),
+    "a ledger of rollouts that judge themselves": (
+        "probe: {ledger_every: 5, evaluation: batch}",
+        "probe.ledger_every: is 5 with probe.evaluation batch: every rollout of the ledger would "
+        "be judged by itself. Set probe.evaluation to fresh or half",
+    ),
+    "no such rollouts to judge by": (
+        "probe: {evaluation: whole}",
+        "probe.evaluation: got 'whole', expected one of fresh, half, batch",
+    ),
     "too few prompts for an error bar": ("probe: {prompts: 4}", "probe.prompts: got 4, expected 5"),
 }
 

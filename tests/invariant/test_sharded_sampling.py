@@ -6,6 +6,7 @@ earlier than the rest, who wait for its share of a layer.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.policy.sharded import ShardedModel, ShardedPolicy
 from entropy_experiments.rollouts import decode as decoding
 from entropy_experiments.rollouts.decode import Draw, Drawn, LastLogits, Step, decode
-from entropy_experiments.rollouts.sample import SampleGenerator
+from entropy_experiments.rollouts.sample import SampleGenerator, model_hash
 from entropy_experiments.tasks.datasets import Problem
 from oracles.processes import on_ranks
 from oracles.tiny_models import EOS, tiny_model, tiny_tokenizer
@@ -108,6 +109,42 @@ def _rank_0_cannot_draw() -> list[str]:
 def test_a_draw_that_fails_on_rank_0_ends_all_ranks_with_its_message():
     one, other = on_ranks(2, _rank_0_cannot_draw)
     assert one == other
+
+
+def _hashed_or_failed() -> list[str]:
+    """The rollouts of a sharded model are named by its hash, which gathers every parameter."""
+    ranks = Ranks.all()
+    generator = _generator(ShardedPolicy(ShardedModel(tiny_model("llama"), ranks)))
+    with across(ranks):
+        found = generator.identity()["model"]
+        if ranks.first:
+            with pytest.raises(RankError, match=r"1 of 2 ranks failed; rank 1 says why"):
+                generator.identity()
+        else:
+            ranks.agree(failed=True)
+    return [found]
+
+
+@pytest.mark.slow
+def test_a_rank_that_failed_is_heard_where_the_model_is_hashed():
+    whole = model_hash(tiny_model("llama"))
+    assert on_ranks(2, _hashed_or_failed) == [[whole], [whole]]
+
+
+def test_the_hash_of_a_sharded_model_begins_as_every_exchange_does():
+    """A stand-in for the ranks: what is gathered is gathered inside `together`."""
+    model, inside = tiny_model("llama"), []
+
+    def together(work: Any) -> Any:
+        inside.append(work())
+        return inside[-1]
+
+    policy: Any = object.__new__(ShardedPolicy)
+    policy.model, policy._inside = model, SequenceProcessor(model)
+    policy.sharded = SimpleNamespace(together=together)
+    generator = _generator(policy)
+    assert inside == []
+    assert [generator.identity()["model"]] == inside == [model_hash(model)]
 
 
 def test_a_loop_that_is_told_goes_where_the_other_went():

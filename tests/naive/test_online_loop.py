@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,67 @@ def test_where_a_scaler_may_leave_steps_out_it_is_no_surprise(caplog):
     (row,) = probe.rows
     assert (row["skipped"], row["step_mismatch"]) == (1, None)
     assert not caplog.records
+
+
+def _scaled(steps: int, overflow: str | None, *, probed: bool) -> tuple[Any, list[bool], Any]:
+    """(probe or None, which steps moved weights, the model) of a loop with a gradient scaler.
+
+    In step 1 an element of `overflow`'s gradient is infinite: the policy's own, or that of a value
+    head which the same optimizer trains.
+    """
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    options = {"prompts": PROMPTS, "max_new_tokens": 10, "drawn": 6, "max_overhead": None}
+    probe = LoopProbe(model, optimizer, tokenizer, **options) if probed else None
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    moved = []
+    for step in range(steps):
+        loss = model(**batch, labels=batch["input_ids"]).loss + head(torch.ones(3)).sum()
+        scaler.scale(loss).backward()
+        if step == 1 and overflow is not None:
+            spoilt = {"policy": model, "head": head}[overflow]
+            next(p for p in spoilt.parameters() if p.grad is not None).grad.view(-1)[0] = torch.inf
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        with nullcontext() if probe is None else probe.step():
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved.append(any(not torch.equal(a, b) for a, b in zip(before, model.parameters())))
+    assert scaler.get_scale() == 2.0 ** (10 if overflow is None else 9)
+    return probe, moved, model
+
+
+@pytest.mark.parametrize("overflow", ["policy", "head", None])
+def test_a_step_that_a_gradient_scaler_leaves_out(overflow, caplog):
+    probe, moved, watched = _scaled(3, overflow, probed=True)
+    _, _, alone = _scaled(3, overflow, probed=False)
+    for (name, a), b in zip(watched.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert moved == [True, overflow is None, True]
+    assert probe.off is None
+    rows = {row["step"]: row for row in probe.rows}
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("entropy_experiments")]
+    for step in (0, 2):  # also right after the step that was left out
+        assert rows[step]["skipped"] == 0
+        assert rows[step]["step_mismatch"] < 1e-3
+    if overflow == "policy":  # there is no step to predict
+        assert list(rows) == [0, 2]
+        assert len(said) == 1
+        assert "Step 1 has a gradient that is not finite" in said[0]
+    elif overflow == "head":  # the policy's own gradient was good, and its step was predicted
+        assert (rows[1]["skipped"], rows[1]["step_mismatch"], rows[1]["trusted"]) == (1, None, 0)
+        assert abs(rows[1]["measured"]) < 1e-4 * abs(rows[1]["predicted"])  # rounding
+        assert len(said) == 1
+        assert "Step 1 was predicted, and no weight changed" in said[0]
+    else:
+        assert list(rows) == [0, 1, 2]
+        assert not said
 
 
 def test_nothing_to_evaluate_on_is_refused():

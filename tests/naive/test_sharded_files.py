@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from entropy_experiments.policy import sharded_files
 from entropy_experiments.policy.layout import find_checkpoint
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.sharded_files import read_sharded
@@ -56,7 +57,7 @@ def test_nothing_nan_and_scalars_survive(tmp_path):
     stored = sharded_weights(tmp_path)
     for name, value in held.items():
         got = stored[name]
-        assert got.shape == value.shape == torch.Size(stored.shape(name))
+        assert got.shape == value.shape
         assert got.numpy().tobytes() == value.numpy().tobytes()
 
 
@@ -236,6 +237,21 @@ def test_reading_needs_no_process_group_and_one_tensor_of_memory(tmp_path, monke
     assert float(stored["w3"].sum()) == 48.0
     assert len(asked) == 1
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize(("form", "tables"), [("one folder", 1), ("accelerate", 2)])
+def test_each_table_of_contents_is_read_once(tmp_path, monkeypatch, kind, form, tables):
+    """For many ranks it is long."""
+    saved = save_tiny_checkpoint(tmp_path, kind, "hf")
+    for folder, tree in FORMS[form](saved.model.state_dict(), saved.optimizer.state_dict()):
+        save_dcp(tree, saved.path / folder)
+    for name in ("adapter_model.safetensors", "model.safetensors", "optimizer.pt"):
+        (saved.path / name).unlink(missing_ok=True)
+    read, own = [], sharded_files.read_metadata
+    monkeypatch.setattr(sharded_files, "read_metadata", lambda f: read.append(f) or own(f))
+    load_checkpoint(saved.path)
+    assert len(read) == len(set(read)) == tables
 
 
 def test_the_comparison_has_teeth(tmp_path):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from entropy_experiments import first_order, first_order_by_part
+from entropy_experiments.estimate.first_order import scores_along
+from entropy_experiments.numerics.derivatives import central_step, shifted
 from entropy_experiments.types import Rollouts, Scores
 from oracles.cases import random_direction
 from oracles.enumeration import all_rollouts
@@ -48,6 +51,32 @@ def test_every_part_is_its_own_slope(mode, form):
     # One forward serves all parts, where forwards are not the derivative itself.
     if mode in ("jvp", "reverse"):
         assert together == once
+    if mode == "central":
+        assert together - once == 2 * len(direction.parts) * len(rollouts)
+
+
+def test_central_directions_share_the_scores_at_theta():
+    """One pass at theta, two for each direction; and the bits of a difference by itself."""
+    policy: Any = Counting(4)
+    rollouts, direction = all_rollouts(policy), random_direction(policy, 4)
+    many = [direction.total, *direction.parts.values()]
+    policy.scored = 0
+    here, slopes = scores_along(policy, rollouts, many, mode="central", microbatch=16)
+    assert policy.scored == (1 + 2 * len(many)) * len(rollouts)
+    expected = [torch.zeros_like(x_NS) for scores in (here, *slopes) for x_NS in scores]
+    for rows_N, columns, part in rollouts.split(16, policy):
+        for k, v in enumerate(many):
+            step = central_step(policy.params, v, power=1 / 3)
+            theta, plus, minus = (
+                policy.score(shifted(policy.params, v, c * step), part) for c in (0, 1, -1)
+            )
+            for i, (x_NS, a_NS, b_NS) in enumerate(zip(theta, plus, minus, strict=True)):
+                expected[i][rows_N, columns] = x_NS
+                expected[2 * (k + 1) + i][rows_N, columns] = (a_NS - b_NS) / (2 * step)
+    found = [x_NS for scores in (here, *slopes) for x_NS in scores]
+    for got_NS, want_NS in zip(found, expected, strict=True):
+        assert torch.equal(got_NS, want_NS)
+        assert want_NS.any()
 
 
 def test_a_policy_that_ignores_its_parameters_is_refused():

@@ -14,6 +14,7 @@ from entropy_experiments.config import load_config, parse_config
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.probe_inputs import gather
+from entropy_experiments.rollouts.store import save_rollouts
 from entropy_experiments.training_facts import ASSUMED, training_facts
 from entropy_experiments.trajectory import embedded_trajectory
 
@@ -399,3 +400,15 @@ def test_the_reference_is_scored_at_the_temperature_of_the_loss(tmp_path):
     found, expected = (gather(config, None).update.ref_logprob_NS for config in (cold, same))
     assert found is not None
     torch.testing.assert_close(found, expected)
+
+
+def test_imported_rollouts_are_not_taken_for_drawn_ones(tmp_path):
+    path, kept = embedded_trajectory() / "checkpoint-20", tmp_path / "kept"
+    drawn = gather(small(tmp_path, f"rollouts.save={kept}"), path)
+    save_rollouts(kept / "evaluation", drawn.evaluation)  # as an import has them: no identity
+    with pytest.raises(ValueError, match=r"do not say what drew them.*influence` as kind: from_f"):
+        gather(small(tmp_path, f"rollouts.load={kept}"), path)
+    drawn_at = {"identity": {"model": "0" * 64}, "dataset": "countdown"}
+    save_rollouts(kept / "evaluation", drawn.evaluation, meta=drawn_at)
+    with pytest.raises(ValueError, match=r"drawn with another .*model, .*; expected rollouts of"):
+        gather(small(tmp_path, f"rollouts.load={kept}"), path)

@@ -20,6 +20,7 @@ from entropy_experiments.cli import (
     doctor,
     evaluate,
     influence,
+    job,
     measure,
     report,
     run,
@@ -67,12 +68,14 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand in job.ONE_PROCESS and not job.speaks():
+        raise typer.Exit
 
 
 def main() -> None:

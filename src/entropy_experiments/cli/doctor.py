@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
+from entropy_experiments.cli.job import speaks
+
 EXAMPLES = (
     "\b\nExamples:\n"
     "  entropy-probe doctor train.py --lr 1e-3\n"
@@ -69,6 +71,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Run a training script and say where its gradients stop, and why."""
+    if entropy is not None and not speaks():
+        return  # a function, not a training: nothing is shared
     from gradient_doctor.command import Options, UsageError, run
 
     on_stdout = json == "-"

@@ -16,6 +16,7 @@ from pathlib import Path
 import typer
 
 import entropy_experiments
+from entropy_experiments.rollouts.finishing import TERMINATED
 
 DONE, UNEXPECTED, BAD_INPUT, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
 EXIT_CODES = {
@@ -24,6 +25,7 @@ EXIT_CODES = {
     BAD_INPUT: "bad input: the message says what to change",
     FINDINGS: "doctor: findings of warning or above; arc: a gradient contract is broken",
     INTERRUPTED: "interrupted: the message says what is kept, and how to go on",
+    TERMINATED: "ended by SIGTERM under torchrun: the unit in work is stored; go on as after 130",
 }
 """Of every verb; docs/exit_codes.md says more."""
 PACKAGE = Path(entropy_experiments.__file__).parent

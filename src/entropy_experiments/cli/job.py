@@ -4,7 +4,10 @@
 
 Every process runs the whole command; the loops inside are dealt out (`numerics.ranks`). Rank 0
 alone prints and writes. What goes wrong on one rank ends all of them: the lowest rank that failed
-gives the message, the others leave without a word once it has been given.
+gives the message, the others leave without a word once it has been given. A rank that is ended by
+SIGTERM, because another is lost, stores the unit in work first (`rollouts.finishing`).
+
+What has nothing to deal out (ONE_PROCESS) is done by rank 0 alone; the others leave at once.
 
 Without torchrun nothing here happens, and torch is not imported.
 """
@@ -21,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from entropy_experiments.cli.endings import INTERRUPTED, UNEXPECTED, ending
+from entropy_experiments.cli.endings import INTERRUPTED, TERMINATED, UNEXPECTED, ending
 
 if TYPE_CHECKING:
     from entropy_experiments.numerics.ranks import Ranks
@@ -31,11 +34,37 @@ PATIENCE = timedelta(hours=12)
 gone; so this is only for machines that vanish without closing their connections."""
 LAST_WORDS = timedelta(seconds=5)
 """For the message of the rank that failed: torchrun ends the others with the first that leaves."""
+ONE_PROCESS = ("report", "config", "bench", "arc")
+"""Verbs that rank 0 runs alone."""
+STORED = (
+    "Ended by SIGTERM; the unit in work is stored. Start the same command again: what is finished "
+    "is not computed again."
+)
 
 
 def several() -> bool:
     """Whether torchrun has started more than one of these."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def speaks() -> bool:
+    """Whether this process prints and writes, as the environment has it: alone, or rank 0."""
+    return not several() or int(os.environ["RANK"]) == 0
+
+
+def as_if_alone() -> dict[str, str]:
+    """The environment without torchrun's words, for a program that is no part of this job.
+
+    By them, a library inside it would wait for the other ranks.
+    """
+    if not several():
+        return dict(os.environ)
+    begins, ends = ("MASTER_", "TORCHELASTIC_"), ("RANK", "WORLD_SIZE")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(begins) and not name.endswith(ends)
+    }
 
 
 @contextmanager
@@ -49,16 +78,17 @@ def shared_ending(
         return
 
     from entropy_experiments.numerics.ranks import across
+    from entropy_experiments.rollouts.finishing import finishing_units
 
     with ending(debug=debug):
         ranks = _joined()
     try:
         with ending(debug=debug, interrupted=interrupted), _one_voice(ranks):
-            with across(ranks), _quiet_libraries(ranks, debug=debug):
+            with across(ranks), finishing_units(), _quiet_libraries(ranks, debug=debug):
                 yield ranks.first
             ranks.agree()  # nobody leaves while rank 0 writes: it may still fail
     except typer.Exit as end:
-        if end.exit_code:
+        if end.exit_code not in (0, TERMINATED):  # SIGTERM: somebody waits for this to end
             _last_words()
         raise
     finally:
@@ -94,11 +124,15 @@ def _left() -> None:
 def _one_voice(ranks: Ranks) -> Iterator[None]:
     """An error passes on one rank only; on the others it is an exit code."""
     from entropy_experiments.numerics.ranks import LostRankError, RankError, announced
+    from entropy_experiments.rollouts.finishing import Terminated
 
     try:
         yield
     except typer.Exit:
         raise
+    except Terminated:
+        typer.echo(f"rank {ranks.rank}: {STORED}", err=True)
+        raise typer.Exit(TERMINATED) from None
     except KeyboardInterrupt:  # torchrun passes Ctrl-C on to every rank
         if not ranks.first:
             raise typer.Exit(INTERRUPTED) from None

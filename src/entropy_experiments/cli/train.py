@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.job import speaks
 from entropy_experiments.cli.options import AsJson, Debug, Quiet, library_aside, tell
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a policy by GRPO; predict and measure what each step does to its entropy."""
+    if dry_run and not speaks():
+        return
     found: TrainingConfig | None = None
     option = "max_steps" if steps is None else "--steps"
     with ending(debug=debug, interrupted=lambda: _interrupted(found)):

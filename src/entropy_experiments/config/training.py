@@ -79,8 +79,9 @@ class Probe(Section):
     max_overhead: Positive | None = 0.1
     """Share of training time that the probe may take; it skips turns to stay below, but not more
     than nine in a row. null: no limit."""
-    evaluation: Literal["fresh", "half"] = "fresh"
-    """Rollouts it judges by: drawn for it, or those that the step does not learn from."""
+    evaluation: Literal["fresh", "half", "batch"] = "fresh"
+    """Rollouts it judges by: drawn for it, those that the step does not learn from, or (batch) the
+    very ones it learns from, each prompt judged by the others' gradients."""
     prompts: Annotated[int, Field(ge=5)] = 16
     """Evaluation prompts of a probed step."""
     group: Count = 1
@@ -287,6 +288,16 @@ class TrainingConfig(Section):
         if ours:
             raise ValueError(
                 f"trl has {ours[0]}, which this command decides itself. Take it out of trl."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ledgers_have_other_judges(self) -> TrainingConfig:
+        if self.probe.ledger_every is not None and self.probe.evaluation == "batch":
+            raise ValueError(
+                f"probe.ledger_every is {self.probe.ledger_every} with probe.evaluation batch: "
+                "every rollout of the ledger would be judged by itself. Set probe.evaluation to "
+                "fresh or half, or leave probe.ledger_every out."
             )
         return self
 

@@ -157,6 +157,9 @@ def prepared(
         "threshold": request.threshold,
         "dtype": config.checkpoint.dtype,
     }
+    if config.checkpoint.sharding != "none":
+        # A quantised base is cut unquantised: another model than the whole one.
+        settings["sharding"] = config.checkpoint.sharding
     return Evaluation(
         request=request,
         config=config,

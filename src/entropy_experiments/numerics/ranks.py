@@ -64,7 +64,8 @@ LOST = (
 class Ranks:
     """The processes that share a computation; alone, nothing is communicated.
 
-    `group` must work on CPU tensors (gloo): what travels is one number per token, not parameters.
+    `group` must work on CPU tensors (gloo): what travels is one number per token, and sums of
+    gradients, as large as the trainable parameters. Parameters travel in a mesh (`policy.mesh`).
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -239,7 +240,8 @@ def announced(error: BaseException) -> bool:
 
 
 _HOLDERS: dict[str, Ranks] = {}
-"""By the name of a mesh's process group: the ranks that hold the shards."""
+"""By the name of a mesh's process group: the ranks that hold the shards. One per mesh, of which
+there are few: like the groups themselves they last as long as the process."""
 
 
 def hold_shards(group: dist.ProcessGroup, ranks: Ranks) -> None:

@@ -178,11 +178,12 @@ class EntropyProbeCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         noise = self._noise
         if noise is not None:
-            passes = self.trainer.current_gradient_accumulation_steps
-            self._aside(
-                lambda: noise.open(prompts_of_passes(args, passes)),
-                f"listening to step {state.global_step}",
-            )
+
+            def listen() -> None:
+                passes = self.trainer.current_gradient_accumulation_steps
+                noise.open(prompts_of_passes(args, passes))
+
+            self._aside(listen, f"listening to step {state.global_step}")
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         noise = self._noise

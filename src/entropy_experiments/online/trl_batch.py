@@ -15,8 +15,13 @@ from entropy_experiments.rollouts.importers import from_trl_inputs
 from entropy_experiments.types import Rollouts, UpdateBatch
 from entropy_experiments.update.objective import Objective
 
-PRIVATES = ("_buffered_inputs", "_step", "_metrics", "_tokenizer", "_tokenize_prompts")
-"""Of GRPOTrainer (trl 1.16); a contract test holds each."""
+PRIVATES = (
+    *("_buffered_inputs", "_step", "_metrics", "_tokenizer", "_tokenize_prompts"),
+    "eos_token_ids",
+)
+"""Of GRPOTrainer (trl 1.16), from its making on; a contract test holds each."""
+IN_TRAINING = ("current_gradient_accumulation_steps",)
+"""Of transformers' Trainer, once the first step has begun; held by the same test."""
 
 
 def refuse_unsupported(trainer: Any) -> None:

@@ -13,7 +13,7 @@ answers to the same prompt, which are not independent. `shared_pairs` is the sha
     E[g_i . g_j] = (1 - shared) |G|^2 + shared C,       C >= E|G_prompt|^2 >= |G|^2
 
 (docs/theory.md), so |G|^2 comes out too large and the noise scale too small. Between ranks prompts
-are not shared.
+are not shared, unless the data repeats them or a group is cut between two ranks.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class StepNoise:
 
     def saw_shared(self, share: float) -> None:
         if not self._shares and self._ranks.rank == 0:
-            say_shared(share)
+            say_shared(share, several=self._ranks.size > 1)
         self._shares.append(share)
 
     def stop(self) -> None:
@@ -207,11 +207,16 @@ def _prompts(inputs: Mapping[str, Any]) -> Counter[tuple[int, ...]]:
     )
 
 
-def say_shared(share: float) -> None:
+def say_shared(share: float, *, several: bool) -> None:
+    why = "as TRL mixes a rank's responses"
+    instead = " On several ranks it is taken between ranks, which are dealt prompts of their own."
+    if several:
+        why, instead = "as the data repeats it, or a group is cut between ranks", ""
     if share > 0:
         LOG.warning(
             "noise_scale: %.0f%% of the pairs of responses that are compared have the same prompt, "
-            "as TRL mixes a rank's responses: |G|^2 comes out too large and the noise scale too "
-            "small. On several ranks it is taken between ranks, which share none. (Said once.)",
+            "%s: |G|^2 comes out too large and the noise scale too small.%s (Said once.)",
             100 * share,
+            why,
+            instead,
         )

@@ -83,7 +83,7 @@ def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
     changes = {"inference_mode": False, "base_model_name_or_path": base.name_or_path}
     model = get_peft_model(base, LoraConfig(**{**config, **changes}))
     file = layout.files[0] if layout.sharded is None else layout.sharded
-    stored = _tensors(file) if layout.sharded is None else adapter_tensors(model, file)
+    stored = _tensors(file) if layout.stored is None else adapter_tensors(model, layout.stored)
     _check_finite(file, stored)
     needed = get_peft_model_state_dict(model, save_embedding_layers=False)
     copies = get_peft_model_state_dict(model, save_embedding_layers=True)

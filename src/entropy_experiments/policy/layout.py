@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+GENERATION_CONFIG = "generation_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MODEL_WEIGHTS = (
     "model.safetensors",
@@ -61,6 +65,8 @@ class Layout:
     """Weight files, all shards."""
     sharded: Path | None = None
     """Where the weights are if an FSDP trainer saved them: DCP's folder, or one file of names."""
+    stored: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
+    """These by name, each read when it is asked for: the table of contents is read once."""
     optimizer: Path | None
     """A file, or DCP's folder."""
     param_names: Path | None
@@ -104,13 +110,21 @@ def find_checkpoint(
         weights = (inside or root) / _weights_folder(given, None).relative_to(given)
     _refuse_half_written(weights)
     _refuse_half_written(root)
+    stored = None
     if sharded is not None:
-        kind = "lora" if _is_adapter(sharded) else "full"
+        from entropy_experiments.policy.stored_weights import stored_weights
+
+        stored = stored_weights(sharded)
+        kind = "lora" if any("lora_" in name for name in stored) else "full"
         config = _config_folder(weights, root, ADAPTER_CONFIG if kind == "lora" else MODEL_CONFIG)
     else:
         kind = "lora" if (weights / ADAPTER_CONFIG).is_file() else "full"
         config = weights
-    optimizer = _optimizer((given, root), weights, optimizer_path, sharded)
+    optimizer = _optimizer((given, root), weights, optimizer_path)
+    if optimizer is None and stored is not None:
+        from entropy_experiments.policy.sharded_state import holds_optimizer
+
+        optimizer = sharded if holds_optimizer(stored) else None
     # Of one DCP folder that is the whole checkpoint, the run's folder is not "beside".
     beside = root if optimizer is None or optimizer == root else optimizer.parent
     return Layout(
@@ -123,6 +137,7 @@ def find_checkpoint(
         if sharded is not None
         else _weight_files(weights, ADAPTER_WEIGHTS if kind == "lora" else MODEL_WEIGHTS),
         sharded=sharded,
+        stored=stored,
         optimizer=optimizer,
         param_names=_first(folder / PARAM_NAMES for folder in (beside, root, weights)),
         step=_step(root, weights),
@@ -208,7 +223,7 @@ def _weights_folder(root: Path, adapter_path: Path | str | None) -> Path:
 
 
 def _sharded_weights(given: Path) -> Path | None:
-    """What an FSDP trainer saved, where nothing else is there to read."""
+    """What an FSDP trainer saved, where nothing else is there to read (or see `two_saves`)."""
     plain = (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS)
     if _first(folder / n for folder in (given, *(given / i for i in INSIDE)) for n in plain):
         return None
@@ -237,12 +252,6 @@ def _config_folder(weights: Path, root: Path, name: str) -> Path:
     """Sharded weights have no config of their own; it is beside them, or in the run's folder."""
     found = _first(folder / name for folder in (weights, root, root.parent))
     return root if found is None else found.parent
-
-
-def _is_adapter(sharded: Path) -> bool:
-    from entropy_experiments.policy.stored_weights import stored_weights
-
-    return any("lora_" in name for name in stored_weights(sharded))
 
 
 def _has_weights(folder: Path) -> bool:
@@ -326,9 +335,7 @@ def _refuse_foreign(root: Path) -> None:
         )
 
 
-def _optimizer(
-    folders: tuple[Path, Path], weights: Path, given: Path | str | None, sharded: Path | None
-) -> Path | None:
+def _optimizer(folders: tuple[Path, Path], weights: Path, given: Path | str | None) -> Path | None:
     """`folders`: the one named and the checkpoint's own."""
     if given is not None:
         path = Path(given).expanduser()
@@ -346,14 +353,7 @@ def _optimizer(
     searched = [weights, folders[1]]
     if weights.name in INSIDE and weights.parent != folders[1].parent:
         searched.append(weights.parent)
-    found = _optimizer_in(searched)
-    if found is not None:
-        return found
-    if sharded is not None and sharded.is_dir():
-        from entropy_experiments.policy.sharded_state import holds_optimizer
-
-        return sharded if holds_optimizer(sharded) else None
-    return None
+    return _optimizer_in(searched)
 
 
 def _optimizer_in(folders: list[Path]) -> Path | None:

@@ -28,6 +28,7 @@ from entropy_experiments.policy.base import (
     check_loaded,
     check_safetensors,
     find_base,
+    generation_config,
     load_causal_lm,
     load_tokenizer,
     model_config,
@@ -36,6 +37,7 @@ from entropy_experiments.policy.base import (
 from entropy_experiments.policy.facts import read_facts
 from entropy_experiments.policy.layout import (
     ADAPTER_CONFIG,
+    GENERATION_CONFIG,
     MODEL_CONFIG,
     Layout,
     files_of,
@@ -46,6 +48,7 @@ from entropy_experiments.policy.optimizer_state import load_safely, read_optimiz
 from entropy_experiments.policy.precision import true_float64
 from entropy_experiments.policy.sharded_files import newer_shards
 from entropy_experiments.policy.stored_weights import load_sharded_causal_lm, take_base
+from entropy_experiments.policy.two_saves import unread_forms
 from entropy_experiments.types import OptimizerState
 
 DTYPES = {
@@ -126,7 +129,10 @@ def load_checkpoint(
     optimizer, coverage = None, {}
     if layout.optimizer is not None:
         optimizer, coverage = read_optimizer_state(
-            layout.optimizer, model, names_path=layout.param_names
+            layout.optimizer,
+            model,
+            names_path=layout.param_names,
+            stored_weights=layout.stored,
         )
     return Checkpoint(
         model=model,
@@ -141,7 +147,12 @@ def load_checkpoint(
         facts=facts,
         fact_sources=sources,
         coverage={k: v for k, v in coverage.items() if k != "not_verifiable"},
-        not_verifiable=(*notes, *_save_notes(layout), *coverage.get("not_verifiable", ())),
+        not_verifiable=(
+            *notes,
+            *_save_notes(layout),
+            *unread_forms(layout, adapter_path=adapter_path, optimizer_path=optimizer_path),
+            *coverage.get("not_verifiable", ()),
+        ),
         recorded=layout.recorded,
         optimizer_path=layout.optimizer,
         hashes=_hashes(layout, found, fact_files),
@@ -176,7 +187,11 @@ def _lora(
     check_loaded(found.location, info, extra_allowed=True)
     check_finite_weights(found.location, plain, files)
     model = load_adapter(plain, layout, config)
-    base_saved = layout.sharded is not None and take_base(model, layout.sharded)
+    base_saved = (
+        layout.sharded is not None
+        and layout.stored is not None
+        and take_base(model, layout.sharded, layout.stored)
+    )
     if base_saved:
         words += ", with the weights saved beside the adapter"
     notes = adapter_notes(config, base_saved=base_saved)
@@ -195,32 +210,29 @@ def _full(
     for file in layout.files if layout.sharded is None else ():
         if file.suffix == ".bin":
             load_safely(file)
-    found, config = None, None
-    if not (layout.config / MODEL_CONFIG).is_file():
+    found, config, generation = None, None, None
+    own = (layout.config / MODEL_CONFIG).is_file()
+    if not own or base is not None or backbone is not None:
         # Accelerate saves weights alone.
         found = find_base(layout, base=base, backbone=backbone, recorded=None)
-        config = model_config(found.location)
-    elif base is not None or backbone is not None:
-        found = find_base(layout, base=base, backbone=backbone, recorded=None)
+    if not own or layout.sharded is not None:
+        known = found.location if found is not None and not own else str(layout.config)
+        config = model_config(known)
+        generation = generation_config((layout.weights, layout.root, known), config)
     wanted = _dtype(dtype, device_map)
     # All of a full fine-tune is trained, and what is trained is fp32 unless asked otherwise.
     kind = torch.float32 if isinstance(wanted, str) else wanted
+    more: dict[str, Any] = {"dtype": kind, "device_map": _device_map(device_map)}
+    more |= {"config": config, "generation": generation}
     if layout.sharded is not None:
-        model = load_sharded_causal_lm(
-            layout.sharded,
-            config or model_config(str(layout.config)),
-            dtype=kind,
-            device_map=_device_map(device_map),
-        )
+        model = load_sharded_causal_lm(layout.sharded, stored=layout.stored, **more)
     else:
-        model, info = load_causal_lm(
-            layout.weights, dtype=kind, device_map=_device_map(device_map), config=config
-        )
+        model, info = load_causal_lm(layout.weights, **more)
         check_loaded(_weights_name(layout), info, extra_allowed=False)
         check_finite_weights(_weights_name(layout), model, layout.files)
     model.requires_grad_(True)
     words = f"none: a full fine-tune, {_precision(model)}"
-    if config is not None and found is not None:
+    if found is not None and not own:
         words = f"none: a full fine-tune, with the config of {found.words}, {_precision(model)}"
     return model, found, words, ()
 
@@ -306,10 +318,14 @@ def _save_notes(layout: Layout) -> tuple[str, ...]:
 def _hashes(layout: Layout, found: Base | None, fact_files: list[Path]) -> dict[str, str]:
     files = [*layout.files, *fact_files]
     files += [layout.config / name for name in (ADAPTER_CONFIG, MODEL_CONFIG)]
+    if layout.kind == "full":
+        own = (layout.weights, layout.root, layout.config)
+        files += [folder / GENERATION_CONFIG for folder in own]
     for path in (layout.optimizer, layout.param_names):
         files += [] if path is None else files_of(path)
     if found is not None and found.folder is not None:
-        files += [found.folder / MODEL_CONFIG, *sorted(found.folder.glob("*.safetensors"))]
+        files += [found.folder / name for name in (MODEL_CONFIG, GENERATION_CONFIG)]
+        files += sorted(found.folder.glob("*.safetensors"))
     return {
         os.path.relpath(file, layout.root): sha256(file)
         for file in dict.fromkeys(files)

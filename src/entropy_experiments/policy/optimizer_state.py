@@ -69,11 +69,15 @@ def refuse_zero_lr(lr: float | None, path: Path | str) -> None:
 
 
 def read_optimizer_state(
-    path: Path | str, model: nn.Module, *, names_path: Path | None = None
+    path: Path | str,
+    model: nn.Module,
+    *,
+    names_path: Path | None = None,
+    stored_weights: Mapping[str, Tensor] | None = None,
 ) -> tuple[OptimizerState, dict[str, Any]]:
     """(state by name, coverage): matched, missing, unused, order, steps, not_verifiable."""
     path = Path(path)
-    stored = sharded_optimizer(path) if path.is_dir() else load_safely(path)
+    stored = sharded_optimizer(path, stored_weights) if path.is_dir() else load_safely(path)
     if not isinstance(stored, Mapping) or not {"state", "param_groups"} <= set(stored):
         keys = (
             sorted(map(str, stored))[:6] if isinstance(stored, Mapping) else type(stored).__name__

@@ -26,11 +26,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import get_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from entropy_experiments.numerics.ranks import (
@@ -38,12 +37,12 @@ from entropy_experiments.numerics.ranks import (
     LostRankError,
     RankError,
     Ranks,
-    hold_shards,
     known_to_all,
     local_part,
 )
 from entropy_experiments.policy.calling import causal_lm
 from entropy_experiments.policy.load import Checkpoint
+from entropy_experiments.policy.mesh import mesh_of
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.policy.shardable import check_shardable, check_torch, in_one_process
 from entropy_experiments.types import OptimizerState, Params, Rollouts, Scores, check_params
@@ -70,10 +69,11 @@ class ShardedModel(nn.Module):
         # Once and for all: what is trained does not change when an adapter is switched off.
         self._names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
         mesh = mesh or mesh_of(ranks, next(model.parameters()).device.type)
-        for layer in decoder_layers(model):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         # Without resharding, written shards would not be seen by the next pass.
-        fully_shard(self, mesh=mesh, reshard_after_forward=True)
+        how = dict[str, Any](mesh=mesh, reshard_after_forward=True, mp_policy=_sums(model))
+        for layer in decoder_layers(model):
+            fully_shard(layer, **how)
+        fully_shard(self, **how)
         for module in self._cut_modules():
             # The sum over ranks, not FSDP's mean; as a plain sum, since gloo has no other.
             module.set_gradient_divide_factor(1.0)
@@ -110,8 +110,7 @@ class ShardedModel(nn.Module):
             return work()
         except BaseException as error:
             self._failed = True  # after Ctrl-C too
-            for module in self._cut_modules():
-                module.reshard()
+            _reshard(self._cut_modules(), error)
             if not isinstance(error, Exception) or isinstance(error, RankError):
                 raise
             if any(word in str(error) for word in CLOSED_CONNECTION):
@@ -158,6 +157,15 @@ class ShardedModel(nn.Module):
 
     def _cut_modules(self) -> list[FSDPModule]:
         return [module for module in self.modules() if isinstance(module, FSDPModule)]
+
+
+def _reshard(modules: Sequence[FSDPModule], error: BaseException) -> None:
+    """After a pass that ended with `error`, which is what went wrong, whatever happens here."""
+    for module in modules:
+        try:
+            module.reshard()
+        except Exception as second:
+            error.add_note(f"Its layers could not be dropped, either: {second!r}")
 
 
 class ShardedPolicy:
@@ -300,16 +308,6 @@ class _Scored(torch.autograd.Function):
         return None, None, None, *ctx.policy._pulled(ctx.params, scores, worths)
 
 
-def mesh_of(ranks: Ranks, device: str) -> DeviceMesh:
-    """A line of all ranks. On CPU its exchanges are those of `ranks`, in the same order."""
-    group: Any = ranks.group
-    if device != "cpu":
-        # The ranks' own group is gloo: parameters travel between the devices.
-        group = dist.new_group(backend=f"cpu:gloo,{device}:nccl")
-    hold_shards(group, ranks)
-    return DeviceMesh.from_group(group, device)
-
-
 def load_sharded(
     load: Callable[[], Checkpoint], ranks: Ranks, device: str
 ) -> tuple[Checkpoint, ShardedModel]:
@@ -330,6 +328,13 @@ def load_sharded(
         return replace(checkpoint, optimizer=optimizer), sharded
 
     return ranks.in_turn(read)
+
+
+def _sums(model: nn.Module) -> MixedPrecisionPolicy:
+    """Gradients in half precision are added over ranks in fp32, and rounded once: FSDP gives them
+    back in the precision of their parameter, as autograd does in one process."""
+    trained = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
+    return MixedPrecisionPolicy(reduce_dtype=torch.promote_types(trained, torch.float32))
 
 
 def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:

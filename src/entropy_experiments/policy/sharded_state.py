@@ -28,19 +28,16 @@ class StoredWeights(Mapping[str, Tensor]):
     """Tensors by the model's names; each is read whenever it is asked for."""
 
     def __init__(self, files: ShardedFiles, keys: Mapping[str, str]) -> None:
-        self._files, self._keys = files, keys
+        self.files, self._keys = files, keys
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files.tensor(self._keys[name])
+        return self.files.tensor(self._keys[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
 
     def __len__(self) -> int:
         return len(self._keys)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._files.tensors[self._keys[name]].shape
 
 
 def sharded_weights(folder: Path) -> StoredWeights:
@@ -64,17 +61,19 @@ def sharded_weights(folder: Path) -> StoredWeights:
     return StoredWeights(files, keys)
 
 
-def holds_model(folder: Path) -> bool:
-    return bool(_model(read_sharded(folder)))
+def holds_optimizer(stored: Mapping[str, Tensor] | None) -> bool:
+    """Whether the folder of these weights holds an optimizer, too."""
+    return isinstance(stored, StoredWeights) and bool(_optimizer(stored.files))
 
 
-def holds_optimizer(folder: Path) -> bool:
-    return bool(_optimizer(read_sharded(folder)))
+def sharded_optimizer(folder: Path, stored: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """`state` and `param_groups`, as torch.save(optimizer.state_dict()) would hold them.
 
-
-def sharded_optimizer(folder: Path) -> dict[str, Any]:
-    """`state` and `param_groups`, as torch.save(optimizer.state_dict()) would hold them."""
-    files = read_sharded(folder)
+    `stored`: weights whose table of contents was read already, perhaps of the same folder.
+    """
+    files = stored.files if isinstance(stored, StoredWeights) else None
+    if files is None or files.folder != folder:
+        files = read_sharded(folder)
     section = _optimizer(files)
     if not section:
         raise ValueError(

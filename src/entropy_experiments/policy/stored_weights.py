@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from entropy_experiments.policy.base import (
     check_finite_weights,
@@ -46,20 +46,42 @@ def stored_weights(path: Path) -> Mapping[str, Tensor]:
 
 
 def load_sharded_causal_lm(
-    path: Path, config: Any, *, dtype: torch.dtype, device_map: Any = None
+    path: Path,
+    config: Any,
+    *,
+    stored: Mapping[str, Tensor] | None = None,
+    generation: GenerationConfig | None = None,
+    dtype: torch.dtype,
+    device_map: Any = None,
 ) -> Any:
-    """The model of `config` with the weights at `path`."""
-    stored = stored_weights(path)
+    """The model of `config` with the weights at `path`, which may be `stored` already."""
+    stored = stored_weights(path) if stored is None else stored
     with quiet_transformers():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    _check_precision(path, model, dtype)
+    if generation is not None:
+        model.generation_config = generation
     _fill(path, stored, model.state_dict(), list(stored))
     check_finite_weights(path, model)
     return _placed(model, device_map)
 
 
-def adapter_tensors(model: Any, path: Path) -> dict[str, Tensor]:
+def _check_precision(path: Path, model: Any, dtype: torch.dtype) -> None:
+    """Some architectures keep modules in fp32; of transformers' loaders, `from_config` does not."""
+    kept = {*(model._keep_in_fp32_modules_strict or ())}
+    if dtype == torch.float16:
+        kept |= {*(model._keep_in_fp32_modules or ())}
+    if kept and dtype in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{path}: {type(model).__name__} keeps {', '.join(sorted(kept))} in float32; got "
+            f"checkpoint.dtype {str(dtype).removeprefix('torch.')} for the shards of an FSDP "
+            "trainer, all of which it would change. Set checkpoint.dtype: float32, or save the "
+            "weights as safetensors."
+        )
+
+
+def adapter_tensors(model: Any, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The adapter's, under peft's names."""
-    stored = stored_weights(path)
     names = _pefts_names(model)
     own = {name: names[name] for name in stored if name in names}
     if any("lora_" in name for name in own):
@@ -67,9 +89,8 @@ def adapter_tensors(model: Any, path: Path) -> dict[str, Tensor]:
     return {name: stored[name] for name in stored}
 
 
-def take_base(model: Any, path: Path) -> bool:
+def take_base(model: Any, path: Path, stored: Mapping[str, Tensor]) -> bool:
     """Put the base's weights into a PeftModel, if they were saved with the adapter."""
-    stored = stored_weights(path)
     names = _pefts_names(model)
     if not any("lora_" in name for name in stored if name in names):
         return False

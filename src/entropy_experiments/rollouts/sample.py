@@ -317,7 +317,7 @@ class SampleGenerator:
     def identity(self) -> dict[str, Any]:
         """Everything besides seeds and prompts that decides what is drawn."""
         return {
-            "model": model_hash(self.policy.model),
+            "model": self._model_hash(),
             "dtype": str(next(self.policy.model.parameters()).dtype),
             "temperature": self.policy.temperature,
             "top_p": self.policy.top_p,
@@ -327,6 +327,12 @@ class SampleGenerator:
             "batch_size": self.batch_size,
             "master_seed": self.master_seed,
         }
+
+    def _model_hash(self) -> str:
+        if isinstance(self.policy, ShardedPolicy):
+            # It gathers the shards, so it begins as every exchange does.
+            return self.policy.sharded.together(lambda: model_hash(self.policy.model))
+        return model_hash(self.policy.model)
 
     def _pack(self, problems: Sequence[Problem], group: int, drawn: Sequence[Drawn]) -> Rollouts:
         prompts = [ids for problem in problems for ids in [self.prompt_ids(problem)] * group]
@@ -371,7 +377,7 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def model_hash(model: torch.nn.Module) -> str:
-    """sha256 of all parameters and buffers, by name."""
+    """sha256 of all parameters and buffers, by name; of shards, in `ShardedModel.together`."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         if not isinstance(value, Tensor):

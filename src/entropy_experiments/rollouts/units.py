@@ -5,7 +5,8 @@
 The store's identity holds what all units share (model, law, lengths); the key holds the rest.
 
 Units that nobody has yet are dealt out to the current ranks. Each rank stores what it has drawn
-at once, so a lost rank costs the units under way; in the end all ranks have all units.
+at once, so a lost rank costs the unit that it was drawing (the others may finish theirs: see
+`finishing`); in the end all ranks have all units.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.rollouts.decode import Draw, Drawn
+from entropy_experiments.rollouts.finishing import unit_in_work
 from entropy_experiments.rollouts.progress import Meter
 from entropy_experiments.rollouts.store import RolloutStore
 
@@ -64,12 +67,14 @@ def dealt_units(
                 out[at] = unpacked(found, len(units[at]))
                 meter.finished(len(units[at]))
         for at in missing if together else ranks.mine(missing):
-            drawn = decode(units[at], meter)
-            if together and not ranks.first:
-                continue
-            out[at] = drawn
-            if store is not None:
-                store.put(keys[at], packed(out[at]))
+            # Nothing to finish without a store, nor where all ranks are needed and one is gone.
+            with nullcontext() if store is None or together else unit_in_work():
+                drawn = decode(units[at], meter)
+                if together and not ranks.first:
+                    continue
+                out[at] = drawn
+                if store is not None:
+                    store.put(keys[at], packed(out[at]))
             meter.finished(len(units[at]))
         return out
 
