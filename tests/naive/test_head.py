@@ -237,6 +237,29 @@ def test_a_head_in_half_precision_is_multiplied_in_full(columns, monkeypatch):
     assert torch.equal(grads["head"], exact["head"].bfloat16())
 
 
+def test_chunks_of_a_trained_half_precision_head_are_added_in_full():
+    """Rounded one by one and added in bf16, they would differ in most elements."""
+    half_VD, hidden_TD = draw(V, D, seed=1).bfloat16(), draw(400, D).float()
+    token_T = torch.arange(400) % V
+
+    def gradient(head_VD, chunk):
+        def worth(p):
+            scores = token_scores_from_hidden(hidden_TD, p["head"], token_T, chunk=chunk)
+            return sum(x_T.sum() for x_T in scores)
+
+        return pullback(worth, {"head": head_VD})[1]["head"]
+
+    wanted = gradient(half_VD.float(), 4)
+    for found in (gradient(half_VD, chunk) for chunk in (400, 4)):
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, wanted.bfloat16())
+
+
+def test_a_head_more_precise_than_the_states_is_refused():
+    with pytest.raises(RuntimeError, match="dtype"):
+        token_scores_from_hidden(draw(T, D).float(), draw(V, D, seed=1), TOKENS)
+
+
 def test_a_frozen_head_is_not_multiplied_with_zeros(columns, monkeypatch):
     """One product more for the tangent, in every tile; a moving head needs two."""
     monkeypatch.setattr(forward_mode, "WORTHWHILE", 0)

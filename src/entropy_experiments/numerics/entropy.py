@@ -73,11 +73,12 @@ def token_scores_from_hidden(
     bias_V = None if bias_V is None else _full(bias_V)
     _check_tokens(token_T, len(head_VD))
     nucleus_only = top_p < 1.0  # which needs whole rows of logits
-    if nucleus_only:
-        head_VD = _full(head_VD)
     rows = _rows_in(CHUNK_BYTES, len(head_VD)) if nucleus_only else most_rows(head_VD)
     tokens = max(1, len(token_T))
     size = chunk or ceil(tokens / ceil(tokens / rows))
+    if nucleus_only or (head_VD.requires_grad and tokens > size):
+        # Of a trained head the chunks' gradients are added in fp32, and rounded once.
+        head_VD = _full(head_VD)
     if not nucleus_only and temperature != 1.0:
         hidden_TD = hidden_TD / temperature
         bias_V = None if bias_V is None else bias_V / temperature

@@ -63,8 +63,10 @@ def linear_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) 
 
 
 def _linear_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-    bias = None if bias is None else bias[rows].to(x.dtype)
-    return nn.functional.linear(x, weight[rows].to(x.dtype), bias)
+    weight, bias = weight[rows], None if bias is None else bias[rows]
+    if weight.dtype in (torch.float16, torch.bfloat16):  # nothing is rounded, it is only widened
+        weight = weight.to(x.dtype)
+    return nn.functional.linear(x, weight, bias)
 
 
 class _ShorterRule(TorchFunctionMode):

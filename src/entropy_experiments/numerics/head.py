@@ -149,7 +149,8 @@ def _scores(
     for start, z_TB in _tiles(hidden_TD, head_VD, bias_V):
         # With its tangent: a shift of all logits cancels here, not in the last digits of T / S.
         # Where a whole tile is banned its largest is -inf, and -inf - -inf would be NaN.
-        top_T = z_TB.max(1).values.clamp_min(torch.finfo(z_TB.dtype).min)
+        # amax: max(1) looks for the place, too, and takes nine times as long.
+        top_T = z_TB.amax(1).clamp_min(torch.finfo(z_TB.dtype).min)
         d_TB = _below(z_TB, top_T, bias_V)
         e_TB = d_TB.exp()
         found.append((top_T, e_TB.sum(1), (e_TB * d_TB).sum(1), _of_token(z_TB, token_T, start)))
