@@ -12,7 +12,8 @@ step is.
                 along u (influence.jacobian.score_slopes), times the loss's coefficients
     many        estimate.first_order.scores_along for 4 directions at once, on 8 rollouts
 
-Plain ways, each through policy.score with every rollout in a row of its own (no prompt shared):
+Plain ways, each through policy.score; in (b) and (c) every rollout has a row of its own (no prompt
+is shared), in (d) not:
 
     (b)         scores = policy.score(leaves, 8 rollouts), then for each of them
                 torch.autograd.grad(loss_i, leaves, retain_graph=True), its product with u

@@ -25,22 +25,21 @@ from entropy_experiments.types import Rollouts
 MOST = 12
 
 
-def profiled(run: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The largest operators of a call, by their own time."""
+def profiled(run: Callable[[], Any]) -> dict[str, dict[str, Any]]:
+    """The largest operators of a call, by their own time, the largest first."""
     run()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         run()
     rows = sorted(seen.key_averages(), key=lambda row: -row.self_cpu_time_total)
     total = sum(row.self_cpu_time_total for row in rows)
-    return [
-        {
-            "operator": row.key.removeprefix("aten::"),
+    return {
+        row.key.removeprefix("aten::"): {
             "share": row.self_cpu_time_total / total,
             "seconds": row.self_cpu_time_total / 1e6,
             "calls": row.count,
         }
         for row in rows[:MOST]
-    ]
+    }
 
 
 def examine(policy: SequenceProcessor, rollouts: Rollouts) -> dict[str, Any]:
@@ -59,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         found["models"][name] = examine(*problem(name, asked.prompts))
         for way, rows in found["models"][name].items():
             print(f"{name}, {way}")
-            for row in rows:
+            for operator, row in rows.items():
                 print(
-                    f"  {row['operator'][:44]:44} {row['share']:6.1%} {row['seconds']:8.3f} s "
+                    f"  {operator[:44]:44} {row['share']:6.1%} {row['seconds']:8.3f} s "
                     f"{row['calls']:6} calls"
                 )
         write(asked.json, found)

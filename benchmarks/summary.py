@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,6 +114,25 @@ def _growth() -> list[Row]:
     return out
 
 
+def _online(responses: int) -> list[Row]:
+    said = f"SmolLM2: probe at every 5th of steps of {responses} responses"
+    return [
+        Row(
+            what=f"{said}, {what}",
+            file="online",
+            at=("batches", str(responses), "overhead", kind),
+            target=limit,
+            better="lower",
+            percent=True,
+        )
+        for kind, what, limit in (
+            ("inside", "of training's CPU time, from inside", 0.10),
+            ("time", "more CPU time than without it, from outside", 0.10),
+            ("memory", "more peak memory", 0.15),
+        )
+    ]
+
+
 ROWS: Sequence[Row] = (
     *_scoring("smollm2", "SmolLM2"),
     *_scoring("random", "30M"),
@@ -120,6 +140,8 @@ ROWS: Sequence[Row] = (
     *_estimators("random", "30M"),
     *_growth(),
     Row(what="two ranks of one thread over one", file="ranks", at=("speedup",), target=1.6),
+    *_online(64),
+    *_online(32),
 )
 
 
@@ -175,7 +197,8 @@ def profiles(results: Mapping[str, Any]) -> list[str]:
         if ways:
             out += ["", f"| {label}: operators by their own CPU time, one thread | |", "|---|---|"]
         for way, rows in ways.items():
-            shares = ", ".join(f"{row['operator']} {row['share']:.1%}" for row in rows[:LARGEST])
+            largest = islice(rows.items(), LARGEST)
+            shares = ", ".join(f"{operator} {row['share']:.1%}" for operator, row in largest)
             out.append(f"| {way} | {shares} |")
     return out
 

@@ -86,8 +86,9 @@ def evaluate_checkpoints(
         pending = [one for one in asked.candidates if done[one.label] is None]
         if pending:
             check_sharding(config, top_p=asked.law["top_p"])
-        # What is wrong with the last one should not be told after hours of the others.
-        for one in pending if len(pending) > 1 else ():
+        # What is wrong with the last one should not be told after hours of the others. Of a model
+        # that is cut, every process would read the whole once more: its files have been looked at.
+        for one in pending if len(pending) > 1 and config.checkpoint.sharding == "none" else ():
             _opened(asked, one)
             gc.collect()
         ranks.told(lambda: store.bind(asked.settings))

@@ -26,7 +26,12 @@ from entropy_experiments.rollouts.store import (
     save_rollouts,
     save_update_batch,
 )
-from entropy_experiments.run_conditions import check_sharding, loaded, refuse_sharding
+from entropy_experiments.run_conditions import (
+    check_sharded_derivatives,
+    check_sharding,
+    loaded,
+    refuse_sharding,
+)
 from entropy_experiments.tasks.datasets import Problem, load_problems
 from entropy_experiments.tasks.rewards import build_reward
 from entropy_experiments.training_facts import TrainingFacts, training_facts, with_learning_rate
@@ -68,6 +73,7 @@ def opened(
     )
     if not may_shard:
         refuse_sharding(config)
+    check_sharded_derivatives(config)
     checkpoint, sharded = loaded(config, load)
     assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
     given = config.update.lr
@@ -252,8 +258,9 @@ class Sampler:
             raise ValueError(
                 f"The rollouts in {folder} do not say what drew them, as imported ones do not; "
                 "expected rollouts that this program drew for the checkpoint and settings at hand. "
-                "Leave rollouts.load out to draw new ones, or give these to `entropy-probe "
-                "influence` as kind: from_file."
+                "Leave rollouts.load out to draw new ones. Imported evaluation rollouts go to "
+                "`entropy-probe influence` as kind: from_file, an imported update batch into the "
+                "checkpoint's own folder as update_batch."
             )
         ours = {**self.meta["identity"], "dataset": self.meta["dataset"]}
         theirs = {**(meta.get("identity") or {}), "dataset": meta.get("dataset")}

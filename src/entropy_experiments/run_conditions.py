@@ -55,6 +55,17 @@ def check_sharding(config: Config, *, top_p: float) -> None:
         )
 
 
+def check_sharded_derivatives(config: Config) -> None:
+    """Refuse derivatives that a cut model does not have."""
+    method, sharding = config.approx_delta_h.method, config.checkpoint.sharding
+    if sharding != "none" and method not in ("central", "reverse"):
+        raise ValueError(
+            f"approx_delta_h.method is {method!r} with checkpoint.sharding {sharding!r}, which has "
+            "neither forward mode nor a double backward. Set approx_delta_h.method: central "
+            "(per-rollout terms, hence error bars) or reverse."
+        )
+
+
 def refuse_sharding(config: Config) -> None:
     """For what cannot be done with a model cut over the processes."""
     if config.checkpoint.sharding != "none":

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from contract.test_cli_ranks import NOT_NUMBERS, command, done, files, options
-from entropy_experiments.config import ConfigError, parse_config
+from entropy_experiments.config import parse_config
+from entropy_experiments.probe_sampling import opened
 from entropy_experiments.run_conditions import refuse_sharding
 
 SHARDED = "checkpoint.sharding=fsdp"
@@ -90,11 +91,11 @@ def test_what_cannot_be_sharded_is_refused():
 
 
 @pytest.mark.parametrize("method", ["jvp", "double_backward"])
-def test_forward_mode_of_a_sharded_model_is_refused_while_reading(method):
+def test_forward_mode_of_a_sharded_model_is_refused_before_it_is_read(method):
     given = {"checkpoint": {"sharding": "fsdp"}, "approx_delta_h": {"method": method}}
-    said = rf"approx_delta_h\.method: is '{method}' with checkpoint\.sharding 'fsdp'.* central"
-    with pytest.raises(ConfigError, match=said):
-        parse_config(given)
+    said = rf"approx_delta_h\.method is '{method}' with checkpoint\.sharding 'fsdp'.* central"
+    with pytest.raises(ValueError, match=said):
+        opened(parse_config(given), "no such checkpoint", may_shard=True)
 
 
 def test_other_commands_refuse_a_sharded_model():

@@ -20,7 +20,7 @@ from tolerances import EXACT
 
 TWO = [embedded_trajectory() / f"checkpoint-{n}" for n in (0, 40)]
 ASKED = ("--prompts", "5", "--samples", "3", "--k", "1,2")
-WIDE = ("checkpoint.dtype=float64", "approx_delta_h.method=reverse")
+WIDE = ("checkpoint.dtype=float64",)
 CUT = "checkpoint.sharding=fsdp"
 SMALL = EvaluationRequest(prompts=2, samples=2)
 SUMS = ("entropy_sum", "surprisal_sum")
@@ -73,8 +73,7 @@ def test_a_truncated_law_on_two_processes_is_refused(tmp_path):
 
 
 def sharded(**more: Any) -> Config:
-    given = {"checkpoint": {"sharding": "fsdp"}, "approx_delta_h": {"method": "reverse"}}
-    return parse_config({**given, **more})
+    return parse_config({"checkpoint": {"sharding": "fsdp"}, **more})
 
 
 def test_one_process_is_refused_before_anything_is_written(tmp_path):
@@ -94,6 +93,10 @@ def test_a_truncated_law_is_refused():
         with pytest.raises(ValueError, match=r"top_p is 0\.9 with checkpoint\.sharding 'fsdp'"):
             check_sharding(sharded(), top_p=0.9)
     check_sharding(parse_config({}), top_p=0.9)
+
+
+def test_a_cut_model_needs_no_method_of_derivatives_to_be_evaluated():
+    assert sharded().approx_delta_h.method == parse_config({}).approx_delta_h.method
 
 
 def test_numbers_of_a_cut_model_have_a_key_of_their_own():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from entropy_experiments.numerics.ranks import Ranks, local_part
 from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.policy.sharded import ShardedModel, ShardedPolicy, _sums
+from entropy_experiments.policy.sharded import ShardedModel, ShardedPolicy, _reduced_in_full
 from oracles.processes import on_ranks
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
 
@@ -75,7 +75,7 @@ def test_the_sum_over_ranks_is_rounded_once():
     ],
 )
 def test_sums_are_in_fp32_at_least(dtype, expected):
-    assert _sums(_half(dtype)).reduce_dtype == expected
+    assert _reduced_in_full(_half(dtype)).reduce_dtype == expected
 
 
 def test_the_trained_parameters_count_and_not_the_base():
@@ -83,5 +83,5 @@ def test_the_trained_parameters_count_and_not_the_base():
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
-    assert _sums(model).reduce_dtype == torch.float64
-    assert _sums(_half(torch.float32)).param_dtype is None
+    assert _reduced_in_full(model).reduce_dtype == torch.float64
+    assert _reduced_in_full(_half(torch.float32)).param_dtype is None

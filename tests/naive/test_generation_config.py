@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from entropy_experiments.config import parse_config
+from entropy_experiments.evaluation.request import _candidate
+from entropy_experiments.policy.layout import find_checkpoint
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.stored_weights import load_sharded_causal_lm
 from entropy_experiments.rollouts.sample import end_tokens
@@ -128,3 +131,17 @@ def test_modules_that_stay_in_fp32_are_not_cast(tmp_path, monkeypatch, part, dty
             load()
     else:
         assert {p.dtype for p in load().parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_evaluation_is_named_by_what_ends_its_texts(tmp_path, form):
+    """Numbers of other ends are made again, not found."""
+    saved = saved_with_ends(tmp_path)
+    where = made_into(form, saved, tmp_path)
+    config = parse_config({"checkpoint": {key: str(path) for key, path in where.items()}})
+    layout = find_checkpoint(saved.path)
+    known = _candidate(config, layout, "step").files
+    assert _candidate(config, layout, "step").files == known
+    (file,) = tmp_path.rglob(NAME)
+    file.write_text(json.dumps({"eos_token_id": [EOS], "pad_token_id": 0}))
+    assert _candidate(config, layout, "step").files != known

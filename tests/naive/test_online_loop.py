@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from entropy_experiments.online.loop import LoopProbe
 from entropy_experiments.online.probe import named_gradients
 from entropy_experiments.online.rows import RowFile, metrics_of, read_rows
-from entropy_experiments.online.throttle import MOST_SKIPPED, Throttle
+from entropy_experiments.online.throttle import FARTHEST, Throttle
 from oracles.tiny_grpo import PROMPTS
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
@@ -197,8 +197,11 @@ def test_the_throttle_keeps_to_its_share_but_for_every_tenth_step():
     cheap = _steps(0.5, max_overhead=0.1)
     assert 18 <= len(cheap) <= 22  # half a second each: every fifth
     dear = _steps(50.0, max_overhead=0.1)
-    assert dear == list(range(0, 100, MOST_SKIPPED))
+    assert dear == list(range(0, 100, FARTHEST))
     assert _steps(50.0, every=25, max_overhead=0.1) == [0, 25, 50, 75]
+    # Never more than ten steps apart, whatever the cadence: the turn before is taken.
+    assert _steps(50.0, every=9, max_overhead=0.1) == list(range(0, 100, 9))
+    assert _steps(50.0, every=3, max_overhead=0.1) == list(range(0, 100, 9))
 
 
 def test_a_torn_row_is_cut_off_and_a_repeated_step_counts_once(tmp_path: Path):

@@ -29,9 +29,6 @@ from entropy_experiments.cli.endings import INTERRUPTED, TERMINATED, UNEXPECTED,
 if TYPE_CHECKING:
     from entropy_experiments.numerics.ranks import Ranks
 
-PATIENCE = timedelta(hours=12)
-"""How long a rank waits for another. A rank that is gone is noticed at once, a slow one is not
-gone; so this is only for machines that vanish without closing their connections."""
 LAST_WORDS = timedelta(seconds=5)
 """For the message of the rank that failed: torchrun ends the others with the first that leaves."""
 ONE_PROCESS = ("report", "config", "bench", "arc")
@@ -55,7 +52,8 @@ def speaks() -> bool:
 def as_if_alone() -> dict[str, str]:
     """The environment without torchrun's words, for a program that is no part of this job.
 
-    By them, a library inside it would wait for the other ranks.
+    By them, a library inside it would wait for the other ranks, or have one thread only: torchrun
+    gives its processes OMP_NUM_THREADS=1 where nobody has set it.
     """
     if not several():
         return dict(os.environ)
@@ -63,7 +61,9 @@ def as_if_alone() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(begins) and not name.endswith(ends)
+        if not name.startswith(begins)
+        and not name.endswith(ends)
+        and (name, value) != ("OMP_NUM_THREADS", "1")
     }
 
 
@@ -99,7 +99,7 @@ def _joined() -> Ranks:
     import torch
     import torch.distributed as dist
 
-    from entropy_experiments.numerics.ranks import Ranks
+    from entropy_experiments.numerics.ranks import PATIENCE, Ranks
 
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))

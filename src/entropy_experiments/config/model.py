@@ -67,18 +67,6 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _sharded_derivatives(self) -> Config:
-        method = self.approx_delta_h.method
-        if self.checkpoint.sharding != "none" and method not in ("central", "reverse"):
-            raise ValueError(
-                f"approx_delta_h.method is {method!r} with checkpoint.sharding "
-                f"{self.checkpoint.sharding!r}, which has neither forward mode nor a double "
-                "backward. Set approx_delta_h.method: central (per-rollout terms, hence error "
-                "bars) or reverse."
-            )
-        return self
-
     @property
     def notes(self) -> tuple[str, ...]:
         """One line for each accepted key that means nothing or is read as another."""

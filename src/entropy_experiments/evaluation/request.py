@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,7 +18,12 @@ from typing import Any
 
 from entropy_experiments.config import Config
 from entropy_experiments.policy.adapter import read_adapter_config
-from entropy_experiments.policy.base import check_safetensors, find_base, sha256
+from entropy_experiments.policy.base import (
+    check_safetensors,
+    deciding_files,
+    find_base,
+    sha256,
+)
 from entropy_experiments.policy.facts import read_facts
 from entropy_experiments.policy.layout import (
     ADAPTER_CONFIG,
@@ -30,7 +36,7 @@ from entropy_experiments.tasks.rewards import Reward, build_reward, default_func
 from entropy_experiments.training_facts import TrainingFacts, training_facts
 from entropy_experiments.trajectory import embedded_trajectory, steps_of
 
-SCHEMA = 1
+SCHEMA = 2
 """Of rows and settings: numbers of another one are made again."""
 SHARED = ("dataset_name", "dataset_path", "split", "temperature", "max_completion_length", "stop")
 """Facts that must be the same for all checkpoints."""
@@ -248,14 +254,13 @@ def _candidate(config: Config, layout: Layout, label: str) -> Candidate:
         recorded = read_adapter_config(layout.config).get("base_model_name_or_path")
     if layout.kind == "lora" or not (layout.config / MODEL_CONFIG).is_file():
         found = find_base(layout, base=asked.base, backbone=asked.backbone, recorded=recorded)
-    files = [*layout.files, *(layout.config / n for n in (ADAPTER_CONFIG, MODEL_CONFIG))]
-    known = {file.name: sha256(file) for file in files if file.is_file()}
+    own, of_base = deciding_files(layout, found)
+    known = {os.path.relpath(f, layout.root): sha256(f) for f in own if f.is_file()}
     if found is not None:
         known["base"] = found.location
         if found.folder is not None:
-            inside = sorted(found.folder.glob("*.safetensors"))
-            check_safetensors(inside)
-            known["base"] = digest([sha256(file) for file in inside])
+            check_safetensors([file for file in of_base if file.suffix == ".safetensors"])
+            known["base"] = digest([sha256(file) for file in of_base if file.is_file()])
     return Candidate(label=label, layout=layout, files=known)
 
 

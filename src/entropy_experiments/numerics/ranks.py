@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar, cast
 
@@ -38,6 +39,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+PATIENCE = timedelta(hours=12)
+"""How long a rank waits for another. A rank that is gone is noticed at once, a slow one is not
+gone; so this is only for machines that vanish without closing their connections."""
 
 
 class RankError(RuntimeError):
@@ -76,11 +80,15 @@ class Ranks:
         """The lowest rank that said it failed, as every rank knows it."""
 
     @classmethod
-    def all(cls) -> Ranks:
-        """Every process of this job, in a group of their own: called by all of them at once."""
+    def all(cls, patience: timedelta = PATIENCE) -> Ranks:
+        """Every process of this job, in a group of their own: called by all of them at once.
+
+        `patience`: after which a rank that does not come to an exchange is given up.
+        """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return ALONE
-        return cls(dist.new_group(backend="gloo"))  # pyright: ignore[reportArgumentType]
+        group: Any = dist.new_group(backend="gloo", timeout=patience)
+        return cls(group)
 
     @property
     def first(self) -> bool:

@@ -26,7 +26,7 @@ from entropy_experiments.online.buffers import Buffer, Fixed, Fresh
 from entropy_experiments.online.drawing import chosen_rows, drawer
 from entropy_experiments.online.probe import OnlineProbe, named_gradients
 from entropy_experiments.online.throttle import Throttle
-from entropy_experiments.online.watch import Watch
+from entropy_experiments.online.watch import PATIENCE, Watch
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.rollouts.sample import SampleGenerator
 from entropy_experiments.types import Rollouts
@@ -68,7 +68,7 @@ class LoopProbe:
             )
         self._model, self._optimizer, self._on_row = model, optimizer, on_row
         self._next = 0
-        ranks = Ranks.all()
+        ranks = Ranks.all(PATIENCE)
         self._watch = Watch(throttle=Throttle(every=every, max_overhead=max_overhead), ranks=ranks)
 
         def build() -> OnlineProbe:

@@ -3,9 +3,9 @@
     overhead = seconds in the probe / seconds of training without it
 
 A step is skipped while the overhead, were it probed at the mean cost so far, would exceed
-`max_overhead`; but never ten steps in a row. One rank decides for all of them (`Ranks.agree`).
-What was asked for by its number of steps (ledgers, the noise scale) is in the overhead, but no
-probed step is skipped to make up for it.
+`max_overhead`; but no two probes are more than ten steps apart for that. One rank decides for all
+of them (`Ranks.agree`). What was asked for by its number of steps (ledgers, the noise scale) is in
+the overhead, but no probed step is skipped to make up for it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-MOST_SKIPPED = 10
-"""A curve with fewer points than one in ten steps would miss a collapse."""
+FARTHEST = 10
+"""Steps from one probe to the next, unless `every` is more. A curve with fewer points would miss a
+collapse."""
 
 
 class Throttle:
@@ -68,8 +69,8 @@ class Throttle:
             return False
         if self.max_overhead is None or self._last is None:
             return True
-        if step - self._last >= max(self.every, MOST_SKIPPED):
-            return True
+        if step + self.every - self._last > max(self.every, FARTHEST):
+            return True  # the next turn would come too late
         cost = self.seconds / max(self.probed, 1)
         return self.seconds + cost <= self.max_overhead * self.training
 

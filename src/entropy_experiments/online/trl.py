@@ -57,7 +57,7 @@ from entropy_experiments.online.trl_noise import (
     refuse_scaled,
     shared_pairs,
 )
-from entropy_experiments.online.watch import ROWS, Watch
+from entropy_experiments.online.watch import PATIENCE, ROWS, Watch
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.rollouts.sample import SampleGenerator
 from entropy_experiments.types import Rollouts
@@ -167,7 +167,8 @@ class EntropyProbeCallback(TrainerCallback):
             refuse_optimizer(unwrapped_optimizer(self.trainer.optimizer))
         if self.noise_scale:
             refuse_scaled(args)
-        watch = Watch(throttle=Throttle(**self._throttle_options), ranks=Ranks.all())
+        ranks = Ranks.all(PATIENCE)
+        watch = Watch(throttle=Throttle(**self._throttle_options), ranks=ranks)
         self._watch = watch
         watch.also_forget = self._stop_noise
         watch.set_up(self._probe, Path(args.output_dir) / ROWS)

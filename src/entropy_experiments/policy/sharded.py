@@ -70,7 +70,9 @@ class ShardedModel(nn.Module):
         self._names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
         mesh = mesh or mesh_of(ranks, next(model.parameters()).device.type)
         # Without resharding, written shards would not be seen by the next pass.
-        how = dict[str, Any](mesh=mesh, reshard_after_forward=True, mp_policy=_sums(model))
+        how = dict[str, Any](
+            mesh=mesh, reshard_after_forward=True, mp_policy=_reduced_in_full(model)
+        )
         for layer in decoder_layers(model):
             fully_shard(layer, **how)
         fully_shard(self, **how)
@@ -330,7 +332,7 @@ def load_sharded(
     return ranks.in_turn(read)
 
 
-def _sums(model: nn.Module) -> MixedPrecisionPolicy:
+def _reduced_in_full(model: nn.Module) -> MixedPrecisionPolicy:
     """Gradients in half precision are added over ranks in fp32, and rounded once: FSDP gives them
     back in the precision of their parameter, as autograd does in one process."""
     trained = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
