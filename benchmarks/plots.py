@@ -18,6 +18,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.summary import stored
 from benchmarks.tables import STORED
@@ -104,10 +105,19 @@ def draw_growth(results: Mapping[str, Any]) -> Figure | None:
             axes.fill_between(sizes, low, high, color=COLOURS[way], alpha=0.2, linewidth=0)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        sizes = sorted({int(size) for one in found[axis].values() for size in one["cpu_seconds"]})
+        axes.set_xticks(sizes, [_short(size) for size in sizes], fontsize=8)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high * (high / low) ** 0.5)  # room for the legend
         axes.set_xlabel(AXES[axis])
-        axes.legend(fontsize=7, title="exponent", title_fontsize=7)
+        axes.legend(fontsize=7, title="exponent", title_fontsize=7, loc="upper left")
     figure.axes[0].set_ylabel("CPU seconds")
     return figure
+
+
+def _short(size: int) -> str:
+    return f"{size // 1024}k" if size >= 4096 else str(size)
 
 
 DRAWINGS = {"benchmarks_ratios": draw_ratios, "benchmarks_growth": draw_growth}

@@ -463,3 +463,25 @@ def test_the_preset_is_the_recipe_of_the_embedded_default(tmp_path):
     assert ours.keys() == shipped.keys()
     for name, value in ours.items():
         assert torch.equal(value, shipped[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("dataset_name=countdwn", "Unknown dataset 'countdwn'"),
+        ("reward_functions=[countdwn]", "Unknown reward 'countdwn'"),
+    ],
+)
+def test_a_dry_run_looks_names_up(change, said):
+    result = invoke("--preset", "tiny", "--set", change, "--dry-run")
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "Did you mean 'countdown'?" in " ".join(result.output.split())
+
+
+def test_deepspeed_is_for_trainings_without_the_probe():
+    words = ("--preset", "tiny", "--set", "trl.deepspeed=zero2.json", "--dry-run")
+    refused = invoke(*words)
+    assert refused.exit_code == 2
+    assert "has deepspeed, under which" in " ".join(refused.output.split())
+    assert invoke(*words, "--no-probe").exit_code == 0

@@ -182,5 +182,5 @@ def test_bad_options_are_refused_before_training():
         EntropyProbeCallback(max_overhead=-0.1)
     with pytest.raises(ValueError, match="evaluation is 'other'"):
         EntropyProbeCallback(evaluation="other")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="prompts is 3; expected at least 5"):
+    with pytest.raises(ValueError, match="prompts is 3; expected a whole number, at least 5"):
         EntropyProbeCallback(prompts=3)

@@ -51,6 +51,11 @@ REFUSED = {
         "probe.ledger_every: is 5 with probe.evaluation batch: every rollout of the ledger would "
         "be judged by itself. Set probe.evaluation to fresh or half",
     ),
+    "DeepSpeed under the probe": (
+        "trl: {deepspeed: zero2.json}",
+        "trl: has deepspeed, under which parameters or gradients are not where the probe looks for "
+        "them. Leave it out, or train with --no-probe",
+    ),
     "no such rollouts to judge by": (
         "probe: {evaluation: whole}",
         "probe.evaluation: got 'whole', expected one of fresh, half, batch",

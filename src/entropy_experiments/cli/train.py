@@ -80,6 +80,7 @@ def train(
             for note in found.notes:
                 typer.echo(f"note: {note}", err=True)
         if dry_run:
+            _check_names(found)
             words = [f"{found.source}: valid.", plan_line(found, plan)]
             notes = plan_notes(found, plan)
             words += [f"note: {note}" for note in notes]
@@ -97,6 +98,16 @@ def train(
             summary = run(found, resume=resume, quiet=quiet)
         if rank == 0:
             tell(summary, lambda: summary_words(summary, option=option), as_json=as_json)
+
+
+def _check_names(config: TrainingConfig) -> None:
+    """Refuse a task or rewards that there are not; no data is read."""
+    from entropy_experiments.tasks.datasets import check_dataset
+    from entropy_experiments.tasks.rewards import build_reward, default_functions
+
+    check_dataset(config.dataset_name)
+    functions = config.reward_functions or default_functions(config.dataset_name)
+    build_reward(functions, config.reward_weights)
 
 
 def _configured(

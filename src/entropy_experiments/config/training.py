@@ -77,8 +77,8 @@ class Probe(Section):
     every: Count = 1
     """Steps between probed steps."""
     max_overhead: Positive | None = 0.1
-    """Share of training time that the probe may take; it skips turns to stay below, but not more
-    than nine in a row. null: no limit."""
+    """Share of training time that the probe may take; it skips turns to stay below, but no
+    two probes are more than ten steps apart for that. null: no limit."""
     evaluation: Literal["fresh", "half", "batch"] = "fresh"
     """Rollouts it judges by: drawn for it, those that the step does not learn from, or (batch) the
     very ones it learns from, each prompt judged by the others' gradients."""
@@ -288,6 +288,17 @@ class TrainingConfig(Section):
         if ours:
             raise ValueError(
                 f"trl has {ours[0]}, which this command decides itself. Take it out of trl."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_parameters(self) -> TrainingConfig:
+        named = [name for name in ("deepspeed", "fsdp") if self.trl.get(name)]
+        if named and self.probe.enabled:
+            raise ValueError(
+                f"trl has {named[0]}, under which parameters or gradients are not where the probe "
+                "looks for them. Leave it out, or train with --no-probe (probe.enabled: false) and "
+                "probe saved checkpoints offline."
             )
         return self
 

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from entropy_experiments.types import Rollouts
 
 
+@runtime_checkable
 class Buffer(Protocol):
     def at(self, step: int) -> Rollouts:
         """Rollouts for this step, the same on every rank."""

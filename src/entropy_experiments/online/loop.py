@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from entropy_experiments.numerics.ranks import Ranks
+from entropy_experiments.online.arguments import check_bare, check_counts, check_positive
 from entropy_experiments.online.buffers import Buffer, Fixed, Fresh
 from entropy_experiments.online.drawing import chosen_rows, drawer
 from entropy_experiments.online.probe import OnlineProbe, named_gradients
@@ -66,6 +67,19 @@ class LoopProbe:
                 "LoopProbe has nothing to evaluate on. Give a tokenizer, prompts and "
                 "max_new_tokens, for answers that are drawn in training; or evaluation=Rollouts."
             )
+        if evaluation is not None and not isinstance(evaluation, Rollouts | Buffer):
+            raise ValueError(
+                f"evaluation is {evaluation!r}; expected Rollouts, or a buffer "
+                "(entropy_experiments.online.buffers). Words such as 'half' are for "
+                "EntropyProbeCallback; to draw fresh answers leave evaluation out."
+            )
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts is the text {prompts!r}; expected a list of texts.")
+        check_bare(model)
+        check_counts(drawn=drawn, group=group, uses=uses, microbatch=microbatch)
+        if max_new_tokens is not None:
+            check_counts(max_new_tokens=max_new_tokens)
+        check_positive(temperature=temperature)
         self._model, self._optimizer, self._on_row = model, optimizer, on_row
         self._next = 0
         ranks = Ranks.all(PATIENCE)
@@ -76,8 +90,9 @@ class LoopProbe:
             if evaluation is not None:
                 buffer = Fixed(evaluation) if isinstance(evaluation, Rollouts) else evaluation
             else:
+                assert max_new_tokens is not None  # its absence is refused above
                 generator = SampleGenerator(
-                    policy, tokenizer, max_new_tokens=max_new_tokens or 1, master_seed=seed
+                    policy, tokenizer, max_new_tokens=max_new_tokens, master_seed=seed
                 )
                 chosen = _Prompts(tokenizer, prompts, drawn, seed)
                 buffer = Fresh(drawer(generator, chosen, group=group, ranks=ranks), uses=uses)

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from entropy_experiments.online.arguments import check_counts
+
 FARTHEST = 10
 """Steps from one probe to the next, unless `every` is more. A curve with fewer points would miss a
 collapse."""
@@ -27,11 +29,11 @@ class Throttle:
         max_overhead: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every is {every}; expected at least 1 (a step is probed every n).")
-        if max_overhead is not None and not max_overhead > 0:
+        check_counts(every=every)
+        number = isinstance(max_overhead, int | float)
+        if max_overhead is not None and not (number and max_overhead > 0):
             raise ValueError(
-                f"max_overhead is {max_overhead}; expected above 0, such as 0.1 for ten per cent "
+                f"max_overhead is {max_overhead!r}; expected above 0, such as 0.1 for ten per cent "
                 "of the training time, or None for no limit."
             )
         self.every, self.max_overhead = every, max_overhead

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.numerics.ranks import Ranks
+from entropy_experiments.online.arguments import check_counts
 from entropy_experiments.online.buffers import Buffer, Fixed, Fresh, Given
 from entropy_experiments.online.drawing import drawer
 from entropy_experiments.online.facts_file import refuse_unknown
@@ -61,6 +62,7 @@ from entropy_experiments.online.watch import PATIENCE, ROWS, Watch
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.rollouts.sample import SampleGenerator
 from entropy_experiments.types import Rollouts
+from entropy_experiments.types.estimate import MIN_PROMPTS
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -112,8 +114,14 @@ class EntropyProbeCallback(TrainerCallback):
                 f"evaluation is {evaluation!r}; expected one of {', '.join(KINDS)}, or Rollouts of "
                 "your own."
             )
-        if prompts < 5:
-            raise ValueError(f"prompts is {prompts}; expected at least 5, for an error bar.")
+        check_counts(prompts=prompts, least=MIN_PROMPTS)  # fewer give no error bar
+        check_counts(group=group, uses=uses, microbatch=microbatch)
+        if record is not None and not isinstance(record, str | Path):
+            raise ValueError(f"record is {record!r}; expected the path of a folder, or None.")
+        if facts is not None and not isinstance(facts, Mapping):
+            raise ValueError(
+                f"facts is {facts!r}; expected a mapping such as {{'dataset_name': 'countdown'}}."
+            )
         self._throttle_options: dict[str, Any] = {"every": every, "max_overhead": max_overhead}
         Throttle(**self._throttle_options)  # bad options are refused now, not hours later
         self.evaluation, self.prompts, self.group = evaluation, prompts, group

@@ -87,14 +87,25 @@ def load_problems(
     elif name.startswith("reasoning_gym:"):
         problems = _reasoning_gym(name, split or "train", seed, _needed(name, count))
     else:
-        near = get_close_matches(name, DATASETS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"Unknown dataset {name!r}; expected one of {', '.join(DATASETS)}.{hint} Questions of "
-            'your own: batch_config.dataset_name "jsonl" with batch_config.dataset_path; of '
-            "`entropy-probe evaluate`: --task questions.jsonl."
-        )
+        raise _unknown(name)
     return [_in_chat(problem, tokenizer) for problem in problems] if chat else problems
+
+
+def check_dataset(name: str) -> None:
+    """Refuse a name that no dataset has."""
+    if name not in DATASETS and not name.startswith("reasoning_gym:"):
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> ValueError:
+    near = get_close_matches(name, DATASETS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ValueError(
+        f"Unknown dataset {name!r}; expected one of {', '.join(DATASETS)}.{hint} Questions of "
+        'your own: dataset_name "jsonl" with dataset_path (of the probe\'s configuration: '
+        "batch_config.dataset_name and .dataset_path); of `entropy-probe evaluate`: --task "
+        "questions.jsonl."
+    )
 
 
 def split_problems(

@@ -23,13 +23,13 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from entropy_experiments.tasks.countdown import Countdown, solved
 from entropy_experiments.tasks.datasets import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor  # names are looked up, in a dry run, without it
 
 RewardFunction = Callable[[list[str], list[Problem]], list[float]]
 
@@ -54,6 +54,8 @@ class RewardResult:
 
     @staticmethod
     def join(parts: Sequence[RewardResult]) -> RewardResult:
+        import torch
+
         return RewardResult(
             total_N=torch.cat([part.total_N for part in parts]),
             by_function={
@@ -80,6 +82,8 @@ class Reward:
             name: _checked(name, function(list(completions), list(problems)), len(completions))
             for name, function in self.functions.items()
         }
+        import torch
+
         total_N = torch.zeros(len(completions), dtype=torch.float64)
         for weight, value_N in zip(self.weights, by_function.values(), strict=True):
             total_N = total_N + weight * value_N
@@ -273,7 +277,9 @@ def _call(function: Callable[..., Any], completions: list[str], problems: list[P
 
 def _checked(name: str, values: Any, count: int) -> Tensor:
     """[N] of finite numbers, whatever the function returned them in."""
-    if isinstance(values, Tensor):
+    import torch
+
+    if isinstance(values, torch.Tensor):
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
         try:

@@ -189,7 +189,7 @@ class Estimate:
         elif estimand.prompts == "population" and few < MIN_PROMPTS:
             own.append(
                 f"{few} prompt{'s' if few > 1 else ''}: an interval for a population needs at "
-                f"least {MIN_PROMPTS} (prompts='fixed' speaks of these prompts only)"
+                f"least {MIN_PROMPTS} (an estimator's prompts='fixed' speaks of these alone)"
             )
         elif stderr is None:
             own.append("a prompt of the fixed set has one rollout: no spread within it can be seen")

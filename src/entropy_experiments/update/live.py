@@ -29,7 +29,7 @@ def live_direction(
     if not moving:
         raise ValueError(
             f"Not one of {len(gradient)} parameters has a gradient: there is no step to predict. "
-            "Call before_step() after backward() and before zero_grad()."
+            "The probe must be called after backward() and before zero_grad()."
         )
     state = _only(live_state(params, optimizer), moving)
     given = {name: g for name, g in gradient.items() if g is not None}

@@ -68,7 +68,7 @@ def _group(
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         raise TypeError(
             f"Got {type(optimizer).__name__}; expected torch's Adam, AdamW or SGD. Other "
-            "optimizers can be probed through their observed step (update.observed)."
+            "optimizers can be judged by the step they made: entropy_experiments.observed()."
         )
     # Before torch 2.8 only the class tells the two kinds of decay apart.
     adamw = isinstance(optimizer, torch.optim.AdamW)

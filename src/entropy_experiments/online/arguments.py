@@ -1,0 +1,33 @@
+"""Arguments of the adapters, looked at when they are given.
+
+Later, in a training, a probe that finds a mistake can only switch itself off.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+from torch import nn
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def check_counts(*, least: int = 1, **given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} is {value!r}; expected a whole number, at least {least}.")
+
+
+def check_positive(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ValueError(f"{name} is {value!r}; expected a number above 0.")
+
+
+def check_bare(model: Any) -> None:
+    if isinstance(model, WRAPPERS):
+        raise ValueError(
+            f"model is a {type(model).__name__}; expected the bare model inside it, whose "
+            "parameters have their own names: give model.module."
+        )
