@@ -23,7 +23,13 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_AGAIN = {"make test", "make test-all", "make demo"}  # this very suite; test_demo_as_it_is
 
-LONG = ("howto_compare.md", "howto_online.md", "tutorial_influence.md")
+LONG = (
+    "howto_checkpoint.md",
+    "howto_compare.md",
+    "howto_online.md",
+    "howto_train.md",
+    "tutorial_influence.md",
+)
 """Pages of many runs, or of a training: the slow tier executes them."""
 
 
