@@ -259,6 +259,7 @@ def test_logs_have_the_documented_sizes(tmp_path):
         assert least <= size <= most, f"{level}: {size:.1f} KB"
 
 
+@pytest.mark.slow
 def test_the_command_line_with_a_checkpoint(tmp_path, checkpoint_path):
     """`--config ... --checkpoint ...` as the document has it; stdout is JSON and nothing else."""
     smaller = (

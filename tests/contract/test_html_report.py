@@ -266,7 +266,14 @@ def test_what_a_run_lacks_is_left_out_with_a_reason(run, tmp_path, summary):
 # Logs and trajectories.
 
 
-@pytest.mark.parametrize("level", ["minimal", "standard", "detailed"])
+@pytest.mark.parametrize(
+    "level",
+    [
+        "standard",
+        pytest.param("minimal", marks=pytest.mark.slow),
+        pytest.param("detailed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_log_has_a_report_of_what_it_holds(tmp_path, level):
     changes = [
         "batch_config.B_E=6",
@@ -374,6 +381,7 @@ def test_without_plotly_there_are_words_and_a_reason(run, tmp_path, monkeypatch)
 # Size.
 
 
+@pytest.mark.slow
 def test_two_thousand_rollouts_of_two_hundred_tokens(run, tmp_path, record_property):
     large = large_run(run, tmp_path / "large")
     started = time.process_time()  # other jobs' time is not the report's

@@ -161,6 +161,7 @@ def test_the_report_reads_it(run, tmp_path):
     assert page.is_file()
 
 
+@pytest.mark.slow
 def test_in_double_precision_they_are_one_number(tmp_path):
     callback = _probe()
     _trained(tmp_path, callback, double=True, max_steps=5, save_strategy="no")
@@ -176,6 +177,7 @@ def test_in_double_precision_they_are_one_number(tmp_path):
     assert abs(found["ledger"]["measured"]["value"] - row["measured"]) < 1e-7 * _size(row)
 
 
+@pytest.mark.slow
 def test_a_ledger_step_is_probed_whatever_it_costs(tmp_path):
     callback = _probe(max_overhead=1e-6)
     _trained(tmp_path, callback, max_steps=5, save_strategy="no")

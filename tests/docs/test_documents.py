@@ -28,6 +28,7 @@ LONG = (
     "howto_compare.md",
     "howto_online.md",
     "howto_train.md",
+    "tutorial_first.md",
     "tutorial_influence.md",
 )
 """Pages of many runs, or of a training: the slow tier executes them."""
@@ -122,6 +123,7 @@ def test_demo_as_it_is(tmp_path):
     assert entropy[-1] < 0.55 * entropy[0]
 
 
+@pytest.mark.slow
 def test_example_of_a_policy_of_ones_own(tmp_path):
     figure = tmp_path / "figure.png"
     out = run([sys.executable, "examples/one_step.py", "--figure", str(figure), "--warm-up", "1"])

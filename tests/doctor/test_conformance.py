@@ -498,7 +498,7 @@ def distributed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("function", "verdict", "mistake", "words"),
     [
-        ("reduced_sums", "right", "", ""),
+        pytest.param("reduced_sums", "right", "", "", marks=pytest.mark.slow),
         ("reduced_means", "wrong", "mean of means", "ranks with few tokens"),
         pytest.param("not_reduced", "not applicable", "", "own tokens", marks=pytest.mark.slow),
         pytest.param(

@@ -109,6 +109,7 @@ def test_curvature(oracle, how):
     assert_close(a.value, b.value, 1e3 * INVARIANT)
 
 
+@pytest.mark.slow
 @QUICK
 @given(how=packing)
 def test_loss_gradient(oracle, how):

@@ -168,6 +168,7 @@ def test_predictions_add_up_to_what_fresh_rollouts_say(tmp_path):
     assert not run.fresh.covers(sum(step.predicted.value for step in run.steps[::2]))
 
 
+@pytest.mark.slow
 def test_a_part_of_a_run_can_be_probed(tmp_path):
     run = probe_trajectory(settings(tmp_path, 24), steps=slice(10, 13))
     assert [step.step for step in run.steps] == [10, 11]
