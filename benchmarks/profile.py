@@ -10,6 +10,7 @@ share is what a target of benchmarks.scoring or benchmarks.estimators is missed 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,15 +31,14 @@ def profiled(run: Callable[[], Any]) -> dict[str, dict[str, Any]]:
     run()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         run()
-    rows = sorted(seen.key_averages(), key=lambda row: -row.self_cpu_time_total)
-    total = sum(row.self_cpu_time_total for row in rows)
+    spent, calls = Counter[str](), Counter[str]()
+    for row in seen.key_averages():  # a name may have several rows
+        name = row.key.removeprefix("aten::")
+        spent[name] += row.self_cpu_time_total
+        calls[name] += row.count
     return {
-        row.key.removeprefix("aten::"): {
-            "share": row.self_cpu_time_total / total,
-            "seconds": row.self_cpu_time_total / 1e6,
-            "calls": row.count,
-        }
-        for row in rows[:MOST]
+        name: {"share": time / spent.total(), "seconds": time / 1e6, "calls": calls[name]}
+        for name, time in spent.most_common(MOST)
     }
 
 

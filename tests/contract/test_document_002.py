@@ -240,6 +240,7 @@ def test_batch_size_scaling(here, checkpoint_path):
     assert len(list(here.glob("logs/*/*_summary.json"))) == 2
 
 
+@pytest.mark.slow
 def test_logs_have_the_documented_sizes(tmp_path):
     """At the documented batch sizes: E of 64 prompts, and the batch that training recorded."""
     settings = {

@@ -75,6 +75,7 @@ def test_names_of_the_log_by_level(found, tmp_path):
     assert estimate < set(log["sweep"][0])
 
 
+@pytest.mark.slow
 def test_files_of_a_study(study):
     folder, summary, _ = study
     there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
@@ -97,6 +98,7 @@ def test_files_of_a_study(study):
     assert set(json.loads((folder / "summary.json").read_text())) <= listed | {"evaluations"}
 
 
+@pytest.mark.slow
 def test_columns_of_the_token_table(study):
     columns = set(pyarrow.parquet.read_schema(study[0] / "tokens.parquet").names)
     listed = {name for cell, _ in rows("### tokens.parquet") for name in names(cell)}
@@ -104,6 +106,7 @@ def test_columns_of_the_token_table(study):
     assert {re.sub(r"_\d+$", "_0", name) for name in columns} == listed
 
 
+@pytest.mark.slow
 def test_tensors_of_rollouts(study):
     listed = {name for cell, _ in rows("## Rollouts and update batches") for name in names(cell)}
     seen = set()

@@ -238,7 +238,7 @@ def _gap(one: Any, other: Any) -> float:
 
 
 CASES = [
-    (2, False),
+    pytest.param(2, False, marks=pytest.mark.slow),
     pytest.param(2, True, marks=pytest.mark.slow),
     pytest.param(3, True, marks=pytest.mark.slow),
 ]
