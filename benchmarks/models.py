@@ -18,12 +18,13 @@ from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.types import Rollouts
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "train_1000.jsonl"
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPTS, GROUP = 4, 8
 PROMPT_TOKENS, RESPONSE_TOKENS = (50, 100), (20, 64)
 
 
-def smollm2() -> tuple[SequenceProcessor, Any]:
-    """The policy and its tokenizer."""
+def smollm2(*, upper_half: bool = False) -> tuple[SequenceProcessor, Any]:
+    """The policy and its tokenizer; adapters on all layers, or on the upper half of them."""
     from entropy_experiments.policy.base import (
         from_gguf,
         load_causal_lm,
@@ -34,11 +35,13 @@ def smollm2() -> tuple[SequenceProcessor, Any]:
     folder = from_gguf(smollm2_gguf())
     model, _ = load_causal_lm(folder, dtype=torch.float32)
     tokenizer = load_tokenizer([folder], model)
-    return SequenceProcessor(_adapted(model, 16)), tokenizer
+    return SequenceProcessor(_adapted(model, 16, upper_half)), tokenizer
 
 
-def random_llama(vocabulary: int = 32_768, *, rank: int | None = None) -> SequenceProcessor:
-    """Fully trained, or by LoRA of this rank on all linear layers."""
+def random_llama(
+    vocabulary: int = 32_768, *, rank: int | None = None, upper_half: bool = False
+) -> SequenceProcessor:
+    """Fully trained, or by LoRA of this rank on all linear layers, or of the upper half."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -53,15 +56,20 @@ def random_llama(vocabulary: int = 32_768, *, rank: int | None = None) -> Sequen
         tie_word_embeddings=True,
     )
     model = LlamaForCausalLM(config)
-    return SequenceProcessor(model if rank is None else _adapted(model, rank))
+    return SequenceProcessor(model if rank is None else _adapted(model, rank, upper_half))
 
 
-def _adapted(model: Any, rank: int) -> Any:
+def _adapted(model: Any, rank: int, upper_half: bool = False) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
+    depth = model.config.num_hidden_layers
     lora = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=LINEAR,
+        layers_to_transform=list(range(depth // 2, depth)) if upper_half else None,
+        task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(model, lora)
     for name, value in adapted.named_parameters():

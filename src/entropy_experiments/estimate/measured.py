@@ -9,9 +9,9 @@ this sample, so their agreement shows linearity, not truth: for that there is `r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from entropy_experiments.estimate.ratio import (
     ratio_sums,
     refuse_unmoved,
     score_all,
+    score_each,
 )
 from entropy_experiments.estimate.support import Support
 from entropy_experiments.numerics.derivatives import (
@@ -50,6 +51,10 @@ from entropy_experiments.types import (
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
 MAX_STEP_ROUNDING = 0.05
+AT_ONCE = 8
+"""Settings of adapters in memory at a time, where a policy can have several in one pass."""
+
+Key = TypeVar("Key", int, str)
 
 
 class Case(NamedTuple):
@@ -87,9 +92,10 @@ def measured_many(
 ) -> dict[Case, Estimate]:
     """Every direction at every eta (and -eta, if symmetric) under every clip.
 
-    Each costs one no-grad pass over the rollouts, on top of the base pass and the repackings that
-    give the noise floor, which are done once. Diagnostics: `weights` (see `WeightDiagnostics`) and,
-    per rollout, `integrand_N` (they sum to the change), `entropy_N`, `entropy_base_N`, `tokens_N`.
+    Each costs one no-grad pass over the rollouts (settings of adapters may share it), on top of the
+    base pass and the repackings that give the noise floor, which are done once. Diagnostics:
+    `weights` (see `WeightDiagnostics`) and, per rollout, `integrand_N` (they sum to the change),
+    `entropy_N`, `entropy_base_N`, `tokens_N`.
     """
     if form == "resampled":
         raise ValueError("form='resampled' is another function: estimate.resampled.resampled.")
@@ -113,28 +119,62 @@ def measured_many(
 
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
     floors = _noise_floors(policy, rollouts, base, estimand, clips, microbatch, repackings)
-    support = Support(policy, rollouts, microbatch)
     out: dict[Case, Estimate] = {}
-    for name, direction in directions.items():
-        total = direction.total
-        for eta in steps:
-            params = shifted(policy.params, total, eta)
-            rounding = step_rounding(policy.params, params, total, eta)
-            support.refuse_if_moved(params, eta)
-            moved = score_all(policy, params, rollouts, microbatch=microbatch)
-            if eta and rounding < 0.5 and torch.equal(moved.logprob_NS, base.logprob_NS):
-                refuse_unmoved(policy, rollouts, total)
-            for clip in clips:
-                out[Case(name, eta, clip)] = change(
-                    base,
-                    moved,
-                    rollouts,
-                    estimand,
-                    clip=clip,
-                    noise_floor=floors[clip],
-                    step_rounding=rounding,
-                )
+    totals = {name: direction.total for name, direction in directions.items()}
+    at_once = AT_ONCE if getattr(policy, "stacks", False) else 1
+    for name, eta, moved, rounding in moved_scores(
+        policy, rollouts, totals, steps, base=base, microbatch=microbatch, at_once=at_once
+    ):
+        for clip in clips:
+            out[Case(name, eta, clip)] = change(
+                base,
+                moved,
+                rollouts,
+                estimand,
+                clip=clip,
+                noise_floor=floors[clip],
+                step_rounding=rounding,
+            )
     return out
+
+
+class Moved(NamedTuple, Generic[Key]):
+    """Scores at theta + eta v, and the share of the step that rounding took."""
+
+    key: Key
+    eta: float
+    scores: Scores
+    rounding: float
+
+
+def moved_scores(
+    policy: Policy,
+    rollouts: Rollouts,
+    directions: Mapping[Key, Params],
+    etas: Sequence[float],
+    *,
+    base: Scores,
+    microbatch: int,
+    at_once: int = 1,
+) -> Iterator[Moved[Key]]:
+    """Every direction at every eta; `at_once` of the parameter settings are in memory at a time.
+
+    Refused: steps that move a top-p support, and scores that follow no step at all.
+    """
+    support = Support(policy, rollouts, microbatch)
+    cases = [(key, eta) for key in directions for eta in etas]
+    for start in range(0, len(cases), at_once):
+        chunk = cases[start : start + at_once]
+        settings = [shifted(policy.params, directions[key], eta) for key, eta in chunk]
+        for (_, eta), params in zip(chunk, settings, strict=True):
+            support.refuse_if_moved(params, eta)
+        found = score_each(policy, settings, rollouts, microbatch=microbatch)
+        for (key, eta), params, scores in zip(chunk, settings, found, strict=True):
+            v = directions[key]
+            rounding = step_rounding(policy.params, params, v, eta)
+            if eta and rounding < 0.5 and torch.equal(scores.logprob_NS, base.logprob_NS):
+                refuse_unmoved(policy, rollouts, v)
+            yield Moved(key, eta, scores, rounding)
 
 
 def change(

@@ -17,7 +17,7 @@ includes r_ik (the count of tokens in B does not).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,14 @@ from entropy_experiments.numerics.weights import (
     per_decision_logweights,
     snis_logweights,
 )
-from entropy_experiments.types import Estimand, Params, Policy, Rollouts, Scores
+from entropy_experiments.types import (
+    BatchedPolicy,
+    Estimand,
+    Params,
+    Policy,
+    Rollouts,
+    Scores,
+)
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
 REPEATABLE = 1e-3
@@ -153,20 +160,41 @@ def score_all(
 
     `ranks`: None are the current ones, of `numerics.ranks.across`.
     """
+    (scores,) = score_each(policy, [params], rollouts, microbatch=microbatch, ranks=ranks)
+    return scores
+
+
+def score_each(
+    policy: Policy,
+    settings: Sequence[Params],
+    rollouts: Rollouts,
+    *,
+    microbatch: int,
+    ranks: Ranks | None = None,
+) -> list[Scores]:
+    """The same under several parameter settings: the microbatches are gone through once."""
     ranks = ranks or current()
     whole(rollouts)
-    require_full_precision(params)
+    for params in settings:
+        require_full_precision(params)
 
-    def local() -> Scores:
-        out = no_scores(rollouts)
+    def scored(part: Rollouts) -> list[Scores]:
+        if len(settings) > 1 and isinstance(policy, BatchedPolicy):
+            return policy.score_many(settings, part)
+        return [policy.score(params, part) for params in settings]
+
+    def local() -> list[Tensor]:
+        out = [no_scores(rollouts) for _ in settings]
         with torch.no_grad():
             for rows_N, columns, part in ranks.mine(rollouts.split(microbatch, policy)):
-                scores = check_scores(policy.score(params, part), part, rows_N, columns)
-                for whole_NS, part_NS in zip(out, scores, strict=True):
-                    whole_NS[rows_N, columns] = part_NS.double()
-        return out
+                for into, scores in zip(out, scored(part), strict=True):
+                    check_scores(scores, part, rows_N, columns)
+                    for whole_NS, part_NS in zip(into, scores, strict=True):
+                        whole_NS[rows_N, columns] = part_NS.double()
+        return [x_NS for scores in out for x_NS in scores]
 
-    return Scores(*ranks.summed(local))
+    found = ranks.summed(local)
+    return [Scores(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
 
 def no_scores(rollouts: Rollouts) -> Scores:

@@ -7,38 +7,30 @@ the measured change H(eta) - H, and its slope at 0 is column j of the matrix ent
 step's own eta the difference is curvature. (`integrand_N` of `estimate.measured` has the same sum,
 but puts the change of the common denominator on each rollout's whole share: another split.)
 
-Rollouts are packed once per microbatch for a chunk of parameter settings, and the base pass is
-shared by all.
+Microbatches are gone through once for a chunk of parameter settings, and the base pass is shared by
+all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from entropy_experiments.estimate.measured import change, step_rounding
+from entropy_experiments.estimate.measured import Key, change, moved_scores
 from entropy_experiments.estimate.ratio import (
     check_estimand,
     check_repeatable,
-    check_scores,
     drawn_with,
-    no_scores,
     payload,
     ratio_sums,
-    refuse_unmoved,
     score_all,
 )
-from entropy_experiments.estimate.support import Support
-from entropy_experiments.numerics.derivatives import require_full_precision, shifted
-from entropy_experiments.numerics.ranks import current
+from entropy_experiments.numerics.derivatives import require_full_precision
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import (
-    BatchedPolicy,
     Estimand,
     Estimate,
     Params,
@@ -47,8 +39,6 @@ from entropy_experiments.types import (
     Scores,
     check_params,
 )
-
-Key = TypeVar("Key", int, str)
 
 
 def finite_columns(
@@ -86,32 +76,22 @@ def finite_columns(
     require_full_precision(policy.params)
     check_repeatable(policy, evaluation)
     base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
-    support = Support(policy, evaluation, microbatch)
-    cases = [(key, eta) for key in directions for eta in steps]
     out: dict[tuple[Key, float], Estimate] = {}
-    for start in range(0, len(cases), grad_chunk):
-        chunk = cases[start : start + grad_chunk]
-        settings = [shifted(policy.params, directions[key], eta) for key, eta in chunk]
-        for (_, eta), params in zip(chunk, settings, strict=True):
-            support.refuse_if_moved(params, eta)
-        found = _scores_of(policy, settings, evaluation, microbatch)
-        for (key, eta), params, moved in zip(chunk, settings, found, strict=True):
-            v = directions[key]
-            rounding = step_rounding(policy.params, params, v, eta)
-            if eta and rounding < 0.5 and torch.equal(moved.logprob_NS, base.logprob_NS):
-                refuse_unmoved(policy, evaluation, v)
-            found_here = change(
-                base,
-                moved,
-                evaluation,
-                estimand,
-                clip=clip,
-                noise_floor=noise_floor,
-                step_rounding=rounding,
-            )
-            share_N = contributions(base, moved, evaluation, estimand, clip=clip)
-            diagnostics = {**found_here.diagnostics, "contribution_N": share_N}
-            out[key, eta] = replace(found_here, diagnostics=diagnostics)
+    for key, eta, moved, rounding in moved_scores(
+        policy, evaluation, directions, steps, base=base, microbatch=microbatch, at_once=grad_chunk
+    ):
+        found = change(
+            base,
+            moved,
+            evaluation,
+            estimand,
+            clip=clip,
+            noise_floor=noise_floor,
+            step_rounding=rounding,
+        )
+        share_N = contributions(base, moved, evaluation, estimand, clip=clip)
+        diagnostics = {**found.diagnostics, "contribution_N": share_N}
+        out[key, eta] = replace(found, diagnostics=diagnostics)
     return out
 
 
@@ -134,27 +114,3 @@ def contributions(
     level = (weight_N * top_N).sum() / (weight_N * bottom_N).sum()
     shift_N = (new_top_N - level * new_N) - (top_N - level * bottom_N)
     return weight_N * shift_N / (weight_N * new_N).sum()
-
-
-def _scores_of(
-    policy: Policy, settings: Sequence[Params], rollouts: Rollouts, microbatch: int
-) -> list[Scores]:
-    """Scores of all rollouts under each setting, in fp64: one pass over the microbatches."""
-    ranks = current()
-
-    def local() -> list[Tensor]:
-        out = [no_scores(rollouts) for _ in settings]
-        with torch.no_grad():
-            for rows_N, columns, part in ranks.mine(rollouts.split(microbatch, policy)):
-                if isinstance(policy, BatchedPolicy):
-                    found = policy.score_many(settings, part)
-                else:
-                    found = [policy.score(params, part) for params in settings]
-                for scores, into in zip(found, out, strict=True):
-                    check_scores(scores, part, rows_N, columns)
-                    for into_NS, x_NS in zip(into, scores, strict=True):
-                        into_NS[rows_N, columns] = x_NS.double()
-        return [x_NS for scores in out for x_NS in scores]
-
-    found = ranks.summed(local)
-    return [Scores(*pair) for pair in zip(found[::2], found[1::2], strict=True)]

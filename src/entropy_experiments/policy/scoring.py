@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,22 +47,27 @@ from entropy_experiments.policy.calling import (
     differentiated_fully,
     dora_layers,
     evaluating,
+    nothing_differentiated,
     plain_inputs,
     quickest_attention,
     recomputed,
     records_a_graph,
     trains_padded_embeddings,
 )
-from entropy_experiments.policy.lora import fused_adapters, plain_lora_layers
+from entropy_experiments.policy.lora import (
+    fused_adapters,
+    may_stack,
+    plain_lora_layers,
+    stacked_adapters,
+)
+from entropy_experiments.policy.lower_layers import Below, lower_layers
 from entropy_experiments.policy.packed import Packed
+from entropy_experiments.policy.parts import alike, few_tokens, find_parts, two_of_one_prompt
 from entropy_experiments.policy.shared_prompts import Rows, may_share, shared_rows
 from entropy_experiments.types import Params, Rollouts, Scores, check_params
 
-SELF_CHECK_TOKENS = 5
-SELF_CHECK_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
-"""Relative to the largest logit; half precision, where head and model may differ in rounding,
-gets HALF_TOLERANCE. A soft cap or a scaling is wrong by far more than either."""
-HALF_TOLERANCE = 0.03
+STACKED_TOKENS = 1024
+"""Tokens in one pass up to which several settings share it."""
 KNOWN_MASKS = ("sdpa", "eager")
 """Implementations of attention that take a square mask."""
 
@@ -99,10 +105,13 @@ class SequenceProcessor:
         self._dora = () if training_gradient else dora_layers(model)
         self._adapters = plain_lora_layers(model)
         self._padded, self._as_trained = trains_padded_embeddings(model), training_gradient
-        self._parts = _find_parts(model)
+        self._parts = find_parts(model)
         if self._parts is not None and not self._head_makes_the_logits():
             self._parts = None
         self._shares = self._sharing_changes_nothing()
+        self._lower = lower_layers(model, self._names)
+        if self._lower and not self._keeping_changes_nothing():
+            self._lower = ()
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -136,7 +145,7 @@ class SequenceProcessor:
     @property
     def repeatable(self) -> bool:
         """Whether a few tokens get the same states twice: no dropout, or none that stays on."""
-        tokens_NS = _few_tokens(self.model)
+        tokens_NS = few_tokens(self.model)
         with torch.no_grad():
             once_NSX, again_NSX = (self._states(self.params, tokens_NS) for _ in range(2))
         return torch.equal(once_NSX, again_NSX)
@@ -152,11 +161,28 @@ class SequenceProcessor:
         return scores
 
     def score_many(self, many: Sequence[Params], rollouts: Rollouts) -> list[Scores]:
-        """The same rollouts under several parameter settings, packed once."""
-        packed = self._packed(rollouts)
-        return [
-            Scores(*(packed.back(x_NS) for x_NS in self._score(params, packed))) for params in many
-        ]
+        """The same rollouts under several parameter settings, packed once.
+
+        Where only adapters are trained and nothing is differentiated, settings of few tokens go
+        through the model together (`lora.stacked_adapters`). Layers below all that is trained are
+        computed once. Neither changes a number.
+        """
+        packed, below, found = self._packed(rollouts), Below(self._lower), []
+        size = self._stack_size(packed) if len(many) > 1 else 1
+        # With layers to keep, the first setting goes alone: it gives the others their states.
+        starts = [0, *range(1 if self._lower else size, len(many), size)]
+        for group in (many[i:j] for i, j in pairwise([*starts, len(many)]) if i < j):
+            with below.once(len(group)):
+                found += self._score_stack(group, packed)
+        return [Scores(*map(packed.back, scores)) for scores in found]
+
+    @property
+    def stacks(self) -> bool:
+        """Whether `score_many` can have several settings in one pass, as things stand."""
+        if self._parts is None:
+            return False
+        with evaluating(self.model):  # a dropout that is off does not stand in the way
+            return may_stack(self._adapters, self._names)
 
     def gradients_by_rollout(
         self, params: Params, rollouts: Rollouts, worths: Sequence[Scores]
@@ -210,16 +236,50 @@ class SequenceProcessor:
         """Where tokens go in: the device of the input embeddings."""
         return causal_lm(self.model).get_input_embeddings().weight.device
 
+    def _stack_size(self, packed: Packed) -> int:
+        """How many settings of these rows to have in one pass."""
+        tokens = packed.rows.tokens_RS if packed.rows else packed.rollouts.tokens_NS
+        if not nothing_differentiated() or not self.stacks:
+            return 1
+        return max(1, STACKED_TOKENS // tokens.numel())
+
+    def _score_stack(self, many: Sequence[Params], packed: Packed) -> list[Scores]:
+        """One pass for all of them; of one setting, the ordinary one."""
+        if len(many) == 1:
+            return [self._score(many[0], packed)]
+        for params in many:
+            check_params("params", params, self.params)
+        assert self._parts is not None  # then the head is not trained: adapters are all that is
+        decoder, _, head = self._parts[:3]
+        rollouts, stacked = packed.rollouts, len(many)
+        with stacked_adapters(self._adapters, many):
+            found = self._call(decoder, {}, rollouts.tokens_NS, packed.rows, stacked=stacked)[0]
+        # One setting after the other: all at once, the head's products round differently.
+        return [
+            response_scores(
+                hidden_RSD.to(head.weight.device),
+                head.weight,
+                rollouts,
+                place=packed.place,
+                bias_V=head.bias,
+                **self._settings,
+            )
+            for hidden_RSD in found.chunk(stacked)
+        ]
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "top_p": self.top_p, "chunk": self.chunk}
+
     def _score(self, params: Params, packed: Packed) -> Scores:
         check_params("params", params, self.params)
         rollouts = packed.rollouts
-        settings = {"temperature": self.temperature, "top_p": self.top_p, "chunk": self.chunk}
         if self._parts is not None:
             hidden_RSD, head_VD, bias_V = self._hidden(params, rollouts.tokens_NS, packed.rows)
-            settings |= {"place": packed.place, "bias_V": bias_V}
-            return response_scores(hidden_RSD, head_VD, rollouts, **settings)
+            place = {"place": packed.place, "bias_V": bias_V}
+            return response_scores(hidden_RSD, head_VD, rollouts, **place, **self._settings)
         where, logits_TV = self._response_logits(params, packed)
-        logprob_T, entropy_T = token_scores(logits_TV, rollouts.tokens_NS[where], **settings)
+        logprob_T, entropy_T = token_scores(logits_TV, rollouts.tokens_NS[where], **self._settings)
         empty_NS = logprob_T.new_zeros(rollouts.tokens_NS.shape)
         return Scores(empty_NS.index_put(where, logprob_T), empty_NS.index_put(where, entropy_T))
 
@@ -253,8 +313,15 @@ class SequenceProcessor:
         return before_response(logits_RSV, packed.rollouts, packed.place)
 
     def _call(
-        self, module: nn.Module, params: Params, tokens_NS: Tensor, rows: Rows | None = None
+        self,
+        module: nn.Module,
+        params: Params,
+        tokens_NS: Tensor,
+        rows: Rows | None = None,
+        *,
+        stacked: int = 1,
     ) -> Any:
+        """With `stacked`, the rows that many times over, one block after another."""
         attention: AbstractContextManager[Any] = nullcontext()
         if rows is None:
             tokens_NS = tokens_NS[:, :-1]  # the last is drawn and never looked from
@@ -262,9 +329,11 @@ class SequenceProcessor:
             # All ones, though there is padding: it comes after all that is looked at. Without a
             # mask some architectures warn, and others guess packed sequences from positions.
             inputs = (tokens_NS, position_S.expand(tokens_NS.shape), torch.ones_like(tokens_NS))
+            inputs = tuple(x_NS.repeat(stacked, 1) for x_NS in inputs)
         else:
-            attention, mask_R1SS = self._looking(rows)
-            inputs = (rows.tokens_RS, rows.position_RS, mask_R1SS)
+            attention, mask_R1SS = self._looking(rows, stacked)
+            tokens_RS, position_RS = rows.tokens_RS, rows.position_RS
+            inputs = (tokens_RS.repeat(stacked, 1), position_RS.repeat(stacked, 1), mask_R1SS)
         named = dict(zip(("input_ids", "position_ids", "attention_mask"), inputs, strict=True))
         # Recomputation happens in backward.
         recompute = self._layers if records_a_graph() else ()
@@ -281,19 +350,20 @@ class SequenceProcessor:
         ):
             return functional_call(module, dict(params), (), {**named, "use_cache": False})
 
-    def _looking(self, rows: Rows) -> tuple[AbstractContextManager[Any], Tensor]:
+    def _looking(self, rows: Rows, stacked: int) -> tuple[AbstractContextManager[Any], Tensor]:
         """How attention is to be computed, and the mask that the model gets."""
         if self._attention == "sdpa":
             if records_a_graph():
                 # As a trainer does it: by segments a rebuilt step was three times as far from
                 # TRL's own (7.5e-6 instead of 2.6e-6 of its size, a tiny adapter in fp32).
                 return nullcontext(), rows.looks_R1SS
-            by_segments = rows.by_segments()
+            by_segments = rows.by_segments(stacked)
             return by_segments, by_segments.mask
         dtype = causal_lm(self.model).get_input_embeddings().weight.dtype
         lowest = torch.finfo(dtype).min  # eager attention adds its mask
         mask_R1SS = torch.zeros_like(rows.looks_R1SS, dtype=dtype)
-        return nullcontext(), mask_R1SS.masked_fill(~rows.looks_R1SS, lowest)
+        mask_R1SS = mask_R1SS.masked_fill(~rows.looks_R1SS, lowest)
+        return nullcontext(), mask_R1SS.repeat(stacked, 1, 1, 1)
 
     @property
     def _attention(self) -> str:
@@ -303,20 +373,11 @@ class SequenceProcessor:
         """Two responses to one prompt, together and apart: the same states."""
         if not may_share(causal_lm(self.model).config) or self._attention not in KNOWN_MASKS:
             return False
-        embeddings = causal_lm(self.model).get_input_embeddings().weight
-        tokens_NS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]]) % len(embeddings)
-        response_NS = torch.arange(5).expand(2, 5) >= 3
-        rollouts = Rollouts(
-            tokens_NS=tokens_NS,
-            attention_NS=torch.ones_like(response_NS),
-            response_NS=response_NS,
-            prompt_N=torch.zeros(2, dtype=torch.int64),
-        )
-        packed = Packed.of(rollouts, self.device)
-        rows = shared_rows(packed.rollouts)
-        assert rows is not None  # five tokens in place of eight
+        packed = Packed.of(two_of_one_prompt(self.model), self.device)
+        tokens_NS, rows = packed.rollouts.tokens_NS, shared_rows(packed.rollouts)
+        assert rows is not None  # seven tokens in place of ten
         with torch.no_grad():
-            apart_NSX = self._states(self.params, packed.rollouts.tokens_NS)
+            apart_NSX = self._states(self.params, tokens_NS)
             try:
                 together_RSX = self._states(self.params, tokens_NS, rows)
             except torch.OutOfMemoryError:
@@ -324,39 +385,24 @@ class SequenceProcessor:
             except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
                 return False  # an architecture that makes its own mask from a flat one
         row_NS, column_NS = (x_NS[:, :-1].to(together_RSX.device) for x_NS in rows.place)
-        gap = (together_RSX[row_NS, column_NS] - apart_NSX).abs().max()
-        tolerance = SELF_CHECK_TOLERANCE.get(apart_NSX.dtype, HALF_TOLERANCE)
-        return bool(gap <= tolerance * apart_NSX.abs().max())
+        return alike(apart_NSX, together_RSX[row_NS, column_NS], apart_NSX.dtype)
 
     def _head_makes_the_logits(self) -> bool:
-        tokens_NS = _few_tokens(self.model)
+        tokens_NS = few_tokens(self.model)
         with torch.no_grad():
             hidden_NSD, head_VD, bias_V = self._hidden(self.params, tokens_NS)
-            made_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD, bias_V).double()
-            own_NSV = self._call(self.model, self.params, tokens_NS)[0].double()
-        tolerance = SELF_CHECK_TOLERANCE.get(hidden_NSD.dtype, HALF_TOLERANCE)
-        if made_NSV.shape != own_NSV.shape:
-            return False
-        error = (made_NSV - own_NSV.to(made_NSV.device)).abs().max()
-        return bool(error <= tolerance * made_NSV.abs().max())
+            made_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD, bias_V)
+            own_NSV = self._call(self.model, self.params, tokens_NS)[0]
+        return alike(made_NSV, own_NSV, hidden_NSD.dtype)
 
-
-def _few_tokens(model: nn.Module) -> Tensor:
-    embeddings = causal_lm(model).get_input_embeddings().weight
-    tokens_S = torch.arange(SELF_CHECK_TOKENS, device=embeddings.device) % len(embeddings)
-    return tokens_S[None]
-
-
-def _find_parts(model: nn.Module) -> tuple[nn.Module, str, Any, str, str | None] | None:
-    """(decoder, its prefix, head, name of the head's weight, of its bias); None: no plain head."""
-    lm = causal_lm(model)
-    head, decoder = lm.get_output_embeddings(), getattr(lm, lm.base_model_prefix, None)
-    # Exactly nn.Linear: a LoRA layer or a quantised one is a subclass with another forward.
-    if type(head) is not nn.Linear or decoder is None or decoder is lm:
-        return None
-    prefix = next((name for name, module in model.named_modules() if module is decoder), None)
-    names = {id(value): name for name, value in model.named_parameters()}
-    if prefix is None or id(head.weight) not in names:
-        return None
-    bias = None if head.bias is None else names[id(head.bias)]
-    return decoder, f"{prefix}.", head, names[id(head.weight)], bias
+    def _keeping_changes_nothing(self) -> bool:
+        """Other parameters on states that the lower layers gave before: the same numbers."""
+        tokens_NS, below = few_tokens(self.model), Below(self._lower)
+        moved = {name: value + 0.01 for name, value in self.params.items()}
+        with torch.no_grad():
+            expected_NSX = self._states(moved, tokens_NS)
+            with below.once():
+                self._states(self.params, tokens_NS)
+            with below.once():
+                found_NSX = self._states(moved, tokens_NS)
+        return torch.equal(found_NSX, expected_NSX)

@@ -1,0 +1,146 @@
+"""Layers below all that is trained run once for many settings, and no number changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from entropy_experiments.policy import scoring
+from entropy_experiments.policy.lower_layers import Below, lower_layers
+from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.types import Scores
+from naive.test_shared_prompts import groups
+from naive.test_stacked_settings import gap, one_by_one, settings_of
+from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
+from tolerances import SCORES_FP32
+
+LAYERS = 4
+
+
+def deep(architecture: str = "llama") -> Any:
+    size = "n_layer" if architecture == "gpt2" else "num_hidden_layers"
+    return tiny_model(architecture, **{size: LAYERS})
+
+
+def trained(model: Any, *parts: str) -> Any:
+    for name, value in model.named_parameters():
+        value.requires_grad_(any(part in name for part in parts))
+    return model
+
+
+def upper_lora(first: int, architecture: str = "llama") -> Any:
+    chosen = list(range(first, LAYERS))
+    return tiny_lora(base=deep(architecture), layers_to_transform=chosen)
+
+
+KEPT: dict[str, tuple[int, Callable[[], Any]]] = {
+    "adapters on the last": (3, lambda: upper_lora(3)),
+    "adapters on the upper half": (2, lambda: upper_lora(2, "qwen2")),
+    "adapters on one in the middle": (
+        1,
+        lambda: tiny_lora(base=deep(), layers_to_transform=[1]),
+    ),
+    "the upper half in full": (2, lambda: trained(deep(), ".layers.2.", ".layers.3.")),
+    "the last of gpt2": (3, lambda: trained(deep("gpt2"), ".h.3.")),
+}
+NOT_KEPT: dict[str, Callable[[], Any]] = {
+    "all layers": lambda: tiny_lora(base=deep()),
+    "the first": lambda: trained(deep(), ".layers.0."),
+    "embeddings": lambda: trained(deep(), ".layers.3.", "embed_tokens"),
+    "a norm outside": lambda: trained(deep(), ".layers.3.", "model.norm"),
+    "everything": deep,
+}
+
+
+def calls(layers: Any) -> list[int]:
+    """A list that grows with every call of each of these layers."""
+    seen: list[int] = []
+    for i, layer in enumerate(layers):
+        # Inside the layer: it is not run where the layer is skipped.
+        layer.mlp.register_forward_hook(lambda *_, i=i: seen.append(i))
+    return seen
+
+
+@torch.no_grad()
+def many_scores(policy: SequenceProcessor, many: list, rollouts: Any) -> list[Scores]:
+    return policy.score_many(many, rollouts)
+
+
+@pytest.mark.parametrize("tokens", [1, 10**9])
+@pytest.mark.parametrize("rollouts", [tiny_rollouts(), groups()], ids=["alone", "shared"])
+@pytest.mark.parametrize("name", KEPT)
+def test_they_run_once_and_change_nothing(name, rollouts, tokens, monkeypatch):
+    monkeypatch.setattr(scoring, "STACKED_TOKENS", tokens)
+    count, make = KEPT[name]
+    policy = SequenceProcessor(make())
+    assert len(policy._lower) == count
+    many = settings_of(policy, 4)
+    expected = one_by_one(policy, many, rollouts)
+    seen = calls(policy._lower)
+    # Of stacked rows the upper layers' products may round differently on other machines.
+    assert gap(many_scores(policy, many, rollouts), expected) <= (0 if tokens == 1 else SCORES_FP32)
+    assert seen == list(range(count))
+    assert gap([expected[0]], [expected[1]]) > 1e-3
+    one_by_one(policy, many, rollouts)
+    assert len(seen) == 5 * count
+
+
+@pytest.mark.parametrize("name", NOT_KEPT)
+def test_what_training_moves_is_never_kept(name):
+    policy, rollouts = SequenceProcessor(NOT_KEPT[name]()), tiny_rollouts()
+    assert policy._lower == ()
+    many = settings_of(policy, 3, size=0.01)
+    expected = one_by_one(policy, many, rollouts)
+    assert gap(many_scores(policy, many, rollouts), expected) == 0
+    assert gap([expected[0]], [expected[1]]) > 1e-5
+
+
+def test_too_many_kept_layers_would_be_seen():
+    """Teeth: the trial at construction refuses a layer that training moves."""
+    policy = SequenceProcessor(upper_lora(2))
+    assert policy._keeping_changes_nothing()
+    names = [n for n, _ in policy.model.named_parameters() if ".layers.3." in n]
+    policy._lower = lower_layers(policy.model, names)
+    assert len(policy._lower) == 3
+    assert not policy._keeping_changes_nothing()
+
+
+def test_derivatives_keep_nothing():
+    policy, rollouts = SequenceProcessor(upper_lora(2)), tiny_rollouts()
+    many = [{n: p.clone().requires_grad_() for n, p in s.items()} for s in settings_of(policy, 2)]
+    seen = calls(policy._lower)
+    for params, one in zip(many, policy.score_many(many, rollouts), strict=True):
+        one.entropy_NS.sum().backward()
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in params.values())
+    assert len(seen) == 4
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return x + 1, 7
+
+
+def test_states_that_are_no_tensor_are_made_again():
+    """Of a tuple it is not known what may be repeated."""
+    layer, x = Pair(), torch.zeros(2)
+    below = Below([layer])
+    with torch.no_grad():
+        for value in (0.0, 5.0):
+            with below.once():
+                assert float(layer(x + value)[0][0]) == value + 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_as_before(fails, monkeypatch):
+    policy, rollouts = SequenceProcessor(upper_lora(2)), tiny_rollouts()
+    if fails:
+        monkeypatch.setattr(policy, "_call", lambda *_, **__: 1 / 0)
+    try:
+        many_scores(policy, settings_of(policy, 3), rollouts)
+    except ZeroDivisionError:
+        assert fails
+    assert not any("forward" in m.__dict__ for m in policy.model.modules())
