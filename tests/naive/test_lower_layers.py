@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.policy import scoring
 from entropy_experiments.policy.lower_layers import Below, lower_layers
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.types import Scores
 from naive.test_shared_prompts import groups
-from naive.test_stacked_settings import gap, one_by_one, settings_of
+from naive.test_stacked_settings import gap, one_by_one, passes, settings_of
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
 from tolerances import SCORES_FP32
 
@@ -70,19 +69,23 @@ def many_scores(policy: SequenceProcessor, many: list, rollouts: Any) -> list[Sc
     return policy.score_many(many, rollouts)
 
 
-@pytest.mark.parametrize("tokens", [1, 10**9])
+@pytest.mark.parametrize("size", [1, 2, 9])
 @pytest.mark.parametrize("rollouts", [tiny_rollouts(), groups()], ids=["alone", "shared"])
 @pytest.mark.parametrize("name", KEPT)
-def test_they_run_once_and_change_nothing(name, rollouts, tokens, monkeypatch):
-    monkeypatch.setattr(scoring, "STACKED_TOKENS", tokens)
+def test_they_run_once_and_change_nothing(name, rollouts, size, monkeypatch):
+    """The first setting by itself, the others as many together as may be."""
     count, make = KEPT[name]
     policy = SequenceProcessor(make())
     assert len(policy._lower) == count
     many = settings_of(policy, 4)
     expected = one_by_one(policy, many, rollouts)
-    seen = calls(policy._lower)
+    seen, size = calls(policy._lower), size if policy.stacks else 1
+    monkeypatch.setattr(policy, "_stack_size", lambda _: size)
+    with passes(policy, monkeypatch, 1) as together:
+        found = many_scores(policy, many, rollouts)
+    assert together == {1: [1, 1, 1, 1], 2: [1, 2, 1], 9: [1, 3]}[size]
     # Of stacked rows the upper layers' products may round differently on other machines.
-    assert gap(many_scores(policy, many, rollouts), expected) <= (0 if tokens == 1 else SCORES_FP32)
+    assert gap(found, expected) <= (0 if size == 1 else SCORES_FP32)
     assert seen == list(range(count))
     assert gap([expected[0]], [expected[1]]) > 1e-3
     one_by_one(policy, many, rollouts)

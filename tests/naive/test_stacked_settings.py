@@ -12,12 +12,14 @@ from peft import LoraConfig
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from entropy_experiments.estimate import measured
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.influence.finite import finite_columns
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.policy import scoring
 from entropy_experiments.policy.precision import true_float64
 from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.policy.shared_prompts import shared_rows
 from entropy_experiments.types import Direction, Estimand, Rollouts, Scores
 from naive.test_fused_lora import FUSED
 from naive.test_shared_prompts import groups
@@ -151,6 +153,17 @@ def test_frozen_weights_are_multiplied_once(monkeypatch):
         assert products.rows[id(layer.base_layer.weight)] == [SETTINGS * tokens]
 
 
+def test_the_true_mask_is_as_tall_as_the_stack():
+    """For models that do something else with it than attention."""
+    rows = shared_rows(groups())
+    assert rows is not None
+    by_segments = rows.by_segments(3)
+    with by_segments:
+        square_R1SS = by_segments.mask | False
+    assert torch.equal(square_R1SS, torch.cat([rows.looks_R1SS] * 3))
+    assert square_R1SS.shape == by_segments.mask.shape
+
+
 def test_as_many_as_the_tokens_allow(monkeypatch):
     policy, rollouts = SequenceProcessor(tiny_lora("llama")), tiny_rollouts()
     each = len(rollouts) * int(rollouts.attention_NS.sum(1).max())
@@ -247,6 +260,7 @@ def test_wrong_parameters_are_refused(monkeypatch):
 def test_the_model_is_as_before(fails, monkeypatch):
     policy, rollouts = SequenceProcessor(tiny_lora("llama", lora_dropout=0.5)), tiny_rollouts()
     policy.model.train()
+    assert policy.stacks  # a call is made in eval mode
     modes = [m.training for m in policy.model.modules()]
     before = {n: p.clone() for n, p in policy.model.named_parameters()}
     if fails:
@@ -298,3 +312,18 @@ def test_only_adapters_are_held_several_at_a_time(monkeypatch):
     )
     measured_many(policy, rollouts, {"v": direction}, [1e-4, 1e-3], repackings=0)
     assert set(seen) == {1}
+
+
+@pytest.mark.parametrize(("room", "together"), [(1 << 30, 8), (3.5, 3), (1, 1), (0.5, 1)])
+def test_as_many_settings_as_there_is_room_for(room, together, monkeypatch):
+    policy, rollouts = SequenceProcessor(tiny_lora("llama")), tiny_rollouts()
+    size = sum(p.nbytes for p in policy.params.values())
+    monkeypatch.setattr(measured, "AT_ONCE_BYTES", int(room * size))
+    step = {"v": settings_of(policy, 2)[1]}
+    etas = [1e-3 * k for k in range(1, 10)]
+    with passes(policy, monkeypatch, 10**9) as found:
+        finite_columns(policy, rollouts, step, etas, estimand=Estimand(), base=None)
+    assert max(found) == together
+    with passes(policy, monkeypatch, 10**9) as found:  # unless it was asked for
+        finite_columns(policy, rollouts, step, etas, estimand=Estimand(), grad_chunk=2)
+    assert max(found) == 2

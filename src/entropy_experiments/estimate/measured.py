@@ -51,8 +51,8 @@ from entropy_experiments.types import (
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
 MAX_STEP_ROUNDING = 0.05
-AT_ONCE = 8
-"""Settings of adapters in memory at a time, where a policy can have several in one pass."""
+AT_ONCE, AT_ONCE_BYTES = 8, 512 << 20
+"""Settings in memory at a time where a policy can have several in one pass, and what they take."""
 
 Key = TypeVar("Key", int, str)
 
@@ -121,9 +121,8 @@ def measured_many(
     floors = _noise_floors(policy, rollouts, base, estimand, clips, microbatch, repackings)
     out: dict[Case, Estimate] = {}
     totals = {name: direction.total for name, direction in directions.items()}
-    at_once = AT_ONCE if getattr(policy, "stacks", False) else 1
     for name, eta, moved, rounding in moved_scores(
-        policy, rollouts, totals, steps, base=base, microbatch=microbatch, at_once=at_once
+        policy, rollouts, totals, steps, base=base, microbatch=microbatch
     ):
         for clip in clips:
             out[Case(name, eta, clip)] = change(
@@ -155,12 +154,15 @@ def moved_scores(
     *,
     base: Scores,
     microbatch: int,
-    at_once: int = 1,
+    at_once: int | None = None,
 ) -> Iterator[Moved[Key]]:
     """Every direction at every eta; `at_once` of the parameter settings are in memory at a time.
 
+    None: several only where that spares work (`stacks` of the policy), and they are small.
     Refused: steps that move a top-p support, and scores that follow no step at all.
     """
+    if at_once is None:
+        at_once = _at_once(policy)
     support = Support(policy, rollouts, microbatch)
     cases = [(key, eta) for key in directions for eta in etas]
     for start in range(0, len(cases), at_once):
@@ -175,6 +177,13 @@ def moved_scores(
             if eta and rounding < 0.5 and torch.equal(scores.logprob_NS, base.logprob_NS):
                 refuse_unmoved(policy, rollouts, v)
             yield Moved(key, eta, scores, rounding)
+
+
+def _at_once(policy: Policy) -> int:
+    if not getattr(policy, "stacks", False):
+        return 1
+    size = sum(p.numel() * p.element_size() for p in policy.params.values())
+    return max(1, min(AT_ONCE, AT_ONCE_BYTES // size))
 
 
 def change(

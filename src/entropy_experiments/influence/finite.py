@@ -49,7 +49,7 @@ def finite_columns(
     *,
     estimand: Estimand,
     microbatch: int = 8,
-    grad_chunk: int = 8,
+    grad_chunk: int | None = None,
     clip: float | None = None,
     base: Scores | None = None,
     noise_floor: float | None = None,
@@ -57,12 +57,12 @@ def finite_columns(
     """H(theta + eta v) - H(theta) for every direction and eta, as `measured` gives it.
 
     `diagnostics["contribution_N"]` has F of the module docstring, besides all that `measured`
-    says. `grad_chunk` parameter settings are in memory at a time.
+    says. `grad_chunk` parameter settings are in memory at a time (None: see `moved_scores`).
     """
     steps = [float(eta) for eta in etas]
     if not steps or not all(isfinite(eta) for eta in steps):
         raise ValueError(f"etas is {steps}; expected one or more finite numbers.")
-    if grad_chunk < 1:
+    if grad_chunk is not None and grad_chunk < 1:
         raise ValueError(f"grad_chunk is {grad_chunk}; expected at least 1.")
     check_estimand(policy, estimand)
     if evaluation.behaviour_logprob_NS is not None and policy.top_p < 1:
