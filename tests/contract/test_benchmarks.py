@@ -7,13 +7,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import estimators, growth, online, plots, profile, ranks, scoring, summary, tables
+from benchmarks import (
+    estimators,
+    growth,
+    online,
+    plots,
+    profile,
+    ranks,
+    scoring,
+    settings,
+    summary,
+    tables,
+)
 from benchmarks.counting import LiveBytes, WorkingBytes, flops
 from benchmarks.products import Products
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.types import Scores
+from oracles.tiny_models import tiny_lora
 
 SIZES = (16, 32, 64, 128, 256)
 
@@ -110,6 +123,24 @@ def test_ours_and_the_plain_ways_agree_on_a_small_model(policy):
     assert scored["largest_difference"] < 1e-4
     assert scored["tokens_through"]["head"] == scored["response_tokens"]
     assert scored["threads_1"]["of_peak"]["median"] > 0
+
+
+@pytest.mark.parametrize("upper_half", [False, True])
+def test_settings_together_are_those_of_single_passes(upper_half):
+    on = [1] if upper_half else [0, 1]
+    small = SequenceProcessor(tiny_lora("llama", layers_to_transform=on))
+    found = settings.examine(small, growth.rollouts(16, 6, 32, seed=0), 4, 1)
+    assert found["equal"]
+    assert found["operations"] > 1.1 if upper_half else found["operations"] == 1
+    assert found["memory"] > 0
+    assert found["speedup"]["median"] > 0
+
+
+def test_unequal_settings_are_seen():
+    one = Scores(torch.zeros(2, 3), torch.zeros(2, 3))
+    other = Scores(torch.zeros(2, 3), torch.full((2, 3), 1e-7))
+    assert settings._equal([[one, other]], [[one, other]])
+    assert not settings._equal([[one, other]], [[one, one]])
 
 
 def test_a_profile_has_the_largest_operators_first(policy):
@@ -255,8 +286,8 @@ def test_the_table_and_the_programs_have_the_same_targets():
         "online": online.LIMITS,
     }
     for row in summary.ROWS:
-        names = programs[row.file].keys() & set(row.at)
         if row.target is not None:
+            names = programs[row.file].keys() & set(row.at)
             assert [programs[row.file][name] for name in names] == [row.target], row.what
 
 

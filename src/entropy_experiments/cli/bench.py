@@ -17,6 +17,7 @@ from entropy_experiments.cli.options import AsJson, Debug, Quiet, tell
 BENCHMARKS = {
     "scoring": "log-probs and entropies of rollouts, against plain logits; matmul peak",
     "estimators": "prediction and measurement in forward passes; influences, directions",
+    "settings": "several settings of adapters in one pass, against a pass for each",
     "profile": "where the time of a pass, a prediction and a measurement goes",
     "growth": "time and memory over rollouts, lengths, vocabulary and rank",
     "ranks": "two processes against one (needs two idle cores)",
