@@ -59,8 +59,9 @@ def calls(layers: Any) -> list[int]:
     """A list that grows with every call of each of these layers."""
     seen: list[int] = []
     for i, layer in enumerate(layers):
-        # Inside the layer: it is not run where the layer is skipped.
-        layer.mlp.register_forward_hook(lambda *_, i=i: seen.append(i))
+        # Inside: a skipped layer does not run it. And no hook, which would be heard.
+        own = layer.mlp.forward
+        layer.mlp.forward = lambda *args, i=i, own=own: seen.append(i) or own(*args)
     return seen
 
 
@@ -76,10 +77,11 @@ def test_they_run_once_and_change_nothing(name, rollouts, size, monkeypatch):
     """The first setting by itself, the others as many together as may be."""
     count, make = KEPT[name]
     policy = SequenceProcessor(make())
-    assert len(policy._lower) == count
+    assert len(policy._kept()) == count
     many = settings_of(policy, 4)
     expected = one_by_one(policy, many, rollouts)
-    seen, size = calls(policy._lower), size if policy.stacks else 1
+    layers, size = policy._kept(), size if policy._stacks() else 1
+    seen = calls(layers)
     monkeypatch.setattr(policy, "_stack_size", lambda _: size)
     with passes(policy, monkeypatch, 1) as together:
         found = many_scores(policy, many, rollouts)
@@ -95,7 +97,7 @@ def test_they_run_once_and_change_nothing(name, rollouts, size, monkeypatch):
 @pytest.mark.parametrize("name", NOT_KEPT)
 def test_what_training_moves_is_never_kept(name):
     policy, rollouts = SequenceProcessor(NOT_KEPT[name]()), tiny_rollouts()
-    assert policy._lower == ()
+    assert policy._kept() == ()
     many = settings_of(policy, 3, size=0.01)
     expected = one_by_one(policy, many, rollouts)
     assert gap(many_scores(policy, many, rollouts), expected) == 0
@@ -103,19 +105,75 @@ def test_what_training_moves_is_never_kept(name):
 
 
 def test_too_many_kept_layers_would_be_seen():
-    """Teeth: the trial at construction refuses a layer that training moves."""
+    """Teeth: the trial refuses a layer that training moves."""
     policy = SequenceProcessor(upper_lora(2))
-    assert policy._keeping_changes_nothing()
     names = [n for n, _ in policy.model.named_parameters() if ".layers.3." in n]
-    policy._lower = lower_layers(policy.model, names)
-    assert len(policy._lower) == 3
-    assert not policy._keeping_changes_nothing()
+    right, wrong = policy._kept(), lower_layers(policy.model, names)
+    assert (len(right), len(wrong)) == (2, 3)
+    for size in (1, 2, 3):
+        assert policy._together_changes_nothing(right, size)
+        assert not policy._together_changes_nothing(wrong, size)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", ["last kept", "first above"])
+def test_states_that_are_changed_in_place_are_not_kept_so(place):
+    policy, rollouts = SequenceProcessor(upper_lora(2)), tiny_rollouts()
+    many, last = settings_of(policy, 3), policy._kept()[-1]
+    assert policy.spares_work
+    layers: Any = policy.model.base_model.model.model.layers
+    plain = one_by_one(policy, many, rollouts)
+    if place == "last kept":
+        last.register_forward_hook(lambda m, x, found: found.add_(0.3))
+    else:
+        layers[2].register_forward_pre_hook(lambda m, x: (x[0].add_(0.3),))
+    expected = one_by_one(policy, many, rollouts)
+    assert gap(many_scores(policy, many, rollouts), expected) == 0
+    assert gap(plain, expected) > 1e-3
+
+
+def test_whoever_has_a_hook_there_is_told_of_every_pass():
+    policy, rollouts, seen = SequenceProcessor(upper_lora(2)), tiny_rollouts(), []
+    layers: Any = policy._kept()
+    layers[0].register_forward_hook(lambda m, x, found: seen.append(float(found.norm())))
+    many_scores(policy, settings_of(policy, 3), rollouts)
+    assert len(seen) == 3
+    assert max(seen) == min(seen) > 0
+
+
+class Handing(nn.Module):
+    """A layer that leaves something for a later one, as shared keys and values are left."""
+
+    def __init__(self, own: nn.Module, shelf: dict[str, Tensor], takes: bool) -> None:
+        super().__init__()
+        self.own, self.shelf, self.takes = own, shelf, takes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.takes:
+            return self.own(x) + self.shelf.pop("left")
+        self.shelf["left"] = x
+        return self.own(x)
+
+
+def test_layers_that_hand_on_more_than_states_are_not_kept():
+    """As where upper layers use the keys of lower ones: an error in the trial, and no more."""
+    model, shelf = upper_lora(2), {}
+    layers: Any = model.base_model.model.model.layers
+    for i, takes in ((0, False), (3, True)):
+        layers[i].mlp = Handing(layers[i].mlp, shelf, takes)
+    policy, rollouts = SequenceProcessor(model), tiny_rollouts()
+    assert len(lower_layers(model, policy._names)) == 2
+    assert policy._kept() == ()
+    many = settings_of(policy, 3)
+    found = many_scores(policy, many, rollouts)
+    assert gap(found, one_by_one(policy, many, rollouts)) <= SCORES_FP32
 
 
 def test_derivatives_keep_nothing():
     policy, rollouts = SequenceProcessor(upper_lora(2)), tiny_rollouts()
     many = [{n: p.clone().requires_grad_() for n, p in s.items()} for s in settings_of(policy, 2)]
-    seen = calls(policy._lower)
+    seen = calls(policy._kept())
+    seen.clear()
     for params, one in zip(many, policy.score_many(many, rollouts), strict=True):
         one.entropy_NS.sum().backward()
         assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in params.values())

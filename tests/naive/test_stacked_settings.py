@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from entropy_experiments.estimate import measured
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.influence.finite import finite_columns
 from entropy_experiments.numerics.derivatives import shifted
-from entropy_experiments.policy import scoring
+from entropy_experiments.policy import lora, scoring
 from entropy_experiments.policy.precision import true_float64
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.policy.shared_prompts import shared_rows
@@ -76,8 +76,10 @@ def passes(policy: SequenceProcessor, monkeypatch: pytest.MonkeyPatch, tokens: i
         return own(*args, stacked=stacked, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "STACKED_TOKENS", tokens)
+        patch.setattr(scoring, "STACKED_TOKENS", (1, tokens))
         patch.setattr(policy, "_call", spy)
+        assert policy.spares_work in (True, False)  # so that the trial is over
+        found.clear()
         yield found
 
 
@@ -145,6 +147,7 @@ class Products(TorchFunctionMode):
 def test_frozen_weights_are_multiplied_once(monkeypatch):
     policy, rollouts = SequenceProcessor(tiny_lora("llama")), tiny_rollouts()
     tokens = len(rollouts) * int(rollouts.attention_NS.sum(1).max() - 1)
+    assert policy.spares_work
     with Products() as products:
         stacked(policy, settings_of(policy), rollouts, monkeypatch)
     layers: Any = policy._adapters
@@ -168,6 +171,7 @@ def test_as_many_as_the_tokens_allow(monkeypatch):
     policy, rollouts = SequenceProcessor(tiny_lora("llama")), tiny_rollouts()
     each = len(rollouts) * int(rollouts.attention_NS.sum(1).max())
     many = settings_of(policy, 7)
+    assert each > scoring.STACKED_TOKENS[0]
     for tokens, expected in (
         (each - 1, [1] * 7),
         (3 * each, [3, 3, 1]),
@@ -176,6 +180,31 @@ def test_as_many_as_the_tokens_allow(monkeypatch):
         with torch.no_grad(), passes(policy, monkeypatch, tokens) as found:
             policy.score_many(many, rollouts)
         assert found == expected
+
+
+def test_products_of_a_few_rows_stay_alone(monkeypatch):
+    """They may round differently among others, and small steps need the base pass's rounding."""
+    policy, rollouts = (
+        SequenceProcessor(tiny_lora("llama")),
+        tiny_rollouts(prompts=(2, 3), responses=(1, 2)),
+    )
+    with torch.no_grad(), passes(policy, monkeypatch, 10**9) as found:
+        monkeypatch.setattr(scoring, "STACKED_TOKENS", (11, 10**9))
+        policy.score_many(settings_of(policy, 3), rollouts)
+        monkeypatch.setattr(scoring, "STACKED_TOKENS", (10, 10**9))
+        policy.score_many(settings_of(policy, 3), rollouts)
+    assert found == [1, 1, 1, 3]
+
+
+@torch.no_grad()
+def test_tokens_that_are_dealt_out_are_refused():
+    """Should the trial not have seen it: an error, and no other setting's adapters."""
+    (layer, *_) = lora.plain_lora_layers(tiny_lora("llama"))
+    stacked_layer, width = lora._stacked(layer, [[], []], 4), layer.in_features
+    assert len(stacked_layer(torch.zeros(4, width))) == 4
+    for rows in (0, 2, 5):
+        with pytest.raises(ValueError, match="expected 4 rows, one block for each of 2"):
+            stacked_layer(torch.zeros(rows, width))
 
 
 def _hooked(model: Any) -> Any:
@@ -191,6 +220,57 @@ def _own_forward(model: Any) -> Any:
     return model
 
 
+def _tied() -> Any:
+    """One A in two layers: it has one name, and both must follow it."""
+    model = tiny_lora("llama", target_modules=["q_proj"])
+    first, second = (m for m in model.modules() if hasattr(m, "lora_A"))
+    second.lora_A["default"].weight = first.lora_A["default"].weight
+    return model
+
+
+class SequenceFirst(nn.Module):
+    """An MLP that has its tokens in another order than one row after the other."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
+class Routed(SequenceFirst):
+    """Only some of the tokens go in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        chosen = flat[:, 0] > 0
+        return flat.index_put((chosen,), self.own(flat[chosen])).view(x.shape)
+
+
+class ByItself(SequenceFirst):
+    """A product that is made of the adapter's weights, and not by its layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.own.up_proj
+        return self.own(x) + (x @ layer.lora_A["default"].weight.t()).sum(-1, keepdim=True)
+
+
+def _with_mlps(kind: Callable[[nn.Module], nn.Module]) -> Any:
+    model = tiny_lora("llama", target_modules=["up_proj", "down_proj"])
+    for layer in model.base_model.model.model.layers:
+        layer.mlp = kind(layer.mlp)
+    return model
+
+
+def _patched(model: Any) -> Any:
+    """Activation patching: a hook that means the first row of *its* pass."""
+    model.base_model.model.model.layers[1].register_forward_hook(
+        lambda m, x, found: torch.cat([found[:1] * 1.5, found[1:]])
+    )
+    return model
+
+
 def _head_adapted() -> Any:
     base = tiny_model("llama", tie_word_embeddings=False)
     return tiny_lora(base=base, target_modules=["q_proj", "lm_head"])
@@ -203,6 +283,11 @@ NOT_STACKED: dict[str, Callable[[], Any]] = {
     "saved norm": lambda: tiny_lora("llama", modules_to_save=["norm"]),
     "conv1d": lambda: tiny_lora("gpt2", target_modules=["c_attn"], fan_in_fan_out=True),
     "head": _head_adapted,
+    "tied": _tied,
+    "tokens first": lambda: _with_mlps(SequenceFirst),
+    "routed": lambda: _with_mlps(Routed),
+    "by itself": lambda: _with_mlps(ByItself),
+    "patched": lambda: _patched(tiny_lora("llama")),
     "hooked": lambda: _hooked(tiny_lora("llama")),
     "a forward of its own": lambda: _own_forward(tiny_lora("llama")),
 }
@@ -212,7 +297,7 @@ NOT_STACKED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", NOT_STACKED)
 def test_anything_else_goes_one_by_one(name, monkeypatch):
     policy, rollouts = SequenceProcessor(NOT_STACKED[name]()), tiny_rollouts()
-    assert not policy.stacks
+    assert not policy.spares_work
     many = settings_of(policy, 3, size=0.01)
     with torch.no_grad(), passes(policy, monkeypatch, 10**9) as found:
         scores = policy.score_many(many, rollouts)
@@ -260,7 +345,7 @@ def test_wrong_parameters_are_refused(monkeypatch):
 def test_the_model_is_as_before(fails, monkeypatch):
     policy, rollouts = SequenceProcessor(tiny_lora("llama", lora_dropout=0.5)), tiny_rollouts()
     policy.model.train()
-    assert policy.stacks  # a call is made in eval mode
+    assert policy.spares_work  # a call is made in eval mode
     modes = [m.training for m in policy.model.modules()]
     before = {n: p.clone() for n, p in policy.model.named_parameters()}
     if fails:
@@ -318,7 +403,7 @@ def test_only_adapters_are_held_several_at_a_time(monkeypatch):
 def test_as_many_settings_as_there_is_room_for(room, together, monkeypatch):
     policy, rollouts = SequenceProcessor(tiny_lora("llama")), tiny_rollouts()
     size = sum(p.nbytes for p in policy.params.values())
-    monkeypatch.setattr(measured, "AT_ONCE_BYTES", int(room * size))
+    monkeypatch.setattr(measured, "SETTINGS_BYTES", int(room * size))
     step = {"v": settings_of(policy, 2)[1]}
     etas = [1e-3 * k for k in range(1, 10)]
     with passes(policy, monkeypatch, 10**9) as found:

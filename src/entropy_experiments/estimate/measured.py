@@ -9,7 +9,8 @@ this sample, so their agreement shows linearity, not truth: for that there is `r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from typing import Generic, NamedTuple, TypeVar
 
@@ -35,7 +36,7 @@ from entropy_experiments.numerics.derivatives import (
     shifted,
     square_sum,
 )
-from entropy_experiments.numerics.ranks import local_part
+from entropy_experiments.numerics.ranks import current, local_part
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.numerics.weights import diagnose
 from entropy_experiments.types import (
@@ -51,8 +52,10 @@ from entropy_experiments.types import (
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
 MAX_STEP_ROUNDING = 0.05
-AT_ONCE, AT_ONCE_BYTES = 8, 512 << 20
-"""Settings in memory at a time where a policy can have several in one pass, and what they take."""
+MOST_SETTINGS = 8
+"""In memory at a time, where a policy spares work with several."""
+SETTINGS_BYTES = 512 << 20
+"""What they may take together."""
 
 Key = TypeVar("Key", int, str)
 
@@ -120,9 +123,9 @@ def measured_many(
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
     floors = _noise_floors(policy, rollouts, base, estimand, clips, microbatch, repackings)
     out: dict[Case, Estimate] = {}
-    totals = {name: direction.total for name, direction in directions.items()}
+    along = {name: partial(_total, direction) for name, direction in directions.items()}
     for name, eta, moved, rounding in moved_scores(
-        policy, rollouts, totals, steps, base=base, microbatch=microbatch
+        policy, rollouts, along, steps, base=base, microbatch=microbatch
     ):
         for clip in clips:
             out[Case(name, eta, clip)] = change(
@@ -149,7 +152,7 @@ class Moved(NamedTuple, Generic[Key]):
 def moved_scores(
     policy: Policy,
     rollouts: Rollouts,
-    directions: Mapping[Key, Params],
+    along: Mapping[Key, Callable[[], Params]],
     etas: Sequence[float],
     *,
     base: Scores,
@@ -158,32 +161,50 @@ def moved_scores(
 ) -> Iterator[Moved[Key]]:
     """Every direction at every eta; `at_once` of the parameter settings are in memory at a time.
 
-    None: several only where that spares work (`stacks` of the policy), and they are small.
-    Refused: steps that move a top-p support, and scores that follow no step at all.
+    None: several only where that may spare work (`BatchedPolicy`), and they are small. Refused:
+    steps that move a top-p support, and scores that follow no step at all.
     """
-    if at_once is None:
-        at_once = _at_once(policy)
+    if at_once is None:  # rank 0's word: a hook on one rank alone must not part them
+        at_once = current().told(lambda: _at_once(policy))
     support = Support(policy, rollouts, microbatch)
-    cases = [(key, eta) for key in directions for eta in etas]
+    cases = [(key, eta) for key in along for eta in etas]
     for start in range(0, len(cases), at_once):
         chunk = cases[start : start + at_once]
-        settings = [shifted(policy.params, directions[key], eta) for key, eta in chunk]
-        for (_, eta), params in zip(chunk, settings, strict=True):
-            support.refuse_if_moved(params, eta)
-        found = score_each(policy, settings, rollouts, microbatch=microbatch)
-        for (key, eta), params, scores in zip(chunk, settings, found, strict=True):
-            v = directions[key]
-            rounding = step_rounding(policy.params, params, v, eta)
-            if eta and rounding < 0.5 and torch.equal(scores.logprob_NS, base.logprob_NS):
-                refuse_unmoved(policy, rollouts, v)
-            yield Moved(key, eta, scores, rounding)
+        directions = {key: along[key]() for key in dict.fromkeys(key for key, _ in chunk)}
+        # A generator of its own: its settings are gone before the next chunk's are made.
+        yield from _moved(policy, rollouts, directions, chunk, support, base, microbatch)
+
+
+def _moved(
+    policy: Policy,
+    rollouts: Rollouts,
+    directions: Mapping[Key, Params],
+    cases: Sequence[tuple[Key, float]],
+    support: Support,
+    base: Scores,
+    microbatch: int,
+) -> Iterator[Moved[Key]]:
+    settings = [shifted(policy.params, directions[key], eta) for key, eta in cases]
+    for (_, eta), params in zip(cases, settings, strict=True):
+        support.refuse_if_moved(params, eta)
+    found = score_each(policy, settings, rollouts, microbatch=microbatch)
+    for (key, eta), params, scores in zip(cases, settings, found, strict=True):
+        v = directions[key]
+        rounding = step_rounding(policy.params, params, v, eta)
+        if eta and rounding < 0.5 and torch.equal(scores.logprob_NS, base.logprob_NS):
+            refuse_unmoved(policy, rollouts, v)
+        yield Moved(key, eta, scores, rounding)
+
+
+def _total(direction: Direction) -> Params:
+    return direction.total
 
 
 def _at_once(policy: Policy) -> int:
-    if not getattr(policy, "stacks", False):
+    if not getattr(policy, "spares_work", False):
         return 1
     size = sum(p.numel() * p.element_size() for p in policy.params.values())
-    return max(1, min(AT_ONCE, AT_ONCE_BYTES // size))
+    return max(1, min(MOST_SETTINGS, SETTINGS_BYTES // size))
 
 
 def change(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 
 from torch import Tensor
@@ -77,8 +78,9 @@ def finite_columns(
     check_repeatable(policy, evaluation)
     base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
     out: dict[tuple[Key, float], Estimate] = {}
+    along = {key: partial(directions.__getitem__, key) for key in directions}
     for key, eta, moved, rounding in moved_scores(
-        policy, evaluation, directions, steps, base=base, microbatch=microbatch, at_once=grad_chunk
+        policy, evaluation, along, steps, base=base, microbatch=microbatch, at_once=grad_chunk
     ):
         found = change(
             base,

@@ -10,13 +10,14 @@ B, half precision, autocast, hooks inside the layer) the layer's own forward run
 the two differ by the rounding of a few additions.
 
 Several parameter settings can go through a layer in one pass (`stacked_adapters`): their rows are
-stacked, x W' is one product for all of them, and each block of rows gets adapters of its own. These
-small products are then those of a pass of its own, number for number.
+stacked, x W' is one product for all of them, and each block of rows gets adapters of its own, by
+the products of a pass of its own. x W' is that of such a pass up to rounding. On the CPUs this was
+written on it is the same bits, but for inputs of a few tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -56,30 +57,36 @@ def fused_adapters(layers: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def may_stack(layers: Mapping[Any, str], names: Iterable[str]) -> bool:
-    """Whether settings of these parameters can go through the model in one pass, as things stand.
+def may_stack(layers: Mapping[Any, str], names: Collection[str]) -> bool:
+    """Whether settings of these parameters can go through the layers in one pass, as things stand.
 
     They must all be adapters of these layers, and every layer the formula above and no more (in
     half precision, too, where it is computed as peft does).
     """
-    known = {
-        f"{home}.{kind}.{name}.weight"
+    held = {
+        f"{home}.{kind}.{name}.weight": getattr(layer, kind)[name].weight
         for layer, home in layers.items()
         for kind in ("lora_A", "lora_B")
         for name in layer.active_adapters
     }
-    return known.issuperset(names) and all(
-        "forward" not in layer.__dict__ and _is_the_formula(layer) for layer in layers
+    # One weight in two layers has one name; the other layer would not find it among the settings.
+    tied = any(weight.requires_grad and name not in names for name, weight in held.items())
+    return (
+        not tied
+        and held.keys() >= set(names)
+        and all("forward" not in layer.__dict__ and _is_the_formula(layer) for layer in layers)
     )
 
 
 @contextmanager
-def stacked_adapters(layers: Mapping[Any, str], settings: Sequence[Params]) -> Iterator[None]:
-    """Inside, the rows of every input are one block for each setting. See `may_stack`."""
+def stacked_adapters(
+    layers: Mapping[Any, str], settings: Sequence[Params], rows: int
+) -> Iterator[None]:
+    """Inside, every input has `rows` rows for each setting, one block after another."""
     with ExitStack() as stack:
         for layer, name in layers.items():
             each = [_adapters(layer, f"{name}.", params) for params in settings]
-            stack.enter_context(forward_as(layer, _stacked(layer, each)))
+            stack.enter_context(forward_as(layer, _stacked(layer, each, rows * len(settings))))
         yield
 
 
@@ -115,13 +122,20 @@ def _fused(layer: Any, own_forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _stacked(layer: Any, settings: Sequence[Sequence[_Adapter]]) -> Callable[..., Any]:
+def _stacked(layer: Any, settings: Sequence[Sequence[_Adapter]], rows: int) -> Callable[..., Any]:
     def forward(x: Tensor) -> Tensor:
+        if not len(x) or len(x) % rows:
+            # Tokens that were dealt out among experts, say: whose are they?
+            raise ValueError(
+                f"A layer with adapters got an input of shape {tuple(x.shape)}; expected {rows} "
+                f"rows, one block for each of {len(settings)} parameter settings."
+            )
         x_TD = x.reshape(-1, x.shape[-1])
         y_TO = layer.base_layer(x_TD)
         blocks = (part.chunk(len(settings)) for part in (x_TD, y_TO))
         for adapters, x_tD, y_tO in zip(settings, *blocks, strict=True):
-            _add(adapters, x_tD, y_tO)
+            weights = [weight for one in adapters for weight in (one.a_RD, one.b_OR)]
+            (_add if _are_alike(x_tD, y_tO, *weights) else _add_as_peft)(adapters, x_tD, y_tO)
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
     return forward
@@ -129,12 +143,14 @@ def _stacked(layer: Any, settings: Sequence[Sequence[_Adapter]]) -> Callable[...
 
 def _add(adapters: Sequence[_Adapter], x_TD: Tensor, y_TO: Tensor) -> None:
     """y += s (x A') B' of each."""
-    if all(_are_alike(x_TD, y_TO, one.a_RD, one.b_OR) for one in adapters):
-        for one in adapters:
-            y_TO.addmm_(nn.functional.linear(x_TD, one.a_RD), one.b_OR.t(), alpha=one.scale)
-        return
+    for one in adapters:
+        y_TO.addmm_(nn.functional.linear(x_TD, one.a_RD), one.b_OR.t(), alpha=one.scale)
+
+
+def _add_as_peft(adapters: Sequence[_Adapter], x_TD: Tensor, y_TO: Tensor) -> None:
+    """The same step by step: half precision is what the whole sum is rounded to at the end."""
     total_TO = y_TO
-    for one in adapters:  # as peft does: half precision is what the sum is rounded to at the end
+    for one in adapters:
         inner_TR = nn.functional.linear(x_TD.to(one.a_RD.dtype), one.a_RD)
         total_TO = total_TO + nn.functional.linear(inner_TR, one.b_OR) * one.scale
     y_TO.copy_(total_TO)

@@ -2,7 +2,8 @@
 
 Where training moves the upper layers only (adapters on some of them, a frozen lower half), a sweep
 over step sizes or directions needs the lower ones once. Their states are kept from the first pass
-over a microbatch and handed on in the others: the very same numbers.
+over a microbatch and handed on in the others: the very same numbers, if hidden states are all that
+a layer hands to the next. `SequenceProcessor` tries that before it relies on it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Below:
         def forward(*args: Any, **kwargs: Any) -> Any:
             found = own_forward(*args, **kwargs)
             if isinstance(found, Tensor):  # of anything else it is not known what may be repeated
-                self._states = found
+                self._states = found.clone()  # what flows on may be changed in place
             return found
 
         return forward

@@ -42,6 +42,11 @@ class Packed:
         return cls(rollouts=packed, original=rollouts, start_N=start_N, rows=None)
 
     @property
+    def inputs(self) -> Tensor:
+        """Tokens as the model gets them."""
+        return self.rollouts.tokens_NS if self.rows is None else self.rows.tokens_RS
+
+    @property
     def place(self) -> tuple[Tensor, Tensor] | None:
         """Row and column of every token's state; None: those of the rollouts."""
         return None if self.rows is None else self.rows.place

@@ -15,6 +15,8 @@ from entropy_experiments.policy.calling import causal_lm
 from entropy_experiments.types import Rollouts
 
 FEW = 5
+FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+"""What a trial may end with in a model that is not made for it."""
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 """Relative to the largest number; half precision, where head and model may differ in rounding,
 gets HALF_TOLERANCE. A soft cap or a scaling is wrong by far more than either."""
@@ -54,6 +56,19 @@ def few_tokens(model: nn.Module) -> Tensor:
     return tokens_S[None]
 
 
+def some_rollouts(model: nn.Module) -> Rollouts:
+    """Three of 17 random tokens: too many for a mixture's experts to get equal shares."""
+    vocabulary = len(causal_lm(model).get_input_embeddings().weight)
+    draw = torch.Generator().manual_seed(0)
+    response_NS = torch.arange(17).expand(3, 17) >= 4
+    return Rollouts(
+        tokens_NS=torch.randint(0, vocabulary, (3, 17), generator=draw),
+        attention_NS=torch.ones_like(response_NS),
+        response_NS=response_NS,
+        prompt_N=torch.arange(3),
+    )
+
+
 def two_of_one_prompt(model: nn.Module) -> Rollouts:
     """Three tokens that two responses of two tokens share."""
     vocabulary = len(causal_lm(model).get_input_embeddings().weight)
@@ -70,6 +85,6 @@ def alike(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """The same but for rounding, both having been made in this precision."""
     if got.shape != expected.shape:
         return False
-    got, expected = got.double(), expected.to(got.device).double()
+    got, expected = got.to(expected.device).double(), expected.double()
     tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
-    return bool((got - expected).abs().max() <= tolerance * got.abs().max())
+    return bool((got - expected).abs().max() <= tolerance * expected.abs().max())

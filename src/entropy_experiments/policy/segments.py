@@ -9,7 +9,7 @@ times. Responses of much different lengths go in several parts, each padded to i
 
 The model is told nothing of this. It gets a stand-in for the square mask, and a torch function mode
 catches `scaled_dot_product_attention` when it is called with that very object. Whatever else is
-done with the stand-in is done with the true square, which is made then, and kept.
+done with the stand-in is done with the true square, which is made then.
 """
 
 from __future__ import annotations
