@@ -180,19 +180,40 @@ def test_derivatives_keep_nothing():
     assert len(seen) == 4
 
 
-class Pair(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        return x + 1, 7
+class Giving(nn.Module):
+    def __init__(self, gives: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.gives = gives
+
+    def forward(self, x: Tensor) -> Any:
+        return self.gives(x + 1)
 
 
-def test_states_that_are_no_tensor_are_made_again():
-    """Of a tuple it is not known what may be repeated."""
-    layer, x = Pair(), torch.zeros(2)
-    below = Below([layer])
+@pytest.mark.parametrize(
+    "gives",
+    [lambda x: (x, 7), lambda x: x[None].repeat(4, 1, 1, 1), lambda x: x.transpose(0, 1)],
+    ids=["a tuple", "several versions", "sequence first"],
+)
+def test_other_states_than_rows_are_made_again(gives):
+    """Of those it is not known what may be repeated."""
+    layer, x = Giving(gives), torch.zeros(2, 3, 5)
+    below = Below([layer], len(x))
     with torch.no_grad():
         for value in (0.0, 5.0):
             with below.once():
-                assert float(layer(x + value)[0][0]) == value + 1
+                found = layer(x + value)
+            assert float((found[0] if isinstance(found, tuple) else found).max()) == value + 1
+
+
+@torch.no_grad()
+def test_states_of_rows_are_kept():
+    layer, x = Giving(lambda x: x), torch.zeros(2, 3, 5)
+    below = Below([layer], len(x))
+    for value in (0.0, 5.0):
+        with below.once():
+            assert float(layer(x + value).max()) == 1
+    with below.once(3):
+        assert layer(x).shape == (6, 3, 5)
 
 
 @pytest.mark.parametrize("fails", [False, True])

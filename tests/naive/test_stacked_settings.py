@@ -333,6 +333,21 @@ def test_half_precision_is_what_peft_makes_of_it(monkeypatch):
     assert gap(found, expected) <= 0.02 * moved  # a few roundings to bf16 may fall elsewhere
 
 
+@torch.no_grad()
+def test_a_truncated_law_is_no_hindrance(monkeypatch):
+    policy, rollouts = SequenceProcessor(tiny_lora("llama"), top_p=0.999), tiny_rollouts()
+    many = settings_of(policy, 3, size=0.01)
+    found, expected = (
+        stacked(policy, many, rollouts, monkeypatch),
+        one_by_one(policy, many, rollouts),
+    )
+    inside = [torch.isfinite(x_NS) for one in expected for x_NS in one]
+    assert all(bool(x_NS.any()) for x_NS in inside)
+    for one, other in zip(found, expected, strict=True):
+        for x_NS, y_NS in zip(one, other, strict=True):
+            torch.testing.assert_close(x_NS, y_NS, atol=SCORES_FP32, rtol=0)
+
+
 def test_wrong_parameters_are_refused(monkeypatch):
     policy, rollouts = SequenceProcessor(tiny_lora("llama")), tiny_rollouts()
     good, bad = settings_of(policy, 2)

@@ -35,8 +35,8 @@ def lower_layers(model: nn.Module, trained: Sequence[str]) -> tuple[nn.Module, .
 class Below:
     """Lower layers in several passes over the same tokens: computed in the first of them."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[nn.Module], rows: int) -> None:
+        self._layers, self._rows = layers, rows
         self._states: Tensor | None = None
 
     @contextmanager
@@ -48,7 +48,7 @@ class Below:
                 if self._states is None:
                     stack.enter_context(forward_as(last, self._kept(last.forward)))
                 else:
-                    kept = self._states.repeat(stacked, *[1] * (self._states.dim() - 1))
+                    kept = self._states.repeat(stacked, 1, 1)
                     stack.enter_context(forward_as(last, lambda *_, **__: kept))
                     for layer in lower:
                         stack.enter_context(forward_as(layer, _handed_on))
@@ -57,7 +57,8 @@ class Below:
     def _kept(self, own_forward: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             found = own_forward(*args, **kwargs)
-            if isinstance(found, Tensor):  # of anything else it is not known what may be repeated
+            # Of anything but [rows, S, D] it is not known what may be repeated.
+            if isinstance(found, Tensor) and found.dim() == 3 and len(found) == self._rows:
                 self._states = found.clone()  # what flows on may be changed in place
             return found
 

@@ -227,7 +227,7 @@ class SequenceProcessor(CalledModel):
         self, many: Sequence[Params], packed: Packed, lower: Sequence[nn.Module], size: int
     ) -> list[Scores]:
         """In groups of `size`, these layers only once."""
-        below, found = Below(lower), []
+        below, found = Below(lower, len(packed.inputs)), []
         # With layers to keep, the first setting goes alone: it gives the others their states.
         first = 1 if lower else size
         groups = [many[:first], *(many[i : i + size] for i in range(first, len(many), size))]
@@ -331,10 +331,12 @@ class SequenceProcessor(CalledModel):
             {n: p + 0.1 * torch.randn(p.shape, generator=draw).to(p) for n, p in here.items()}
             for here in [self.params] * 3
         ]
+        full = copy(self)  # outside of a top-p law, where random tokens are, nothing is finite
+        full.top_p = 1.0
         with torch.no_grad():
-            apart = [self._score(params, packed) for params in many]
+            apart = [full._score(params, packed) for params in many]
             try:
-                together = self._score_together(many, packed, lower, size)
+                together = full._score_together(many, packed, lower, size)
             except torch.OutOfMemoryError:
                 raise
             except FAILURES:
