@@ -126,6 +126,7 @@ def test_a_recorded_graph_goes_by_the_square(taken):
 
 def test_rows_are_chosen_for_the_attention_that_they_get(monkeypatch):
     """What is worth sharing by segments may not be by the square."""
+    policy, rollouts = exact("qwen2"), groups()
     asked, own = [], scoring.shared_rows
 
     def spy(*args, square):
@@ -133,7 +134,6 @@ def test_rows_are_chosen_for_the_attention_that_they_get(monkeypatch):
         return own(*args, square=square)
 
     monkeypatch.setattr(scoring, "shared_rows", spy)
-    policy, rollouts = exact("qwen2"), groups()
 
     def score(p):
         return policy.score(p, rollouts).entropy_NS.sum()

@@ -11,8 +11,8 @@ the two differ by the rounding of a few additions.
 
 Several parameter settings can go through a layer in one pass (`stacked_adapters`): their rows are
 stacked, x W' is one product for all of them, and each block of rows gets adapters of its own, by
-the products of a pass of its own. x W' is that of such a pass up to rounding. On the CPUs this was
-written on it is the same bits, but for inputs of a few tokens.
+the products of a pass of its own. x W' is that of such a pass up to rounding. On the CPU this was
+written on it is the same bits, but for small inputs.
 """
 
 from __future__ import annotations
