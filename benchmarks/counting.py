@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,12 @@ def _attention(
     return 2 * batch * heads * asked * k[2] * (width + v[3])
 
 
+class _NoModules(nullcontext):
+    """In place of torch's tracker, which hooks all modules: beside hooks we take other ways."""
+
+    parents = frozenset({"Global"})
+
+
 def _flop_counter() -> FlopCounterMode:
     """torch counts neither products added in place nor the CPU's fused attention."""
     aten: Any = torch.ops.aten
@@ -36,7 +43,9 @@ def _flop_counter() -> FlopCounterMode:
         aten.addmm_: _addmm,
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     }
-    return FlopCounterMode(display=False, custom_mapping=mapping)
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
 
 
 def flops(run: Callable[[], Any]) -> int:

@@ -24,6 +24,7 @@ from benchmarks.products import Products
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from entropy_experiments.policy.calling import hooked
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.types import Scores
 from oracles.tiny_models import tiny_lora
@@ -138,6 +139,19 @@ def test_settings_together_are_those_of_single_passes(upper_half):
     assert found["operations"] > 1.1 if upper_half else found["operations"] == 1
     assert found["memory"] > 0
     assert found["speedup"]["median"] > 0
+
+
+def test_counting_is_of_the_ways_that_are_timed(policy):
+    """A hook on all modules would change them; and torch's own counter has one."""
+    x = torch.ones(3, 16)
+    heard: list[bool] = []
+
+    def product() -> None:
+        heard.append(hooked(policy.model))
+        policy.model.model.layers[0].mlp(x)
+
+    assert flops(product) == 3 * 2 * 3 * 16 * 40
+    assert heard == [False]
 
 
 def test_unequal_settings_are_seen():
