@@ -128,7 +128,8 @@ def _stacked(layer: Any, settings: Sequence[Sequence[_Adapter]], rows: int) -> C
             # Tokens that were dealt out among experts, say: whose are they?
             raise ValueError(
                 f"A layer with adapters got an input of shape {tuple(x.shape)}; expected {rows} "
-                f"rows, one block for each of {len(settings)} parameter settings."
+                f"rows, one block for each of {len(settings)} parameter settings. Give each a pass "
+                "of its own: influence.grad_chunk_size: 1, or policy.score."
             )
         x_TD = x.reshape(-1, x.shape[-1])
         y_TO = layer.base_layer(x_TD)

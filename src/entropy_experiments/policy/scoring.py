@@ -303,7 +303,7 @@ class SequenceProcessor(CalledModel):
             return False
         packed = Packed.of(two_of_one_prompt(self.model), self.device)
         tokens_NS, rows = packed.rollouts.tokens_NS, shared_rows(packed.rollouts)
-        assert rows is not None  # seven tokens in place of ten
+        assert rows is not None  # five tokens in place of eight: the last of each does not go in
         with torch.no_grad():
             apart_NSX = self._states(self.params, tokens_NS)
             try:
