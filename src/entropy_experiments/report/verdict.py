@@ -71,20 +71,8 @@ def _comparison(found: Findings) -> list[str]:
             f"  curvature adds   {spoken(found.bend)}; the straight line holds within 10 % up to "
             f"learning rate {_rate(found.linear_range)}"
         )
-        if found.difference is not None and found.difference.interval is not None:
-            rest = found.difference + found.bend
-            explained = found.difference.covers(0.0) or rest.covers(0.0)
-            lines.append(
-                "  so the prediction "
-                + (
-                    "agrees with the measurement"
-                    if found.difference.covers(0.0)
-                    else "misses the measurement by its curvature"
-                    if explained
-                    else "misses the measurement by more than its curvature: the step is outside "
-                    "the range where two orders suffice"
-                )
-            )
+    if found.difference is not None and found.difference.interval is not None:
+        lines.append(f"  so the prediction {_agreement(found)}")
     if found.bend is None and found.predicted is not None:
         lines.append(
             "  no curvature, hence no linear range (approx_delta_h.curvature: false, method: "
@@ -95,6 +83,40 @@ def _comparison(found: Findings) -> list[str]:
     if found.change is None:
         lines.append("  the measurement was skipped (importance.enabled: false)")
     return lines
+
+
+AGREEMENT = 0.1
+"""Of the measured change: how far the paired interval may reach for the prediction to agree."""
+
+
+def _agreement(found: Findings) -> str:
+    """Whether prediction and measurement agree, said only as far as the paired interval reaches."""
+    gap, change = found.difference, found.change
+    assert gap is not None
+    assert gap.interval is not None
+    assert change is not None
+    if max(map(abs, gap.interval)) <= AGREEMENT * abs(change.value):
+        return f"agrees with the measurement, to within {AGREEMENT:.0%} of the change"
+    if change.interval is not None and change.covers(0.0) and gap.covers(0.0):
+        return "agrees with the measurement, whose change is below its own noise"
+    off = f"does not agree with the measurement ({abs(gap.value / change.value):.0%} off)"
+    reach = found.linear_range
+    if abs(gap.value) > AGREEMENT * abs(change.value) and reach is not None and found.lr > reach:
+        return (
+            f"{off}: the step is too long for a straight line, {found.lr / reach:.2g} times its "
+            "linear range"
+        )
+    if gap.covers(0.0):
+        return (
+            "cannot be told from the measurement, nor shown to agree within "
+            f"{AGREEMENT:.0%}: the paired interval is too wide. More evaluation rollouts "
+            "(batch_config.B_E) would decide"
+        )
+    if found.bend is None:
+        return off
+    if (gap + found.bend).covers(0.0):
+        return f"{off}: it misses by its curvature"
+    return f"{off}: it misses by more than its curvature, two orders do not suffice here"
 
 
 def _origin(found: Findings) -> list[str]:
