@@ -382,7 +382,8 @@ def test_dropout_in_training_is_told(tmp_path):
 
 
 def test_the_form_of_least_variance_stands_beside(tmp_path):
-    results = OfflineEntropyProbe(small(tmp_path), quiet=True).run_mixed_probe()
+    snis = small(tmp_path, "importance.is_mode=snis")
+    results = OfflineEntropyProbe(snis, quiet=True).run_mixed_probe()
     estimates = results["estimates"]
     assert estimates["deltaH1_to_go"]["interval"] is not None
     assert estimates["bars_dot"]["value"] == pytest.approx(results["bars_dot"])

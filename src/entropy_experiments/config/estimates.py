@@ -57,8 +57,8 @@ class Importance(Section):
 
     enabled: bool = True
     """false skips phase 5, the measurement."""
-    is_mode: IsMode = "snis"
-    """Weights of whole responses (snis) or of each token's past (per_decision, less variance)."""
+    is_mode: IsMode = "per_decision"
+    """Weights of each token's past (per_decision, less variance) or of whole responses (snis)."""
     report_per_token: bool | None = None
     """true is approx_delta_h.normalize: per_token, false is per_sequence."""
     clip_c: Positive | None = None

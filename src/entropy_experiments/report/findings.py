@@ -66,6 +66,11 @@ class Findings:
         return self.lr_stored > 0 and self.lr != self.lr_stored
 
     @property
+    def form(self) -> str:
+        """Of the importance weights; the prediction is the derivative of that measurement."""
+        return self.level.estimand.form
+
+    @property
     def change(self) -> Estimate | None:
         """The measured change at the learning rate."""
         return None if self.measured is None else self.measured[self.lr]

@@ -29,6 +29,10 @@ def spoken(estimate: Estimate) -> str:
     return f"{estimate.value:+.4g} nats ({bar})"
 
 
+SLOPE_FORM = {"snis": "matched", "per_decision": "to-go"}
+WEIGHTS = {"snis": "whole-response", "per_decision": "per-decision"}
+
+
 def _headline(found: Findings) -> list[str]:
     what = (
         f"The update that training made after {found.checkpoint}"
@@ -46,11 +50,13 @@ def _headline(found: Findings) -> list[str]:
         f" at temperature {found.level.estimand.temperature:g}"
     )
     if found.predicted is not None:
-        lines.append(f"  predicted change {spoken(found.predicted.total)}")
+        lines.append(
+            f"  predicted change {spoken(found.predicted.total)}, {SLOPE_FORM[found.form]} form"
+        )
         if found.to_go is not None:
             lines.append(f"    less variance  {spoken(found.to_go)}, in the to-go form")
     if found.change is not None:
-        lines.append(f"  measured change  {spoken(found.change)}")
+        lines.append(f"  measured change  {spoken(found.change)}, {WEIGHTS[found.form]} weights")
     if change is not None and found.level.value > 0:
         lines.append(f"  that is          {change.value / found.level.value:+.2%} of the entropy")
     return lines
