@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup smollm2 demo test test-all lint types layers format docs bench clean
+.PHONY: help setup smollm2 demo test test-all test-wild lint types layers format docs bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,10 +27,13 @@ demo: setup  ## Probe the embedded run: its entropy collapse, step by step, and 
 	$(BIN)/python examples/collapse.py --out build/demo
 
 test: setup  ## The tests that every change must pass, under 10 minutes
-	$(BIN)/python -m pytest -n auto -m 'not slow'
+	$(BIN)/python -m pytest -n auto -m 'not slow and not wild'
 
 test-all: smollm2  ## All tests, the slow tiers too; note the result in docs/LOG.md
 	$(BIN)/python -m pytest -n auto
+
+test-wild: setup  ## Code that nobody here wrote, in environments of its own (build/wild)
+	$(BIN)/python -m pytest -n 2 -m wild tests/wild
 
 lint: setup  ## Style
 	$(BIN)/ruff check .
