@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Files go to a core whole, longest first: what a file makes once is made once.
 EACH_FILE_ONCE := -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup smollm2 demo test test-slow test-all lint types layers format docs bench clean
+.PHONY: help setup smollm2 demo test test-slow test-all test-wild lint types layers format docs bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,9 @@ test-slow: smollm2  ## One job of the slow tier, under 45 minutes: JOB=1 to 4; n
 test-all: test  ## The fast tier, then every job of the slow one; goes on after a failed job
 	failed=; for job in 1 2 3 4; do $(MAKE) test-slow JOB=$$job || failed="$$failed $$job"; done; \
 	test -z "$$failed" || { echo "slow jobs that failed:$$failed"; exit 1; }
+
+test-wild: setup  ## Code that nobody here wrote, in environments of its own (build/wild)
+	$(BIN)/python -m pytest $(EACH_FILE_ONCE) -m wild tests/wild
 
 lint: setup  ## Style
 	$(BIN)/ruff check .

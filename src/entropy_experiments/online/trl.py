@@ -45,6 +45,7 @@ from entropy_experiments.online.trl_batch import (
     EvaluationPrompts,
     other_rollouts,
     own_batch,
+    refuse_other_trl,
     refuse_unsupported,
     unwrapped_optimizer,
     update_batch,
@@ -273,6 +274,7 @@ class EntropyProbeCallback(TrainerCallback):
         )
 
     def _probe(self) -> OnlineProbe:
+        refuse_other_trl(self.trainer)  # guarded: training goes on, without the probe
         args = self.trainer.args
         policy = SequenceProcessor(self._model, temperature=args.temperature)
         return OnlineProbe(
