@@ -40,7 +40,7 @@ test-all: test  ## The fast tier, then every job of the slow one; goes on after 
 	test -z "$$failed" || { echo "slow jobs that failed:$$failed"; exit 1; }
 
 test-wild: setup  ## Code that nobody here wrote, in environments of its own (build/wild)
-	$(BIN)/python -m pytest $(EACH_FILE_ONCE) -m wild tests/wild
+	$(BIN)/python -m pytest -n auto -m wild tests/wild
 
 lint: setup  ## Style
 	$(BIN)/ruff check .
