@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from entropy_experiments.policy.layout import PARAM_NAMES
 from entropy_experiments.policy.sharded_state import sharded_optimizer, unwrapped
+from entropy_experiments.policy.zip_crc import check_crc, is_zip
 from entropy_experiments.types import AdamGroup, OptimizerState, SGDGroup
 
 MOMENTS = {
@@ -41,8 +43,11 @@ Groups = list[list[str]]
 
 
 def load_safely(path: Path, *, mmap: bool = False) -> Any:
-    """torch.load that runs no code: a file that wants to is refused."""
+    """torch.load that runs no code and takes no damaged number: such files are refused."""
     try:
+        with path.open("rb") as file:
+            if is_zip(file):
+                check_crc(file)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         first = str(error).strip().splitlines()[0]
@@ -50,6 +55,11 @@ def load_safely(path: Path, *, mmap: bool = False) -> Any:
             f"{path} was refused: it holds more than tensors and plain values, and nothing in it "
             f"was executed ({first}). Expected a state dict: if you trust the file, save its "
             "tensors again in that form (weights as safetensors)."
+        ) from error
+    except zipfile.BadZipFile as error:
+        raise ValueError(
+            f"{path} cannot be read: it is truncated or damaged ({error}); expected the bytes "
+            "that torch.save wrote. Copy the file again, or use another checkpoint."
         ) from error
     except (EOFError, RuntimeError, OSError, KeyError) as error:
         raise ValueError(
