@@ -75,6 +75,19 @@ def test_a_truncated_base(lora):
     refused(lora.path, "base/model.safetensors", "is not a complete safetensors file")
 
 
+@pytest.mark.parametrize("place", [(), ("text_config",)], ids=["own", "nested"])
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+def test_an_attention_kernel_on_the_hub(full, key, place):
+    file = full.path / "config.json"
+    content = json.loads(file.read_text())
+    inner = content
+    for name in place:
+        inner = inner.setdefault(name, {})
+    inner[key] = "somebody/flash"
+    file.write_text(json.dumps(content))
+    refused(full.path, f"config.json: {key} is 'somebody/flash', code on a hub", "nothing was loa")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_no_number(lora, value):
     file = lora.path / "adapter_model.safetensors"
