@@ -15,6 +15,7 @@ What remains untold is which of two parameters of equal shape came first: `not_v
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import zipfile
 from collections import Counter
@@ -311,6 +312,11 @@ def _entry(
             continue
         if key == "step":
             entry[key] = value.clone() if isinstance(value, Tensor) else value
+            if not (float(value) >= 0 and float(value).is_integer()):
+                raise ValueError(
+                    f"{path}: step of {name!r} is {float(value):g}; expected a count of steps, 0 "
+                    "or more. The file is damaged or was edited: use another checkpoint."
+                )
             continue
         if not isinstance(value, Tensor):
             raise ValueError(
@@ -363,7 +369,27 @@ def _group(
             "Adam's"
         )
     decoupled = bool(group.get("decoupled_weight_decay", True))
-    return AdamGroup.of(group, names, decoupled=decoupled)
+    made = AdamGroup.of(group, names, decoupled=decoupled)
+    _check_range(path, made)
+    return made
+
+
+def _check_range(path: Path, group: AdamGroup) -> None:
+    """torch refuses these when an optimizer is made, and loads them without a word."""
+    b1, b2 = group.betas
+    wrong = {
+        "lr": (group.lr, 0 <= group.lr < math.inf, "0 or more"),
+        "betas[0]": (b1, 0 <= b1 < 1, "0 or more and below 1"),
+        "betas[1]": (b2, 0 <= b2 < 1, "0 or more and below 1"),
+        "eps": (group.eps, 0 <= group.eps < math.inf, "0 or more"),
+        "weight_decay": (group.weight_decay, 0 <= group.weight_decay < math.inf, "0 or more"),
+    }
+    for name, (value, right, expected) in wrong.items():
+        if not right:
+            raise ValueError(
+                f"{path}: {name} of a parameter group is {value:g}; expected {expected}. The file "
+                "is damaged or was edited: use another checkpoint."
+            )
 
 
 def _alike(named: Mapping[str, Tensor]) -> int:
