@@ -87,6 +87,9 @@ INDEXED = {
 }
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5},
+    "cohere2_moe": {"logit_scale": 0.5},
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
@@ -155,6 +158,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
+STD = {"zamba": 0.1, "minicpm3": 0.1}
+"""Of the weights, where 0.25 makes a model in which rounding grows to 1e-4."""
 
 
 def small_config(kind: str) -> Any:
@@ -187,9 +192,10 @@ def small_model(kind: str, *, seed: int = 0) -> PreTrainedModel:
     """A causal LM of this type in fp32 and eval mode, every parameter trainable."""
     with own_seed(seed):
         model = AutoModelForCausalLM.from_config(small_config(kind))
+        std = STD.get(kind, 0.25)
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.25)
+                nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):
                 nn.init.normal_(parameter, std=0.1)
     return model.float().eval()

@@ -23,12 +23,14 @@ from torch.func import functional_call
 
 from entropy_experiments.numerics.forward_mode import frozen_weights
 from entropy_experiments.policy.calling import (
+    GradientsKept,
     PaddingRows,
     causal_lm,
     checkpointable_layers,
     differentiated_fully,
     dora_layers,
     evaluating,
+    layers_without_gradients,
     plain_inputs,
     quickest_attention,
     recomputed,
@@ -73,7 +75,13 @@ class CalledModel:
         self._contexts = Contexts.of(model)
         self.padding_index: int | None = None
         """What positions are counted from, as RoBERTa does; None: they are 0, 1, 2, ...."""
-        self._count_as_the_model_does(own_trial(model))
+        self._truncated = False
+        trial = own_trial(model)
+        self._count_as_the_model_does(trial)
+        with torch.enable_grad(), layers_without_gradients(model) as layers:
+            self._call(model, self.params, trial.tokens_1S)
+        self._truncated = bool(layers)
+        """Some layers run without gradients (`GradientsKept`)."""
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -164,6 +172,7 @@ class CalledModel:
             differentiated_fully(self._dora),
             fused_adapters(self._adapters),
             PaddingRows(frozen=self._as_trained) if self._padded else nullcontext(),
+            GradientsKept() if self._keeps_gradients() else nullcontext(),
             attention,
             recomputed(recompute, self._dora),
             frozen_weights(),
@@ -171,6 +180,9 @@ class CalledModel:
         ):
             arguments = accepted(module, {**named, "use_cache": False})
             return functional_call(module, dict(params), (), arguments)
+
+    def _keeps_gradients(self) -> bool:
+        return self._truncated and not self._as_trained and torch.is_grad_enabled()
 
     def _looking(self, rows: Rows, stacked: int) -> tuple[AbstractContextManager[Any], Tensor]:
         """How attention is to be computed, and the mask that the model gets."""

@@ -65,19 +65,7 @@ def name_of(model: nn.Module) -> str:
 def own_trial(model: nn.Module) -> Trial:
     """The model's own calls; refused: a model that cannot be called so, or is not causal."""
     tokens_1S = trial_tokens(model)
-    try:
-        with torch.no_grad(), evaluating(model), plain_inputs(model):
-            whole, beginning = (
-                model(input_ids=x_1S).logits for x_1S in (tokens_1S, tokens_1S[:, :BEGINNING])
-            )
-    except torch.OutOfMemoryError:
-        raise
-    except FAILURES as error:
-        raise UnsupportedModelError(
-            f"{name_of(model)} cannot be called with input_ids alone: {first_line(error)} Expected "
-            "a causal LM over one sequence of tokens. Encoders, codebooks and draft models have no "
-            "entropy of their own here."
-        ) from error
+    whole, beginning = (_own_call(model, x) for x in (tokens_1S, tokens_1S[:, :BEGINNING]))
     for length, logits in ((WHOLE, whole), (BEGINNING, beginning)):
         if logits.dim() != 3 or logits.shape[:2] != (1, length):
             raise UnsupportedModelError(
@@ -91,18 +79,38 @@ def own_trial(model: nn.Module) -> Trial:
             )
     trial = Trial(tokens_1S, whole[0], beginning[0])
     gap = difference(trial.whole_SV[:BEGINNING], trial.beginning_SV)
+    if gap > 0 and difference(_own_call(model, tokens_1S)[0], trial.whole_SV) > 0:
+        raise UnsupportedModelError(
+            f"{name_of(model)} gives two answers for the same tokens; expected the same twice. Is "
+            "a dropout on that eval() does not turn off, or are its hashes drawn anew?"
+        )
     if gap > 0:
         raise UnsupportedModelError(
-            f"{name_of(model)} is not causal: later tokens changed earlier logits by {gap:.2g}."
-            f"{_why_not_causal(model)} Teacher forcing would see the tokens it predicts."
+            f"{name_of(model)} is not causal: what comes later changed earlier logits by {gap:.2g}."
+            f"{_why_not_causal(model)} Expected logits that depend on earlier tokens alone."
         )
     return trial
 
 
+def _own_call(model: nn.Module, tokens_1S: Tensor) -> Tensor:
+    try:
+        with torch.no_grad(), evaluating(model), plain_inputs(model):
+            return model(input_ids=tokens_1S).logits
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES as error:
+        raise UnsupportedModelError(
+            f"{name_of(model)} cannot be called with input_ids alone: {first_line(error)} Expected "
+            "a causal LM over one sequence of tokens. Encoders, codebooks and draft models have no "
+            "entropy of their own here."
+        ) from error
+
+
 def _why_not_causal(model: nn.Module) -> str:
     config = causal_lm(model).config
-    if getattr(config, "is_decoder", None) is False:
-        return " Its config has is_decoder=False: load it with is_decoder=True, if it is a decoder."
+    for name in ("is_decoder", "causal"):
+        if getattr(config, name, None) is False:
+            return f" Its config has {name}=False: load it with {name}=True, if it is a decoder."
     return ""
 
 
@@ -110,7 +118,10 @@ def trial_tokens(model: nn.Module) -> Tensor:
     """Ordinary tokens, none of them special to this model (padding, an image's place)."""
     lm = causal_lm(model)
     embeddings = lm.get_input_embeddings().weight
-    special = {value for key, value in vars(lm.config).items() if key.endswith("_token_id")}
+    special = set()
+    for key, value in lm.config.to_dict().items():
+        if key.endswith("_token_id"):  # some have several
+            special.update(value if isinstance(value, list | tuple) else (value,))
     known = [token for token in range(min(len(embeddings), 1000)) if token not in special] or [0]
     draw = torch.Generator().manual_seed(0)
     picked_S = torch.randint(len(known), (WHOLE,), generator=draw)

@@ -45,7 +45,7 @@ from entropy_experiments.policy.lora import (
     stacked_adapters,
 )
 from entropy_experiments.policy.lower_layers import Below, lower_layers
-from entropy_experiments.policy.own_call import HIGH, own_trial, scaled_states
+from entropy_experiments.policy.own_call import HIGH, own_trial, scaled_states, trial_tokens
 from entropy_experiments.policy.packed import Packed
 from entropy_experiments.policy.parts import (
     FAILURES,
@@ -94,11 +94,11 @@ class SequenceProcessor(CalledModel):
     def as_trained(self) -> SequenceProcessor:
         """The same scores with the gradient that *training* takes of them.
 
-        They differ for DoRA, which trains as if its norms were constants, and in the embedding of
-        a padding token, which is not trained. Use this one for the gradient of a training loss,
+        They differ for DoRA, which trains as if its norms were constants, in the embedding of a
+        padding token, which is not trained, and where a model runs layers without gradients. Use this one for the gradient of a training loss,
         and the other for the slope of an entropy.
         """
-        if not self._dora and not self._padded:
+        if not (self._dora or self._padded or self._truncated):
             return self
         other = copy(self)
         other._dora, other._as_trained = (), True
@@ -154,7 +154,7 @@ class SequenceProcessor(CalledModel):
             ]
         packed = self._packed(rollouts)
         if len(many) < 2 or not nothing_differentiated():
-            found = [self._score(params, packed) for params in many]
+            found = [self._reached(params, self._score(params, packed)) for params in many]
         else:
             found = self._score_together(many, packed, self._kept(), self._stack_size(packed))
         return [Scores(*map(packed.back, scores)) for scores in found]
@@ -302,6 +302,31 @@ class SequenceProcessor(CalledModel):
         )
         empty_NS = logprob_T.new_zeros(rollouts.tokens_NS.shape)
         return Scores(empty_NS.index_put(where, logprob_T), empty_NS.index_put(where, entropy_T))
+
+    def _reached(self, params: Params, scores: Scores) -> Scores:
+        """Scores in whose graph every parameter is, those without any effect with a gradient of 0.
+
+        What a decoder does not use of its checkpoint (a vision tower, attention to an encoder) and
+        what only chooses tokens to look at (an indexer) would be taken for a broken graph.
+        """
+        if not records_a_graph() or not any(params[name].requires_grad for name in params):
+            return scores
+        nothing = sum(params[name].flatten()[0] * 0 for name in self._without_effect)
+        return Scores(*(x_NS + nothing for x_NS in scores)) if self._without_effect else scores
+
+    @cached_property
+    def _without_effect(self) -> tuple[str, ...]:
+        """Parameters that a few tokens' logits are no function of; none, if that is all of them."""
+        leaves = {name: value.requires_grad_() for name, value in self.params.items()}
+        if not leaves:  # a sharded model's gradients come another way
+            return ()
+        with torch.enable_grad():
+            logits_NSV = self._call(self.model, leaves, trial_tokens(self.model))[0]
+            gradients = torch.autograd.grad(
+                logits_NSV.sum(), tuple(leaves.values()), allow_unused=True
+            )
+        names = tuple(n for n, g in zip(leaves, gradients, strict=True) if g is None)
+        return names if len(names) < len(leaves) else ()
 
     def _hidden(
         self, params: Params, tokens_NS: Tensor, rows: Rows | None = None
