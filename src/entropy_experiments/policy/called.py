@@ -72,11 +72,11 @@ class CalledModel:
         self._adapters = plain_lora_layers(model)
         self._padded, self._as_trained = trains_padded_embeddings(model), training_gradient
         self._parts: Parts | None = find_parts(model)
-        self._contexts = Contexts.of(model)
+        self.contexts = Contexts.of(model)
         self.padding_index: int | None = None
         """What positions are counted from, as RoBERTa does; None: they are 0, 1, 2, ...."""
         self._truncated = False
-        trial = own_trial(model)
+        trial = self._own_trial()
         self._count_as_the_model_does(trial)
         with torch.enable_grad(), layers_without_gradients(model) as layers:
             self._call(model, self.params, trial.tokens_1S)
@@ -93,6 +93,10 @@ class CalledModel:
     def device(self) -> torch.device:
         """Where tokens go in: the device of the input embeddings."""
         return causal_lm(self.model).get_input_embeddings().weight.device
+
+    def _own_trial(self) -> Trial:
+        with self.contexts.fresh():
+            return own_trial(self.model)
 
     def _count_as_the_model_does(self, trial: Trial) -> None:
         """Find the positions with which a padded batch has the logits of the model's own calls."""
@@ -151,7 +155,7 @@ class CalledModel:
         """With `stacked`, the rows that many times over, one block after another."""
         attention: AbstractContextManager[Any] = nullcontext()
         if rows is None:
-            if not self._contexts.beyond(tokens_NS.shape[1]):
+            if not self.contexts.beyond(tokens_NS.shape[1]):
                 tokens_NS = tokens_NS[:, :-1]  # the last is drawn and never looked from
             position_NS = counted(tokens_NS, self.padding_index)
             # All ones, though there is padding: it comes after all that is looked at. Without a
@@ -176,7 +180,7 @@ class CalledModel:
             attention,
             recomputed(recompute, self._dora),
             frozen_weights(),
-            self._contexts.fresh(),
+            self.contexts.fresh(),
         ):
             arguments = accepted(module, {**named, "use_cache": False})
             return functional_call(module, dict(params), (), arguments)

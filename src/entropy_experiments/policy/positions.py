@@ -41,6 +41,21 @@ def counted(tokens_NS: Tensor, padding: int | None, real_NS: Tensor | None = Non
     return ones_NS.cumsum(1) * ones_NS + padding
 
 
+def following(
+    token_N: Tensor, count_N: Tensor, padding: int | None
+) -> tuple[Tensor, Tensor]:
+    """Positions of the next tokens after so many that were counted, and how many there are then."""
+    if padding is None:
+        return count_N, count_N + 1
+    one_N = (token_N != padding).to(count_N.dtype)
+    return (count_N + one_N) * one_N + padding, count_N + one_N
+
+
+def tokens_counted(tokens_NS: Tensor, padding: int | None, real_NS: Tensor) -> Tensor:
+    real_NS = real_NS.bool()
+    return (real_NS if padding is None else real_NS & (tokens_NS != padding)).sum(1)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rotary:
     """One kind of layer's rotary embedding, if its factors depend on the call."""

@@ -45,7 +45,7 @@ from entropy_experiments.policy.lora import (
     stacked_adapters,
 )
 from entropy_experiments.policy.lower_layers import Below, lower_layers
-from entropy_experiments.policy.own_call import HIGH, own_trial, scaled_states, trial_tokens
+from entropy_experiments.policy.own_call import HIGH, scaled_states, trial_tokens
 from entropy_experiments.policy.packed import Packed
 from entropy_experiments.policy.parts import (
     FAILURES,
@@ -125,7 +125,7 @@ class SequenceProcessor(CalledModel):
             once_NSX, again_NSX = (self._states(self.params, tokens_NS) for _ in range(2))
         if not torch.equal(once_NSX, again_NSX):
             return False
-        self._count_as_the_model_does(own_trial(self.model))
+        self._count_as_the_model_does(self._own_trial())
         return True
 
     def without_sharing(self) -> SequenceProcessor:
@@ -145,7 +145,7 @@ class SequenceProcessor(CalledModel):
         (`lora.stacked_adapters`), and layers below all that is trained are computed once
         (`lower_layers`): the same numbers up to rounding. Nothing is shared under derivatives.
         """
-        groups = self._contexts.groups(rollouts)
+        groups = self.contexts.groups(rollouts)
         if len(groups) > 1:
             apart = [self.score_many(many, rollouts.take(rows_N)) for rows_N in groups]
             return [
@@ -193,7 +193,7 @@ class SequenceProcessor(CalledModel):
         return Scores(*whole)
 
     def support(self, params: Params, rollouts: Rollouts) -> Tensor:
-        groups = self._contexts.groups(rollouts)
+        groups = self.contexts.groups(rollouts)
         if len(groups) > 1:
             apart = [self.support(params, rollouts.take(rows_N)) for rows_N in groups]
             return _rows_again(apart, groups)
@@ -214,7 +214,7 @@ class SequenceProcessor(CalledModel):
     def _packed(self, rollouts: Rollouts) -> Packed:
         packed = Packed.of(rollouts, self.device)
         # Beyond the original context a row would have to end with a rollout's last token.
-        if not self._shares or self._contexts.beyond(packed.rollouts.tokens_NS.shape[1]):
+        if not self._shares or self.contexts.beyond(packed.rollouts.tokens_NS.shape[1]):
             return packed
         widest = getattr(causal_lm(self.model).config, "max_position_embeddings", None)
         square = self._attention != "sdpa" or records_a_graph()
