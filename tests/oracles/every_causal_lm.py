@@ -158,6 +158,17 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
+NOT_BUILT = {
+    "blt": "its byte patcher and hash tables have sizes in nested configs: 4.5e9 parameters",
+    "gemma3n": "needs timm, which is not installed",
+    "gemma4_assistant": "a draft model: it needs the states of another one",
+    "gemma4_unified_assistant": "a draft model: it needs the states of another one",
+    "got_ocr2": "its vision tower has fixed sizes",
+    "musicgen": "its config is that of a text encoder and an audio codec besides",
+    "musicgen_melody": "its config is that of a text encoder and an audio codec besides",
+    "phi4_multimodal": "its vision and audio towers have fixed sizes",
+}
+"""Types that the rule above does not make small, and why."""
 STD = {"zamba": 0.1, "minicpm3": 0.1}
 """Of the weights, where 0.25 makes a model in which rounding grows to 1e-4."""
 
