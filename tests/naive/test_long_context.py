@@ -64,7 +64,9 @@ def gap(policy: SequenceProcessor, rope: str) -> float:
         tokens_S = batch.tokens_NS[n, batch.attention_NS[n]]
         with torch.no_grad():
             logp_SV = long_model(rope)(input_ids=tokens_S[None]).logits[0].double().log_softmax(-1)
-        drawn_T = batch.response_NS[n].nonzero().flatten() - int(batch.attention_NS[n].int().argmax())
+        drawn_T = batch.response_NS[n].nonzero().flatten() - int(
+            batch.attention_NS[n].int().argmax()
+        )
         logprob_T = logp_SV[drawn_T - 1, tokens_S[drawn_T]]
         entropy_T = torch.special.entr(logp_SV[drawn_T - 1].exp()).sum(-1)
         for ours_NS, own_T in zip(got, (logprob_T, entropy_T), strict=True):

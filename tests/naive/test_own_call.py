@@ -144,7 +144,7 @@ def test_an_encoder_is_refused():
     config.is_decoder = False
     with pytest.raises(
         UnsupportedModelError,
-        match=r"BertLMHeadModel \(model_type 'bert'\) is not causal: .* config has is_decoder=False",
+        match=r"BertLMHeadModel \(model_type 'bert'\) is not causal: .* has is_decoder=False",
     ):
         SequenceProcessor(AutoModelForCausalLM.from_config(config))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -92,15 +91,20 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere2_moe": {"logit_scale": 0.5},
     "cohere_compass_text": {
         "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+            for kind in ("full_attention", "sliding_attention")
         },
         "num_key_value_heads": 4,
     },
     "cpmant": {"dim_head": 8, "dim_ff": 48, "position_bias_num_buckets": 16, "prompt_length": 4},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {
+            "hidden_size": 32,
+            "ffn_hidden_size": 48,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 2, "num_experts_per_tok": 2},

@@ -36,9 +36,7 @@ class Plain:
     slope: dict[str, float]
 
 
-def plain(
-    model: nn.Module, rollouts: Rollouts, v: Mapping[str, Tensor], eta: float
-) -> Plain:
+def plain(model: nn.Module, rollouts: Rollouts, v: Mapping[str, Tensor], eta: float) -> Plain:
     """Scores at theta; H(theta + eta v) - H(theta) and dH/deta, in both forms."""
     trained = {name: p for name, p in model.named_parameters() if name in v}
     here = scored(model, rollouts)
@@ -78,9 +76,7 @@ def scored(model: nn.Module, rollouts: Rollouts) -> Scored:
     return Scored(logprobs, entropies)
 
 
-def weighted(
-    new: Scored, old: Sequence[Sequence[Tensor]], rollouts: Rollouts, form: str
-) -> Tensor:
+def weighted(new: Scored, old: Sequence[Sequence[Tensor]], rollouts: Rollouts, form: str) -> Tensor:
     """Entropy per token of the new parameters, from rollouts of the old ones."""
     top = bottom = torch.zeros((), dtype=torch.float64)
     for n, w in enumerate(rollouts.weight_N.tolist()):
@@ -102,9 +98,7 @@ def laid_out(rows: Sequence[Sequence[Tensor]], rollouts: Rollouts) -> Tensor:
 
 
 @contextmanager
-def moved(
-    trained: Mapping[str, Tensor], v: Mapping[str, Tensor], eta: float
-) -> Iterator[None]:
+def moved(trained: Mapping[str, Tensor], v: Mapping[str, Tensor], eta: float) -> Iterator[None]:
     """Inside, the parameters are those of the step; outside, their own bits again."""
     before = {name: p.detach().clone() for name, p in trained.items()}
     for name, p in trained.items():

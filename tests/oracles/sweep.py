@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from entropy_experiments.estimate.first_order import first_order
+from entropy_experiments.estimate.first_order import SlopeForm, first_order
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.policy.own_call import UnsupportedModelError, first_line
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -21,7 +21,7 @@ from oracles.plain_loop import FORMS, Plain, plain
 from oracles.tiny_models import own_seed
 
 ETA = 0.02
-PAIRED = {"snis": "matched", "per_decision": "to_go"}
+PAIRED: dict[str, SlopeForm] = {"snis": "matched", "per_decision": "to_go"}
 PROMPTS, RESPONSES = (5, 5, 11, 11, 3, 8), (4, 7, 9, 2, 6, 12)
 LORA: dict[str, Any] = {"r": 2, "lora_alpha": 4, "task_type": "CAUSAL_LM"}
 NOT_ADAPTED = ("out_proj", "conv1d", "router", "classifier", "dt_proj", "o_a_proj")
@@ -99,7 +99,8 @@ def with_lora(model: Any) -> Any:
         linear = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear | Conv1D) and module is not model.get_output_embeddings()
+            if isinstance(module, nn.Linear | Conv1D)
+            and module is not model.get_output_embeddings()
         ]
         targets = [name for name in linear if name.rpartition(".")[2] not in NOT_ADAPTED]
         wrapped = get_peft_model(model, LoraConfig(target_modules=targets, **LORA))
@@ -130,7 +131,7 @@ def examined(kind: str, way: str, model: nn.Module) -> Row:
 @contextmanager
 def all_cycles(model: nn.Module) -> Iterator[None]:
     """Inside, a backward goes through all cycles of an HRM; its own leaves the early ones out."""
-    found = [m for m in model.modules() if hasattr(m, "L_bp_cycles_padded")]
+    found: list[Any] = [m for m in model.modules() if hasattr(m, "L_bp_cycles_padded")]
     before = [m.L_bp_cycles_padded for m in found]
     for module in found:
         module.L_bp_cycles_padded = [module.config.L_cycles] * module.config.H_cycles

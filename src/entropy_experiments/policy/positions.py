@@ -41,9 +41,7 @@ def counted(tokens_NS: Tensor, padding: int | None, real_NS: Tensor | None = Non
     return ones_NS.cumsum(1) * ones_NS + padding
 
 
-def following(
-    token_N: Tensor, count_N: Tensor, padding: int | None
-) -> tuple[Tensor, Tensor]:
+def following(token_N: Tensor, count_N: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
     """Positions of the next tokens after so many that were counted, and how many there are then."""
     if padding is None:
         return count_N, count_N + 1

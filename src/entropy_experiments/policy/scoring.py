@@ -9,8 +9,8 @@ That is right where logits are `head(hidden)` and nothing else; where they are n
 the head, Gemma's soft cap, Granite's scaling; tried at construction, with states so large that a
 cap would be seen) the model makes its own logits for the whole microbatch.
 
-Every estimate begins with the trials of a few tokens once more (`repeatable`): weights that training
-has changed in place since then may show what they did not show before.
+Every estimate begins with the model's own call on a few tokens once more (`repeatable`): weights
+that training has changed in place since may show what they did not show before.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class SequenceProcessor(CalledModel):
         """The same scores with the gradient that *training* takes of them.
 
         They differ for DoRA, which trains as if its norms were constants, in the embedding of a
-        padding token, which is not trained, and where a model runs layers without gradients. Use this one for the gradient of a training loss,
-        and the other for the slope of an entropy.
+        padding token, which is not trained, and where a model runs layers without gradients. Use
+        this one for the gradient of a training loss, and the other for the slope of an entropy.
         """
         if not (self._dora or self._padded or self._truncated):
             return self
