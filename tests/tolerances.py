@@ -29,6 +29,9 @@ SLOPES_FP32 = 2e-5
 """Directional derivatives of the same by different methods, relative."""
 SLOPES_FP64 = 1e-7
 """Central differences of a truly fp64 model against its slope; plain .double() misses 1e-4."""
+SWEEP = {"score": 2e-5, "change": 5e-4, "slope": 5e-4}
+"""Tiny fp32 models of every type against a plain loop: scores in nats (models whose recurrences let
+rounding grow included), changes and slopes relative as `assert_close` counts."""
 
 
 def assert_close(got: float, expected: float, tolerance: float) -> None:

@@ -1,7 +1,8 @@
 """A transformers causal LM as a function of its trainable parameters: tokens in, states out.
 
-All padding is on the right. A causal model then never looks at it, needs no mask, and gives every
-rollout the positions 0, 1, 2, .... Rollouts of one prompt may share a row (`shared_prompts`).
+All padding is on the right. A causal model then never looks at it, needs no mask, and every rollout
+has the positions that it has alone (`positions`). Rollouts of one prompt may share a row
+(`shared_prompts`). That the model's own call gives the same is tried at construction (`own_call`).
 
 Attention that is differentiated runs through torch's MATH kernel: fused kernels have neither
 forward mode nor a double backward. Shared rows go by `segments`, except where an ordinary graph is
@@ -22,12 +23,14 @@ from torch.func import functional_call
 
 from entropy_experiments.numerics.forward_mode import frozen_weights
 from entropy_experiments.policy.calling import (
+    GradientsKept,
     PaddingRows,
     causal_lm,
     checkpointable_layers,
     differentiated_fully,
     dora_layers,
     evaluating,
+    layers_without_gradients,
     plain_inputs,
     quickest_attention,
     recomputed,
@@ -35,7 +38,18 @@ from entropy_experiments.policy.calling import (
     trains_padded_embeddings,
 )
 from entropy_experiments.policy.lora import fused_adapters, plain_lora_layers
-from entropy_experiments.policy.parts import Parts, find_parts
+from entropy_experiments.policy.own_call import (
+    BEGINNING,
+    Trial,
+    UnsupportedModelError,
+    accepted,
+    difference,
+    first_line,
+    name_of,
+    own_trial,
+)
+from entropy_experiments.policy.parts import FAILURES, Parts, find_parts
+from entropy_experiments.policy.positions import Contexts, counted
 from entropy_experiments.policy.shared_prompts import Rows
 from entropy_experiments.types import Params
 
@@ -58,6 +72,16 @@ class CalledModel:
         self._adapters = plain_lora_layers(model)
         self._padded, self._as_trained = trains_padded_embeddings(model), training_gradient
         self._parts: Parts | None = find_parts(model)
+        self.contexts = Contexts.of(model)
+        self.padding_index: int | None = None
+        """What positions are counted from, as RoBERTa does; None: they are 0, 1, 2, ...."""
+        self._truncated = False
+        trial = self._own_trial()
+        self._count_as_the_model_does(trial)
+        with torch.enable_grad(), layers_without_gradients(model) as layers:
+            self._call(model, self.params, trial.tokens_1S)
+        self._truncated = bool(layers)
+        """Some layers run without gradients (`GradientsKept`)."""
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -69,6 +93,43 @@ class CalledModel:
     def device(self) -> torch.device:
         """Where tokens go in: the device of the input embeddings."""
         return causal_lm(self.model).get_input_embeddings().weight.device
+
+    def _own_trial(self) -> Trial:
+        with self.contexts.fresh():
+            return own_trial(self.model)
+
+    def _count_as_the_model_does(self, trial: Trial) -> None:
+        """Find the positions with which a padded batch has the logits of the model's own calls."""
+        gaps = []
+        for padding in (None, getattr(causal_lm(self.model).config, "pad_token_id", None)):
+            if gaps and padding is None:
+                break
+            self.padding_index = padding
+            gaps.append(self._gap_to_own_call(trial))
+            if gaps[-1] == 0:
+                return
+        raise UnsupportedModelError(
+            f"{name_of(self.model)} has other logits in a batch with positions and padding than in "
+            f"its own call on one sequence: {min(gaps):.2g} nats apart. Expected a model in which "
+            "neither the padding after a sequence nor the rest of a batch matters."
+        )
+
+    def _gap_to_own_call(self, trial: Trial) -> float:
+        try:
+            with torch.no_grad():
+                logits_NSV = self._call(self.model, self.params, trial.padded_NS)[0]
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
+            raise UnsupportedModelError(
+                f"{name_of(self.model)} cannot be called with a padded batch of tokens, their "
+                f"positions and a mask: {first_line(error)} Expected a causal LM that can."
+            ) from error
+        whole_SV, beginning_SV = logits_NSV
+        return max(
+            difference(whole_SV, trial.whole_SV),
+            difference(beginning_SV[:BEGINNING], trial.beginning_SV),
+        )
 
     def _states(self, params: Params, tokens_NS: Tensor, rows: Rows | None = None) -> Tensor:
         """What the decoder gives; where the head is not ours to apply, the model's logits."""
@@ -94,11 +155,12 @@ class CalledModel:
         """With `stacked`, the rows that many times over, one block after another."""
         attention: AbstractContextManager[Any] = nullcontext()
         if rows is None:
-            tokens_NS = tokens_NS[:, :-1]  # the last is drawn and never looked from
-            position_S = torch.arange(tokens_NS.shape[1], device=tokens_NS.device)
+            if not self.contexts.beyond(tokens_NS.shape[1]):
+                tokens_NS = tokens_NS[:, :-1]  # the last is drawn and never looked from
+            position_NS = counted(tokens_NS, self.padding_index)
             # All ones, though there is padding: it comes after all that is looked at. Without a
             # mask some architectures warn, and others guess packed sequences from positions.
-            inputs = (tokens_NS, position_S.expand(tokens_NS.shape), torch.ones_like(tokens_NS))
+            inputs = (tokens_NS, position_NS, torch.ones_like(tokens_NS))
             inputs = tuple(x_NS.repeat(stacked, 1) for x_NS in inputs)
         else:
             attention, mask_R1SS = self._looking(rows, stacked)
@@ -114,11 +176,17 @@ class CalledModel:
             differentiated_fully(self._dora),
             fused_adapters(self._adapters),
             PaddingRows(frozen=self._as_trained) if self._padded else nullcontext(),
+            GradientsKept() if self._keeps_gradients() else nullcontext(),
             attention,
             recomputed(recompute, self._dora),
             frozen_weights(),
+            self.contexts.fresh(),
         ):
-            return functional_call(module, dict(params), (), {**named, "use_cache": False})
+            arguments = accepted(module, {**named, "use_cache": False})
+            return functional_call(module, dict(params), (), arguments)
+
+    def _keeps_gradients(self) -> bool:
+        return self._truncated and not self._as_trained and torch.is_grad_enabled()
 
     def _looking(self, rows: Rows, stacked: int) -> tuple[AbstractContextManager[Any], Tensor]:
         """How attention is to be computed, and the mask that the model gets."""

@@ -135,6 +135,40 @@ class PaddingRows(TorchFunctionMode):
         return torch.where((tokens == index)[..., None], found.detach(), found)
 
 
+class GradientsKept(TorchFunctionMode):
+    """Inside, `torch.no_grad()` switches nothing off.
+
+    A model that runs some of its layers so (HRM's early cycles) *trains* with a part of its
+    gradient; but these layers move with their parameters, and the slope of anything along an
+    update needs the whole. Forward mode has it: it knows nothing of `no_grad`.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch._C._set_grad_enabled and not args[0]:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def layers_without_gradients(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Inside, modules with parameters that run while gradients are switched off are listed."""
+    found: list[nn.Module] = []
+
+    def note(module: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            found.append(module)
+
+    owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    handles = [module.register_forward_pre_hook(note) for module in owners]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def trains_padded_embeddings(model: nn.Module) -> bool:
     """Whether an embedding with a `padding_idx`, or an adapter around it, is trained."""
     padded = [

@@ -6,8 +6,11 @@ The scores come back where the tokens were.
 
 The decoder's hidden states meet the LM head at response positions only, inside `response_scores`.
 That is right where logits are `head(hidden)` and nothing else; where they are not (an adapter on
-the head, Gemma's soft cap, Granite's scaling; found out once, at construction) the model makes its
-own logits for the whole microbatch.
+the head, Gemma's soft cap, Granite's scaling; tried at construction, with states so large that a
+cap would be seen) the model makes its own logits for the whole microbatch.
+
+Every estimate begins with the model's own call on a few tokens once more (`repeatable`): weights
+that training has changed in place since may show what they did not show before.
 """
 
 from __future__ import annotations
@@ -42,9 +45,11 @@ from entropy_experiments.policy.lora import (
     stacked_adapters,
 )
 from entropy_experiments.policy.lower_layers import Below, lower_layers
+from entropy_experiments.policy.own_call import HIGH, scaled_states, trial_tokens
 from entropy_experiments.policy.packed import Packed
 from entropy_experiments.policy.parts import (
     FAILURES,
+    Parts,
     alike,
     few_tokens,
     some_rollouts,
@@ -82,18 +87,18 @@ class SequenceProcessor(CalledModel):
             raise ValueError(f"top_p is {top_p}; expected in (0, 1].")
         super().__init__(model, checkpointing=checkpointing, training_gradient=training_gradient)
         self.temperature, self.top_p, self.chunk = float(temperature), float(top_p), chunk
-        if self._parts is not None and not self._head_makes_the_logits():
+        if self._parts is not None and not self._head_makes_the_logits(self._parts):
             self._parts = None
         self._shares = self._sharing_changes_nothing()
 
     def as_trained(self) -> SequenceProcessor:
         """The same scores with the gradient that *training* takes of them.
 
-        They differ for DoRA, which trains as if its norms were constants, and in the embedding of
-        a padding token, which is not trained. Use this one for the gradient of a training loss,
-        and the other for the slope of an entropy.
+        They differ for DoRA, which trains as if its norms were constants, in the embedding of a
+        padding token, which is not trained, and where a model runs layers without gradients. Use
+        this one for the gradient of a training loss, and the other for the slope of an entropy.
         """
-        if not self._dora and not self._padded:
+        if not (self._dora or self._padded or self._truncated):
             return self
         other = copy(self)
         other._dora, other._as_trained = (), True
@@ -111,11 +116,17 @@ class SequenceProcessor(CalledModel):
 
     @property
     def repeatable(self) -> bool:
-        """Whether a few tokens get the same states twice: no dropout, or none that stays on."""
+        """Whether a few tokens get the same states twice: no dropout, or none that stays on.
+
+        Refused is a model whose own call no longer gives them, since its weights were changed.
+        """
         tokens_NS = few_tokens(self.model)
         with torch.no_grad():
             once_NSX, again_NSX = (self._states(self.params, tokens_NS) for _ in range(2))
-        return torch.equal(once_NSX, again_NSX)
+        if not torch.equal(once_NSX, again_NSX):
+            return False
+        self._count_as_the_model_does(self._own_trial())
+        return True
 
     def without_sharing(self) -> SequenceProcessor:
         """The same scores with every rollout in a row of its own."""
@@ -134,9 +145,16 @@ class SequenceProcessor(CalledModel):
         (`lora.stacked_adapters`), and layers below all that is trained are computed once
         (`lower_layers`): the same numbers up to rounding. Nothing is shared under derivatives.
         """
+        groups = self.contexts.groups(rollouts)
+        if len(groups) > 1:
+            apart = [self.score_many(many, rollouts.take(rows_N)) for rows_N in groups]
+            return [
+                Scores(*(_rows_again(parts, groups) for parts in zip(*scores, strict=True)))
+                for scores in zip(*apart, strict=True)
+            ]
         packed = self._packed(rollouts)
         if len(many) < 2 or not nothing_differentiated():
-            found = [self._score(params, packed) for params in many]
+            found = [self._reached(params, self._score(params, packed)) for params in many]
         else:
             found = self._score_together(many, packed, self._kept(), self._stack_size(packed))
         return [Scores(*map(packed.back, scores)) for scores in found]
@@ -175,6 +193,10 @@ class SequenceProcessor(CalledModel):
         return Scores(*whole)
 
     def support(self, params: Params, rollouts: Rollouts) -> Tensor:
+        groups = self.contexts.groups(rollouts)
+        if len(groups) > 1:
+            apart = [self.support(params, rollouts.take(rows_N)) for rows_N in groups]
+            return _rows_again(apart, groups)
         packed = self._packed(rollouts)
         inside = packed.rollouts
         if self._parts is None:
@@ -191,7 +213,8 @@ class SequenceProcessor(CalledModel):
 
     def _packed(self, rollouts: Rollouts) -> Packed:
         packed = Packed.of(rollouts, self.device)
-        if not self._shares:
+        # Beyond the original context a row would have to end with a rollout's last token.
+        if not self._shares or self.contexts.beyond(packed.rollouts.tokens_NS.shape[1]):
             return packed
         widest = getattr(causal_lm(self.model).config, "max_position_embeddings", None)
         square = self._attention != "sdpa" or records_a_graph()
@@ -280,6 +303,31 @@ class SequenceProcessor(CalledModel):
         empty_NS = logprob_T.new_zeros(rollouts.tokens_NS.shape)
         return Scores(empty_NS.index_put(where, logprob_T), empty_NS.index_put(where, entropy_T))
 
+    def _reached(self, params: Params, scores: Scores) -> Scores:
+        """Scores in whose graph every parameter is, those without any effect with a gradient of 0.
+
+        What a decoder does not use of its checkpoint (a vision tower, attention to an encoder) and
+        what only chooses tokens to look at (an indexer) would be taken for a broken graph.
+        """
+        if not records_a_graph() or not any(params[name].requires_grad for name in params):
+            return scores
+        nothing = sum(params[name].flatten()[0] * 0 for name in self._without_effect)
+        return Scores(*(x_NS + nothing for x_NS in scores)) if self._without_effect else scores
+
+    @cached_property
+    def _without_effect(self) -> tuple[str, ...]:
+        """Parameters that a few tokens' logits are no function of; none, if that is all of them."""
+        leaves = {name: value.requires_grad_() for name, value in self.params.items()}
+        if not leaves:  # a sharded model's gradients come another way
+            return ()
+        with torch.enable_grad():
+            logits_NSV = self._call(self.model, leaves, trial_tokens(self.model))[0]
+            gradients = torch.autograd.grad(
+                logits_NSV.sum(), tuple(leaves.values()), allow_unused=True
+            )
+        names = tuple(n for n, g in zip(leaves, gradients, strict=True) if g is None)
+        return names if len(names) < len(leaves) else ()
+
     def _hidden(
         self, params: Params, tokens_NS: Tensor, rows: Rows | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -301,6 +349,8 @@ class SequenceProcessor(CalledModel):
         """Two responses to one prompt, together and apart: the same states."""
         if not may_share(causal_lm(self.model).config) or self._attention not in KNOWN_MASKS:
             return False
+        if self.padding_index is not None:
+            return False
         packed = Packed.of(two_of_one_prompt(self.model), self.device)
         tokens_NS, rows = packed.rollouts.tokens_NS, shared_rows(packed.rollouts)
         assert rows is not None  # five tokens in place of eight: the last of each does not go in
@@ -315,13 +365,31 @@ class SequenceProcessor(CalledModel):
         row_NS, column_NS = (x_NS[:, :-1].to(together_RSX.device) for x_NS in rows.place)
         return alike(together_RSX[row_NS, column_NS], apart_NSX, apart_NSX.dtype)
 
-    def _head_makes_the_logits(self) -> bool:
+    def _head_makes_the_logits(self, parts: Parts) -> bool:
+        """Of states as they are, and of states so large that a soft cap would be seen.
+
+        So it does not matter how large the logits of these weights happen to be.
+        """
         tokens_NS = few_tokens(self.model)
-        with torch.no_grad():
-            hidden_NSD, head_VD, bias_V = self._hidden(self.params, tokens_NS)
-            made_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD, bias_V)
-            own_NSV = self._call(self.model, self.params, tokens_NS)[0]
-        return alike(made_NSV, own_NSV, hidden_NSD.dtype)
+        try:
+            with torch.no_grad():
+                hidden_NSD, head_VD, bias_V = self._hidden(self.params, tokens_NS)
+                made_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD)
+                largest = float(made_NSV.abs().max())
+                if not 0 < largest < torch.inf:
+                    return False  # nothing to be seen: the model's own logits are always right
+                for factor in (1.0, HIGH / largest):
+                    with scaled_states(parts.decoder, factor):
+                        own_NSV = self._call(self.model, self.params, tokens_NS)[0]
+                    large_NSD = (hidden_NSD * factor).to(head_VD.dtype)
+                    made_NSV = nn.functional.linear(large_NSD, head_VD, bias_V)
+                    if not alike(made_NSV, own_NSV, hidden_NSD.dtype):
+                        return False
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES:
+            return False  # a head with layers of its own before it
+        return True
 
     def _together_changes_nothing(self, lower: Sequence[nn.Module], size: int) -> bool:
         """Three settings far apart, with these layers kept or so many in a pass, and one by one."""
@@ -348,3 +416,10 @@ class SequenceProcessor(CalledModel):
 
         # Settings that cannot be told apart would show nothing.
         return all(map(same, together, apart)) and not same(apart[0], apart[1])
+
+
+def _rows_again(parts: Sequence[Tensor], groups: Sequence[Tensor]) -> Tensor:
+    """Rows of several groups in their order before they were parted."""
+    order_N = torch.cat(list(groups)).argsort()
+    together_NS = torch.cat(list(parts))
+    return together_NS[order_N.to(together_NS.device)]

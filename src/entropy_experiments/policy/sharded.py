@@ -43,6 +43,7 @@ from entropy_experiments.numerics.ranks import (
 from entropy_experiments.policy.calling import causal_lm
 from entropy_experiments.policy.load import Checkpoint
 from entropy_experiments.policy.mesh import mesh_of
+from entropy_experiments.policy.positions import Contexts
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.policy.shardable import check_shardable, check_torch, in_one_process
 from entropy_experiments.types import OptimizerState, Params, Rollouts, Scores, check_params
@@ -221,6 +222,14 @@ class ShardedPolicy:
     @property
     def logits_path(self) -> str:
         return self._inside.logits_path
+
+    @property
+    def padding_index(self) -> int | None:
+        return self._inside.padding_index
+
+    @property
+    def contexts(self) -> Contexts:
+        return self._inside.contexts
 
     @property
     def device(self) -> torch.device:

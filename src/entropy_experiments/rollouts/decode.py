@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from entropy_experiments.numerics.entropy import nucleus
+from entropy_experiments.policy.positions import counted, following, tokens_counted
 
 REPORT_EVERY = 16
 """Decode steps between two reports of progress."""
@@ -67,6 +68,7 @@ class LastLogits:
 
     def __init__(self, policy: Any) -> None:
         self.model = policy.model
+        self.padding_index, self.contexts = policy.padding_index, policy.contexts
         inner = getattr(self.model, "get_base_model", None)
         self.lm: Any = inner() if callable(inner) else self.model
         self.device = self.lm.get_input_embeddings().weight.device
@@ -104,22 +106,24 @@ def decode(
     """
     from transformers import DynamicCache
 
-    device = logits.device
+    _check_context(logits, draws, max_new_tokens)
+    device, padding = logits.device, logits.padding_index
     uniform_NT = torch.stack([_uniforms(draw.seed, max_new_tokens) for draw in draws])
     prompts = sorted({draw.prompt for draw in draws})
     which_N = torch.tensor([prompts.index(draw.prompt) for draw in draws], device=device)
     cache = DynamicCache(config=logits.lm.config)
-    tokens_PS, attention_PS, position_PS = _left_padded(prompts, device)
+    tokens_PS, attention_PS = _left_padded(prompts, device)
     logits_PV = logits(
         input_ids=tokens_PS,
         attention_mask=attention_PS,
-        position_ids=position_PS,
+        position_ids=counted(tokens_PS, padding, attention_PS),
         past_key_values=cache,
         use_cache=True,
     )
     logits_NV = logits_PV[which_N.to(logits_PV.device)]
     cache.batch_select_indices(which_N)
-    attention_NS, position_N = attention_PS[which_N], position_PS[which_N, -1]
+    attention_NS = attention_PS[which_N]
+    count_N = tokens_counted(tokens_PS, padding, attention_PS)[which_N]
 
     drawn = partial(_step, temperature=temperature, top_p=top_p, ends=frozenset(ends), stops=stops)
     results = [Drawn(tokens=[], logprobs=[], truncated=True) for _ in draws]
@@ -142,11 +146,11 @@ def decode(
         if len(found.staying) < len(alive):
             keep_N = torch.tensor(found.staying, device=device)
             cache.batch_select_indices(keep_N)
-            attention_NS, position_N = attention_NS[keep_N], position_N[keep_N]
+            attention_NS, count_N = attention_NS[keep_N], count_N[keep_N]
             alive = [alive[row] for row in found.staying]
         attention_NS = nn.functional.pad(attention_NS, (0, 1), value=1)
-        position_N = position_N + 1
         token_N1 = torch.tensor([[found.tokens[row]] for row in found.staying], device=device)
+        position_N, count_N = following(token_N1[:, 0], count_N, padding)
         logits_NV = logits(
             input_ids=token_N1,
             attention_mask=attention_NS,
@@ -207,16 +211,33 @@ def _uniforms(seed: int, count: int) -> Tensor:
     return torch.rand(count, dtype=torch.float64, generator=generator)
 
 
-def _left_padded(
-    prompts: Sequence[tuple[int, ...]], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, attention, positions); a real token's position does not know of the padding."""
+def _left_padded(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(tokens, attention)."""
     width = max(map(len, prompts))
     tokens_PS = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
     attention_PS = torch.tensor(
         [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device
     )
-    return tokens_PS, attention_PS, (attention_PS.cumsum(1) - 1).clamp_min(0)
+    return tokens_PS, attention_PS
+
+
+def _check_context(logits: LastLogits, draws: Sequence[Draw], max_new_tokens: int) -> None:
+    """Refuse what would be drawn with other rotary factors than it is scored with.
+
+    Keys that are kept have the factors of the length at which they were made.
+    """
+    original = logits.contexts.original
+    lengths = [len(draw.prompt) for draw in draws]
+    if original is None or max(lengths) + max_new_tokens <= original:
+        return
+    if min(lengths) > original and not logits.contexts.by_length:
+        return
+    raise ValueError(
+        f"Prompts of up to {max(lengths)} tokens with max_new_tokens = {max_new_tokens} go beyond "
+        f"the original context of {original} tokens, where {type(logits.lm).__name__} changes its "
+        "rotary factors (longrope or dynamic NTK): what is drawn token by token would not be what "
+        "is scored. Lower max_new_tokens, or give rollouts that were drawn elsewhere."
+    )
 
 
 def _full(x: Tensor) -> Tensor:
