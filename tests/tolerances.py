@@ -29,6 +29,9 @@ SLOPES_FP32 = 2e-5
 """Directional derivatives of the same by different methods, relative."""
 SLOPES_FP64 = 1e-7
 """Central differences of a truly fp64 model against its slope; plain .double() misses 1e-4."""
+CURVATURE_FP32 = 0.02
+"""Second derivatives of fp32 models against fp64, relative: in five digits of slopes, the step's
+own width leaves about three; 1e-4 and less is seen."""
 
 
 def assert_close(got: float, expected: float, tolerance: float) -> None:

@@ -34,7 +34,6 @@ from entropy_experiments.estimate.ratio import (
 from entropy_experiments.estimate.reward_sums import (
     change_of,
     covariances,
-    curvature_of,
     level_of,
     logweights,
     logweights_here,
@@ -43,6 +42,12 @@ from entropy_experiments.estimate.reward_sums import (
     second_order_sums,
     slope_of,
     weighted,
+)
+from entropy_experiments.estimate.stencil import (
+    curvature_of_ratio,
+    direction_step,
+    doubted,
+    stencil_of,
 )
 from entropy_experiments.estimate.support import Support
 from entropy_experiments.numerics.derivatives import How, shifted
@@ -176,9 +181,13 @@ def reward_curvature(
         )
     estimand = reward_estimand(policy, prompts=prompts, horizon=horizon)
     base = _base_if_stale(policy, rollouts, None, microbatch)
+    step, v = direction_step(policy, direction, mode), direction.total
 
     def sums_of(packed: Rollouts, paid_N: Tensor, size: int) -> Tensor:
-        return second_order_sums(policy, packed, paid_N, direction.total, mode, size)
+        return second_order_sums(policy, packed, paid_N, v, mode, size, step)
+
+    def curvature_of(*columns: Tensor) -> Tensor:
+        return curvature_of_ratio(*columns[:6])
 
     doubts = (*stale_reasons(base, rollouts, estimand), *_equal(reward_N))
     found, sums_NM = _estimate(
@@ -190,7 +199,9 @@ def reward_curvature(
         microbatch,
         repackings,
         doubts,
+        rounding_of=lambda sums_NM: stencil_of(sums_NM, rollouts, step / direction.lr).rounding,
     )
+    found = doubted(found, stencil_of(sums_NM, rollouts, step / direction.lr))
     slope = by_prompt(slope_of, sums_NM[:, :4], rollouts, estimand, why_not=doubts, check_tail=True)
     return replace(found, diagnostics={**found.diagnostics, "slope": slope})
 
@@ -351,8 +362,12 @@ def _estimate(
     microbatch: int,
     repackings: int,
     doubts: tuple[str, ...],
+    rounding_of: Callable[[Tensor], float] | None = None,
 ) -> tuple[Estimate, Tensor]:
-    """A statistic of per-rollout sums with its noise floor, and the sums."""
+    """A statistic of per-rollout sums with its noise floor, and the sums.
+
+    `rounding_of`: what the sums themselves say about their rounding.
+    """
     sums_NM = sums_of(rollouts, reward_N, microbatch)
     here = point(statistic, sums_NM, rollouts)
     squares = [
@@ -360,12 +375,14 @@ def _estimate(
         ** 2
         for p in repackings_of(rollouts, microbatch, count=repackings)
     ]
+    floors = [(sum(squares) / len(squares)) ** 0.5] if squares else []
+    floors += [] if rounding_of is None else [rounding_of(sums_NM)]
     found = by_prompt(
         statistic,
         sums_NM,
         rollouts,
         estimand,
-        noise_floor=(sum(squares) / len(squares)) ** 0.5 if squares else None,
+        noise_floor=max(floors, default=None),
         diagnostics={"truncated": rollouts.truncated_share},
         why_not=doubts,
         check_tail=True,

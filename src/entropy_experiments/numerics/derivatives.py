@@ -1,18 +1,12 @@
 """Directional derivatives of anything that depends on parameters, by three methods.
 
-    pushforward:   f(theta) and D_v f           pushforward2: the same and D_v D_v f
+    pushforward:   f(theta) and D_v f           (D_v D_v f: `numerics.second_order`)
     pullback:      the gradient of a scalar
 
 `jvp` is one forward pass with dual numbers. `double_backward` uses reverse mode only: J^T u is
 linear in u, and its derivative in u along v is J v. `central` is two plain forwards, O(step^2) away
 from the truth and all that remains when a model cannot be differentiated twice, as with fused
 attention kernels, which have neither forward mode nor a double backward.
-
-Second derivatives are five-point differences of exact first ones, four of them. Nesting torch's
-transforms instead would be exact in theory and silently wrong in practice: a jvp of a jvp drops
-terms inside every custom Function, and native layer_norm is wrong at the third order that forward
-over double_backward needs (torch 2.13; tests/contract holds both facts). Five points are within
-1e-11 in fp64 on a transformer, and better than nesting can be in fp32.
 """
 
 from __future__ import annotations
@@ -37,9 +31,6 @@ FUSED_KERNEL_NOTE = (
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or use mode='central'."
 )
 IN_CACHE = 2**14
-FIVE_POINTS = (-2, -1, 1, 2)
-FIVE_POINT_SCALE = 0.15
-"""Networks bend on a shorter scale than their parameters' norm: measured on the oracles."""
 
 
 def pushforward(
@@ -98,31 +89,6 @@ def pushforwards(
     return tree_unflatten(list(here), shape[0]), [
         tree_unflatten([slope[k] for slope in slopes], shape[0]) for k in range(len(many))
     ]
-
-
-def pushforward2(
-    f: Callable[[Params], Any],
-    params: Params,
-    v: Params,
-    *,
-    how: How = "jvp",
-    step: float | None = None,
-) -> tuple[Any, Any, Any]:
-    """f, D_v f and D_v D_v f; see the module docstring for why nothing is nested."""
-    params, v = _aligned(params, v)
-    here, first = pushforward(f, params, v, how=how)
-    if how == "central":
-        h = step or FIVE_POINT_SCALE * central_step(params, v, power=1 / 6)
-        with torch.no_grad():
-            a, b, c, d = (f(shifted(params, v, k * h)) for k in FIVE_POINTS)
-        second = tree_map(
-            lambda a, b, c, d, o: (16 * (b + c) - (a + d) - 30 * o) / (12 * h**2), a, b, c, d, here
-        )
-        return here, first, second
-    h = step or FIVE_POINT_SCALE * central_step(params, v, power=1 / 5)
-    a, b, c, d = (pushforward(f, shifted(params, v, k * h), v, how=how)[1] for k in FIVE_POINTS)
-    second = tree_map(lambda a, b, c, d: (8 * (c - b) - (d - a)) / (12 * h), a, b, c, d)
-    return here, first, second
 
 
 def pullback(f: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, dict[str, Tensor]]:

@@ -67,10 +67,12 @@ def _comparison(found: Findings) -> list[str]:
         )
         lines.append(f"  difference       {spoken(gap)}, paired{share}")
     if found.bend is not None and found.predicted is not None:
-        lines.append(
-            f"  curvature adds   {spoken(found.bend)}; the straight line holds within 10 % up to "
-            f"learning rate {_rate(found.linear_range)}"
+        reach = (
+            f"the straight line holds within 10 % up to learning rate {_rate(found.linear_range)}"
+            if found.bend.trusted
+            else "not trusted, so how far the straight line holds is not known"
         )
+        lines.append(f"  curvature adds   {spoken(found.bend)}; {reach}")
         if found.difference is not None and found.difference.interval is not None:
             rest = found.difference + found.bend
             explained = found.difference.covers(0.0) or rest.covers(0.0)
@@ -79,6 +81,8 @@ def _comparison(found: Findings) -> list[str]:
                 + (
                     "agrees with the measurement"
                     if found.difference.covers(0.0)
+                    else "misses the measurement, and its curvature is not trusted to say why"
+                    if not found.bend.trusted
                     else "misses the measurement by its curvature"
                     if explained
                     else "misses the measurement by more than its curvature: the step is outside "
@@ -142,6 +146,7 @@ def _trust(found: Findings) -> list[str]:
     spoken_of = [
         ("prediction", found.predicted.total if found.predicted else None),
         ("measurement", found.change),
+        ("curvature", None if found.bend is None or found.bend.trusted else found.bend),
     ]
     if found.predicted and found.predicted.total.trusted:
         gradient = found.predicted.lines["gradient"]
