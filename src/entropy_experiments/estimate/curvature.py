@@ -18,10 +18,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from entropy_experiments.estimate.central import led_by_reverse
 from entropy_experiments.estimate.first_order import SlopeForm, slope_estimand
+from entropy_experiments.estimate.gradient import entropy_gradient
+from entropy_experiments.estimate.modes import Mode, used_forward_mode
 from entropy_experiments.estimate.noise import REPACKINGS, spread
 from entropy_experiments.estimate.ratio import (
-    check_mode,
     check_repeatable,
     check_scores,
     drawn_with,
@@ -38,7 +40,7 @@ from entropy_experiments.estimate.stencil import (
     stencil_columns,
     stencil_of,
 )
-from entropy_experiments.numerics.derivatives import How
+from entropy_experiments.numerics.derivatives import How, dot
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.second_order import pushforward2
 from entropy_experiments.numerics.sums import by_prompt, point, whole
@@ -62,7 +64,7 @@ def curvature(
     direction: Direction,
     *,
     form: SlopeForm = "to_go",
-    mode: How = "jvp",
+    mode: Mode = "auto",
     unit: Unit = "token",
     entropy: Entropy = "rao_blackwell",
     prompts: Prompts = "population",
@@ -80,8 +82,8 @@ def curvature(
     """
     check_direction(policy, direction)
     whole(rollouts)
-    check_mode(policy, mode)
     check_repeatable(policy, rollouts)
+    how = used_forward_mode(policy, rollouts, mode)
     if policy.top_p < 1:
         raise ValueError(
             f"Curvature of a top_p = {policy.top_p:g} law: the differences it is made of would "
@@ -91,22 +93,27 @@ def curvature(
         policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
     )
 
-    step = direction_step(policy, direction, mode, width)
+    step = direction_step(policy, direction, how, width)
 
     def value_of(packed: Rollouts, size: int) -> float:
-        sums_NM = _sums(policy, packed, direction, estimand, mode, size, step)[:, :6]
+        sums_NM = _sums(policy, packed, direction, estimand, how, size, step)[:, :6]
         return point(curvature_of_ratio, sums_NM, packed)
 
-    sums_NM = _sums(policy, rollouts, direction, estimand, mode, microbatch, step)
+    sums_NM = _sums(policy, rollouts, direction, estimand, how, microbatch, step)
     stencil = stencil_of(sums_NM, rollouts, step / direction.lr)
     sums_NM = sums_NM[:, :6]
     here = point(curvature_of_ratio, sums_NM, rollouts)
     repacked = spread(value_of, here, rollouts, microbatch, count=repackings)
     base = None
-    if rollouts.behaviour_logprob_NS is not None:
+    if rollouts.behaviour_logprob_NS is not None or how == "central":
         base = score_all(policy, policy.params, rollouts, microbatch=microbatch)
     doubts = stale_reasons(base, rollouts, estimand)
     slope = by_prompt(_slope, sums_NM, rollouts, estimand, why_not=doubts, check_tail=True)
+    if how == "central":
+        g_H = entropy_gradient(
+            policy, rollouts, estimand=estimand, microbatch=microbatch, base=base
+        )
+        slope = led_by_reverse(slope, slope.value, dot(g_H, direction.total))
     floor = max(stencil.rounding, repacked or 0.0)
     found = by_prompt(
         curvature_of_ratio,
@@ -121,6 +128,7 @@ def curvature(
     worst = max((abs(end) + floor for end in found.interval or ()), default=None)
     diagnostics = {
         **found.diagnostics,
+        "mode": how,
         "slope": slope,
         "linear_range": linear_range(slope.value, found.value),
         "linear_range_low": None if worst is None else linear_range(slope.value, worst),

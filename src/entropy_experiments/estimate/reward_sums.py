@@ -14,7 +14,7 @@ from torch import Tensor
 
 from entropy_experiments.estimate.ratio import check_scores, drawn_with
 from entropy_experiments.estimate.stencil import COLUMNS, stencil_columns
-from entropy_experiments.numerics.derivatives import How, pushforward
+from entropy_experiments.numerics.derivatives import How, difference_step, pushforward
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.second_order import pushforward2
 from entropy_experiments.numerics.weights import snis_logweights
@@ -22,12 +22,15 @@ from entropy_experiments.types import Params, Policy, Rollouts, Scores
 
 
 def score_slopes(
-    policy: Policy, rollouts: Rollouts, v: Params, mode: How, microbatch: int
+    policy: Policy, rollouts: Rollouts, v: Params, mode: How, microbatch: int, lr: float
 ) -> tuple[Tensor, Tensor]:
-    """Per rollout: the log-weight at theta (0 if fresh) and D_v S."""
+    """Per rollout: the log-weight at theta (0 if fresh) and D_v S; `lr` away by differences."""
+    step = difference_step(policy.params, v, lr) if mode == "central" else None
 
     def sums(rows_N: Tensor, columns: slice, part: Rollouts) -> Tensor:
-        found, slope = pushforward(lambda p: policy.score(p, part), policy.params, v, how=mode)
+        found, slope = pushforward(
+            lambda p: policy.score(p, part), policy.params, v, how=mode, step=step
+        )
         check_scores(found, part, rows_N, columns)
         logweight_N = logweights(found, drawn_with(found, part), part)
         slope_N = torch.where(part.response_NS, slope.logprob_NS.double(), 0.0).sum(1)

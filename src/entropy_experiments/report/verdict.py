@@ -134,8 +134,18 @@ def _percent(share: float | None) -> str:
     return f"{share:.1%}" if abs(share) >= 0.0005 else "none"
 
 
+DIFFERENTIATED = {
+    "double_backward": "by two backward passes: the model has no forward mode",
+    "reverse": "by one gradient, without error bars",
+    "central": "by one gradient, with the spread of differences for error bars",
+}
+"""Forward mode is the rule, and not worth a line."""
+
+
 def _trust(found: Findings) -> list[str]:
     lines = []
+    if found.mode in DIFFERENTIATED:
+        lines.append(f"Differentiated {DIFFERENTIATED[found.mode]} ({found.mode}).")
     if found.change is not None:
         weights = found.change.diagnostics["weights"]
         k_hat = "" if weights.k_hat is None else f", k-hat {weights.k_hat:.2f}"
