@@ -3,7 +3,9 @@
 A slope by differences has per-rollout terms, hence an error bar, and a bias that it cannot see: the
 curve bends over the stencil, or the stencil crosses a switch of experts. Reverse mode has the exact
 value and no terms. So a `central` slope has the value of reverse mode and the spread of the
-differences; where the two values are further apart than that spread allows, it is not trusted.
+differences; where the two values are further apart than a tenth of the error bar, and by more than
+can be overlooked, it is not trusted: then the spread, too, is mostly that of the differences' own
+mistakes (where a stencil crosses switches of experts, both grow with the rollouts' root).
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from entropy_experiments.numerics.derivatives import dot
 from entropy_experiments.numerics.sums import Statistic
 from entropy_experiments.types import Estimate, Params, Policy, Rollouts, Scores
 
+SHARE = 0.1
+"""Of half the interval."""
 SLACK = 0.01
 """Of the value: less than this changes a spread by nothing that can be seen."""
 
@@ -30,7 +34,7 @@ def led_by_reverse(found: Estimate, differences: float, exact: float) -> Estimat
     if found.interval is not None:
         half = (found.interval[1] - found.interval[0]) / 2
     reasons = found.given_reasons
-    if abs(gap) > max(half, SLACK * abs(exact)):
+    if abs(gap) > max(SHARE * half, SLACK * abs(exact)):
         reasons = (
             *reasons,
             f"differences give {differences:.4g}, reverse mode {exact:.4g} on the same rollouts: "

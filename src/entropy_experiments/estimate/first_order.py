@@ -229,7 +229,13 @@ def _led(found: Estimate, exact: Estimate, plain_NM: Tensor, rollouts: Rollouts)
         )
         for name, term in (("direct", _direct), ("state", _state))
     }
-    return replace(led, diagnostics={**found.diagnostics, **terms})
+    # Two looks more at the same differences: a total may be right by chance.
+    reasons = [r for one in (led, *terms.values()) for r in one.given_reasons]
+    return replace(
+        led,
+        given_reasons=tuple(dict.fromkeys(reasons)),
+        diagnostics={**found.diagnostics, **terms},
+    )
 
 
 def _reverse(
