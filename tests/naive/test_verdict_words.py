@@ -19,6 +19,7 @@ class Number:
 
     value: float
     half: float
+    trusted: bool = True
 
     @property
     def interval(self):
@@ -31,13 +32,13 @@ class Number:
         return Number(self.value + other.value, self.half + other.half)
 
 
-def words(predicted, measured, half, *, noise=0.0, bend=0.0, reach=1.0):
+def words(predicted, measured, half, *, noise=0.0, bend=0.0, reach=1.0, trusted=True):
     """Of a step at learning rate 0.01 whose paired difference has an interval of +- half."""
     return _agreement(
         SimpleNamespace(
             change=Number(measured, noise),
             difference=Number(predicted - measured, half),
-            bend=Number(bend, 0.0),
+            bend=Number(bend, 0.0, trusted),
             linear_range=reach,
             lr=0.01,
         )
@@ -72,6 +73,18 @@ def test_a_miss_is_its_curvature_or_more():
     missed = (-0.013, -0.01, 0.001)
     assert words(*missed, bend=0.003).endswith("it misses by its curvature")
     assert "it misses by more than its curvature" in words(*missed, bend=0.0)
+
+
+def test_a_curvature_that_is_not_trusted_explains_nothing():
+    said = words(-0.0141, -0.01, 0.001, bend=0.0041, reach=0.001, trusted=False)
+    assert said.endswith("(41% off), and its curvature is not trusted to say why")
+
+
+def test_no_measured_change_at_all():
+    assert words(-0.001, 0.0, 0.0005) == (
+        "does not agree with the measurement: it misses by more than its curvature, two orders do "
+        "not suffice here"
+    )
 
 
 def test_coupled_decay_lives_on_in_momentum_as_the_gradient_does(probed):

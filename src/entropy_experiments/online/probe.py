@@ -7,8 +7,9 @@
     measurement = probe.after_step()
 
 Before: the optimizer's step is rebuilt from its state and the (clipped) gradient, and one pass of
-forward-mode differentiation over the evaluation rollouts gives H, its slope along the step, and the
-scores that the measurement starts from. After: one plain pass at the parameters as they now are.
+differentiation (forward mode, or what the model has: `estimate.modes`) over the evaluation rollouts
+gives H, its slope along the step, and the scores that the measurement starts from. After: one plain
+pass at the parameters as they now are.
 Both are of the same rollouts, so their difference is the bend of the curve and no sampling noise:
 
     bend = measured - predicted,      linear range = lr * 10 % * |predicted / bend|
@@ -25,6 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from entropy_experiments.estimate.central import led_by_reverse
 from entropy_experiments.estimate.curvature import LINEAR_TOLERANCE
 from entropy_experiments.estimate.first_order import (
     SlopeForm,
@@ -32,12 +34,14 @@ from entropy_experiments.estimate.first_order import (
     slope_estimand,
     slope_of_scores,
 )
+from entropy_experiments.estimate.gradient import entropy_gradient
 from entropy_experiments.estimate.level import level_of_scores
 from entropy_experiments.estimate.measured import change
+from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
-from entropy_experiments.numerics.derivatives import full_precision, norm, shifted
-from entropy_experiments.numerics.ranks import ALONE, Ranks
+from entropy_experiments.numerics.derivatives import How, dot, full_precision, norm, shifted
+from entropy_experiments.numerics.ranks import ALONE, Ranks, across
 from entropy_experiments.online.buffers import Buffer
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
 from entropy_experiments.types.direction import BASELINE_PARTS
@@ -168,23 +172,26 @@ class OnlineProbe:
             if not self._checked:
                 check_repeatable(self.policy, rollouts)
                 self._checked = True
+            mode = used_forward_mode(self.policy, rollouts, "auto")
             parts = self.parts or own is not None
             wanted = [direction, *([direction.only(*BASELINE_PARTS)] if parts else [])]
             base, slopes = scores_along(
                 self.policy,
                 rollouts,
                 [part.total for part in wanted],
+                mode=mode,
+                lr=direction.lr,
                 microbatch=self.microbatch,
                 ranks=self.ranks,
             )
             given = {name: value for name, value in gradient.items() if value is not None}
             in_sample, *baseline = (
-                direction.lr * slope_of_scores(base, slope, rollouts, self.estimand)
-                for slope in slopes
+                direction.lr * self._slope(base, slope, rollouts, part.total, mode)
+                for slope, part in zip(slopes, wanted, strict=True)
             )
             change = in_sample
             if own is not None:
-                change = direction.lr * self._across(own, direction, given, base, slopes)
+                change = direction.lr * self._across(own, direction, given, base, slopes, mode)
         if own is None:
             self.buffer.scored(base.logprob_NS)
         prediction = StepPrediction(
@@ -245,6 +252,23 @@ class OnlineProbe:
         self.step += 1
         return found
 
+    def _slope(
+        self, base: Scores, slope: Scores, rollouts: Rollouts, v: Params, mode: How
+    ) -> Estimate:
+        """Per unit learning rate; differences are led by one gradient."""
+        found = slope_of_scores(base, slope, rollouts, self.estimand, mode=mode)
+        if mode != "central":
+            return found
+        with across(self.ranks):
+            g_H = entropy_gradient(
+                self.policy,
+                rollouts,
+                estimand=self.estimand,
+                microbatch=self.microbatch,
+                base=base,
+            )
+        return led_by_reverse(found, found.value, dot(g_H, v))
+
     def _across(
         self,
         own: OwnBatch,
@@ -252,6 +276,7 @@ class OnlineProbe:
         gradient: Params,
         base: Scores,
         slopes: Sequence[Scores],
+        mode: How,
     ) -> Estimate:
         """The slope with every prompt's own share of the gradient left out of what it sees."""
         whole, baseline = slopes
@@ -260,13 +285,14 @@ class OnlineProbe:
             own,
             direction,
             {n: gradient.get(n, torch.zeros_like(p)) for n, p in self.policy.params.items()},
+            mode=mode,
             microbatch=self.microbatch,
             ranks=self.ranks,
         )
         of_gradient = Scores(*(a_NS - b_NS for a_NS, b_NS in zip(whole, baseline, strict=True)))
         across = own.across(of_gradient, mine)
         total = Scores(*(a_NS + b_NS for a_NS, b_NS in zip(across, baseline, strict=True)))
-        return slope_of_scores(base, total, own.batch.rollouts, self.estimand)
+        return slope_of_scores(base, total, own.batch.rollouts, self.estimand, mode=mode)
 
     def skip(self) -> None:
         """This step is not probed; what was begun for it is forgotten."""

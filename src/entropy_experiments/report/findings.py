@@ -76,6 +76,11 @@ class Findings:
         return None if self.measured is None else self.measured[self.lr]
 
     @property
+    def mode(self) -> str | None:
+        """How the prediction was differentiated: jvp, double_backward, reverse or central."""
+        return None if self.predicted is None else self.predicted.total.diagnostics.get("mode")
+
+    @property
     def difference(self) -> Estimate | None:
         """Predicted minus measured, paired: the same rollouts."""
         if self.predicted is None or self.change is None:
@@ -158,7 +163,7 @@ def results_of(found: Findings) -> dict[str, Any]:
     estimates = {"H_orig": found.level}
     if found.predicted is not None:
         total = found.predicted.total
-        out |= {"deltaH1": total.value, "bars_dot": total.value / found.lr}
+        out |= {"deltaH1": total.value, "bars_dot": total.value / found.lr, "mode": found.mode}
         estimates |= {"deltaH1": total, "baseline": found.baseline, "bars_dot": total / found.lr}
         if found.to_go is not None:
             out["deltaH1_to_go"] = found.to_go.value

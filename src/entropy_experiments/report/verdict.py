@@ -73,10 +73,12 @@ def _comparison(found: Findings) -> list[str]:
         )
         lines.append(f"  difference       {spoken(gap)}, paired{share}")
     if found.bend is not None and found.predicted is not None:
-        lines.append(
-            f"  curvature adds   {spoken(found.bend)}; the straight line holds within 10 % up to "
-            f"learning rate {_rate(found.linear_range)}"
+        reach = (
+            f"the straight line holds within 10 % up to learning rate {_rate(found.linear_range)}"
+            if found.bend.trusted
+            else "not trusted, so how far the straight line holds is not known"
         )
+        lines.append(f"  curvature adds   {spoken(found.bend)}; {reach}")
     if found.difference is not None and found.difference.interval is not None:
         lines.append(f"  so the prediction {_agreement(found)}")
     if found.bend is None and found.predicted is not None:
@@ -105,8 +107,10 @@ def _agreement(found: Findings) -> str:
         return f"agrees with the measurement, to within {AGREEMENT:.0%} of the change"
     if change.interval is not None and change.covers(0.0) and gap.covers(0.0):
         return "agrees with the measurement, whose change is below its own noise"
-    off = f"does not agree with the measurement ({abs(gap.value / change.value):.0%} off)"
-    reach = found.linear_range
+    share = f" ({abs(gap.value / change.value):.0%} off)" if change.value else ""
+    off = f"does not agree with the measurement{share}"
+    known = found.bend is not None and found.bend.trusted
+    reach = found.linear_range if known else None
     if abs(gap.value) > AGREEMENT * abs(change.value) and reach is not None and found.lr > reach:
         return (
             f"{off}: the step is too long for a straight line, {found.lr / reach:.2g} times its "
@@ -120,6 +124,8 @@ def _agreement(found: Findings) -> str:
         )
     if found.bend is None:
         return off
+    if not known:
+        return f"{off}, and its curvature is not trusted to say why"
     if (gap + found.bend).covers(0.0):
         return f"{off}: it misses by its curvature"
     return f"{off}: it misses by more than its curvature, two orders do not suffice here"
@@ -158,8 +164,18 @@ def _percent(share: float | None) -> str:
     return f"{share:.1%}" if abs(share) >= 0.0005 else "none"
 
 
+DIFFERENTIATED = {
+    "double_backward": "by two backward passes: the model has no forward mode",
+    "reverse": "by one gradient, without error bars",
+    "central": "by one gradient, with the spread of differences for error bars",
+}
+"""Forward mode is the rule, and not worth a line."""
+
+
 def _trust(found: Findings) -> list[str]:
     lines = []
+    if found.mode in DIFFERENTIATED:
+        lines.append(f"Differentiated {DIFFERENTIATED[found.mode]} ({found.mode}).")
     if found.change is not None:
         weights = found.change.diagnostics["weights"]
         k_hat = "" if weights.k_hat is None else f", k-hat {weights.k_hat:.2f}"
@@ -170,6 +186,7 @@ def _trust(found: Findings) -> list[str]:
     spoken_of = [
         ("prediction", found.predicted.total if found.predicted else None),
         ("measurement", found.change),
+        ("curvature", None if found.bend is None or found.bend.trusted else found.bend),
     ]
     if found.predicted and found.predicted.total.trusted:
         gradient = found.predicted.lines["gradient"]
