@@ -85,7 +85,9 @@ def second_order_misses(kind: str, rate: float) -> tuple[float, float]:
     truth = float(
         exact_entropy(training.policy, training.copy()) - exact_entropy(training.policy, before)
     )
+    assert prediction.second_order is not None
     assert prediction.best is prediction.second_order
+    assert found.second_miss is not None
     assert found.second_miss.value == pytest.approx(truth - prediction.second_order.value, abs=1e-9)
     return prediction.change.value - truth, prediction.second_order.value - truth
 
