@@ -13,7 +13,7 @@ central stands in for reverse. A model that is cut over ranks has reverse and ce
 from __future__ import annotations
 
 from typing import Literal, get_args
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import torch
 
@@ -32,7 +32,8 @@ HALF_AGREEMENT = 0.1
 FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
 """What a trial may end with in a model that is not made for it."""
 
-_tried: WeakKeyDictionary[Policy, Used] = WeakKeyDictionary()
+_tried: dict[int, Used] = {}
+"""By the policy's id, while it lives: a policy of the user's own need not be hashable."""
 
 
 def used_mode(policy: Policy, rollouts: Rollouts, mode: Mode) -> Used:
@@ -64,9 +65,11 @@ def used_forward_mode(policy: Policy, rollouts: Rollouts, mode: Mode) -> How:
 
 
 def _by_trial(policy: Policy, rollouts: Rollouts) -> Used:
-    if policy not in _tried:
-        _tried[policy] = _first_that_works(policy, shortest(rollouts))
-    return _tried[policy]
+    key = id(policy)
+    if key not in _tried:
+        _tried[key] = _first_that_works(policy, shortest(rollouts))
+        finalize(policy, _tried.pop, key, None)
+    return _tried[key]
 
 
 def _first_that_works(policy: Policy, one: Rollouts) -> Used:
