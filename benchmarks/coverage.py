@@ -73,7 +73,7 @@ class Pool:
     def estimates(self, form: SlopeForm) -> dict[str, Estimate]:
         """What a run on these rollouts says."""
         estimand, rollouts = self.estimands[form], self.rollouts
-        predicted = self.lr * slope_of_scores(self.base, self.slope, rollouts, estimand)
+        predicted = self.lr * slope_of_scores(self.base, self.slope, rollouts, estimand, mode="jvp")
         measured = change(self.base, self.ahead, rollouts, estimand)
         minus = change(self.base, self.behind, rollouts, estimand)
         second = predicted + even_part(predicted, minus)
@@ -114,7 +114,7 @@ def draw_pool(count: int, seed: int, checkpoint: Path | None = None) -> Pool:
         rollouts = replace(rollouts, behaviour_logprob_NS=None)
         policy, (direction, _) = inputs.policy, inputs.step()
         v, lr = direction.total, inputs.lr
-        base, (slope,) = scores_along(policy, rollouts, [v], microbatch=64)
+        base, (slope,) = scores_along(policy, rollouts, [v], mode="jvp", microbatch=64)
         ahead, behind = (
             score_all(policy, shifted(policy.params, v, eta), rollouts, microbatch=64)
             for eta in (lr, -lr)

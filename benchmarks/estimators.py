@@ -106,7 +106,7 @@ class Work:
         return -(self.advantage_N[:, None] * slope_K.logprob_NS[0]).sum(1)
 
     def along_many(self) -> list[Scores]:
-        return scores_along(self.policy, self.few, self.many, microbatch=MICROBATCH)[1]
+        return scores_along(self.policy, self.few, self.many, mode="jvp", microbatch=MICROBATCH)[1]
 
     def graph(self) -> tuple[dict[str, Tensor], Tensor]:
         """(b), its forward: the losses of 8 rollouts."""
