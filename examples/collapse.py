@@ -64,6 +64,7 @@ def main() -> None:
     )
     print("\nFrom the first checkpoint to the last, entropy per token changed by")
     print(f"  predicted, summed over the steps  {spoken(run.predicted)}")
+    print(f"  the same to second order          {spoken(run.second_order)}")
     print(f"  measured, summed over the steps   {spoken(run.measured)}")
     print(f"  fresh rollouts at both ends       {spoken(run.fresh)}")
     trajectory = write_trajectory(run, given.out / "trajectory.json")

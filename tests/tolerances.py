@@ -32,6 +32,9 @@ SLOPES_FP64 = 1e-7
 SWEEP = {"score": 2e-5, "change": 5e-4, "slope": 5e-4}
 """Tiny fp32 models of every type against a plain loop: scores in nats (models whose recurrences let
 rounding grow included), changes and slopes relative as `assert_close` counts."""
+CURVATURE_FP32 = 0.02
+"""Second derivatives of fp32 models against fp64, relative: in five digits of slopes, the step's
+own width leaves about three; 1e-4 and less is seen."""
 
 
 def assert_close(got: float, expected: float, tolerance: float) -> None:

@@ -238,9 +238,9 @@ def _points(
     if plan.compute_linquad and not inputs.bends:
         raise ValueError(
             "compute_linquad is true with approx_delta_h.method "
-            f"{inputs.config.approx_delta_h.method!r} and top_p {policy.top_p:g}; a curvature "
-            "needs a forward method and the full softmax. Use method: jvp and top_p: 1, or "
-            "experiment.compute_linquad: false."
+            f"{inputs.config.approx_delta_h.method!r} (used: {inputs.mode!r}) and top_p "
+            f"{policy.top_p:g}; a curvature needs a forward method and the full softmax. Use "
+            "method: auto and top_p: 1, or experiment.compute_linquad: false."
         )
     direction, _ = inputs.step()
     base = score_all(policy, policy.params, rollouts, microbatch=inputs.measuring["microbatch"])

@@ -18,12 +18,13 @@ import torch
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import entropy_level
-from entropy_experiments.estimate.measured import measured
+from entropy_experiments.estimate.measured import even_part, measured_many
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.probe_inputs import gather, measuring
 from entropy_experiments.probe_sampling import PromptIds, Sampler, opened, prompts_of
 from entropy_experiments.report.findings import numbers
 from entropy_experiments.report.notebook import trajectory_html
+from entropy_experiments.report.trajectory_file import TOTALS
 from entropy_experiments.rollouts.store import load_update_batch
 from entropy_experiments.trajectory import embedded_trajectory, steps_of
 from entropy_experiments.types import Estimate
@@ -40,6 +41,8 @@ class TrajectoryStep:
     step: int
     level: Estimate
     predicted: Estimate
+    second_order: Estimate
+    """With the curvature: 2 eta slope + Delta(-eta), still before the step is made."""
     measured: Estimate
     reward: float | None
 
@@ -55,6 +58,10 @@ class Trajectory:
         return combine([(1.0, step.predicted) for step in self.steps])
 
     @property
+    def second_order(self) -> Estimate:
+        return combine([(1.0, step.second_order) for step in self.steps])
+
+    @property
     def measured(self) -> Estimate:
         return combine([(1.0, step.measured) for step in self.steps])
 
@@ -64,8 +71,7 @@ class Trajectory:
         return self.last - self.steps[0].level
 
     def _repr_html_(self) -> str:
-        names = ("predicted", "measured", "fresh")
-        total = {name: numbers(getattr(self, name)) for name in names}
+        total = {name: numbers(getattr(self, name)) for name in TOTALS}
         return trajectory_html(total, self.steps[0].step, self.steps[-1].step + 1)
 
 
@@ -101,7 +107,7 @@ def probe_trajectory(
             done.append(step)
             if say is not None:
                 say(step)
-    return Trajectory(steps=tuple(done), last=_last_level(config, paths[-1], avoid))
+    return Trajectory(steps=tuple(done), last=fresh_level(config, paths[-1], avoid))
 
 
 @contextmanager
@@ -123,20 +129,24 @@ def _probed(config: Config, path: Path, number: int, avoid: set[PromptIds]) -> T
     direction, _ = inputs.step()
     base = score_all(policy, policy.params, rollouts, microbatch=common["microbatch"])
     shared = {"base": base, "repackings": 0}
-    slope = first_order(policy, rollouts, direction, **shared, **inputs.predicting)
+    predicted = inputs.lr * first_order(policy, rollouts, direction, **shared, **inputs.predicting)
+    ahead, behind = measured_many(
+        policy, rollouts, {"step": direction}, [inputs.lr, -inputs.lr], **shared, **common
+    ).values()
     reward_N = inputs.update.reward_N
     return TrajectoryStep(
         name=inputs.checkpoint.name,
         step=number,
         level=entropy_level(policy, rollouts, **shared, **common),
-        predicted=inputs.lr * slope,
-        measured=measured(policy, rollouts, direction, inputs.lr, **shared, **common),
+        predicted=predicted,
+        second_order=predicted + even_part(predicted, behind),
+        measured=ahead,
         reward=None if reward_N is None else float(reward_N.double().mean()),
     )
 
 
-def _last_level(config: Config, path: Path, avoid: set[PromptIds]) -> Estimate:
-    """No update follows the last checkpoint; only its entropy is asked."""
+def fresh_level(config: Config, path: Path, avoid: set[PromptIds]) -> Estimate:
+    """Entropy of one checkpoint by rollouts of its own; no update is looked for."""
     sampler = Sampler(config, opened(config, path), units=1)
     return entropy_level(
         sampler.policy, sampler.evaluation(avoid), **measuring(config, sampler.horizon)

@@ -25,6 +25,7 @@ from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.influence.eventual import momentum_of
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -38,7 +39,6 @@ from entropy_experiments.rollouts.whole_files import write_whole
 from entropy_experiments.run_conditions import careful, own_device
 from entropy_experiments.trajectory import following, provenance
 from entropy_experiments.types import Attribution, Direction, Estimate, Scores
-from entropy_experiments.types.direction import AdamGroup
 from entropy_experiments.update.certificate import StepCertificate, step_certificate
 
 
@@ -115,15 +115,15 @@ class OfflineEntropyProbe:
                 )
             predicted = predicted and _doubted(predicted)
         timing["total"] = sum(timing.values())
-        group = next(group for group in inputs.optimizer.groups if group.names)
-        assert isinstance(group, AdamGroup)  # SGD was refused on opening
+        momentum_decay, coupled_decay = momentum_of(inputs.optimizer)
         return Findings(
             checkpoint=inputs.checkpoint.name,
             step=inputs.checkpoint.step,
             base=inputs.checkpoint.base,
             lr=inputs.lr,
             lr_stored=inputs.lr_stored,
-            momentum_decay=group.betas[0],
+            momentum_decay=momentum_decay,
+            coupled_decay=coupled_decay,
             level=level,
             predicted=predicted,
             to_go=self._to_go(inputs, direction, base),

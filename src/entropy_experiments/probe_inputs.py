@@ -11,6 +11,7 @@ from typing import Any
 
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.first_order import PAIRED_WITH
+from entropy_experiments.estimate.modes import Used, used_mode
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.policy.load import Checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -53,7 +54,12 @@ class ProbeInputs:
     @property
     def bends(self) -> bool:
         """Whether a curvature is defined for the way of differentiating and the law."""
-        return self.config.approx_delta_h.method != "reverse" and self.policy.top_p == 1
+        return self.mode != "reverse" and self.policy.top_p == 1
+
+    @property
+    def mode(self) -> Used:
+        """The way of differentiating: the configured one, or what the model turned out to have."""
+        return used_mode(self.policy, self.evaluation, self.config.approx_delta_h.method)
 
     @property
     def not_verifiable(self) -> tuple[str, ...]:
@@ -81,7 +87,7 @@ class ProbeInputs:
             **self.measuring,
             "form": paired[self.config.importance.is_mode],
             "microbatch": self.config.memory_config.microbatch_size,
-            "mode": self.config.approx_delta_h.method,
+            "mode": self.mode,
         }
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.config import Config
+from entropy_experiments.influence.eventual import momentum_of
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.policy.load import Checkpoint, load_checkpoint
 from entropy_experiments.policy.optimizer_state import refuse_zero_lr
@@ -84,6 +85,7 @@ def opened(
             f"The optimizer of {checkpoint.path} is SGD; expected Adam or AdamW, whose step the "
             "probe rebuilds. update.sgd.sgd_direction serves an SGD step from Python."
         )
+    momentum_of(checkpoint.optimizer)  # groups that differ in b1 are refused before any stage
     facts = training_facts(config, checkpoint.facts, checkpoint.fact_sources)
     checkpointing = config.memory_config.gradient_checkpointing
     check_sharding(config, top_p=facts["top_p"])

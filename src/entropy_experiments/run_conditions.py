@@ -16,6 +16,7 @@ from entropy_experiments.config import Config
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.policy.load import Checkpoint
 from entropy_experiments.policy.shardable import in_one_process
+from entropy_experiments.policy.sharded import MODES as SHARDED_MODES
 from entropy_experiments.policy.sharded import ShardedModel, load_sharded
 
 
@@ -58,11 +59,11 @@ def check_sharding(config: Config, *, top_p: float) -> None:
 def check_sharded_derivatives(config: Config) -> None:
     """Refuse derivatives that a cut model does not have."""
     method, sharding = config.approx_delta_h.method, config.checkpoint.sharding
-    if sharding != "none" and method not in ("central", "reverse"):
+    if sharding != "none" and method not in ("auto", *SHARDED_MODES):
         raise ValueError(
             f"approx_delta_h.method is {method!r} with checkpoint.sharding {sharding!r}, which has "
-            "neither forward mode nor a double backward. Set approx_delta_h.method: central "
-            "(per-rollout terms, hence error bars) or reverse."
+            "neither forward mode nor a double backward. Set approx_delta_h.method: auto (or "
+            "central, which it is: per-rollout terms, hence error bars) or reverse."
         )
 
 

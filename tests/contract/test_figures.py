@@ -85,6 +85,7 @@ def test_rollouts_tokens_cells_and_pairs_are_the_pages(made, data):
 def test_the_trajectory_sums_from_the_first_level(made):
     lines = {line.get_label(): line for line in made["trajectory"].axes[0].lines}
     assert lines["predicted, summed"].get_ydata() == pytest.approx([0.3, 0.2, 0.1])
+    assert lines["second order, summed"].get_ydata() == pytest.approx([0.3, 0.21, 0.12])
 
 
 def test_files_are_the_same_every_time(made, tmp_path):

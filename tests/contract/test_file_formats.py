@@ -50,6 +50,7 @@ def at(content: Any, name: str) -> bool:
 def found(tmp_path_factory):
     settings = {
         "batch_config": {"B_E": 5, "B_U": 2, "G": 4},
+        "importance": {"is_mode": "snis"},  # which has the to-go form beside its own
         "memory_config": {"microbatch_size": 16},
         "approx_delta_h": {"variance": False},
         "update": {"batch": "drawn"},

@@ -321,11 +321,13 @@ class Steps:
 
         def step(at):
             level, change = one(0.3 - at / 10), one(-0.1)
-            names = ("step", "level", "predicted", "measured", "reward")
-            return type("Step", (), dict(zip(names, (at, level, change, change, 0.5))))
+            names = ("step", "level", "predicted", "second_order", "measured", "reward")
+            values = (at, level, change, 0.9 * change, change, 0.5)
+            return type("Step", (), dict(zip(names, values)))
 
         self.steps, self.last = [step(0), step(1)], one(0.1)
         self.predicted = self.measured = self.fresh = one(-0.2)
+        self.second_order = one(-0.18)
 
 
 def test_a_trajectory_is_told_alone_and_beside_a_study(run, tmp_path):
@@ -336,6 +338,13 @@ def test_a_trajectory_is_told_alone_and_beside_a_study(run, tmp_path):
     assert alone["trajectory"] == both["trajectory"] == found
     line = figures(both)["trajectory"]["data"][2]
     assert line["y"] == pytest.approx([0.3, 0.2, 0.1])
+    second = figures(both)["trajectory"]["data"][3]
+    assert second["name"] == "predicted, second order, summed"
+    assert second["y"] == pytest.approx([0.3, 0.21, 0.12])
+    assert alone["predicted"] == found["total"]["second_order"]
+    text = " ".join(render(alone).split())
+    assert "predicted −0.180 to second order (−0.200 to first), measured −0.200" in text
+    assert "to first order, −0.180" in text
     assert "Training from step 0 to step 2" in render(alone)
     assert set(figures(alone)) == {"trajectory", "rewards"}
     (tmp_path / "trajectory.json").write_text("{}")

@@ -54,6 +54,22 @@ def test_sums_and_levels_are_the_rows(tmp_path):
     assert "predicted −0.270" in render(data)
 
 
+def test_second_order_is_summed_where_every_row_has_it(tmp_path):
+    both = rows(range(4))
+    for row in both:
+        row["second_order"] = -0.11
+    data = gather(written(tmp_path / "run", both))
+    total = data["trajectory"]["total"]
+    assert total["second_order"]["value"] == pytest.approx(-0.33)
+    assert data["predicted"] == total["second_order"]  # the better one stands for the run
+    text = " ".join(render(data).split())
+    assert "predicted −0.330 to second order (−0.270 to first), measured −0.300" in text
+    both[1]["second_order"] = None  # resumed with another order: no sum of some steps
+    data = gather(written(tmp_path / "run", both))
+    assert data["trajectory"]["total"]["second_order"] is None
+    assert data["predicted"]["value"] == pytest.approx(-0.27)
+
+
 def test_steps_that_were_left_out_are_not_summed(tmp_path):
     data = gather(written(tmp_path / "run", rows((0, 5, 10))))
     found = data["trajectory"]

@@ -74,7 +74,7 @@ def test_bounds_of_the_schema_are_told():
         "| `clip_low` | number, at least 0, at most 1 |",
         "| `top_p` | number, above 0, at most 1 |",
         "| `B_E` | whole number, at least 2 |",
-        "| `is_mode` | `snis`, `per_decision` | `snis` |",
+        "| `is_mode` | `snis`, `per_decision` | `per_decision` |",
         "| `eta_list` | list of numbers, above 0 |",
     ):
         assert row in keys

@@ -32,6 +32,17 @@ for p in net.parameters():
 for step in range(4):
     F.cross_entropy(net(torch.randn(8, 4)), torch.randint(0, 3, (8,))).backward()
 """,
+    "optimizers-made-when-first-used": """
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizers = {}
+for step in range(4):
+    F.cross_entropy(net(torch.randn(8, 4)), torch.randint(0, 3, (8,))).backward()
+    for p in net.parameters():
+        if p not in optimizers:
+            optimizers[p] = torch.optim.Adam([p], lr=0.01)
+        optimizers[p].step()
+    net.zero_grad()
+""",
     "gan": NETWORKS + """
 g, d = torch.optim.Adam(G.parameters()), torch.optim.Adam(D.parameters())
 bce = F.binary_cross_entropy_with_logits

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from entropy_experiments.online import probe as probe_module
 from entropy_experiments.online.buffers import Fresh
 from entropy_experiments.online.probe import OnlineProbe
 from oracles.enumeration import all_rollouts, exact_entropy, exact_taylor
@@ -64,6 +65,53 @@ def test_each_step_is_predicted_and_measured_exactly(kind, optimizer):
         assert_exact(found.change.value, float(truth))
         assert found.mismatch < 1e-12
         assert found.bend.value == pytest.approx(float(truth) - prediction.lr * slope, abs=1e-10)
+
+
+def second_order_misses(kind: str, rate: float) -> tuple[float, float]:
+    """(first-order miss, second-order miss) of one AdamW step from a warm state at this rate."""
+    training = Training(kind, "adamw")
+    training.probe = OnlineProbe(
+        training.policy, Fresh(lambda _: all_rollouts(training.policy)), order=2
+    )
+    training.backward()
+    training.optimizer.step()
+    training.optimizer.param_groups[0]["lr"] = rate
+    before = training.copy()
+    prediction = training.probe.before_step(training.backward(), training.optimizer)
+    after_prediction = training.copy()
+    assert all(torch.equal(after_prediction[name], old) for name, old in before.items())
+    training.optimizer.step()
+    found = training.probe.after_step()
+    truth = float(
+        exact_entropy(training.policy, training.copy()) - exact_entropy(training.policy, before)
+    )
+    assert prediction.second_order is not None
+    assert prediction.best is prediction.second_order
+    assert found.second_miss is not None
+    assert found.second_miss.value == pytest.approx(truth - prediction.second_order.value, abs=1e-9)
+    return prediction.change.value - truth, prediction.second_order.value - truth
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_order_prediction_errs_in_third_order(kind):
+    """Halving the step divides the straight line's miss by 4 and the second-order one's by 8."""
+    (line, curve), (half_line, half_curve) = (
+        second_order_misses(kind, rate) for rate in (0.02, 0.01)
+    )
+    assert line / half_line == pytest.approx(4, rel=0.15)
+    assert curve / half_curve == pytest.approx(8, rel=0.15)
+    assert abs(curve) < 0.2 * abs(line)
+
+
+@pytest.mark.parametrize("broken", ["without the factor 2", "+eta for -eta"])
+def test_third_order_has_teeth(broken, monkeypatch):
+    if broken == "+eta for -eta":
+        ahead = probe_module.shifted
+        monkeypatch.setattr(probe_module, "shifted", lambda p, v, step: ahead(p, v, abs(step)))
+    else:
+        monkeypatch.setattr(probe_module, "even_part", lambda predicted, minus: minus)
+    with pytest.raises(AssertionError):
+        test_the_second_order_prediction_errs_in_third_order("tabular")
 
 
 def test_the_baseline_is_what_a_zero_gradient_would_do():

@@ -115,7 +115,7 @@ def test_slope_is_the_derivative_of_the_change_for_any_weights(oracle):
     [
         ("slope_of", lambda a, b, da, db: da / b),  # not centred: right for exact weights only
         ("slope_of", lambda a, b, da, db: -(da - a / b * db) / b),
-        ("curvature_of", lambda a, b, da, db, dda, ddb: dda / b - a * ddb / b**2),
+        ("curvature_of_ratio", lambda a, b, da, db, dda, ddb: dda / b - a * ddb / b**2),
         ("logweights", lambda scores, drawn_NS, rollouts: 0 * scores.logprob_NS.sum(1)),
     ],
 )
@@ -145,7 +145,9 @@ def test_microbatch_order_and_padding_do_not_matter(few):
         one = f(c.policy, rollouts, reward_N, c.direction, prompts="fixed", repackings=2)
         two = f(c.policy, packed, reward_N[order_N], c.direction, prompts="fixed", repackings=0)
         assert one.value == pytest.approx(two.value, rel=1e-10, abs=1e-12)
-        assert 0 < one.noise_floor < 1e-10
+        # A curvature's floor is the fourth difference of its stencil, beside the repackings.
+        limit = 1e-8 if f is reward_curvature else 1e-10
+        assert 0 < one.noise_floor < limit
     found = reward_change(c.policy, rollouts, reward_N, c.direction, 0.0, prompts="fixed")
     assert found.value == 0
     assert found.noise_floor < 1e-12

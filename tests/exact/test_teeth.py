@@ -59,7 +59,9 @@ def test_forgotten_denominator(monkeypatch, oracle, form):
 
 def test_forgotten_denominator_of_the_curvature(monkeypatch, oracle):
     monkeypatch.setattr(
-        curvature_module, "_curvature", lambda a, b, da, db, dda, ddb: dda / b - a * ddb / b**2
+        curvature_module,
+        "curvature_of_ratio",
+        lambda a, b, da, db, dda, ddb: dda / b - a * ddb / b**2,
     )
     caught(check_curvature, oracle, "to_go", "token")
 

@@ -75,6 +75,19 @@ def test_a_truncated_base(lora):
     refused(lora.path, "base/model.safetensors", "is not a complete safetensors file")
 
 
+@pytest.mark.parametrize("place", [(), ("text_config",)], ids=["own", "nested"])
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+def test_an_attention_kernel_on_the_hub(full, key, place):
+    file = full.path / "config.json"
+    content = json.loads(file.read_text())
+    inner = content
+    for name in place:
+        inner = inner.setdefault(name, {})
+    inner[key] = "somebody/flash"
+    file.write_text(json.dumps(content))
+    refused(full.path, f"config.json: {key} is 'somebody/flash', code on a hub", "nothing was loa")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_no_number(lora, value):
     file = lora.path / "adapter_model.safetensors"
@@ -326,6 +339,27 @@ def test_a_file_of_names_that_is_none(lora, text, says):
 def test_moments_that_cannot_be(lora, key, value, says):
     edit_optimizer(lora.path / "optimizer.pt", lambda s: s["state"][0][key].fill_(value))
     refused(lora.path, f"optimizer.pt: {key} of 'base_model", says)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("lr", -1e-3, "lr of a parameter group is -0.001; expected 0 or more"),
+        ("betas", (1.0, 0.999), "betas[0] of a parameter group is 1; expected 0 or more and below"),
+        ("betas", (0.9, 1.5), "betas[1] of a parameter group is 1.5"),
+        ("eps", -1e-8, "eps of a parameter group is -1e-08"),
+        ("weight_decay", float("inf"), "weight_decay of a parameter group is inf"),
+    ],
+)
+def test_hyper_parameters_that_cannot_be(lora, key, value, says):
+    edit_optimizer(lora.path / "optimizer.pt", lambda s: s["param_groups"][0].update({key: value}))
+    refused(lora.path, "optimizer.pt", says)
+
+
+@pytest.mark.parametrize("value", [-3.0, 2.5, torch.nan])
+def test_a_count_of_steps_that_cannot_be(lora, value):
+    edit_optimizer(lora.path / "optimizer.pt", lambda s: s["state"][0]["step"].fill_(value))
+    refused(lora.path, "optimizer.pt: step of 'base_model", "expected a count of steps")
 
 
 def test_state_for_some_parameters_only(lora):

@@ -61,7 +61,7 @@ BROKEN = {
         ["precision.allow_tf32 is true, expected false", "matmul_precision is 'medium'"],
     ),
     "no tokens for a baseline": (
-        "approx_delta_h:\n  baseline: true",
+        "approx_delta_h:\n  baseline: true\nimportance: {is_mode: snis}",
         ["line 2: approx_delta_h.baseline: is true", "importance.is_mode 'snis'"],
     ),
     "no tokens for a baseline, by another name": (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from entropy_experiments.online import rows, trl
+from entropy_experiments.online import rows, trl, trl_batch
 from entropy_experiments.online.noise_scale import NoiseScale
 from entropy_experiments.online.probe import OnlineProbe
 from entropy_experiments.online.record import Recorder
@@ -173,6 +174,27 @@ def test_deepspeed_is_refused_by_name(tmp_path, monkeypatch):
 
         with pytest.raises(ValueError, match="EntropyProbeCallback under DeepSpeed"):
             refuse_unsupported(trainer)
+
+
+def test_another_trl_switches_the_probe_off_and_training_goes_on(
+    undisturbed, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(trl_batch, "PRIVATES", (*trl_batch.PRIVATES, "_not_in_this_trl"))
+    callback = EntropyProbeCallback(record=tmp_path / "record", noise_scale=True)
+    assert_same_outcome(_trained(tmp_path, callback), undisturbed)
+    assert re.search(
+        r"of trl [\d.]+ has no _not_in_this_trl; expected trl 1\.16", str(callback.off)
+    )
+    assert sum(record.name.startswith("entropy_experiments") for record in caplog.records) == 1
+    assert callback.rows == []
+
+
+def test_another_kind_of_trainer_is_refused_by_name():
+    class OtherTrainer:
+        accelerator = None
+
+    with pytest.raises(ValueError, match=r"OtherTrainer has no .*expected TRL's GRPOTrainer"):
+        trl_batch.refuse_unsupported(OtherTrainer())
 
 
 def test_bad_options_are_refused_before_training():

@@ -14,6 +14,6 @@ def probed(tmp_path_factory):
         **BATCHES,
         "update": {"batch": "drawn"},
         "rollouts": {"save": str(tmp_path_factory.mktemp("rollouts"))},
-        "importance": {"clip_c": 5.0},
+        "importance": {"clip_c": 5.0, "is_mode": "snis"},  # which has a to-go form beside it
     }
     return OfflineEntropyProbe(config, quiet=True).findings()

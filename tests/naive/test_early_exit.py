@@ -13,6 +13,9 @@ class Counted(LastLogits):
     def __init__(self, policy):
         super().__init__(policy)
         self.rows, self.cached = [], []
+        with torch.no_grad():
+            assert self.cache_is_right  # whose trial takes passes of its own
+        self.rows, self.cached = [], []
 
     def __call__(self, **inputs):
         logits_NV = super().__call__(**inputs)

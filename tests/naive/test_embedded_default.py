@@ -12,7 +12,7 @@ from recipes import embedded_default as recipe
 
 from entropy_experiments import step_certificate
 from entropy_experiments.config import load_config
-from entropy_experiments.entropy_trajectory import probe_trajectory
+from entropy_experiments.entropy_trajectory import fresh_level, probe_trajectory
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -166,6 +166,22 @@ def test_predictions_add_up_to_what_fresh_rollouts_say(tmp_path):
     assert run.last.value < 0.5 * run.steps[0].level.value
     # Teeth: half of the steps would not do.
     assert not run.fresh.covers(sum(step.predicted.value for step in run.steps[::2]))
+
+
+@pytest.mark.slow
+def test_second_order_predictions_add_up_to_the_measurements(tmp_path):
+    """Within 2 %, paired; and inside what rollouts of another seed show at both ends."""
+    run = probe_trajectory(settings(tmp_path, 192))
+    gap = run.second_order - run.measured
+    assert abs(gap.value) <= 0.02 * abs(run.measured.value)
+    another = settings(tmp_path / "another", 384).with_overrides(["probe_rework.master_seed=21"])
+    paths = steps_of(TRAJECTORY)
+    first, last = (fresh_level(another, path, set()) for path in (paths[0], paths[-1]))
+    independent = last - first
+    assert independent.covers(run.second_order.value)
+    # Teeth: the straight line is more than 2 % away, and half of the steps would not do.
+    assert abs((run.predicted - run.measured).value) > 0.02 * abs(run.measured.value)
+    assert not independent.covers(sum(step.second_order.value for step in run.steps[::2]))
 
 
 @pytest.mark.slow

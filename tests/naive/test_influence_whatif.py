@@ -69,7 +69,7 @@ INTERVENTIONS: dict[str, Any] = {
     "drop=negative": lambda o, b, s: (o, dropped(b, b.advantage_NS < 0)),
     "drop=correct&h>0.5": lambda o, b, s: (
         o,
-        dropped(b, (b.reward_N[:, None] > 0) & (s.entropy_NS > 0.5)),
+        dropped(b, (b.reward_N == b.reward_N.max())[:, None] & (s.entropy_NS > 0.5)),
     ),
     "reweight=p<0.5&A<0:0.25": lambda o, b, s: (
         o,

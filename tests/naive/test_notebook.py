@@ -172,6 +172,7 @@ def test_a_trajectory():
             step=at,
             level=one(0.3),
             predicted=one(-0.1),
+            second_order=one(-0.15),
             measured=one(-0.2),
             reward=None,
         )
@@ -180,6 +181,7 @@ def test_a_trajectory():
     rows, text = shown(Trajectory(steps=steps, last=one(0.1)))
     assert [row[:2] for row in rows[1:]] == [
         ["predicted", "−0.200"],
+        ["second_order", "−0.300"],
         ["measured", "−0.400"],
         ["fresh", "−0.200"],
     ]

@@ -6,13 +6,14 @@ import pytest
 import torch
 from scipy import stats
 
-from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforward2
+from entropy_experiments.numerics.derivatives import pullback, pushforward
 from entropy_experiments.numerics.entropy import (
     nucleus,
     nucleus_fingerprint,
     token_scores,
     token_scores_from_hidden,
 )
+from entropy_experiments.numerics.second_order import pushforward2, stencil_step
 from entropy_experiments.numerics.sums import (
     bootstrap,
     by_prompt,
@@ -123,7 +124,8 @@ def test_second_derivative_against_nested_autograd():
         lambda e: torch.func.jvp(path, (e,), (along,))[1], (e,), (along,)
     )
     for how, tolerance in (("jvp", 1e-9), ("double_backward", 1e-9), ("central", 1e-6)):
-        _, got_first, got_second = pushforward2(f, params, v, how=how)
+        step = stencil_step(params, v, how, lr=None)
+        _, got_first, got_second, *_ = pushforward2(f, params, v, how=how, step=step)
         for a, b in zip((*got_first, *got_second), (*first, *second)):
             assert float((a - b).abs().max()) < tolerance
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from entropy_experiments.config import load_config, parse_config
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.probe_inputs import gather
+from entropy_experiments.report.findings import Findings
+from entropy_experiments.report.verdict import verdict
 from entropy_experiments.rollouts.store import save_rollouts
 from entropy_experiments.training_facts import ASSUMED, training_facts
 from entropy_experiments.trajectory import embedded_trajectory
@@ -53,6 +56,35 @@ def copied(tmp_path: Path, step: int = 13, *, batch: bool = False) -> Path:
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     return run(tmp_path_factory.mktemp("real"), {"approx_delta_h.curvature": False})
+
+
+def test_a_curvature_that_is_not_trusted_explains_nothing(tmp_path):
+    """Not "misses by its curvature", and no range of the straight line: the reason instead."""
+    config = parse_config({}).replaced(
+        {"batch_config.B_E": 8, "approx_delta_h.curvature": False, "approx_delta_h.variance": False}
+    )
+    found, _ = OfflineEntropyProbe(config, quiet=True).findings()
+    assert found.difference is not None
+    assert found.predicted is not None
+    sure = 1e-6 * found.predicted.total
+    apart = _Apart(**{**vars(found), "bend": sure, "linear_range": 0.25})
+    assert "misses the measurement by more than its curvature" in "\n".join(verdict(apart))
+    assert "up to learning rate 0.25" in "\n".join(verdict(apart))
+    doubtful = replace(apart, bend=replace(sure, given_reasons=("the widths disagree",)))
+    text = "\n".join(verdict(doubtful))
+    assert "misses the measurement, and its curvature is not trusted to say why" in text
+    assert "how far the straight line holds is not known" in text
+    assert "0.25" not in text
+    assert "The curvature is NOT trusted: the widths disagree." in text
+
+
+class _Apart(Findings):
+    """Prediction and measurement differ beyond doubt."""
+
+    @property
+    def difference(self):
+        gap = super().difference
+        return None if gap is None else replace(gap, interval=(0.1, 0.2))
 
 
 @pytest.fixture
@@ -382,7 +414,8 @@ def test_dropout_in_training_is_told(tmp_path):
 
 
 def test_the_form_of_least_variance_stands_beside(tmp_path):
-    results = OfflineEntropyProbe(small(tmp_path), quiet=True).run_mixed_probe()
+    snis = small(tmp_path, "importance.is_mode=snis")
+    results = OfflineEntropyProbe(snis, quiet=True).run_mixed_probe()
     estimates = results["estimates"]
     assert estimates["deltaH1_to_go"]["interval"] is not None
     assert estimates["bars_dot"]["value"] == pytest.approx(results["bars_dot"])

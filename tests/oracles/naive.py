@@ -54,14 +54,16 @@ def weighted_entropy(
     return top / bottom
 
 
-def weighted_taylor(policy: Any, rollouts: Rollouts, v: Params, **options) -> tuple[float, ...]:
-    """Value, first and second derivative of `weighted_entropy` along v, by plain autograd."""
+def weighted_taylor(
+    policy: Any, rollouts: Rollouts, v: Params, *, order: int = 2, **options
+) -> tuple[float, ...]:
+    """Value, first and (order 2) second derivative of `weighted_entropy` along v, by autograd."""
     e = torch.zeros((), dtype=torch.float64, requires_grad=True)
     moved = {name: value + e * v[name] for name, value in policy.params.items()}
     value = weighted_entropy(policy, moved, rollouts, **options)
-    (first,) = torch.autograd.grad(value, e, create_graph=True)
-    (second,) = torch.autograd.grad(first, e)
-    return float(value.detach()), float(first.detach()), float(second)
+    (first,) = torch.autograd.grad(value, e, create_graph=order == 2)
+    taylor = float(value.detach()), float(first.detach())
+    return taylor if order == 1 else (*taylor, float(torch.autograd.grad(first, e)[0]))
 
 
 def slope_formula(policy: Any, rollouts: Rollouts, v: Params, *, form: str) -> float:

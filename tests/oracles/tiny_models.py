@@ -41,6 +41,50 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "granite": {"num_key_value_heads": 2, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
+    # Mixtures of experts, whose grouped products have no forward mode.
+    "qwen3_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+    },
+    # Functions of their own that torch.func cannot transform.
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "recurrent_gemma": {
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "lru_width": 32,
+        "attention_window_size": 16,
+        "block_types": ["recurrent", "attention"],
+    },
+    # A state space.
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8},
 }
 COMMON = {
     "hidden_size": 32,

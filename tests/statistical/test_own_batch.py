@@ -78,6 +78,27 @@ def test_the_step_is_measured_without_its_own_part_too():
     assert abs(found.bend.value) < 0.02 * abs(prediction.change.value)
 
 
+def test_second_order_takes_only_the_bend_in_sample():
+    """Across prompts the slope, in sample the even part: the same even part as of the batch."""
+    policy: Any = MarkovPolicy.random(2, horizon=12, stop=0.1)
+    batch = _batch(policy, torch.Generator().manual_seed(3))
+    objective = Objective(loss="reinforce")
+    gradient = loss_gradient(policy, batch, objective, microbatch=64).gradient
+    optimizer = torch.optim.SGD([policy.params["table"]], lr=100 * LR)
+    probe = OnlineProbe(policy, Given(), microbatch=64, order=2)
+    assert isinstance(probe.buffer, Given)
+    own = probe.before_step(gradient, optimizer, own=OwnBatch(batch=batch, objective=objective))
+    probe.skip()
+    probe.buffer.put(batch.rollouts)
+    seen = probe.before_step(gradient, optimizer)
+    assert own.second_order is not None
+    assert seen.second_order is not None
+    assert abs(own.change.value - seen.change.value) > 0.01 * abs(seen.change.value)
+    bend, bend_seen = own.second_order - own.change, seen.second_order - seen.change
+    assert bend.value == pytest.approx(bend_seen.value, rel=1e-9)
+    assert bend.value != 0
+
+
 def test_another_loss_than_the_trainer_s_is_refused():
     policy: Any = MarkovPolicy.random(2, horizon=12, stop=0.1)
     batch = _batch(policy, torch.Generator().manual_seed(3))

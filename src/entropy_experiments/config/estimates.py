@@ -57,8 +57,8 @@ class Importance(Section):
 
     enabled: bool = True
     """false skips phase 5, the measurement."""
-    is_mode: IsMode = "snis"
-    """Weights of whole responses (snis) or of each token's past (per_decision, less variance)."""
+    is_mode: IsMode = "per_decision"
+    """Weights of each token's past (per_decision, less variance) or of whole responses (snis)."""
     report_per_token: bool | None = None
     """true is approx_delta_h.normalize: per_token, false is per_sequence."""
     clip_c: Positive | None = None
@@ -98,9 +98,10 @@ class Estimator(Section):
 class ApproxDeltaH(Section):
     """How the first-order prediction is computed."""
 
-    method: Literal["jvp", "reverse", "central", "double_backward"] = "jvp"
-    """Forward derivative (jvp), one gradient for all directions without per-rollout terms
-    (reverse), differences of two steps (central), or two backward passes (double_backward)."""
+    method: Literal["auto", "jvp", "double_backward", "reverse", "central"] = "auto"
+    """Forward derivative (jvp), two backward passes (double_backward), one gradient for all
+    directions without error bars (reverse), or that with the spread of differences (central).
+    auto: the first of these that the model has; the result says which."""
     normalize: Literal["per_token", "per_sequence"] = "per_token"
     """Unit of every entropy: nats per token, or per response."""
     microbatch_size: Count | None = None
@@ -118,7 +119,7 @@ class ApproxDeltaH(Section):
         if self.baseline and self.method == "reverse":
             raise ValueError(
                 "approx_delta_h.baseline is true with approx_delta_h.method 'reverse', which has "
-                "no per-rollout terms to subtract it from. Use method: jvp, or baseline: false."
+                "no per-rollout terms to subtract it from. Use method: auto, or baseline: false."
             )
         return self
 

@@ -47,7 +47,7 @@ class Checkpoint(Section):
     """auto, cpu, cuda or cuda:N."""
     sharding: Literal["none", "fsdp"] = "none"
     """fsdp: the model is cut over the processes of torchrun, for models larger than one device.
-    With `run`, `measure` and `evaluate`, and approx_delta_h.method central or reverse."""
+    With `run`, `measure` and `evaluate`, and approx_delta_h.method auto, central or reverse."""
 
 
 class BatchConfig(Section):

@@ -92,6 +92,8 @@ class Probe(Section):
     """Sequences per pass of the probe. null: tf_micro_batch, else 8."""
     parts: bool = True
     """Also split the prediction: what the batch does, and what momentum and decay do."""
+    order: Literal[1, 2] = 1
+    """Of the prediction. 2: also with the curvature, for one more pass before the step."""
     record: bool = True
     """Keep every step's batch, so that the offline commands can replay it."""
     ledger_every: Count | None = None

@@ -6,19 +6,24 @@ With A = sum W H and B = sum W T along theta + e v,
 
 The denominator moves too: an update that lengthens responses bends the entropy per token even
 where every state keeps its own. Linear range: |eta H'' / 2| <= 10 % of |H'|.
+
+The second derivatives are differences over a few learning rates (`numerics.second_order`), taken at
+two widths: where these disagree, nothing here is trusted (`estimate.stencil`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
+from entropy_experiments.estimate.central import led_by_reverse
 from entropy_experiments.estimate.first_order import SlopeForm, slope_estimand
+from entropy_experiments.estimate.gradient import entropy_gradient
+from entropy_experiments.estimate.modes import Mode, used_forward_mode
 from entropy_experiments.estimate.noise import REPACKINGS, spread
 from entropy_experiments.estimate.ratio import (
-    check_mode,
     check_repeatable,
     check_scores,
     drawn_with,
@@ -26,10 +31,18 @@ from entropy_experiments.estimate.ratio import (
     ratio_sums,
     score_all,
     stale_reasons,
-    taylor,
 )
-from entropy_experiments.numerics.derivatives import How, pushforward2
+from entropy_experiments.estimate.stencil import (
+    COLUMNS,
+    curvature_of_ratio,
+    direction_step,
+    doubted,
+    stencil_columns,
+    stencil_of,
+)
+from entropy_experiments.numerics.derivatives import How, dot
 from entropy_experiments.numerics.ranks import current
+from entropy_experiments.numerics.second_order import pushforward2
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import (
     Direction,
@@ -51,24 +64,26 @@ def curvature(
     direction: Direction,
     *,
     form: SlopeForm = "to_go",
-    mode: How = "jvp",
+    mode: Mode = "auto",
     unit: Unit = "token",
     entropy: Entropy = "rao_blackwell",
     prompts: Prompts = "population",
     horizon: int | None = None,
     microbatch: int = 8,
     repackings: int = REPACKINGS,
+    width: float | None = None,
 ) -> Estimate:
     """D_v D_v H: a step of eta bends away from its prediction by eta^2 / 2 times this.
 
-    Diagnostics: `slope` (an Estimate from the same pass), `linear_range` (the eta up to which the
-    bend is within 10 % of the slope) and `linear_range_low`, the same at the curvature's
-    unfavourable interval end.
+    `width`: of the differences, in learning rates of the direction; None: a few, as rounding
+    allows. Diagnostics: `slope` (an Estimate from the same pass), `linear_range` (the eta up to
+    which the bend is within 10 % of the slope), `linear_range_low`, the same at the curvature's
+    unfavourable interval end with the noise floor added, and `stencil`, the value at two widths.
     """
     check_direction(policy, direction)
     whole(rollouts)
-    check_mode(policy, mode)
     check_repeatable(policy, rollouts)
+    how = used_forward_mode(policy, rollouts, mode)
     if policy.top_p < 1:
         raise ValueError(
             f"Curvature of a top_p = {policy.top_p:g} law: the differences it is made of would "
@@ -78,28 +93,42 @@ def curvature(
         policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
     )
 
-    def value_of(packed: Rollouts, size: int) -> float:
-        sums_NM = _sums(policy, packed, direction, estimand, mode, size)
-        return point(_curvature, sums_NM, packed)
+    step = direction_step(policy, direction, how, width)
 
-    sums_NM = _sums(policy, rollouts, direction, estimand, mode, microbatch)
-    here = point(_curvature, sums_NM, rollouts)
+    def value_of(packed: Rollouts, size: int) -> float:
+        sums_NM = _sums(policy, packed, direction, estimand, how, size, step)[:, :6]
+        return point(curvature_of_ratio, sums_NM, packed)
+
+    sums_NM = _sums(policy, rollouts, direction, estimand, how, microbatch, step)
+    stencil = stencil_of(sums_NM, rollouts, step / direction.lr)
+    sums_NM = sums_NM[:, :6]
+    here = point(curvature_of_ratio, sums_NM, rollouts)
+    repacked = spread(value_of, here, rollouts, microbatch, count=repackings)
     base = None
-    if rollouts.behaviour_logprob_NS is not None:
+    if rollouts.behaviour_logprob_NS is not None or how == "central":
         base = score_all(policy, policy.params, rollouts, microbatch=microbatch)
     doubts = stale_reasons(base, rollouts, estimand)
     slope = by_prompt(_slope, sums_NM, rollouts, estimand, why_not=doubts, check_tail=True)
+    if how == "central":
+        g_H = entropy_gradient(
+            policy, rollouts, estimand=estimand, microbatch=microbatch, base=base
+        )
+        slope = led_by_reverse(slope, slope.value, dot(g_H, direction.total))
+    floor = max(stencil.rounding, repacked or 0.0)
     found = by_prompt(
-        _curvature,
+        curvature_of_ratio,
         sums_NM,
         rollouts,
         estimand,
-        noise_floor=spread(value_of, here, rollouts, microbatch, count=repackings),
+        noise_floor=floor,
         why_not=doubts,
         check_tail=True,
     )
-    worst = max((abs(end) for end in found.interval or ()), default=None)
+    found = doubted(found, stencil)
+    worst = max((abs(end) + floor for end in found.interval or ()), default=None)
     diagnostics = {
+        **found.diagnostics,
+        "mode": how,
         "slope": slope,
         "linear_range": linear_range(slope.value, found.value),
         "linear_range_low": None if worst is None else linear_range(slope.value, worst),
@@ -121,25 +150,34 @@ def _sums(
     estimand: Estimand,
     mode: How,
     microbatch: int,
+    step: float,
 ) -> Tensor:
-    """Per rollout: A, B, A', B', A'', B''."""
+    """Per rollout: the columns of `estimate.stencil`."""
     v, ranks = direction.total, current()
 
     def sums(rows_N: Tensor, columns: slice, part: Rollouts) -> Tensor:
-        orders = pushforward2(lambda params: policy.score(params, part), policy.params, v, how=mode)
-        check_scores(orders[0], part, rows_N, columns)
-        zeroth, first, second = (Scores(*(x.double() for x in order)) for order in orders)
+        orders = pushforward2(
+            lambda params: policy.score(params, part), policy.params, v, how=mode, step=step
+        )
+        check_scores(orders.value, part, rows_N, columns)
+        zeroth, first, second, near, far, rounding = (
+            Scores(*(x.double() for x in order)) for order in orders
+        )
         moved_NS = zeroth.logprob_NS - drawn_with(zeroth, part)
 
-        def path(e: Tensor) -> tuple[Tensor, Tensor]:
-            bend_l, bend_h = (e * a + e**2 / 2 * b for a, b in zip(first, second, strict=True))
-            scores = Scores(zeroth.logprob_NS + bend_l, zeroth.entropy_NS + bend_h)
-            return ratio_sums(payload(scores, estimand), moved_NS + bend_l, part, estimand)
+        def curve(second: Scores) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+            def path(e: Tensor) -> tuple[Tensor, Tensor]:
+                bend_l, bend_h = (e * a + e**2 / 2 * b for a, b in zip(first, second, strict=True))
+                scores = Scores(zeroth.logprob_NS + bend_l, zeroth.entropy_NS + bend_h)
+                return ratio_sums(payload(scores, estimand), moved_NS + bend_l, part, estimand)
 
-        return torch.stack(taylor(path, zeroth.logprob_NS), dim=1)
+            return path
+
+        rounded = Scores(*(a + b for a, b in zip(second, rounding, strict=True)))
+        return stencil_columns(curve, (second, near, far, rounded), zeroth.logprob_NS)
 
     def local() -> list[Tensor]:
-        out_NM = rollouts.weight_N.new_zeros(len(rollouts), 6)
+        out_NM = rollouts.weight_N.new_zeros(len(rollouts), COLUMNS)
         for part in ranks.mine(rollouts.split(microbatch, policy)):
             out_NM[part.rows_N] = sums(*part)
         return [out_NM]
@@ -149,7 +187,3 @@ def _sums(
 
 def _slope(a: Tensor, b: Tensor, da: Tensor, db: Tensor, dda: Tensor, ddb: Tensor) -> Tensor:
     return (da - a / b * db) / b
-
-
-def _curvature(a: Tensor, b: Tensor, da: Tensor, db: Tensor, dda: Tensor, ddb: Tensor) -> Tensor:
-    return dda / b - 2 * da * db / b**2 - a * ddb / b**2 + 2 * a * db**2 / b**3

@@ -17,17 +17,18 @@ that serves every direction.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.baseline import cross_fitted_baseline
+from entropy_experiments.estimate.central import led_by_reverse
 from entropy_experiments.estimate.gradient import Term, entropy_gradient
+from entropy_experiments.estimate.modes import Mode, Used, used_mode
 from entropy_experiments.estimate.noise import REPACKINGS, spread
 from entropy_experiments.estimate.ratio import (
-    check_mode,
     check_repeatable,
     check_scores,
     drawn_with,
@@ -72,7 +73,7 @@ def first_order(
     direction: Direction,
     *,
     form: SlopeForm = "to_go",
-    mode: How | Literal["reverse"] = "jvp",
+    mode: Mode = "auto",
     unit: Unit = "token",
     entropy: Entropy = "rao_blackwell",
     prompts: Prompts = "population",
@@ -88,6 +89,7 @@ def first_order(
     prompts say it should be given the prefix: the same expectation, but no longer the derivative
     of the measurement on this very sample. `base`, the scores at theta, is used where they are
     needed and not a by-product of differentiating (reverse mode, baseline, stale rollouts).
+    `diagnostics["mode"]` is the way of differentiating that was used (`estimate.modes`).
     """
     estimand = slope_estimand(
         policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
@@ -102,7 +104,7 @@ def first_order_by_part(
     direction: Direction,
     *,
     form: SlopeForm = "to_go",
-    mode: How | Literal["reverse"] = "jvp",
+    mode: Mode = "auto",
     unit: Unit = "token",
     entropy: Entropy = "rao_blackwell",
     prompts: Prompts = "population",
@@ -115,7 +117,7 @@ def first_order_by_part(
     """The slope along the whole direction and along each of its parts, on the same rollouts.
 
     By jvp and reverse one pass serves all parts, and the total is their sum. By central all share
-    the scores at theta, and the total is a difference of its own. Its noise floor serves its lines.
+    the scores at theta and one gradient. The total's noise floor serves its lines.
     """
     estimand = slope_estimand(
         policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
@@ -131,7 +133,7 @@ def first_order_by_part(
 class _Asked:
     """How slopes are taken, besides what they speak of."""
 
-    mode: How | Literal["reverse"]
+    mode: Mode
     baseline: bool
     microbatch: int
     repackings: int
@@ -147,54 +149,93 @@ def _slopes(
     base: Scores | None,
 ) -> tuple[Estimate, dict[str, Estimate]]:
     """Along the whole direction, and along these parts of it."""
-    mode, microbatch = asked.mode, asked.microbatch
     check_direction(policy, direction)
     whole(rollouts)
     check_repeatable(policy, rollouts)
+    mode, microbatch = used_mode(policy, rollouts, asked.mode), asked.microbatch
     if asked.baseline and (estimand.form != PAIRED_WITH["to_go"] or mode == "reverse"):
         form = next(slope for slope, paired in PAIRED_WITH.items() if paired == estimand.form)
         raise ValueError(
             f"baseline=True with form={form!r}, mode={mode!r}; it is defined for the to_go form in "
             "a forward mode."
         )
-    if mode not in (*get_args(How), "reverse"):
-        raise ValueError(f"mode={mode!r}; expected one of {(*get_args(How), 'reverse')}.")
-    check_mode(policy, mode)
     if mode == "central" and policy.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {policy.top_p:g}: a difference would step over changes "
             "of the truncated law's support. Use mode='jvp', which keeps the support."
         )
-    if base is None and (rollouts.behaviour_logprob_NS is not None or mode == "reverse"):
+    led = mode in ("reverse", "central")
+    if base is None and (rollouts.behaviour_logprob_NS is not None or led):
         base = score_all(policy, policy.params, rollouts, microbatch=microbatch)
     doubts = stale_reasons(base, rollouts, estimand)
     v = direction.total
+    along = {part: direction.parts[part] for part in parts}
     if mode == "reverse":
-        along = {part: direction.parts[part] for part in parts}
         return _reverse(policy, rollouts, v, along, estimand, asked, base, doubts)
+    how: How = mode
+    total, lines = None, dict.fromkeys(parts)
+    if how == "central":
+        # The values alone: spread and noise floor are the differences' own.
+        only = replace(asked, repackings=0)
+        total, lines = _reverse(policy, rollouts, v, along, estimand, only, base, doubts)
 
     def value_of(packed: Rollouts, size: int) -> float:
-        found, (slope,) = scores_along(policy, packed, [v], mode=mode, microbatch=size)
+        found, (slope,) = scores_along(
+            policy, packed, [v], mode=how, microbatch=size, lr=direction.lr
+        )
         return point(_slope, _sums(found, slope, packed, estimand, asked, None), packed)
 
     # Derivatives are linear in the direction; differences are so only nearly.
-    added = bool(parts) and mode != "central"
-    many = [direction.parts[part] for part in parts]
+    added = bool(parts) and how != "central"
+    many = list(along.values())
     found, slopes = scores_along(
-        policy, rollouts, many if added else [v, *many], mode=mode, microbatch=microbatch
+        policy,
+        rollouts,
+        many if added else [v, *many],
+        mode=how,
+        microbatch=microbatch,
+        lr=direction.lr,
     )
     if added:
         slopes = [Scores(*(sum_of(x_NS) for x_NS in zip(*slopes, strict=True))), *slopes]
-    sums_NM, *each = (_sums(found, slope, rollouts, estimand, asked, base) for slope in slopes)
+    sums_NM = _sums(found, slopes[0], rollouts, estimand, asked, base)
     if not sums_NM[:, :3].any():
         refuse_unmoved(policy, rollouts, v)
     here = point(_slope, sums_NM, rollouts)
     floor = spread(value_of, here, rollouts, microbatch, count=asked.repackings)
-    total = _estimate(sums_NM, rollouts, estimand, noise_floor=floor, why_not=doubts)
-    return total, {
-        part: _estimate(x_NM, rollouts, estimand, noise_floor=None, why_not=doubts)
-        for part, x_NM in zip(parts, each, strict=True)
+
+    def estimate(slope: Scores, floor: float | None, exact: Estimate | None) -> Estimate:
+        x_NM = _sums(found, slope, rollouts, estimand, asked, base)
+        one = _estimate(x_NM, rollouts, estimand, noise_floor=floor, why_not=doubts, mode=how)
+        if exact is None:
+            return one
+        return _led(one, exact, _columns(found, slope, rollouts, estimand), rollouts)
+
+    return estimate(slopes[0], floor, total), {
+        part: estimate(slope, None, lines[part])
+        for part, slope in zip(parts, slopes[1:], strict=True)
     }
+
+
+def _led(found: Estimate, exact: Estimate, plain_NM: Tensor, rollouts: Rollouts) -> Estimate:
+    """Differences led by reverse mode, and so are their direct and state terms.
+
+    What they miss of the derivative is seen without a baseline, which moves the value besides.
+    """
+    led = led_by_reverse(found, point(_slope, plain_NM, rollouts), exact.value)
+    terms = {
+        name: led_by_reverse(
+            found.diagnostics[name], point(term, plain_NM, rollouts), exact.diagnostics[name]
+        )
+        for name, term in (("direct", _direct), ("state", _state))
+    }
+    # Two looks more at the same differences: a total may be right by chance.
+    reasons = [r for one in (led, *terms.values()) for r in one.given_reasons]
+    return replace(
+        led,
+        given_reasons=tuple(dict.fromkeys(reasons)),
+        diagnostics={**found.diagnostics, **terms},
+    )
 
 
 def _reverse(
@@ -225,7 +266,7 @@ def _reverse(
             value=total,
             estimand=estimand,
             noise_floor=floor,
-            diagnostics={"direct": direct, "state": total - direct},
+            diagnostics={"direct": direct, "state": total - direct, "mode": "reverse"},
             why_not=doubts,
         )
 
@@ -266,13 +307,15 @@ def scores_along(
     rollouts: Rollouts,
     many: Sequence[Params],
     *,
-    mode: How = "jvp",
+    mode: How,
+    lr: float | None = None,
     microbatch: int = 8,
     ranks: Ranks | None = None,
 ) -> tuple[Scores, list[Scores]]:
     """The scores at theta and their derivatives along each direction, in fp64.
 
-    By jvp one pass gives all; central takes one pass at theta and two for each direction.
+    By jvp one pass gives all; central takes one pass at theta and two for each direction, about
+    `lr` away.
     `ranks`: None are the current ones, of `numerics.ranks.across`.
     """
     ranks = ranks or current()
@@ -286,7 +329,7 @@ def scores_along(
             def score(params: Params) -> Scores:
                 return policy.score(params, part)
 
-            here, slopes = pushforwards(score, policy.params, many, how=mode)
+            here, slopes = pushforwards(score, policy.params, many, how=mode, lr=lr)
             check_scores(here, part, rows_N, columns)
             for all_NS, part_NS in zip(out, (here, *slopes), strict=True):
                 for whole_NS, x_NS in zip(all_NS, part_NS, strict=True):
@@ -304,6 +347,7 @@ def slope_of_scores(
     rollouts: Rollouts,
     estimand: Estimand,
     *,
+    mode: How,
     noise_floor: float | None = None,
 ) -> Estimate:
     """dH per unit learning rate, from what `scores_along` gives."""
@@ -313,6 +357,7 @@ def slope_of_scores(
         estimand,
         noise_floor=noise_floor,
         why_not=stale_reasons(found, rollouts, estimand),
+        mode=mode,
     )
 
 
@@ -323,6 +368,7 @@ def _estimate(
     *,
     noise_floor: float | None,
     why_not: Iterable[str],
+    mode: Used,
 ) -> Estimate:
     return by_prompt(
         _slope,
@@ -333,6 +379,7 @@ def _estimate(
         diagnostics={
             "direct": by_prompt(_direct, sums_NM, rollouts, estimand),
             "state": by_prompt(_state, sums_NM, rollouts, estimand),
+            "mode": mode,
             "tokens_N": rollouts.tokens_N,
             "truncated": rollouts.truncated_share,
         },

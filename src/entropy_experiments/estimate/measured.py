@@ -261,6 +261,15 @@ def odd_and_even(plus: Estimate, minus: Estimate) -> tuple[Estimate, Estimate]:
     return 0.5 * (plus - minus), 0.5 * (plus + minus)
 
 
+def even_part(predicted: Estimate, minus: Estimate) -> Estimate:
+    """eta * slope + Delta(-eta) = eta^2 / 2 * curvature + O(eta^3): what a straight line misses.
+
+    `minus` is measured at theta - eta v, in the form that `predicted` differentiates and on the
+    same rollouts. Added to the prediction it gives 2 eta * slope + Delta(-eta): second order.
+    """
+    return predicted + minus
+
+
 def _change_sums(
     base: Scores, moved: Scores, rollouts: Rollouts, estimand: Estimand, clip: float | None
 ) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from entropy_experiments.estimate.ratio import no_scores
 from entropy_experiments.numerics.derivatives import (
     GradientSum,
+    How,
     dot,
     norm,
     pullback_sum,
@@ -67,6 +68,7 @@ def own_slopes(
     direction: Direction,
     gradient: Params,
     *,
+    mode: How,
     microbatch: int = 8,
     ranks: Ranks | None = None,
 ) -> Scores:
@@ -77,6 +79,12 @@ def own_slopes(
     `ranks`: None are the current ones.
     """
     ranks = ranks or current()
+    if mode == "central":
+        raise ValueError(
+            "A step judged by its own batch (evaluation='batch') on a model that has neither "
+            "forward mode nor a double backward: differences cannot tell a prompt's own share from "
+            "the rest. Use evaluation='fresh' or 'half'."
+        )
     if direction.preconditioner is None:
         raise ValueError(
             "The direction has no preconditioner; expected one rebuilt from an optimizer "
@@ -100,7 +108,7 @@ def own_slopes(
             v = {name: -p[name] * share[name] for name in names}
             total.add(share)
             for rows, columns, part in parts:
-                _, slope = pushforward(lambda x: policy.score(x, part), params, v)
+                _, slope = pushforward(lambda x: policy.score(x, part), params, v, how=mode)
                 for whole_NS, x_NS in zip(out, slope, strict=True):
                     whole_NS[rows_N[rows], columns] = x_NS.double()
         return [*out, *total.sums]

@@ -138,16 +138,6 @@ def check_estimand(policy: Policy, estimand: Estimand) -> None:
         )
 
 
-def check_mode(policy: Policy, mode: str) -> None:
-    """Refuse a way of differentiating that the policy does not offer (`modes`, if it says)."""
-    modes = getattr(policy, "modes", None)
-    if modes is not None and mode not in modes:
-        raise ValueError(
-            f"mode={mode!r} on a {type(policy).__name__}; expected one of {tuple(modes)}. A model "
-            "cut over ranks has neither forward mode nor a double backward."
-        )
-
-
 def score_all(
     policy: Policy,
     params: Params,
@@ -212,7 +202,7 @@ def check_repeatable(policy: Policy, rollouts: Rollouts) -> None:
     """
     if getattr(policy, "repeatable", False):
         return
-    one = _shortest(rollouts)
+    one = shortest(rollouts)
     with torch.no_grad():
         first, again = (policy.score(policy.params, one).logprob_NS for _ in range(2))
     gap = float(torch.where(one.response_NS, first - again, 0.0).abs().max())
@@ -223,9 +213,10 @@ def check_repeatable(policy: Policy, rollouts: Rollouts) -> None:
         )
 
 
-def _shortest(rollouts: Rollouts) -> Rollouts:
-    shortest = int(rollouts.attention_NS.sum(1).argmin())
-    (_, _, one), *_ = rollouts.take(torch.tensor([shortest])).split(1)
+def shortest(rollouts: Rollouts) -> Rollouts:
+    """One rollout, to try something on."""
+    row = int(rollouts.attention_NS.sum(1).argmin())
+    (_, _, one), *_ = rollouts.take(torch.tensor([row])).split(1)
     return one
 
 
@@ -241,7 +232,7 @@ def refuse_unmoved(policy: Policy, rollouts: Rollouts, v: Params) -> None:
     for theta in elsewhere.values():
         own = local_part(theta)
         own += torch.randn(own.shape, generator=generator).to(own)
-    one = _shortest(rollouts)
+    one = shortest(rollouts)
     with torch.no_grad():
         here, there = (policy.score(p, one).logprob_NS for p in (policy.params, elsewhere))
     if torch.equal(here, there):

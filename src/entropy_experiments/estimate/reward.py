@@ -22,7 +22,9 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from entropy_experiments.estimate.central import led_by_reverse, slope_by_reverse
 from entropy_experiments.estimate.measured import MAX_STEP_ROUNDING, step_rounding
+from entropy_experiments.estimate.modes import Mode, used_forward_mode
 from entropy_experiments.estimate.noise import REPACKINGS, repackings_of
 from entropy_experiments.estimate.ratio import (
     check_repeatable,
@@ -34,7 +36,6 @@ from entropy_experiments.estimate.ratio import (
 from entropy_experiments.estimate.reward_sums import (
     change_of,
     covariances,
-    curvature_of,
     level_of,
     logweights,
     logweights_here,
@@ -43,6 +44,12 @@ from entropy_experiments.estimate.reward_sums import (
     second_order_sums,
     slope_of,
     weighted,
+)
+from entropy_experiments.estimate.stencil import (
+    curvature_of_ratio,
+    direction_step,
+    doubted,
+    stencil_of,
 )
 from entropy_experiments.estimate.support import Support
 from entropy_experiments.numerics.derivatives import How, shifted
@@ -90,7 +97,7 @@ def reward_slope(
     reward_N: Tensor | None,
     direction: Direction,
     *,
-    mode: How = "jvp",
+    mode: Mode = "auto",
     prompts: Prompts = "population",
     horizon: int | None = None,
     within_prompts: bool = False,
@@ -109,7 +116,8 @@ def reward_slope(
             f"slope_N has shape {tuple(slope_N.shape)}; expected {tuple(reward_N.shape)}, D_v S "
             "of every evaluation rollout."
         )
-    if mode == "central" and policy.top_p < 1:
+    how: How = "jvp" if slope_N is not None else used_forward_mode(policy, rollouts, mode)
+    if how == "central" and policy.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {policy.top_p:g}: a difference would step over changes "
             "of the truncated law's support. Use mode='jvp', which keeps the support."
@@ -122,16 +130,31 @@ def reward_slope(
         if slope_N is not None:
             here_N = logweights_here(base, rollouts)
             return columns(paid_N, here_N, slope_N.to(here_N), rollouts)
-        logweight_N, found_N = score_slopes(policy, packed, v, mode, size)
+        logweight_N, found_N = score_slopes(policy, packed, v, how, size, direction.lr)
         if not found_N.any():
             refuse_unmoved(policy, packed, v)
         return columns(paid_N, logweight_N, found_N, packed)
 
     repackings = 0 if slope_N is not None else repackings
     doubts = (*stale_reasons(base, rollouts, estimand), *_equal(reward_N))
-    return _estimate(
-        sums_of, statistic, rollouts, _lowered(reward_N), estimand, microbatch, repackings, doubts
-    )[0]
+    lowered_N = _lowered(reward_N)
+    found, _ = _estimate(
+        sums_of, statistic, rollouts, lowered_N, estimand, microbatch, repackings, doubts
+    )
+    if slope_N is not None:
+        return found
+    if how == "central":
+        here_N = logweights_here(base, rollouts)
+        exact = slope_by_reverse(
+            policy,
+            rollouts,
+            v,
+            statistic,
+            lambda slope_N: columns(lowered_N, here_N, slope_N, rollouts),
+            microbatch=microbatch,
+        )
+        found = led_by_reverse(found, found.value, exact)
+    return replace(found, diagnostics={**found.diagnostics, "mode": how})
 
 
 def reward_slope_by_prompt(
@@ -161,7 +184,7 @@ def reward_curvature(
     reward_N: Tensor | None,
     direction: Direction,
     *,
-    mode: How = "jvp",
+    mode: Mode = "auto",
     prompts: Prompts = "population",
     horizon: int | None = None,
     microbatch: int = 8,
@@ -176,9 +199,14 @@ def reward_curvature(
         )
     estimand = reward_estimand(policy, prompts=prompts, horizon=horizon)
     base = _base_if_stale(policy, rollouts, None, microbatch)
+    how, v = used_forward_mode(policy, rollouts, mode), direction.total
+    step = direction_step(policy, direction, how)
 
     def sums_of(packed: Rollouts, paid_N: Tensor, size: int) -> Tensor:
-        return second_order_sums(policy, packed, paid_N, direction.total, mode, size)
+        return second_order_sums(policy, packed, paid_N, v, how, size, step)
+
+    def curvature_of(*columns: Tensor) -> Tensor:
+        return curvature_of_ratio(*columns[:6])
 
     doubts = (*stale_reasons(base, rollouts, estimand), *_equal(reward_N))
     found, sums_NM = _estimate(
@@ -190,9 +218,22 @@ def reward_curvature(
         microbatch,
         repackings,
         doubts,
+        rounding_of=lambda sums_NM: stencil_of(sums_NM, rollouts, step / direction.lr).rounding,
     )
+    found = doubted(found, stencil_of(sums_NM, rollouts, step / direction.lr))
     slope = by_prompt(slope_of, sums_NM[:, :4], rollouts, estimand, why_not=doubts, check_tail=True)
-    return replace(found, diagnostics={**found.diagnostics, "slope": slope})
+    if how == "central":
+        paid_N, here_N = _lowered(reward_N), logweights_here(base, rollouts)
+        exact = slope_by_reverse(
+            policy,
+            rollouts,
+            v,
+            slope_of,
+            lambda slope_N: matched(paid_N, here_N, slope_N, rollouts),
+            microbatch=microbatch,
+        )
+        slope = led_by_reverse(slope, slope.value, exact)
+    return replace(found, diagnostics={**found.diagnostics, "mode": how, "slope": slope})
 
 
 def reward_change(
@@ -351,8 +392,12 @@ def _estimate(
     microbatch: int,
     repackings: int,
     doubts: tuple[str, ...],
+    rounding_of: Callable[[Tensor], float] | None = None,
 ) -> tuple[Estimate, Tensor]:
-    """A statistic of per-rollout sums with its noise floor, and the sums."""
+    """A statistic of per-rollout sums with its noise floor, and the sums.
+
+    `rounding_of`: what the sums themselves say about their rounding.
+    """
     sums_NM = sums_of(rollouts, reward_N, microbatch)
     here = point(statistic, sums_NM, rollouts)
     squares = [
@@ -360,12 +405,14 @@ def _estimate(
         ** 2
         for p in repackings_of(rollouts, microbatch, count=repackings)
     ]
+    floors = [(sum(squares) / len(squares)) ** 0.5] if squares else []
+    floors += [] if rounding_of is None else [rounding_of(sums_NM)]
     found = by_prompt(
         statistic,
         sums_NM,
         rollouts,
         estimand,
-        noise_floor=(sum(squares) / len(squares)) ** 0.5 if squares else None,
+        noise_floor=max(floors, default=None),
         diagnostics={"truncated": rollouts.truncated_share},
         why_not=doubts,
         check_tail=True,

@@ -12,20 +12,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from entropy_experiments.estimate.ratio import check_scores, drawn_with, taylor
-from entropy_experiments.numerics.derivatives import How, pushforward, pushforward2
+from entropy_experiments.estimate.ratio import check_scores, drawn_with
+from entropy_experiments.estimate.stencil import COLUMNS, stencil_columns
+from entropy_experiments.numerics.derivatives import How, difference_step, pushforward
 from entropy_experiments.numerics.ranks import current
+from entropy_experiments.numerics.second_order import pushforward2
 from entropy_experiments.numerics.weights import snis_logweights
 from entropy_experiments.types import Params, Policy, Rollouts, Scores
 
 
 def score_slopes(
-    policy: Policy, rollouts: Rollouts, v: Params, mode: How, microbatch: int
+    policy: Policy, rollouts: Rollouts, v: Params, mode: How, microbatch: int, lr: float
 ) -> tuple[Tensor, Tensor]:
-    """Per rollout: the log-weight at theta (0 if fresh) and D_v S."""
+    """Per rollout: the log-weight at theta (0 if fresh) and D_v S; `lr` away by differences."""
+    step = difference_step(policy.params, v, lr) if mode == "central" else None
 
     def sums(rows_N: Tensor, columns: slice, part: Rollouts) -> Tensor:
-        found, slope = pushforward(lambda p: policy.score(p, part), policy.params, v, how=mode)
+        found, slope = pushforward(
+            lambda p: policy.score(p, part), policy.params, v, how=mode, step=step
+        )
         check_scores(found, part, rows_N, columns)
         logweight_N = logweights(found, drawn_with(found, part), part)
         slope_N = torch.where(part.response_NS, slope.logprob_NS.double(), 0.0).sum(1)
@@ -36,25 +41,37 @@ def score_slopes(
 
 
 def second_order_sums(
-    policy: Policy, rollouts: Rollouts, reward_N: Tensor, v: Params, mode: How, microbatch: int
+    policy: Policy,
+    rollouts: Rollouts,
+    reward_N: Tensor,
+    v: Params,
+    mode: How,
+    microbatch: int,
+    step: float,
 ) -> Tensor:
-    """Per rollout: A, B, A', B', A'', B'' of A = W R, B = W."""
+    """Per rollout: the columns of `estimate.stencil` of A = W R, B = W."""
 
     def sums(rows_N: Tensor, columns: slice, part: Rollouts) -> Tensor:
-        found, *orders = pushforward2(lambda p: policy.score(p, part), policy.params, v, how=mode)
+        found, *orders = pushforward2(
+            lambda p: policy.score(p, part), policy.params, v, how=mode, step=step
+        )
         check_scores(found, part, rows_N, columns)
         start_N = logweights(found, drawn_with(found, part), part)
-        first_N, second_N = (
+        first_N, second_N, near_N, far_N, rounding_N = (
             torch.where(part.response_NS, order.logprob_NS.double(), 0.0).sum(1) for order in orders
         )
 
-        def path(e: Tensor) -> tuple[Tensor, Tensor]:
-            bent_N = start_N + e * first_N + e**2 / 2 * second_N
-            return weighted(reward_N[rows_N], bent_N)
+        def curve(second_N: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+            def path(e: Tensor) -> tuple[Tensor, Tensor]:
+                bent_N = start_N + e * first_N + e**2 / 2 * second_N
+                return weighted(reward_N[rows_N], bent_N)
 
-        return torch.stack(taylor(path, start_N), dim=1)
+            return path
 
-    return _by_microbatch(sums, rollouts, 6, microbatch)
+        seconds = (second_N, near_N, far_N, second_N + rounding_N)
+        return stencil_columns(curve, seconds, start_N)
+
+    return _by_microbatch(sums, rollouts, COLUMNS, microbatch)
 
 
 def _by_microbatch(
@@ -127,10 +144,6 @@ def level_of(top: Tensor, bottom: Tensor) -> Tensor:
 
 def slope_of(a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> Tensor:
     return (da - a / b * db) / b
-
-
-def curvature_of(a: Tensor, b: Tensor, da: Tensor, db: Tensor, dda: Tensor, ddb: Tensor) -> Tensor:
-    return dda / b - 2 * da * db / b**2 - a * ddb / b**2 + 2 * a * db**2 / b**3
 
 
 def change_of(new_top: Tensor, new: Tensor, old_top: Tensor, old: Tensor) -> Tensor:

@@ -52,13 +52,14 @@ class Recorded:
             return self.influence_NS
         if name == "advantage":
             return self.batch.advantage_NS
-        if name == "reward" and self.batch.reward_N is None:
+        if name in ("reward", "correct") and self.batch.reward_N is None:
             raise ValueError(
                 "A selector reads 'reward', and the update batch has no reward_N. Record rewards "
                 "with the batch, or select by advantage."
             )
         per_rollout = {
             "reward": self.batch.reward_N,
+            "correct": self.batch.correct_N,
             "prompt": rollouts.prompt_N,
             "rollout": torch.arange(len(rollouts), device=device),
         }[name]

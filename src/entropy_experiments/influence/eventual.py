@@ -1,4 +1,4 @@
-"""What a line of the ledger does in the end, P and the slope held.
+"""What a part of the step does in the long run, P and the slope held.
 
     m' = b1 m + (1 - b1) c g          the gradient acts 1 + b1 + b1^2 + ... = 1 / (1 - b1) times
 
@@ -9,15 +9,15 @@ eventual share is 0.
 
 from __future__ import annotations
 
-from entropy_experiments.influence.lines import GRADIENT_LINES
+from entropy_experiments.influence.lines import GRADIENT_LINES, GRADIENT_PART
 from entropy_experiments.types import AdamGroup, Estimate, OptimizerState
 
 
 def eventual(
     name: str, line: Estimate, momentum_decay: float, *, coupled_decay: bool = False
 ) -> Estimate:
-    """`line` is what it does in this step."""
-    if name in GRADIENT_LINES or (name == "decay" and coupled_decay):
+    """`line` is what it does in this step: the gradient as a whole, or a line of the ledger."""
+    if name in (GRADIENT_PART, *GRADIENT_LINES) or (name == "decay" and coupled_decay):
         return line / (1 - momentum_decay)
     return 0.0 * line if name == "momentum" else line
 

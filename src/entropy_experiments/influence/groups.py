@@ -138,13 +138,13 @@ def _position(found: TokenInfluence) -> tuple[Tensor, list[str]]:
 
 
 def _correctness(found: TokenInfluence) -> tuple[Tensor, list[str]]:
-    reward_N = found.batch.reward_N
-    if reward_N is None:
+    correct_N = found.batch.correct_N
+    if correct_N is None:
         raise ValueError(
             "by='correctness' needs rewards, and this update batch has reward_N = None. Record "
             "them, or group by 'advantage_probability'."
         )
-    return (reward_N > 0).long()[:, None], ["incorrect", "correct"]
+    return correct_N.long()[:, None], ["incorrect", "correct"]
 
 
 def _rollout(found: TokenInfluence) -> tuple[Tensor, list[str]]:

@@ -27,6 +27,7 @@ from entropy_experiments.estimate.first_order import (
     slope_estimand,
 )
 from entropy_experiments.estimate.measured import measured as entropy_change
+from entropy_experiments.estimate.modes import Mode, used_forward_mode
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.estimate.reward import (
     check_rewards,
@@ -44,7 +45,6 @@ from entropy_experiments.influence.lines import (
     line_objectives,
     sum_rule_tolerance,
 )
-from entropy_experiments.numerics.derivatives import How
 from entropy_experiments.types import (
     Direction,
     Estimand,
@@ -120,7 +120,7 @@ def entropy_ledger(
     momentum_decay: float,
     coupled_decay: bool = False,
     form: SlopeForm = "to_go",
-    mode: How = "jvp",
+    mode: Mode = "auto",
     unit: Unit = "token",
     entropy: Entropy = "rao_blackwell",
     prompts: Prompts = "population",
@@ -143,7 +143,7 @@ def entropy_ledger(
     """
     slopes = {
         "form": form,
-        "mode": _forward(mode),
+        "mode": used_forward_mode(policy, evaluation, mode),
         "unit": unit,
         "entropy": entropy,
         "prompts": prompts,
@@ -192,7 +192,7 @@ def reward_ledger(
     *,
     momentum_decay: float,
     coupled_decay: bool = False,
-    mode: How = "jvp",
+    mode: Mode = "auto",
     prompts: Prompts = "population",
     horizon: int | None = None,
     microbatch: int = 8,
@@ -213,7 +213,7 @@ def reward_ledger(
     rewards_N = check_rewards(reward_N, evaluation)
     _refuse_rewards_of(batch, rewards_N, evaluation)
     shown = {"prompts": prompts, "horizon": horizon, "microbatch": microbatch}
-    slopes = {**shown, "mode": _forward(mode), "repackings": 0}
+    slopes = {**shown, "mode": used_forward_mode(policy, evaluation, mode), "repackings": 0}
     base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
     given = (policy, evaluation, rewards_N)
     known = _Known(
@@ -336,15 +336,6 @@ def _check_names(what: str, given: Iterable[str], step: _Step) -> None:
             f"{what} has {sorted(given)}; expected {step.names}: the parts {BASELINE_PARTS} of the "
             "direction and a line for every term of the objective."
         )
-
-
-def _forward(mode: How) -> How:
-    if mode == "reverse":
-        raise ValueError(
-            "mode='reverse' gives no per-rollout terms, hence no interval for what is "
-            "unexplained; expected 'jvp', 'double_backward' or 'central'."
-        )
-    return mode
 
 
 def _refuse_rewards_of(batch: UpdateBatch, reward_N: Tensor, evaluation: Rollouts) -> None:

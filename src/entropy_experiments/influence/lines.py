@@ -38,6 +38,8 @@ from entropy_experiments.types import (
 from entropy_experiments.types.direction import BASELINE_PARTS, check_finite, sum_of
 from entropy_experiments.update.objective import Objective, token_coefficients
 
+GRADIENT_PART = "gradient"
+"""Of a Direction; the lines below are what it is made of."""
 GRADIENT_LINES = ("positive", "negative", "kl", "entropy_bonus")
 LINES = (*BASELINE_PARTS, *GRADIENT_LINES)
 

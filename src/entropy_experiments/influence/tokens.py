@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.gradient import entropy_coefficients, weighted_gradient
+from entropy_experiments.estimate.modes import Mode, used_forward_mode
 from entropy_experiments.estimate.ratio import (
     check_estimand,
     check_repeatable,
@@ -174,7 +174,7 @@ def token_influence(
     *,
     estimand: Estimand,
     folds: int = 2,
-    mode: How = "jvp",
+    mode: Mode = "auto",
     microbatch: int = 8,
     base: Scores | None = None,
     scores: Scores | None = None,
@@ -188,14 +188,16 @@ def token_influence(
     batch under `trained`, `gradients` the g_H^(k) of `prompt_folds`, where another pass has made
     them. Costs one backward over E and, by jvp, one forward of U with `folds` derivatives.
     """
-    preconditioner = _checked(policy, trained, batch, direction, estimand, mode)
+    preconditioner = _checked(policy, trained, batch, direction, estimand)
     whole(evaluation)
     whole(batch.rollouts)
+    how = used_forward_mode(trained, batch.rollouts, mode)
+    _check_support(trained, how)
     require_full_precision(policy.params)
     fold_N = prompt_folds(evaluation, folds)
     check_repeatable(policy, evaluation)
     base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
-    if scores is None and mode == "central":
+    if scores is None and how == "central":
         scores = score_all(trained, trained.params, batch.rollouts, microbatch=microbatch)
 
     if gradients is None:
@@ -218,7 +220,7 @@ def token_influence(
             {name: preconditioner[name].double() * g.double() for name, g in g_k.items()}
             for g_k in gradients
         ],
-        mode=mode,
+        mode=how,
         microbatch=microbatch,
     )
     scores = scores or seen
@@ -278,7 +280,6 @@ def _checked(
     batch: UpdateBatch,
     direction: Direction,
     estimand: Estimand,
-    mode: str,
 ) -> Params:
     """The preconditioner, after refusing what does not fit together."""
     check_direction(policy, direction)
@@ -295,18 +296,16 @@ def _checked(
             "'gradient' part and a preconditioner, which say what each token's gradient became. "
             "An observed step has neither: rebuild it with compute_update_vector_adamw."
         )
-    if mode not in get_args(How):
-        raise ValueError(
-            f"mode={mode!r}; expected one of {get_args(How)}: influences are directional "
-            "derivatives of the update batch's scores, which reverse mode does not give."
-        )
-    if mode == "central" and trained.top_p < 1:
+    check_estimand(policy, estimand)
+    return direction.preconditioner
+
+
+def _check_support(trained: Policy, how: How) -> None:
+    if how == "central" and trained.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {trained.top_p:g}: a difference would step over changes "
             "of the truncated law's support. Use mode='jvp', which keeps the support."
         )
-    check_estimand(policy, estimand)
-    return direction.preconditioner
 
 
 def _by_module(g: Params, direction: Direction) -> dict[str, dict[str, float]]:

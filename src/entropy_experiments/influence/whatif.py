@@ -27,6 +27,7 @@ from torch import Tensor
 from entropy_experiments.estimate.curvature import curvature
 from entropy_experiments.estimate.first_order import PAIRED_WITH, first_order
 from entropy_experiments.estimate.measured import measured
+from entropy_experiments.estimate.modes import Mode, used_forward_mode
 from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.influence.budget import EntropyBudget, entropy_budget
@@ -43,7 +44,7 @@ from entropy_experiments.influence.token_table import (
 from entropy_experiments.influence.tokens import TokenInfluence, folds_of_coefficients
 from entropy_experiments.influence.whatif_answers import Confirmation, Prediction
 from entropy_experiments.influence.whatif_text import parse
-from entropy_experiments.numerics.derivatives import How, pullback_sum
+from entropy_experiments.numerics.derivatives import pullback_sum
 from entropy_experiments.types import (
     Direction,
     Estimate,
@@ -163,7 +164,7 @@ def confirm(
     whatif: WhatIf,
     *,
     max_grad_norm: float | None = None,
-    mode: How = "jvp",
+    mode: Mode = "auto",
     microbatch: int = 8,
     base: Scores | None = None,
     repackings: int = REPACKINGS,
@@ -190,7 +191,8 @@ def confirm(
         "microbatch": microbatch,
     }
     form = next(slope for slope, paired in PAIRED_WITH.items() if paired == estimand.form)
-    slopes = {**speaks, "form": form, "mode": mode, "repackings": 0}
+    how = used_forward_mode(policy, evaluation, mode)
+    slopes = {**speaks, "form": form, "mode": how, "repackings": 0}
     straight = lr * first_order(policy, evaluation, frozen, base=base, **slopes)
     if policy.top_p < 1:
         bend, recomputed = None, lr * first_order(policy, evaluation, real, base=base, **slopes)

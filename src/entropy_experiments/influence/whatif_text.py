@@ -33,6 +33,7 @@ COLUMNS = (
     "logprob",
     "entropy",
     "reward",
+    "correct",
     "k",
     "position",
     "rollout",
@@ -42,8 +43,8 @@ COLUMNS = (
 WORDS = {
     "positive": "advantage>0",
     "negative": "advantage<0",
-    "correct": "reward>0",
-    "wrong": "reward<=0",
+    "correct": "correct==1",
+    "wrong": "correct==0",
 }
 COMPARISON = re.compile(r"(\w+)\s*(<=|>=|==|!=|<|>)\s*(\S+)")
 

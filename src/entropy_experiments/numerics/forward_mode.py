@@ -48,7 +48,7 @@ def refuse_nested_forward_mode() -> None:
     if sum(level.key() == TransformType.Jvp for level in stack) > 1:
         raise RuntimeError(
             "Forward mode over forward mode reached the token scores, where torch would silently "
-            "drop terms. Use numerics.derivatives.pushforward2 for second derivatives."
+            "drop terms. Use numerics.second_order.pushforward2 for second derivatives."
         )
 
 

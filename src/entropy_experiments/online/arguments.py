@@ -25,6 +25,14 @@ def check_positive(**given: Any) -> None:
             raise ValueError(f"{name} is {value!r}; expected a number above 0.")
 
 
+def check_order(order: Any) -> None:
+    if isinstance(order, bool) or order not in (1, 2):
+        raise ValueError(
+            f"order is {order!r}; expected 1 (the straight line) or 2 (with its curvature, for one "
+            "more pass without gradients before the step)."
+        )
+
+
 def check_bare(model: Any) -> None:
     if isinstance(model, WRAPPERS):
         raise ValueError(

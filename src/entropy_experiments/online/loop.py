@@ -22,7 +22,12 @@ from typing import Any
 import torch
 
 from entropy_experiments.numerics.ranks import Ranks
-from entropy_experiments.online.arguments import check_bare, check_counts, check_positive
+from entropy_experiments.online.arguments import (
+    check_bare,
+    check_counts,
+    check_order,
+    check_positive,
+)
 from entropy_experiments.online.buffers import Buffer, Fixed, Fresh
 from entropy_experiments.online.drawing import chosen_rows, drawer
 from entropy_experiments.online.probe import OnlineProbe, named_gradients
@@ -38,7 +43,7 @@ class LoopProbe:
 
     `model` is the bare model: what DDP wraps, not the wrapper. On several ranks every one of them
     makes a LoopProbe, and enters `step()`, at the same time. `evaluation`: Rollouts or a buffer,
-    instead of drawing answers to `prompts`.
+    instead of drawing answers to `prompts`. `order=2` also predicts to second order.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class LoopProbe:
         max_overhead: float | None = 0.1,
         microbatch: int = 8,
         parts: bool = True,
+        order: int = 1,
         out: str | Path | None = None,
         on_row: Callable[[Mapping[str, Any]], None] = lambda _: None,
         seed: int = 0,
@@ -79,6 +85,7 @@ class LoopProbe:
         check_counts(drawn=drawn, group=group, uses=uses, microbatch=microbatch)
         if max_new_tokens is not None:
             check_counts(max_new_tokens=max_new_tokens)
+        check_order(order)
         check_positive(temperature=temperature)
         self._model, self._optimizer, self._on_row = model, optimizer, on_row
         self._next = 0
@@ -102,6 +109,7 @@ class LoopProbe:
                 horizon=max_new_tokens,
                 microbatch=microbatch,
                 parts=parts,
+                order=order,
                 ranks=ranks,
             )
 

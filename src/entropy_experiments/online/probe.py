@@ -7,11 +7,17 @@
     measurement = probe.after_step()
 
 Before: the optimizer's step is rebuilt from its state and the (clipped) gradient, and one pass of
-forward-mode differentiation over the evaluation rollouts gives H, its slope along the step, and the
-scores that the measurement starts from. After: one plain pass at the parameters as they now are.
+differentiation (forward mode, or what the model has: `estimate.modes`) over the evaluation rollouts
+gives H, its slope along the step, and the scores that the measurement starts from. After: one plain
+pass at the parameters as they now are.
 Both are of the same rollouts, so their difference is the bend of the curve and no sampling noise:
 
     bend = measured - predicted,      linear range = lr * 10 % * |predicted / bend|
+
+`order=2` adds one plain pass before the step, at theta - eta v. With Delta(-eta) measured there on
+the same rollouts the prediction is right to second order, and still made before the step is:
+
+    second order = 2 eta slope + Delta(-eta) = Delta(eta) + O(eta^3)
 
 Gradients are read, never written; the model's mode, `.grad` and the global random numbers stay as
 they are. Every rank calls both methods with the same gradient; microbatches are shared out.
@@ -25,6 +31,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from entropy_experiments.estimate.central import led_by_reverse
 from entropy_experiments.estimate.curvature import LINEAR_TOLERANCE
 from entropy_experiments.estimate.first_order import (
     SlopeForm,
@@ -32,12 +39,15 @@ from entropy_experiments.estimate.first_order import (
     slope_estimand,
     slope_of_scores,
 )
+from entropy_experiments.estimate.gradient import entropy_gradient
 from entropy_experiments.estimate.level import level_of_scores
-from entropy_experiments.estimate.measured import change
+from entropy_experiments.estimate.measured import change, even_part, step_rounding
+from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
-from entropy_experiments.numerics.derivatives import full_precision, norm, shifted
-from entropy_experiments.numerics.ranks import ALONE, Ranks
+from entropy_experiments.numerics.derivatives import How, dot, full_precision, norm, shifted
+from entropy_experiments.numerics.ranks import ALONE, Ranks, across
+from entropy_experiments.online.arguments import check_order
 from entropy_experiments.online.buffers import Buffer
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
 from entropy_experiments.types.direction import BASELINE_PARTS
@@ -52,12 +62,20 @@ class StepPrediction:
     entropy: Estimate
     """H before the step."""
     change: Estimate
+    """First order: the straight line."""
+    second_order: Estimate | None
+    """2 eta slope + Delta(-eta), paired with `change`; None with order=1."""
     baseline: Estimate | None
     """The part of momentum and weight decay."""
     lr: float
     grad_norm: float
     param_norm: float
     rollouts: int
+
+    @property
+    def best(self) -> Estimate:
+        """The prediction of the highest order there is."""
+        return self.change if self.second_order is None else self.second_order
 
     @property
     def direct(self) -> Estimate:
@@ -106,6 +124,12 @@ class StepMeasurement:
         return self.change - self.prediction.change
 
     @property
+    def second_miss(self) -> Estimate | None:
+        """What the second-order prediction missed, paired; None with order=1."""
+        second = self.prediction.second_order
+        return None if second is None else self.change - second
+
+    @property
     def linear_range(self) -> float | None:
         """The learning rate up to which the prediction would be within 10 % of the measurement."""
         bend = abs(self.bend.value)
@@ -138,11 +162,13 @@ class OnlineProbe:
         horizon: int | None = None,
         microbatch: int = 8,
         parts: bool = True,
+        order: int = 1,
         ranks: Ranks = ALONE,
     ) -> None:
+        check_order(order)
         self.policy, self.buffer, self.ranks = policy, buffer, ranks
         self.estimand = slope_estimand(policy, form=form, horizon=horizon)
-        self.microbatch, self.parts = microbatch, parts
+        self.microbatch, self.parts, self.order = microbatch, parts, order
         self.step = 0
         self._checked = False
         self.evaluated: Rollouts | None = None
@@ -168,29 +194,37 @@ class OnlineProbe:
             if not self._checked:
                 check_repeatable(self.policy, rollouts)
                 self._checked = True
+            mode = used_forward_mode(self.policy, rollouts, "auto")
             parts = self.parts or own is not None
             wanted = [direction, *([direction.only(*BASELINE_PARTS)] if parts else [])]
             base, slopes = scores_along(
                 self.policy,
                 rollouts,
                 [part.total for part in wanted],
+                mode=mode,
+                lr=direction.lr,
                 microbatch=self.microbatch,
                 ranks=self.ranks,
             )
             given = {name: value for name, value in gradient.items() if value is not None}
             in_sample, *baseline = (
-                direction.lr * slope_of_scores(base, slope, rollouts, self.estimand)
-                for slope in slopes
+                direction.lr * self._slope(base, slope, rollouts, part.total, mode)
+                for slope, part in zip(slopes, wanted, strict=True)
             )
             change = in_sample
             if own is not None:
-                change = direction.lr * self._across(own, direction, given, base, slopes)
+                change = direction.lr * self._across(own, direction, given, base, slopes, mode)
+            second = None
+            if self.order == 2:
+                # On its own batch only the bend is taken as it is seen (see `_corrected`).
+                second = change + even_part(in_sample, self._behind(direction, rollouts, base))
         if own is None:
             self.buffer.scored(base.logprob_NS)
         prediction = StepPrediction(
             step=self.step,
             entropy=level_of_scores(base, rollouts, self.estimand),
             change=change,
+            second_order=second,
             baseline=baseline[0] if baseline else None,
             lr=direction.lr,
             grad_norm=norm(given),
@@ -245,6 +279,33 @@ class OnlineProbe:
         self.step += 1
         return found
 
+    def _slope(
+        self, base: Scores, slope: Scores, rollouts: Rollouts, v: Params, mode: How
+    ) -> Estimate:
+        """Per unit learning rate; differences are led by one gradient."""
+        found = slope_of_scores(base, slope, rollouts, self.estimand, mode=mode)
+        if mode != "central":
+            return found
+        with across(self.ranks):
+            g_H = entropy_gradient(
+                self.policy,
+                rollouts,
+                estimand=self.estimand,
+                microbatch=self.microbatch,
+                base=base,
+            )
+        return led_by_reverse(found, found.value, dot(g_H, v))
+
+    def _behind(self, direction: Direction, rollouts: Rollouts, base: Scores) -> Estimate:
+        """Delta(-eta): the change that the opposite step would make. The model is not touched."""
+        params, eta = self.policy.params, -direction.lr
+        behind = shifted(params, direction.total, eta)
+        scores = score_all(
+            self.policy, behind, rollouts, microbatch=self.microbatch, ranks=self.ranks
+        )
+        rounding = step_rounding(params, behind, direction.total, eta)
+        return change(base, scores, rollouts, self.estimand, step_rounding=rounding)
+
     def _across(
         self,
         own: OwnBatch,
@@ -252,6 +313,7 @@ class OnlineProbe:
         gradient: Params,
         base: Scores,
         slopes: Sequence[Scores],
+        mode: How,
     ) -> Estimate:
         """The slope with every prompt's own share of the gradient left out of what it sees."""
         whole, baseline = slopes
@@ -260,13 +322,14 @@ class OnlineProbe:
             own,
             direction,
             {n: gradient.get(n, torch.zeros_like(p)) for n, p in self.policy.params.items()},
+            mode=mode,
             microbatch=self.microbatch,
             ranks=self.ranks,
         )
         of_gradient = Scores(*(a_NS - b_NS for a_NS, b_NS in zip(whole, baseline, strict=True)))
         across = own.across(of_gradient, mine)
         total = Scores(*(a_NS + b_NS for a_NS, b_NS in zip(across, baseline, strict=True)))
-        return slope_of_scores(base, total, own.batch.rollouts, self.estimand)
+        return slope_of_scores(base, total, own.batch.rollouts, self.estimand, mode=mode)
 
     def skip(self) -> None:
         """This step is not probed; what was begun for it is forgotten."""

@@ -45,6 +45,8 @@ def row_of(found: StepMeasurement, *, step: int, probed_steps: int, overhead: fl
         ("bend", found.bend),
     ):
         row |= _with_interval(name, estimate)
+    for name, estimate in _of_second_order(found):
+        row |= dict.fromkeys(_columns(name)) if estimate is None else _with_interval(name, estimate)
     row |= {
         "direct": prediction.direct.value,
         "state": prediction.state.value,
@@ -60,13 +62,11 @@ def row_of(found: StepMeasurement, *, step: int, probed_steps: int, overhead: fl
         "step_norm": found.moved,
         "step_mismatch": found.mismatch,
         "skipped": float(found.skipped),
-        "trusted": float(
-            found.change.trusted and prediction.change.trusted and not found.never_made
-        ),
+        "trusted": float(found.change.trusted and prediction.best.trusted and not found.never_made),
         "rollouts": prediction.rollouts,
         "probed_steps": probed_steps,
         "overhead": overhead,
-        "why_not": list(dict.fromkeys((*never, *prediction.change.why_not, *found.change.why_not))),
+        "why_not": list(dict.fromkeys((*never, *prediction.best.why_not, *found.change.why_not))),
     }
     return _without_nan(row, _reasons(found))
 
@@ -109,7 +109,18 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 
 def _with_interval(name: str, estimate: Estimate) -> dict[str, float | None]:
     low, high = estimate.interval or (None, None)
-    return {name: estimate.value, f"{name}_low": low, f"{name}_high": high}
+    return dict(zip(_columns(name), (estimate.value, low, high), strict=True))
+
+
+def _columns(name: str) -> tuple[str, str, str]:
+    return name, f"{name}_low", f"{name}_high"
+
+
+def _of_second_order(found: StepMeasurement) -> tuple[tuple[str, Estimate | None], ...]:
+    return (
+        ("second_order", found.prediction.second_order),
+        ("second_miss", found.second_miss),
+    )
 
 
 def _reasons(found: StepMeasurement) -> dict[str, str]:
@@ -126,7 +137,11 @@ def _reasons(found: StepMeasurement) -> dict[str, str]:
         ("predicted", prediction.change),
         ("measured", found.change),
         ("bend", found.bend),
+        *_of_second_order(found),
     ):
+        if estimate is None:
+            reasons |= dict.fromkeys(_columns(name), "order=1")
+            continue
         why = "; ".join(estimate.own_reasons) or "no interval"
         reasons |= {f"{name}_low": why, f"{name}_high": why}
     return reasons

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.numerics.ranks import Ranks
-from entropy_experiments.online.arguments import check_counts
+from entropy_experiments.online.arguments import check_counts, check_order
 from entropy_experiments.online.buffers import Buffer, Fixed, Fresh, Given
 from entropy_experiments.online.drawing import drawer
 from entropy_experiments.online.facts_file import refuse_unknown
@@ -45,6 +45,7 @@ from entropy_experiments.online.trl_batch import (
     EvaluationPrompts,
     other_rollouts,
     own_batch,
+    refuse_other_trl,
     refuse_unsupported,
     unwrapped_optimizer,
     update_batch,
@@ -84,6 +85,7 @@ class EntropyProbeCallback(TrainerCallback):
     drawn anew for every `uses` probed steps; "half", those of the generation batch that the step
     does not learn from; "batch", the very rollouts it learns from, prompts judged by the others'
     gradients; or Rollouts of your own. `prompts` and `group`: how many are drawn.
+    `order`: 2 also predicts to second order, for one more pass without gradients before the step.
     `record`: a folder that keeps every step's batch, for a replay by the offline commands; `facts`:
     what else they should know, such as {"dataset_name": "gsm8k", "reward_functions": [...]}.
     `ledger_every`: at every so many steps the whole ledger with each token's influence, in a run
@@ -102,6 +104,7 @@ class EntropyProbeCallback(TrainerCallback):
         uses: int = 1,
         microbatch: int = 8,
         parts: bool = True,
+        order: int = 1,
         record: str | Path | None = None,
         facts: Mapping[str, Any] | None = None,
         ledger_every: int | None = None,
@@ -116,6 +119,7 @@ class EntropyProbeCallback(TrainerCallback):
             )
         check_counts(prompts=prompts, least=MIN_PROMPTS)  # fewer give no error bar
         check_counts(group=group, uses=uses, microbatch=microbatch)
+        check_order(order)
         if record is not None and not isinstance(record, str | Path):
             raise ValueError(f"record is {record!r}; expected the path of a folder, or None.")
         if facts is not None and not isinstance(facts, Mapping):
@@ -126,6 +130,7 @@ class EntropyProbeCallback(TrainerCallback):
         Throttle(**self._throttle_options)  # bad options are refused now, not hours later
         self.evaluation, self.prompts, self.group = evaluation, prompts, group
         self.uses, self.microbatch, self.parts, self.seed = uses, microbatch, parts, seed
+        self.order = order
         refuse_ledger(ledger_every, evaluation)
         if noise_window is not None and noise_window < MIN_STEPS:
             raise ValueError(
@@ -273,6 +278,7 @@ class EntropyProbeCallback(TrainerCallback):
         )
 
     def _probe(self) -> OnlineProbe:
+        refuse_other_trl(self.trainer)  # guarded: training goes on, without the probe
         args = self.trainer.args
         policy = SequenceProcessor(self._model, temperature=args.temperature)
         return OnlineProbe(
@@ -281,6 +287,7 @@ class EntropyProbeCallback(TrainerCallback):
             horizon=args.max_completion_length,
             microbatch=self.microbatch,
             parts=self.parts,
+            order=self.order,
             ranks=self._begun().ranks,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -39,12 +40,25 @@ def refuse_unsupported(trainer: Any) -> None:
             "differentiation does not pass through shards. Expected plain, DDP or single-device "
             "training. Probe saved checkpoints offline: entropy-probe run."
         )
-    missing = [name for name in PRIVATES if not hasattr(trainer, name)]
-    if missing:
+    grpo = any(base.__name__ == "GRPOTrainer" for base in type(trainer).__mro__)
+    if not grpo and (missing := _missing_names(trainer)):
         raise ValueError(
-            f"{type(trainer).__name__} has no {', '.join(missing)}; expected TRL's GRPOTrainer "
+            f"{type(trainer).__name__} has no {missing}; expected TRL's GRPOTrainer "
             "(trl 1.16). For another trainer use entropy_experiments.online.loop."
         )
+
+
+def refuse_other_trl(trainer: Any) -> None:
+    """A GRPOTrainer of a TRL version without the names that the probe reads."""
+    if missing := _missing_names(trainer):
+        raise ValueError(
+            f"{type(trainer).__name__} of trl {version('trl')} has no {missing}; expected trl "
+            "1.16. Upgrade it, or probe saved checkpoints offline: entropy-probe run."
+        )
+
+
+def _missing_names(trainer: Any) -> str:
+    return ", ".join(name for name in PRIVATES if not hasattr(trainer, name))
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -114,6 +114,7 @@ def load_causal_lm(
         more["quantization_config"] = quantization
     if device_map is not None:
         more["device_map"] = device_map
+    refuse_kernels(Path(location) / MODEL_CONFIG)
     with quiet_transformers():
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -374,7 +375,26 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+KERNEL_KEYS = ("_attn_implementation", "attn_implementation", "_attn_implementation_internal")
+
+
+def refuse_kernels(file: Path) -> None:
+    """A config may name an attention kernel on the hub, which some transformers load as code."""
+    if not file.is_file():
+        return
+    content = read_json(file)
+    for part in (content, *(value for value in content.values() if isinstance(value, dict))):
+        for key in KERNEL_KEYS:
+            name = part.get(key)
+            if isinstance(name, str) and "/" in name:
+                raise ValueError(
+                    f"{file}: {key} is {name!r}, code on a hub; expected 'sdpa', 'eager' or none, "
+                    "and nothing was loaded. Take the key out of the file."
+                )
+
+
 def model_config(location: str) -> Any:
+    refuse_kernels(Path(location) / MODEL_CONFIG)
     try:
         return AutoConfig.from_pretrained(location, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -30,7 +30,9 @@ from entropy_experiments.policy.calling import (
     differentiated_fully,
     dora_layers,
     evaluating,
+    expert_configs,
     layers_without_gradients,
+    plain_experts,
     plain_inputs,
     quickest_attention,
     recomputed,
@@ -72,6 +74,7 @@ class CalledModel:
         self._adapters = plain_lora_layers(model)
         self._padded, self._as_trained = trains_padded_embeddings(model), training_gradient
         self._parts: Parts | None = find_parts(model)
+        self._experts = expert_configs(model)
         self.contexts = Contexts.of(model)
         self.padding_index: int | None = None
         """What positions are counted from, as RoBERTa does; None: they are 0, 1, 2, ...."""
@@ -173,6 +176,7 @@ class CalledModel:
             evaluating(self.model),
             plain_inputs(self.model),
             quickest_attention(),
+            plain_experts(self._experts),
             differentiated_fully(self._dora),
             fused_adapters(self._adapters),
             PaddingRows(frozen=self._as_trained) if self._padded else nullcontext(),

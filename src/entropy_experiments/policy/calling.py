@@ -17,6 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from entropy_experiments.types import Params
 
+EXPERTS = "_experts_implementation_internal"
+"""Where transformers keeps the name of the kernel. Its public setter goes through all modules, and
+this is set at every call."""
+
 
 def causal_lm(model: nn.Module) -> Any:
     """The transformers model inside a PeftModel, or the model itself."""
@@ -92,6 +96,34 @@ def quickest_attention() -> Any:
     Fused kernels have neither forward mode nor a double backward.
     """
     return nullcontext() if nothing_differentiated() else math_attention()
+
+
+def expert_configs(model: nn.Module) -> tuple[Any, ...]:
+    """Configs that say by which kernel a mixture's experts are computed; each once."""
+    found = {
+        id(module.config): module.config
+        for module in model.modules()
+        if getattr(getattr(module, "config", None), EXPERTS, None) not in (None, "eager")
+    }
+    return tuple(found.values())
+
+
+@contextmanager
+def plain_experts(configs: Sequence[Any]) -> Iterator[None]:
+    """Under a transform of torch.func, a mixture's experts go one after another.
+
+    Grouped products have no forward mode. The numbers are the same but for rounding; elsewhere the
+    model's own kernel runs, as in training.
+    """
+    configs = configs if get_interpreter_stack() else ()
+    before = [getattr(config, EXPERTS) for config in configs]
+    for config in configs:
+        setattr(config, EXPERTS, "eager")
+    try:
+        yield
+    finally:
+        for config, own in zip(configs, before, strict=True):
+            setattr(config, EXPERTS, own)
 
 
 @contextmanager

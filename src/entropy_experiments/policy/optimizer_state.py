@@ -15,7 +15,9 @@ What remains untold is which of two parameters of equal shape came first: `not_v
 from __future__ import annotations
 
 import json
+import math
 import pickle
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 
 from entropy_experiments.policy.layout import PARAM_NAMES
 from entropy_experiments.policy.sharded_state import sharded_optimizer, unwrapped
+from entropy_experiments.policy.zip_crc import check_crc, is_zip
 from entropy_experiments.types import AdamGroup, OptimizerState, SGDGroup
 
 MOMENTS = {
@@ -41,8 +44,11 @@ Groups = list[list[str]]
 
 
 def load_safely(path: Path, *, mmap: bool = False) -> Any:
-    """torch.load that runs no code: a file that wants to is refused."""
+    """torch.load that runs no code and takes no damaged number: such files are refused."""
     try:
+        with path.open("rb") as file:
+            if is_zip(file):
+                check_crc(file)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         first = str(error).strip().splitlines()[0]
@@ -50,6 +56,11 @@ def load_safely(path: Path, *, mmap: bool = False) -> Any:
             f"{path} was refused: it holds more than tensors and plain values, and nothing in it "
             f"was executed ({first}). Expected a state dict: if you trust the file, save its "
             "tensors again in that form (weights as safetensors)."
+        ) from error
+    except zipfile.BadZipFile as error:
+        raise ValueError(
+            f"{path} cannot be read: it is truncated or damaged ({error}); expected the bytes "
+            "that torch.save wrote. Copy the file again, or use another checkpoint."
         ) from error
     except (EOFError, RuntimeError, OSError, KeyError) as error:
         raise ValueError(
@@ -301,6 +312,11 @@ def _entry(
             continue
         if key == "step":
             entry[key] = value.clone() if isinstance(value, Tensor) else value
+            if not (float(value) >= 0 and float(value).is_integer()):
+                raise ValueError(
+                    f"{path}: step of {name!r} is {float(value):g}; expected a count of steps, 0 "
+                    "or more. The file is damaged or was edited: use another checkpoint."
+                )
             continue
         if not isinstance(value, Tensor):
             raise ValueError(
@@ -353,7 +369,27 @@ def _group(
             "Adam's"
         )
     decoupled = bool(group.get("decoupled_weight_decay", True))
-    return AdamGroup.of(group, names, decoupled=decoupled)
+    made = AdamGroup.of(group, names, decoupled=decoupled)
+    _check_range(path, made)
+    return made
+
+
+def _check_range(path: Path, group: AdamGroup) -> None:
+    """torch refuses these when an optimizer is made, and loads them without a word."""
+    b1, b2 = group.betas
+    wrong = {
+        "lr": (group.lr, 0 <= group.lr < math.inf, "0 or more"),
+        "betas[0]": (b1, 0 <= b1 < 1, "0 or more and below 1"),
+        "betas[1]": (b2, 0 <= b2 < 1, "0 or more and below 1"),
+        "eps": (group.eps, 0 <= group.eps < math.inf, "0 or more"),
+        "weight_decay": (group.weight_decay, 0 <= group.weight_decay < math.inf, "0 or more"),
+    }
+    for name, (value, right, expected) in wrong.items():
+        if not right:
+            raise ValueError(
+                f"{path}: {name} of a parameter group is {value:g}; expected {expected}. The file "
+                "is damaged or was edited: use another checkpoint."
+            )
 
 
 def _alike(named: Mapping[str, Tensor]) -> int:

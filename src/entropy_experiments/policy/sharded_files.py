@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from entropy_experiments.policy.sharded_metadata import (
     fields_of,
     read_metadata,
 )
+from entropy_experiments.policy.zip_crc import check_crc, is_zip
 
 SHARD = ".distcp"
 VERSIONS = (None, "1.0.0")
@@ -110,7 +110,10 @@ class ShardedFiles:
             file.seek(where.start)
             content = file.read(where.length)
         try:
-            _check_crc(content)
+            if not is_zip(stream := io.BytesIO(content)):
+                # torch.load would take it for its format of before 1.6, which is older than DCP.
+                raise zipfile.BadZipFile("it is not a zip file, as torch.save writes")
+            check_crc(stream)
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             first = str(error).strip().splitlines()[0]
@@ -173,24 +176,6 @@ def newer_shards(folder: Path) -> tuple[str, ...]:
         f"whether the shards are of one save: {folder.name}/{late[0]} ({len(late)} in all) is "
         f"newer than {METADATA}, which is written last, as after a copy or another save",
     )
-
-
-def _check_crc(content: bytes) -> None:
-    """A flipped bit among the numbers is another number, and torch.load gives it back."""
-    if not content.startswith(b"PK\x03\x04"):
-        # torch.load would take it for its format of before 1.6, which is older than DCP.
-        raise zipfile.BadZipFile("it is not a zip file, as torch.save writes")
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as records:
-            listed = records.infolist()
-            if any(record.compress_type != zipfile.ZIP_STORED for record in listed):
-                raise zipfile.BadZipFile("a record is compressed, as torch.save writes none")
-            # None at all: the trainer asked for that (torch.serialization.set_crc32_options).
-            bad = records.testzip() if any(r.CRC for r in listed if r.file_size) else None
-    except (struct.error, ArithmeticError, ValueError) as error:
-        raise zipfile.BadZipFile(str(error)) from error
-    if bad is not None:
-        raise zipfile.BadZipFile(f"the CRC of {bad!r} is another one than was written")
 
 
 def _slices(folder: Path, found: Any) -> dict[Key, Slice]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from entropy_experiments.influence.eventual import eventual
 from entropy_experiments.types import Attribution, Estimate, Rollouts, Scores, UpdateBatch
 from entropy_experiments.types.direction import BASELINE_PARTS
 from entropy_experiments.update.adamw import UpdateStats
@@ -25,6 +26,8 @@ class Findings:
     """What the optimizer holds; another one only if the config says so. 0: no step follows."""
     momentum_decay: float
     """b1: a batch's gradient acts on 1 / (1 - b1) steps' worth in the end."""
+    coupled_decay: bool
+    """Weight decay is added to the gradient (Adam with L2) and lives on in momentum as it does."""
     level: Estimate
     """H before the step."""
     predicted: Attribution | None
@@ -63,9 +66,19 @@ class Findings:
         return self.lr_stored > 0 and self.lr != self.lr_stored
 
     @property
+    def form(self) -> str:
+        """Of the importance weights; the prediction is the derivative of that measurement."""
+        return self.level.estimand.form
+
+    @property
     def change(self) -> Estimate | None:
         """The measured change at the learning rate."""
         return None if self.measured is None else self.measured[self.lr]
+
+    @property
+    def mode(self) -> str | None:
+        """How the prediction was differentiated: jvp, double_backward, reverse or central."""
+        return None if self.predicted is None else self.predicted.total.diagnostics.get("mode")
 
     @property
     def difference(self) -> Estimate | None:
@@ -102,9 +115,7 @@ class Findings:
     @property
     def gradient_eventual(self) -> Estimate | None:
         """What this batch does through this step and, as momentum, through those that follow."""
-        if self.predicted is None:
-            return None
-        return self.predicted.lines["gradient"] / (1 - self.momentum_decay)
+        return self._eventual("gradient")
 
     @property
     def baseline_eventual(self) -> float | None:
@@ -112,11 +123,17 @@ class Findings:
 
         Momentum has none: it is what earlier batches do in the end.
         """
-        if self.predicted is None or self.gradient_eventual is None:
+        decay, gradient = self._eventual("decay"), self._eventual("gradient")
+        if decay is None or gradient is None:
             return None
-        decay = self.predicted.lines["decay"].value
-        total = decay + self.gradient_eventual.value
-        return decay / total if total else None
+        total = decay.value + gradient.value
+        return decay.value / total if total else None
+
+    def _eventual(self, part: str) -> Estimate | None:
+        if self.predicted is None:
+            return None
+        line = self.predicted.lines[part]
+        return eventual(part, line, self.momentum_decay, coupled_decay=self.coupled_decay)
 
     def _repr_html_(self) -> str:
         from entropy_experiments.report.notebook import probe_html
@@ -146,7 +163,7 @@ def results_of(found: Findings) -> dict[str, Any]:
     estimates = {"H_orig": found.level}
     if found.predicted is not None:
         total = found.predicted.total
-        out |= {"deltaH1": total.value, "bars_dot": total.value / found.lr}
+        out |= {"deltaH1": total.value, "bars_dot": total.value / found.lr, "mode": found.mode}
         estimates |= {"deltaH1": total, "baseline": found.baseline, "bars_dot": total / found.lr}
         if found.to_go is not None:
             out["deltaH1_to_go"] = found.to_go.value

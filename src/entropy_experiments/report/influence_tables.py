@@ -197,10 +197,15 @@ def _trust(evaluation: Mapping[str, Any]) -> list[str]:
                 "batch_config.B_E."
             )
     ledger = _entropy(evaluation) or {}
-    for name in ("predicted", "measured"):
+    for name, what in (("predicted", "predicted change"), ("measured", "measured change")):
         why_not = ledger[name].get("why_not") if name in ledger else None
         if why_not:
-            lines.append(f"The {name} change is NOT trusted: {'; '.join(why_not)}.")
+            lines.append(f"The {what} is NOT trusted: {'; '.join(why_not)}.")
+    why_not = (ledger.get("curvature") or {}).get("why_not")
+    if why_not:
+        lines.append(
+            f"The curvature, and with it what is unexplained, is NOT trusted: {'; '.join(why_not)}."
+        )
     return [*lines, *(f"Doubt: {doubt}." for doubt in evaluation.get("doubts", ()))]
 
 

@@ -14,6 +14,8 @@ from math import hypot
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.report.trajectory_file import CHANGES
+
 NAME = "entropy_probe.jsonl"
 LEFT_OUT = "steps were left out (every, max_overhead): the changes of the others do not add up"
 
@@ -28,20 +30,24 @@ def read_training(path: str | Path) -> dict[str, Any]:
     """The keys of a trajectory.json, and `not_summed`: why there are no sums, or None."""
     path = Path(path)
     rows = _rows(path)
-    known = [at for at, row in enumerate(rows) if row["entropy"] is not None]
-    if len(known) < 2:
+    levels = [at for at, row in enumerate(rows) if row["entropy"] is not None]
+    if len(levels) < 2:
         raise ValueError(
-            f"{path} has {len(known)} steps whose entropy is known; expected two or more. Train "
+            f"{path} has {len(levels)} steps whose entropy is known; expected two or more. Train "
             "on, or probe more often (every)."
         )
-    rows = rows[known[0] : known[-1] + 1]
+    rows = rows[levels[0] : levels[-1] + 1]
     *steps, last = rows
     gaps = any(b["step"] - a["step"] > 1 for a, b in pairwise(rows))
     lacking = any(row[name] is None for row in steps for name in ("predicted", "measured"))
     why = LEFT_OUT if gaps else "a change is not known in every step" if lacking else None
+    # Rows with order=1, and those of earlier versions, have no second order: then there is no sum.
+    known = {name: not any(row.get(name) is None for row in steps) for name in CHANGES}
     sums = {
-        name: [None] * len(steps) if why else list(accumulate(row[name] for row in steps))
-        for name in ("predicted", "measured")
+        name: list(accumulate(row[name] for row in steps))
+        if known[name] and not why
+        else [None] * len(steps)
+        for name in CHANGES
     }
     rewards = _rewards(path.parent)
     first, end = (_estimate(row, "entropy") for row in (rows[0], last))
@@ -53,10 +59,8 @@ def read_training(path: str | Path) -> dict[str, Any]:
             {
                 "step": row["step"],
                 "level": _estimate(row, "entropy"),
-                "predicted": _estimate(row, "predicted"),
-                "measured": _estimate(row, "measured"),
-                "predicted_sum": _alone(sums["predicted"][at]),
-                "measured_sum": _alone(sums["measured"][at]),
+                **{name: _estimate(row, name) for name in CHANGES},
+                **{f"{name}_sum": _alone(sums[name][at]) for name in CHANGES},
                 "reward": rewards.get(row["step"] + 1),
             }
             for at, row in enumerate(steps)
@@ -68,8 +72,7 @@ def read_training(path: str | Path) -> dict[str, Any]:
         "rows": len(rows),
         "doubts": list(doubts),
         "total": {
-            "predicted": _alone(sums["predicted"][-1]),
-            "measured": _alone(sums["measured"][-1]),
+            **{name: _alone(sums[name][-1]) for name in CHANGES},
             "fresh": _difference(end, first),
         },
     }
@@ -109,7 +112,7 @@ def last_branch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _estimate(row: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    if row[name] is None:
+    if row.get(name) is None:
         return None
     ends = [row.get(f"{name}_low"), row.get(f"{name}_high")]
     interval = None if None in ends else ends

@@ -1,8 +1,9 @@
 """A run's entropy over its steps as a file: trajectory.json.
 
-    steps[i]    step, level, predicted, measured, reward; and both changes summed up to here
+    steps[i]    step, level, predicted, second_order, measured, reward; and the changes summed up
+                to here
     last        entropy after the last step
-    total       predicted, measured and fresh, from the first checkpoint to the last
+    total       predicted, second_order, measured and fresh, from the first checkpoint to the last
 
 Sums have intervals of their own: steps share their prompts, so their errors do not just add up.
 """
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 FORMAT = "entropy_experiments.trajectory"
 SCHEMA = 1
 NAME = "trajectory.json"
+CHANGES = ("predicted", "second_order", "measured")
+TOTALS = (*CHANGES, "fresh")
 
 
 class Run(Protocol):
@@ -34,6 +37,8 @@ class Run(Protocol):
     def last(self) -> Estimate: ...
     @property
     def predicted(self) -> Estimate: ...
+    @property
+    def second_order(self) -> Estimate: ...
     @property
     def measured(self) -> Estimate: ...
     @property
@@ -53,10 +58,11 @@ def write_trajectory(run: Run, path: str | Path) -> Path:
             {
                 "step": step.step,
                 "level": numbers(step.level),
-                "predicted": numbers(step.predicted),
-                "measured": numbers(step.measured),
-                "predicted_sum": numbers(combine([(1.0, s.predicted) for s in so_far])),
-                "measured_sum": numbers(combine([(1.0, s.measured) for s in so_far])),
+                **{name: numbers(getattr(step, name)) for name in CHANGES},
+                **{
+                    f"{name}_sum": numbers(combine([(1.0, getattr(s, name)) for s in so_far]))
+                    for name in CHANGES
+                },
                 "reward": step.reward,
             }
         )
@@ -66,7 +72,7 @@ def write_trajectory(run: Run, path: str | Path) -> Path:
         "unit": run.last.estimand.unit,
         "steps": rows,
         "last": numbers(run.last),
-        "total": {name: numbers(getattr(run, name)) for name in ("predicted", "measured", "fresh")},
+        "total": {name: numbers(getattr(run, name)) for name in TOTALS},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=1, allow_nan=False).encode())
@@ -76,6 +82,11 @@ def write_trajectory(run: Run, path: str | Path) -> Path:
 def last_step(found: Mapping[str, Any]) -> int:
     """Where the run has come to: of a probed training, whose last row says it, or one step on."""
     return found.get("last_step", found["steps"][-1]["step"] + 1)
+
+
+def best_prediction(total: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The summed prediction of the highest order there is; None: nothing is summed."""
+    return total.get("second_order") or total["predicted"]
 
 
 def read_trajectory(path: str | Path) -> dict[str, Any]:

@@ -29,6 +29,10 @@ def spoken(estimate: Estimate) -> str:
     return f"{estimate.value:+.4g} nats ({bar})"
 
 
+SLOPE_FORM = {"snis": "matched", "per_decision": "to-go"}
+WEIGHTS = {"snis": "whole-response", "per_decision": "per-decision"}
+
+
 def _headline(found: Findings) -> list[str]:
     what = (
         f"The update that training made after {found.checkpoint}"
@@ -46,11 +50,13 @@ def _headline(found: Findings) -> list[str]:
         f" at temperature {found.level.estimand.temperature:g}"
     )
     if found.predicted is not None:
-        lines.append(f"  predicted change {spoken(found.predicted.total)}")
+        lines.append(
+            f"  predicted change {spoken(found.predicted.total)}, {SLOPE_FORM[found.form]} form"
+        )
         if found.to_go is not None:
             lines.append(f"    less variance  {spoken(found.to_go)}, in the to-go form")
     if found.change is not None:
-        lines.append(f"  measured change  {spoken(found.change)}")
+        lines.append(f"  measured change  {spoken(found.change)}, {WEIGHTS[found.form]} weights")
     if change is not None and found.level.value > 0:
         lines.append(f"  that is          {change.value / found.level.value:+.2%} of the entropy")
     return lines
@@ -67,24 +73,14 @@ def _comparison(found: Findings) -> list[str]:
         )
         lines.append(f"  difference       {spoken(gap)}, paired{share}")
     if found.bend is not None and found.predicted is not None:
-        lines.append(
-            f"  curvature adds   {spoken(found.bend)}; the straight line holds within 10 % up to "
-            f"learning rate {_rate(found.linear_range)}"
+        reach = (
+            f"the straight line holds within 10 % up to learning rate {_rate(found.linear_range)}"
+            if found.bend.trusted
+            else "not trusted, so how far the straight line holds is not known"
         )
-        if found.difference is not None and found.difference.interval is not None:
-            rest = found.difference + found.bend
-            explained = found.difference.covers(0.0) or rest.covers(0.0)
-            lines.append(
-                "  so the prediction "
-                + (
-                    "agrees with the measurement"
-                    if found.difference.covers(0.0)
-                    else "misses the measurement by its curvature"
-                    if explained
-                    else "misses the measurement by more than its curvature: the step is outside "
-                    "the range where two orders suffice"
-                )
-            )
+        lines.append(f"  curvature adds   {spoken(found.bend)}; {reach}")
+    if found.difference is not None and found.difference.interval is not None:
+        lines.append(f"  so the prediction {_agreement(found)}")
     if found.bend is None and found.predicted is not None:
         lines.append(
             "  no curvature, hence no linear range (approx_delta_h.curvature: false, method: "
@@ -95,6 +91,44 @@ def _comparison(found: Findings) -> list[str]:
     if found.change is None:
         lines.append("  the measurement was skipped (importance.enabled: false)")
     return lines
+
+
+AGREEMENT = 0.1
+"""Of the measured change: how far the paired interval may reach for the prediction to agree."""
+
+
+def _agreement(found: Findings) -> str:
+    """Whether prediction and measurement agree, said only as far as the paired interval reaches."""
+    gap, change = found.difference, found.change
+    assert gap is not None
+    assert gap.interval is not None
+    assert change is not None
+    if max(map(abs, gap.interval)) <= AGREEMENT * abs(change.value):
+        return f"agrees with the measurement, to within {AGREEMENT:.0%} of the change"
+    if change.interval is not None and change.covers(0.0) and gap.covers(0.0):
+        return "agrees with the measurement, whose change is below its own noise"
+    share = f" ({abs(gap.value / change.value):.0%} off)" if change.value else ""
+    off = f"does not agree with the measurement{share}"
+    known = found.bend is not None and found.bend.trusted
+    reach = found.linear_range if known else None
+    if abs(gap.value) > AGREEMENT * abs(change.value) and reach is not None and found.lr > reach:
+        return (
+            f"{off}: the step is too long for a straight line, {found.lr / reach:.2g} times its "
+            "linear range"
+        )
+    if gap.covers(0.0):
+        return (
+            "cannot be told from the measurement, nor shown to agree within "
+            f"{AGREEMENT:.0%}: the paired interval is too wide. More evaluation rollouts "
+            "(batch_config.B_E) would decide"
+        )
+    if found.bend is None:
+        return off
+    if not known:
+        return f"{off}, and its curvature is not trusted to say why"
+    if (gap + found.bend).covers(0.0):
+        return f"{off}: it misses by its curvature"
+    return f"{off}: it misses by more than its curvature, two orders do not suffice here"
 
 
 def _origin(found: Findings) -> list[str]:
@@ -130,8 +164,18 @@ def _percent(share: float | None) -> str:
     return f"{share:.1%}" if abs(share) >= 0.0005 else "none"
 
 
+DIFFERENTIATED = {
+    "double_backward": "by two backward passes: the model has no forward mode",
+    "reverse": "by one gradient, without error bars",
+    "central": "by one gradient, with the spread of differences for error bars",
+}
+"""Forward mode is the rule, and not worth a line."""
+
+
 def _trust(found: Findings) -> list[str]:
     lines = []
+    if found.mode in DIFFERENTIATED:
+        lines.append(f"Differentiated {DIFFERENTIATED[found.mode]} ({found.mode}).")
     if found.change is not None:
         weights = found.change.diagnostics["weights"]
         k_hat = "" if weights.k_hat is None else f", k-hat {weights.k_hat:.2f}"
@@ -142,6 +186,7 @@ def _trust(found: Findings) -> list[str]:
     spoken_of = [
         ("prediction", found.predicted.total if found.predicted else None),
         ("measurement", found.change),
+        ("curvature", None if found.bend is None or found.bend.trusted else found.bend),
     ]
     if found.predicted and found.predicted.total.trusted:
         gradient = found.predicted.lines["gradient"]

@@ -8,7 +8,9 @@ so which rollouts share a batch changes no draw (beyond rounding of the logits),
 setting (top_k, repetition penalty, a generation_config's temperature) can bend the law. With
 top_p < 1 p is `numerics.entropy.nucleus`'s law, which is also the one that is scored.
 
-Prompts are padded on the left and computed once per prompt; rows that end leave the batch.
+Prompts are padded on the left and computed once per prompt; rows that end leave the batch. Where a
+model's cache does not give the logits of the whole sequence (a state that it keeps to itself, rows
+that cannot leave), which a few tokens show, every step computes the whole sequences again.
 
 Where ranks need each other for a pass (`policy.sharded`), another token on one of them, by a last
 digit of its logits, would part their ways. So rank 0 draws, and the others are `told` each step.
@@ -20,15 +22,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from entropy_experiments.numerics.entropy import nucleus
+from entropy_experiments.policy.parts import FAILURES, alike
 from entropy_experiments.policy.positions import counted, following, tokens_counted
 
 REPORT_EVERY = 16
 """Decode steps between two reports of progress."""
+
+_right_caches: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +90,121 @@ class LastLogits:
     def __call__(self, **inputs: Any) -> Tensor:
         if self._head is None:
             return _full(self.model(**inputs, logits_to_keep=1).logits[:, -1])
-        hidden_ND = self._decoder(**inputs)[0][:, -1].to(self._weight.device)
-        return nn.functional.linear(_full(hidden_ND), self._weight, self._bias)
+        return self._of_hidden(self._decoder(**inputs)[0][:, -1])
+
+    def of_whole(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """The same without a cache: whole sequences, padded on the right, where nothing looks."""
+        width = max(map(len, rows))
+        tokens_NS = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+        tokens_NS = tokens_NS.to(self.device)
+        inputs = {
+            "input_ids": tokens_NS,
+            "position_ids": counted(tokens_NS, self.padding_index),
+            "attention_mask": torch.ones_like(tokens_NS),
+            "use_cache": False,
+        }
+        row_N, last_N = torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in rows])
+        if self._head is None:
+            return _full(self.model(**inputs).logits[row_N, last_N])
+        return self._of_hidden(self._decoder(**inputs)[0][row_N, last_N])
+
+    def _of_hidden(self, hidden_ND: Tensor) -> Tensor:
+        hidden_ND = _full(hidden_ND.to(self._weight.device))
+        return nn.functional.linear(hidden_ND, self._weight, self._bias)
+
+    @property
+    def cache_is_right(self) -> bool:
+        """Whether a few tokens get the same logits by the cache as without; tried once a model."""
+        if self.model not in _right_caches:
+            _right_caches[self.model] = self._try_cache()
+        return _right_caches[self.model]
+
+    def _try_cache(self) -> bool:
+        vocabulary = len(self.lm.get_input_embeddings().weight)
+        prompts = [[k * (n + 2) % vocabulary for k in range(1, 8)] for n in range(2)]
+        rows = [prompts[0], prompts[1], prompts[1]]
+        wanted = [self.of_whole(rows)]
+        try:
+            cached = Cached(self, prompts, torch.tensor([0, 1, 1], device=self.device))
+            found = [cached.logits_NV]
+            for token, staying in ((3, [0, 1, 2]), (4, [0, 2]), (5, [0, 1])):
+                rows = [[*rows[row], token % vocabulary] for row in staying]
+                wanted.append(self.of_whole(rows))
+                found.append(cached.after(staying, [row[-1] for row in rows]))
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES:
+            return False
+        dtype = self.lm.get_input_embeddings().weight.dtype
+        return all(alike(a, b, dtype) for a, b in zip(found, wanted, strict=True))
+
+
+class Cached:
+    """Logits after each token, from a KV cache."""
+
+    def __init__(
+        self, logits: LastLogits, prompts: Sequence[Sequence[int]], which_N: Tensor
+    ) -> None:
+        from transformers import DynamicCache
+
+        self._logits = logits
+        self._cache = DynamicCache(config=logits.lm.config)
+        tokens_PS, attention_PS = _left_padded(prompts, logits.device)
+        padding = logits.padding_index
+        logits_PV = logits(
+            input_ids=tokens_PS,
+            attention_mask=attention_PS,
+            position_ids=counted(tokens_PS, padding, attention_PS),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self.logits_NV = logits_PV[which_N.to(logits_PV.device)]
+        self._keep(which_N)
+        self._attention_NS = attention_PS[which_N]
+        self._count_N = tokens_counted(tokens_PS, padding, attention_PS)[which_N]
+
+    def after(self, staying: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Logits of the rows that stay, each with its token."""
+        device = self._logits.device
+        if len(staying) < len(self._count_N):
+            keep_N = torch.tensor(staying, device=device)
+            self._keep(keep_N)
+            self._attention_NS = self._attention_NS[keep_N]
+            self._count_N = self._count_N[keep_N]
+        self._attention_NS = nn.functional.pad(self._attention_NS, (0, 1), value=1)
+        token_N = torch.tensor(tokens, device=device)
+        position_N, self._count_N = following(token_N, self._count_N, self._logits.padding_index)
+        return self._logits(
+            input_ids=token_N[:, None],
+            attention_mask=self._attention_NS,
+            position_ids=position_N[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+
+    def _keep(self, rows_N: Tensor) -> None:
+        cache: Any = self._cache  # its layers are of several kinds, by the model
+        for layer in cache.layers:
+            # A recurrent state is reordered; selecting would leave it out, or is not there.
+            if hasattr(layer, "recurrent_states"):
+                layer.reorder_cache(rows_N)
+            else:
+                layer.batch_select_indices(rows_N)
+
+
+class Recomputed:
+    """The same from whole sequences, for models whose cache is not to be relied on."""
+
+    def __init__(
+        self, logits: LastLogits, prompts: Sequence[Sequence[int]], which_N: Tensor
+    ) -> None:
+        self._logits = logits
+        self._rows = [list(prompts[n]) for n in which_N.tolist()]
+        self.logits_NV = logits.of_whole(self._rows)
+
+    def after(self, staying: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        self._rows = [[*self._rows[row], token] for row, token in zip(staying, tokens, strict=True)]
+        return self._logits.of_whole(self._rows)
 
 
 def decode(
@@ -104,26 +223,13 @@ def decode(
 
     `told` decides where a step is drawn (`Ranks.told`: on rank 0, for all); here unless given.
     """
-    from transformers import DynamicCache
-
     _check_context(logits, draws, max_new_tokens)
-    device, padding = logits.device, logits.padding_index
+    device = logits.device
     uniform_NT = torch.stack([_uniforms(draw.seed, max_new_tokens) for draw in draws])
     prompts = sorted({draw.prompt for draw in draws})
     which_N = torch.tensor([prompts.index(draw.prompt) for draw in draws], device=device)
-    cache = DynamicCache(config=logits.lm.config)
-    tokens_PS, attention_PS = _left_padded(prompts, device)
-    logits_PV = logits(
-        input_ids=tokens_PS,
-        attention_mask=attention_PS,
-        position_ids=counted(tokens_PS, padding, attention_PS),
-        past_key_values=cache,
-        use_cache=True,
-    )
-    logits_NV = logits_PV[which_N.to(logits_PV.device)]
-    cache.batch_select_indices(which_N)
-    attention_NS = attention_PS[which_N]
-    count_N = tokens_counted(tokens_PS, padding, attention_PS)[which_N]
+    reading = (Cached if logits.cache_is_right else Recomputed)(logits, prompts, which_N)
+    logits_NV = reading.logits_NV
 
     drawn = partial(_step, temperature=temperature, top_p=top_p, ends=frozenset(ends), stops=stops)
     results = [Drawn(tokens=[], logprobs=[], truncated=True) for _ in draws]
@@ -143,21 +249,8 @@ def decode(
         if (step + 1) % REPORT_EVERY == 0:
             report(unreported)
             unreported = 0
-        if len(found.staying) < len(alive):
-            keep_N = torch.tensor(found.staying, device=device)
-            cache.batch_select_indices(keep_N)
-            attention_NS, count_N = attention_NS[keep_N], count_N[keep_N]
-            alive = [alive[row] for row in found.staying]
-        attention_NS = nn.functional.pad(attention_NS, (0, 1), value=1)
-        token_N1 = torch.tensor([[found.tokens[row]] for row in found.staying], device=device)
-        position_N, count_N = following(token_N1[:, 0], count_N, padding)
-        logits_NV = logits(
-            input_ids=token_N1,
-            attention_mask=attention_NS,
-            position_ids=position_N[:, None],
-            past_key_values=cache,
-            use_cache=True,
-        )
+        alive = [alive[row] for row in found.staying]
+        logits_NV = reading.after(found.staying, [found.tokens[row] for row in found.staying])
     report(unreported)
     return results
 
@@ -211,7 +304,7 @@ def _uniforms(seed: int, count: int) -> Tensor:
     return torch.rand(count, dtype=torch.float64, generator=generator)
 
 
-def _left_padded(prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """(tokens, attention)."""
     width = max(map(len, prompts))
     tokens_PS = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)

@@ -25,6 +25,7 @@ from entropy_experiments.report.figures.study import study_plots
 from entropy_experiments.report.figures.style import INSTALL, can_draw
 from entropy_experiments.report.findings import finite
 from entropy_experiments.report.run_files import NewFiles
+from entropy_experiments.report.verdict import DIFFERENTIATED
 from entropy_experiments.study.evaluation import Evaluation, evaluations_of
 from entropy_experiments.study.facts import budget_facts, fisher_facts, prediction_facts
 from entropy_experiments.study.ledgers import ledgers
@@ -283,6 +284,8 @@ class StudyFiles:
                 "every group of the update batch has equal rewards: the update is momentum and "
                 "weight decay alone"
             )
+        if study.mode in DIFFERENTIATED:
+            notes.append(f"differentiated {DIFFERENTIATED[study.mode]} ({study.mode})")
         if study.asked.plots and not can_draw():
             notes.append(f"plots/ is left out: matplotlib is not installed ({INSTALL})")
         return {
@@ -297,6 +300,7 @@ class StudyFiles:
             "etas": list(study.etas),
             "per_sequence_etas": list(study.per_sequence_etas),
             "reference_eta": study.etas[0],
+            "mode": study.mode,
             "clip_c": study.config.importance.clip_c,
             "plan": study.config.dump()["influence"],
             "update": {

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from entropy_experiments.estimate.first_order import slope_estimand
+from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.influence import whatif
 from entropy_experiments.influence.eventual import momentum_of
 from entropy_experiments.influence.interventions import Place, Reweighted
@@ -122,7 +123,8 @@ class Study:
     def mode(self) -> How:
         """Of every derivative along a direction. g_H itself is always one backward."""
         method = self.config.approx_delta_h.method
-        return "jvp" if method == "reverse" else method
+        asked = "auto" if method == "reverse" else method
+        return used_forward_mode(self.policy, self.probe.evaluation, asked)
 
     @property
     def speaks(self) -> dict[str, Any]:

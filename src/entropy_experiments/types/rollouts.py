@@ -288,6 +288,21 @@ class UpdateBatch:
     def counted_NS(self) -> Tensor:
         return self.rollouts.response_NS if self.loss_NS is None else self.loss_NS
 
+    @property
+    def correct_N(self) -> Tensor | None:
+        """Rollouts with the highest reward of the batch; None without rewards.
+
+        A part of the reward (a right format around a wrong answer) is not correct, and a batch in
+        which nobody got anything, all rewards alike and none above 0, has no correct rollout.
+        """
+        if self.reward_N is None:
+            return None
+        reward_N = self.reward_N.double().nan_to_num(nan=-torch.inf)  # NaN: nobody judged it
+        highest, lowest = reward_N.max(), reward_N.min()
+        if highest == lowest and highest <= 0:
+            return torch.zeros_like(reward_N, dtype=torch.bool)
+        return reward_N >= highest - 1e-6 * highest.abs()  # weights of functions round
+
     def take(self, rows_N: Tensor, columns: slice) -> UpdateBatch:
         return UpdateBatch(
             rollouts=self.rollouts.take(rows_N, columns),

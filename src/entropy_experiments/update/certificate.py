@@ -78,6 +78,9 @@ STEP_TOLERANCE = 1e-5
 """Of the largest element of the direction; storage adds ulp(theta) / lr on top."""
 STEP_SHARE = 0.999
 STEP_COSINE = 1 - 1e-9
+HANDFUL = 4
+"""Elements that may miss in any model: among 1,536 even a step rebuilt in fp64 misses three by the
+trainer's own rounding, on some CPUs, and that is more than a thousandth."""
 SAME_BUT_FOR_ROUNDING, MOST = 1 - 1e-6, 0.95
 """Seen in the first steps of a LoRA run, where B is zero and A's gradient next to nothing."""
 
@@ -96,7 +99,9 @@ class StepCertificate:
 
     @property
     def passed(self) -> bool:
-        return self.share >= STEP_SHARE and self.cosine >= STEP_COSINE
+        missed = round((1 - self.share) * self.elements)
+        allowed = max(HANDFUL, (1 - STEP_SHARE) * self.elements)
+        return missed <= allowed and self.cosine >= STEP_COSINE
 
     def __str__(self) -> str:
         if self.passed:

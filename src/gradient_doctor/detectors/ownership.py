@@ -29,7 +29,7 @@ class Ownership(Detector):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._received = 0
+        self._received = self._again = 0  # by any backward; by two or more
         self._sums: dict[int, float] = {}  # of parameters in no optimizer: do they change?
         self._fresh: dict[Site, dict[int, int]] = {}  # birth line -> step -> parameters
         self._born_in_loop: set[Site] = set()
@@ -44,7 +44,7 @@ class Ownership(Detector):
         if backward.kind != "backward" or not self.session.record.checked:
             return
         registry = self.session.registry
-        self._received |= backward.received
+        self._receive(backward.received)
         for parameter in registry.tensors(backward.received & ~registry.owned):
             if not isinstance(parameter, nn.Parameter):
                 continue  # an input that asked for a gradient: an embedding, an attack
@@ -62,7 +62,7 @@ class Ownership(Detector):
 
     def event(self, event: Event) -> None:
         if event.kind == "grad_set" and not event.data["empty"]:
-            self._received |= self.session.registry.bit(event.data["parameter"])
+            self._receive(self.session.registry.bit(event.data["parameter"]))
         elif event.kind == "step_starts":
             if self.session.record.checked:
                 self._check_state(event.data["optimizer"], event.site)
@@ -72,6 +72,10 @@ class Ownership(Detector):
             self._loaded[id(event.data["optimizer"])] = event.site
             self._checked_states.discard(id(event.data["optimizer"]))
             self._check_names(event)
+
+    def _receive(self, parameters: int) -> None:
+        self._again |= self._received & parameters
+        self._received |= parameters
 
     def step_ended(self, record: StepRecord) -> None:
         if record.checked and record.number + 1 >= self.session.trace_steps:
@@ -89,9 +93,11 @@ class Ownership(Detector):
             return  # nobody has trained anything: nothing is missing from it
         if any(unreadable(p) == SHARDED for o in registry.optimizers.values() for p in owned_by(o)):
             return  # forwards take other tensors than the optimizer holds, by design; see unread.py
+        # optimizers that are made one by one when they first step share the first backward
+        received = self._received if final else self._again
         orphans: list[Tensor] = [
             p
-            for p in registry.tensors(self._received & ~registry.owned & ~self._said & ~thrown)
+            for p in registry.tensors(received & ~registry.owned & ~self._said & ~thrown)
             if isinstance(p, nn.Parameter)
             # updated by hand, or by something that is no torch optimizer
             and self._sums.get(registry.bit(p)) == checksum(p)

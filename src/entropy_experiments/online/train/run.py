@@ -115,6 +115,7 @@ def _watchers(
             uses=wanted.uses,
             microbatch=wanted.microbatch or config.tf_micro_batch or PROBE_MICROBATCH,
             parts=wanted.parts,
+            order=wanted.order,
             record=record,
             facts=facts,
             ledger_every=wanted.ledger_every,

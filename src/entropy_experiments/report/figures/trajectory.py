@@ -1,4 +1,4 @@
-"""Entropy over a run: fresh rollouts, and both changes summed from the first checkpoint on."""
+"""Entropy over a run: fresh rollouts, and the changes summed from the first checkpoint on."""
 
 from __future__ import annotations
 
@@ -35,11 +35,15 @@ def trajectory_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
     axes.fill_between(where, low, high, color=LINE, linewidth=0)
     named = found.get("band", "fresh rollouts, 95 %")
     axes.plot(where, fresh, color=MUTED, linewidth=0.8, label=named)
-    for name, style, colour in (("predicted", "-", ACCENT), ("measured", "--", DESTROY)):
-        if steps[-1][f"{name}_sum"] is None:
+    for name, said, style, colour in (
+        ("predicted", "predicted", "-", ACCENT),
+        ("second_order", "second order", ":", ACCENT),
+        ("measured", "measured", "--", DESTROY),
+    ):
+        if steps[-1].get(f"{name}_sum") is None:
             continue
         summed = [first, *(first + step[f"{name}_sum"]["value"] for step in steps)]
-        axes.plot(at, summed, style, color=colour, label=f"{name}, summed")
+        axes.plot(at, summed, style, color=colour, label=f"{said}, summed")
     axes.set_ylabel(f"entropy, nats per {found['unit']}")
     axes.set_ylim(bottom=0)
     axes.set_xlim(at[0], at[-1])

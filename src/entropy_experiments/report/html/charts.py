@@ -275,11 +275,15 @@ def trajectory(found: Mapping[str, Any]) -> Figure:
     named = found.get("band", "fresh rollouts, 95 %")
     fresh = line(where, [level["value"] for level in levels], named, "$muted")
     traces = [band, {**fresh, "line": {"color": "$muted", "width": 1.2}}]
-    for name, colour, dash in (("predicted", "$accent", "solid"), ("measured", "$ink", "dot")):
-        if steps[-1][f"{name}_sum"] is None:
+    for name, said, colour, dash in (
+        ("predicted", "predicted", "$accent", "solid"),
+        ("second_order", "predicted, second order", "$accent", "dash"),
+        ("measured", "measured", "$ink", "dot"),
+    ):
+        if steps[-1].get(f"{name}_sum") is None:
             continue  # the page says why
         summed = [first, *(first + step[f"{name}_sum"]["value"] for step in steps)]
-        traces.append(line(at, summed, f"{name}, summed", colour, dash=dash))
+        traces.append(line(at, summed, f"{said}, summed", colour, dash=dash))
     return figure_of(
         traces,
         380,

@@ -22,7 +22,12 @@ from entropy_experiments.report.log_files import newest_log
 from entropy_experiments.report.measurements import measurements_file
 from entropy_experiments.report.run_files import IDENTITY, MANIFEST
 from entropy_experiments.report.training_rows import read_training, training_file
-from entropy_experiments.report.trajectory_file import NAME, last_step, read_trajectory
+from entropy_experiments.report.trajectory_file import (
+    NAME,
+    best_prediction,
+    last_step,
+    read_trajectory,
+)
 
 EXPECTED = (
     "the folder of a study, of `run --out`, of `measure --out` or of a probed training, a log "
@@ -125,7 +130,7 @@ def _alone(path: Path, steps: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "key": None,
         "unit": steps["unit"],
         "level": first["level"],
-        "predicted": total["predicted"],
+        "predicted": best_prediction(total),
         "measured": total["measured"],
         "verdict": {
             "sentence": said,
@@ -161,9 +166,18 @@ def _sums_of(steps: Mapping[str, Any]) -> list[str]:
     else:
         told.append(
             f"Summed over steps {steps['steps'][0]['step']} to {steps['steps'][-1]['step']}: "
-            f"predicted {words.number(total['predicted']['value'])}, measured "
+            f"predicted {_both_orders(total)}, measured "
             f"{words.number(total['measured']['value'])}."
         )
     if "rows" in steps and steps["trusted"] == steps["rows"]:
         told.append(f"All {steps['rows']} probed steps are trusted.")
     return told
+
+
+def _both_orders(total: Mapping[str, Any]) -> str:
+    first, second = total["predicted"], total.get("second_order")
+    if second is None:
+        return words.number(first["value"])
+    return (
+        f"{words.number(second['value'])} to second order ({words.number(first['value'])} to first)"
+    )

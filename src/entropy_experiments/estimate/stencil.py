@@ -1,0 +1,104 @@
+"""Whether a second difference can be believed: the same curve at two widths, and its rounding.
+
+A sum over rollouts that depends on the second derivatives of the scores is computed with each of
+the four that `numerics.second_order` gives:
+
+    columns   A, B, A', B', A'', B''   |   A'', B'' of near   |   of far   |   of rounding
+
+Two widths that disagree mean that the curve is no parabola over the stencil (it bends further, or
+crosses a kink such as a switch of experts), or that rounding is all there is: not trusted. The
+noise floor is the rounding of all rollouts, as if independent, or as it adds up, whichever is more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.estimate.ratio import taylor
+from entropy_experiments.numerics.derivatives import How
+from entropy_experiments.numerics.second_order import stencil_step
+from entropy_experiments.numerics.sums import point
+from entropy_experiments.types import Direction, Estimate, Policy, Rollouts
+
+COLUMNS = 12
+WIDTHS_AGREE = 0.05
+"""Of the value: `second` extrapolates from both, and is then right to about a tenth of that."""
+
+Curve = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stencil:
+    """A curvature at two widths, and what rounding does to it."""
+
+    width: float
+    """Of the nearest points, in learning rates."""
+    near: float
+    far: float
+    rounding: float
+
+    def doubts(self, found: Estimate) -> tuple[str, ...]:
+        """Against the value, or its standard error where that is larger: then it hides the gap."""
+        gap = abs(self.near - self.far)
+        if gap <= WIDTHS_AGREE * max(abs(found.value), found.stderr or 0.0):
+            return ()
+        return (
+            f"the second difference is {self.near:.3g} at a width of {self.width:.3g} learning "
+            f"rates and {self.far:.3g} at twice that, more than {WIDTHS_AGREE:.0%} apart",
+        )
+
+
+def direction_step(
+    policy: Policy, direction: Direction, mode: How, width: float | None = None
+) -> float:
+    """How far the points of the second difference are apart, in units of the direction."""
+    if width is not None and not width > 0:
+        raise ValueError(
+            f"width is {width}; expected a positive number of learning rates, or None."
+        )
+    if width is not None:
+        return width * direction.lr
+    return stencil_step(policy.params, direction.total, mode, direction.lr)
+
+
+def stencil_columns(curve: Callable[[Any], Curve], orders: tuple[Any, ...], like: Tensor) -> Tensor:
+    """[N, COLUMNS] from `curve(second)`; `orders` are second, near, far and second + rounding."""
+    second, near, far, rounded = (taylor(curve(order), like) for order in orders)
+    rounding = (a - b for a, b in zip(rounded[4:], second[4:], strict=True))
+    return torch.stack([*second, *near[4:], *far[4:], *rounding], dim=1)
+
+
+def curvature_of_ratio(
+    a: Tensor, b: Tensor, da: Tensor, db: Tensor, dda: Tensor, ddb: Tensor
+) -> Tensor:
+    """Of A / B."""
+    return dda / b - 2 * da * db / b**2 - a * ddb / b**2 + 2 * a * db**2 / b**3
+
+
+def stencil_of(sums_NM: Tensor, rollouts: Rollouts, width: float) -> Stencil:
+    def value(second: slice) -> float:
+        return point(
+            curvature_of_ratio, torch.cat([sums_NM[:, :4], sums_NM[:, second]], dim=1), rollouts
+        )
+
+    weight_N = rollouts.weight_N.to(sums_NM)
+    top, bottom = (weight_N[:, None] * sums_NM[:, :2]).sum(0)
+    share_N = weight_N * (sums_NM[:, 10] - top / bottom * sums_NM[:, 11]) / bottom
+    return Stencil(
+        width=width,
+        near=value(slice(6, 8)),
+        far=value(slice(8, 10)),
+        rounding=max(float((share_N**2).sum()) ** 0.5, abs(float(share_N.sum()))),
+    )
+
+
+def doubted(found: Estimate, stencil: Stencil) -> Estimate:
+    """The estimate with the stencil's doubts, and with the stencil among its diagnostics."""
+    reasons = (*found.given_reasons, *stencil.doubts(found))
+    diagnostics = {**found.diagnostics, "stencil": stencil}
+    return replace(found, given_reasons=reasons, diagnostics=diagnostics)
