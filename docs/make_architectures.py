@@ -28,5 +28,5 @@ if __name__ == "__main__":
     for kind in TYPES:
         if kind not in NOT_BUILT:
             rows[kind] = list(sweep(kind))
-            print(line(kind, rows[kind]), end="", flush=True)
+            print(line(kind, rows[kind]), *rows[kind], sep="", flush=True)
     (DOCS / "architectures.md").write_text(page(rows))

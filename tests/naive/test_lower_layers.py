@@ -172,6 +172,7 @@ def test_layers_that_hand_on_more_than_states_are_not_kept():
 def test_derivatives_keep_nothing():
     policy, rollouts = SequenceProcessor(upper_lora(2)), tiny_rollouts()
     many = [{n: p.clone().requires_grad_() for n, p in s.items()} for s in settings_of(policy, 2)]
+    assert not policy._without_effect  # tried once, before the first graph
     seen = calls(policy._kept())
     seen.clear()
     for params, one in zip(many, policy.score_many(many, rollouts), strict=True):

@@ -19,6 +19,7 @@ from entropy_experiments.types import Direction, Rollouts
 from oracles.every_causal_lm import VOCABULARY, small_model
 from oracles.plain_loop import FORMS, Plain, plain
 from oracles.tiny_models import own_seed
+from tolerances import SWEEP
 
 ETA = 0.02
 PAIRED: dict[str, SlopeForm] = {"snis": "matched", "per_decision": "to_go"}
@@ -184,6 +185,18 @@ def compared(
         reverse=reverse,
         crashed=crashed,
     )
+
+
+def fault(row: Row) -> str | None:
+    """What is wrong with a type that is not refused; None: it is equal to the plain loop."""
+    if row.refused is not None:
+        return None
+    if row.crashed is not None:
+        return f"{row.kind}, {row.way}: the slope in the default mode crashed: {row.crashed}"
+    limits = {**SWEEP, "reverse": SWEEP["slope"]}
+    beyond = {name: getattr(row, name) for name, most in limits.items()}
+    beyond = {name: gap for name, gap in beyond.items() if not gap <= limits[name]}
+    return f"{row.kind}, {row.way}: not equal in {beyond}" if beyond else None
 
 
 def _relative(got: float, expected: float) -> float:

@@ -9,7 +9,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from oracles.every_causal_lm import NOT_BUILT, TYPES
-from oracles.sweep import Row
+from oracles.sweep import Row, fault
 
 HEAD = """<!-- Written by docs/make_architectures.py from its own results: do not edit. -->
 
@@ -40,11 +40,14 @@ The slow test `tests/naive/test_every_architecture.py` holds every line of this 
 | type | class | slope by | shared prompts | logits by | refused, or not tried |
 |---|---|---|---|---|---|
 """
-NUMBER = re.compile(r"(changed earlier logits) by [^ ]+\\.(?= |$)")
+NUMBER = re.compile(r"(changed earlier logits) by [0-9.e+-]+\.(?= |$)")
 
 
 def page(rows: Mapping[str, Sequence[Row]]) -> str:
     """`rows`: what was seen of each type that can be built."""
+    wrong = [text for of_kind in rows.values() for row in of_kind if (text := fault(row))]
+    if wrong:
+        raise ValueError("The page says that all of these are equal:\n" + "\n".join(wrong))
     equal = sum(not any(row.refused for row in of_kind) for of_kind in rows.values())
     head = HEAD.format(
         version=transformers.__version__,
@@ -78,5 +81,5 @@ def _both(cells: Sequence[str]) -> str:
 def _reason(row: Row, rows: Sequence[Row]) -> str:
     """Without the model's name, which is in the line, and what numbers differ by."""
     text = str(row.refused).partition(") ")[2]
-    text = NUMBER.sub(r"\\1.", text).partition(" Expected ")[0].replace("|", "\\\\|")
+    text = NUMBER.sub(r"\1.", text).partition(" Expected ")[0].replace("|", "\\|")
     return text if all(other.refused for other in rows) else f"{row.way}: {text}"
