@@ -95,11 +95,13 @@ def slow_job(job: int) -> list[str]:
     """The files whose slow tests are this job; 1 is the first."""
     if not 1 <= job <= JOBS:
         raise ValueError(f"There is no slow job {job}: expected 1 to {JOBS}.")
-    # A file without slow tests was not timed with them, and costs nothing wherever it is.
-    slow = seconds_by_file("slow")
-    timed = {*slow, *seconds_by_file("fast")}
-    seconds = {file: slow.get(file, 0.0) for file in timed}
-    return deal(test_files(), seconds, JOBS)[job - 1]
+    slow, files = seconds_by_file("slow"), test_files()
+    # A file without slow tests costs nothing wherever it is.
+    seconds = {
+        file: slow.get(file, UNKNOWN if "mark.slow" in (ROOT / file).read_text() else 0.0)
+        for file in files
+    }
+    return deal(files, seconds, JOBS)[job - 1]
 
 
 def noted(log: str, job: int, row: str) -> str:

@@ -56,10 +56,11 @@ def test_make_knows_every_job():
     assert f"JOB=1 to {tiers.JOBS}" in makefile
 
 
-def test_the_log_has_the_last_result_of_every_job():
-    _, _, table = tiers.LOG.read_text().partition(tiers.HEADING)
+def test_results_in_the_log_are_of_jobs_that_there_are():
+    _, heading, table = tiers.LOG.read_text().partition(tiers.HEADING)
+    assert heading
     jobs = [int(ROWS.fullmatch(row)[1]) for row in table.split("\n\n")[0].split("\n")[2:]]
-    assert jobs == list(range(1, tiers.JOBS + 1))
+    assert jobs == sorted(set(jobs) & set(range(1, tiers.JOBS + 1)))
 
 
 def test_a_result_takes_the_place_of_the_one_before():

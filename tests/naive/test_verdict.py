@@ -68,11 +68,11 @@ def test_a_curvature_that_is_not_trusted_explains_nothing(tmp_path):
     assert found.predicted is not None
     sure = 1e-6 * found.predicted.total
     apart = _Apart(**{**vars(found), "bend": sure, "linear_range": 0.25})
-    assert "misses the measurement by more than its curvature" in "\n".join(verdict(apart))
+    assert "it misses by more than its curvature" in "\n".join(verdict(apart))
     assert "up to learning rate 0.25" in "\n".join(verdict(apart))
     doubtful = replace(apart, bend=replace(sure, given_reasons=("the widths disagree",)))
     text = "\n".join(verdict(doubtful))
-    assert "misses the measurement, and its curvature is not trusted to say why" in text
+    assert "off), and its curvature is not trusted to say why" in text
     assert "how far the straight line holds is not known" in text
     assert "0.25" not in text
     assert "The curvature is NOT trusted: the widths disagree." in text
