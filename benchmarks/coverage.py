@@ -1,4 +1,4 @@
-"""How often the 95 % intervals of `entropy-probe run` hold the truth: probes of the embedded policy.
+"""How often the 95 % intervals of `entropy-probe run` hold the truth, on the embedded policy.
 
     python -m benchmarks.coverage [--rollouts 32000] [--json FILE]
 
