@@ -70,6 +70,7 @@ bench: smollm2  ## Performance and memory, against plain implementations; an hou
 	$(BIN)/python -m benchmarks.ranks
 	$(BIN)/python -m benchmarks.influence --json docs/benchmarks/influence.json
 	$(BIN)/python -m benchmarks.variance --json docs/benchmarks/variance.json
+	$(BIN)/python -m benchmarks.coverage --json docs/benchmarks/coverage.json
 	$(BIN)/python -m benchmarks.doctor
 	$(BIN)/python -m benchmarks.online
 	$(BIN)/python -m benchmarks.plots

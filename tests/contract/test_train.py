@@ -349,6 +349,7 @@ def test_other_names(alias):
         "probe.ledger_every": 6,
         "probe.noise_scale": True,
         "probe.parts": False,
+        "probe.order": 2,
         "probe.record": False,
         "probe.seed": 11,
     }

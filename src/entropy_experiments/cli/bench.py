@@ -24,6 +24,7 @@ BENCHMARKS = {
     "influence": "all influences, against one backward and one pass for each",
     "entropy": "token entropies at a large vocabulary, against log_softmax",
     "variance": "variance of the estimators' forms over the length of responses",
+    "coverage": "how often the 95 % intervals of a run hold the truth",
     "online": "what the probe costs a training (minutes; needs SmolLM2)",
     "doctor": "what the gradient doctor costs a training step",
 }
