@@ -21,7 +21,11 @@ FAST = ("llama", "gpt2", "gemma2", "roberta", "mixtral", "bloom")
 REFUSED = ("cpmant", "prophetnet", "reformer", "xlm", "xlnet")
 """Not causal as their configs are by default, or not made for batches."""
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning",
+    "ignore::FutureWarning",
+    "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning",  # peft's, of its own patterns
+)
 
 
 def check(row: Row) -> None:
