@@ -276,7 +276,7 @@ def test_repeats_of_loaded_rollouts_are_refused(tmp_path, monkeypatch):
 
 def test_a_curvature_that_is_not_defined_is_refused(tmp_path):
     config = settings(tmp_path, approx_delta_h={"method": "reverse"})
-    with pytest.raises(ValueError, match=r"compute_linquad is true with .*'reverse'.*method: jvp"):
+    with pytest.raises(ValueError, match=r"compute_linquad is true with .*'reverse'.*method: auto"):
         EntropyMeasurements(config, quiet=True).run_experiments(
             ExperimentPlan(compute_linquad=True)
         )

@@ -542,7 +542,7 @@ def test_what_cannot_be_answered_is_refused():
         ({"direction": direction.only("momentum")}, r"parts \['momentum'\] and a preconditioner"),
         ({"folds": 0}, r"folds is 0; expected between 1 and 6, the number of evaluation prompts"),
         ({"folds": 7}, r"folds is 7; expected between 1 and 6"),
-        ({"mode": "reverse"}, r"mode='reverse'; expected one of \('jvp'.*directional derivatives"),
+        ({"mode": "reverse"}, r"mode='reverse' gives no per-rollout terms, which this needs"),
         (
             {"estimand": replace(given["estimand"], form="resampled")},
             r"form 'resampled', which has no slope",

@@ -324,6 +324,7 @@ def test_every_field_of_a_standard_log_is_the_runs_own(found, tmp_path):
         "timing": dict(f.timing),
         "deltaH1": f.predicted.total.value,
         "bars_dot": f.predicted.total.value / f.lr,
+        "mode": "jvp",
         "deltaH1_to_go": f.to_go.value,
         "curvature_term": f.bend.value,
         "linear_range": f.linear_range,

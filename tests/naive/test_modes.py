@@ -17,6 +17,7 @@ from entropy_experiments.estimate import modes as modes_module
 from entropy_experiments.estimate.curvature import curvature
 from entropy_experiments.estimate.first_order import first_order, first_order_by_part
 from entropy_experiments.estimate.modes import used_forward_mode, used_mode
+from entropy_experiments.estimate.own_batch import own_slopes
 from entropy_experiments.estimate.reward import (
     reward_curvature,
     reward_slope,
@@ -24,6 +25,8 @@ from entropy_experiments.estimate.reward import (
 )
 from entropy_experiments.numerics import derivatives as derivatives_module
 from entropy_experiments.numerics.derivatives import NoDerivativeError, pushforward
+from entropy_experiments.online.buffers import Fresh
+from entropy_experiments.online.probe import OnlineProbe
 from entropy_experiments.policy.calling import EXPERTS, expert_configs
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.rollouts.decode import Draw, LastLogits, decode
@@ -186,6 +189,26 @@ def test_a_way_that_is_missing_or_wrong_is_passed_over(tried, how, mode):
     exact = first_order(tried("qwen2"), sample(), direction(policy), mode="jvp", repackings=0)
     assert found.value == pytest.approx(exact.value, rel=5 * SLOPES_FP32)
     assert found.diagnostics["mode"] == mode
+
+
+def test_a_training_is_predicted_by_one_gradient_and_differences(tried):
+    """Where a model has reverse mode only: the same predictions, with error bars."""
+    policy, rollouts = tried("qwen2"), sample()
+    once = _Only(policy, forward="missing", backward="once")
+    draw, predicted = torch.Generator().manual_seed(5), []
+    gradient = {n: torch.randn(x.shape, generator=draw) for n, x in policy.params.items()}
+    for one in (policy, once):
+        optimizer = torch.optim.AdamW(list(policy.model.parameters()), lr=1e-4)
+        probe = OnlineProbe(one, Fresh(lambda _: rollouts))
+        predicted.append(probe.before_step(gradient, optimizer))
+    forward, led = (found.change for found in predicted)
+    assert (forward.diagnostics["mode"], led.diagnostics["mode"]) == ("jvp", "central")
+    assert led.value == pytest.approx(forward.value, rel=5 * SLOPES_FP32)
+    assert led.stderr == pytest.approx(forward.stderr, rel=0.05)
+    for found in predicted:
+        assert found.direct.value + found.state.value == pytest.approx(found.change.value, rel=1e-6)
+    with pytest.raises(ValueError, match=r"evaluation='batch'.*neither forward mode nor a double"):
+        own_slopes(once, None, direction(policy), {}, mode="central")
 
 
 def test_no_derivative_at_all_is_refused_in_one_line(tried):

@@ -209,7 +209,7 @@ def _slopes(
         one = _estimate(x_NM, rollouts, estimand, noise_floor=floor, why_not=doubts, mode=how)
         if exact is None:
             return one
-        return _led(one, exact, _columns(found, slope, rollouts, estimand), rollouts)
+        return led_slope(one, exact, found, slope, rollouts)
 
     return estimate(slopes[0], floor, total), {
         part: estimate(slope, None, lines[part])
@@ -217,11 +217,14 @@ def _slopes(
     }
 
 
-def _led(found: Estimate, exact: Estimate, plain_NM: Tensor, rollouts: Rollouts) -> Estimate:
-    """Differences led by reverse mode, and so are their direct and state terms.
+def led_slope(
+    found: Estimate, exact: Estimate, here: Scores, slope: Scores, rollouts: Rollouts
+) -> Estimate:
+    """Differences led by reverse mode (`exact`), and so are their direct and state terms.
 
     What they miss of the derivative is seen without a baseline, which moves the value besides.
     """
+    plain_NM = _columns(here, slope, rollouts, found.estimand)
     led = led_by_reverse(found, point(_slope, plain_NM, rollouts), exact.value)
     terms = {
         name: led_by_reverse(

@@ -33,7 +33,7 @@ FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
 """What a trial may end with in a model that is not made for it."""
 
 _tried: dict[int, Used] = {}
-"""By the policy's id, while it lives: a policy of the user's own need not be hashable."""
+"""By the policy's identity, as long as it lives: policies are compared by value, or not at all."""
 
 
 def used_mode(policy: Policy, rollouts: Rollouts, mode: Mode) -> Used:
@@ -108,6 +108,8 @@ def _gradient(policy: Policy, one: Rollouts) -> Params:
     leaves = {name: value.detach().requires_grad_() for name, value in policy.params.items()}
     with torch.enable_grad():
         value = _total(policy.score(leaves, one), one)
+        if not value.requires_grad:  # the scores ignore the parameters: refused where that is seen
+            return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
         grads = torch.autograd.grad(value, tuple(leaves.values()), allow_unused=True)
     return {
         name: torch.zeros_like(leaf) if grad is None else grad.detach()

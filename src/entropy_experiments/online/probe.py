@@ -31,21 +31,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from entropy_experiments.estimate.central import led_by_reverse
 from entropy_experiments.estimate.curvature import LINEAR_TOLERANCE
 from entropy_experiments.estimate.first_order import (
     SlopeForm,
+    first_order,
+    led_slope,
     scores_along,
     slope_estimand,
     slope_of_scores,
 )
-from entropy_experiments.estimate.gradient import entropy_gradient
 from entropy_experiments.estimate.level import level_of_scores
 from entropy_experiments.estimate.measured import change, even_part, step_rounding
 from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
-from entropy_experiments.numerics.derivatives import How, dot, full_precision, norm, shifted
+from entropy_experiments.numerics.derivatives import How, full_precision, norm, shifted
 from entropy_experiments.numerics.ranks import ALONE, Ranks, across
 from entropy_experiments.online.arguments import check_order
 from entropy_experiments.online.buffers import Buffer
@@ -167,6 +167,7 @@ class OnlineProbe:
     ) -> None:
         check_order(order)
         self.policy, self.buffer, self.ranks = policy, buffer, ranks
+        self.form: SlopeForm = form
         self.estimand = slope_estimand(policy, form=form, horizon=horizon)
         self.microbatch, self.parts, self.order = microbatch, parts, order
         self.step = 0
@@ -208,7 +209,7 @@ class OnlineProbe:
             )
             given = {name: value for name, value in gradient.items() if value is not None}
             in_sample, *baseline = (
-                direction.lr * self._slope(base, slope, rollouts, part.total, mode)
+                direction.lr * self._slope(base, slope, rollouts, part, mode)
                 for slope, part in zip(slopes, wanted, strict=True)
             )
             change = in_sample
@@ -280,21 +281,25 @@ class OnlineProbe:
         return found
 
     def _slope(
-        self, base: Scores, slope: Scores, rollouts: Rollouts, v: Params, mode: How
+        self, base: Scores, slope: Scores, rollouts: Rollouts, direction: Direction, mode: How
     ) -> Estimate:
         """Per unit learning rate; differences are led by one gradient."""
         found = slope_of_scores(base, slope, rollouts, self.estimand, mode=mode)
         if mode != "central":
             return found
         with across(self.ranks):
-            g_H = entropy_gradient(
+            exact = first_order(
                 self.policy,
                 rollouts,
-                estimand=self.estimand,
+                direction,
+                form=self.form,
+                mode="reverse",
+                horizon=self.estimand.horizon,
                 microbatch=self.microbatch,
                 base=base,
+                repackings=0,
             )
-        return led_by_reverse(found, found.value, dot(g_H, v))
+        return led_slope(found, exact, base, slope, rollouts)
 
     def _behind(self, direction: Direction, rollouts: Rollouts, base: Scores) -> Estimate:
         """Delta(-eta): the change that the opposite step would make. The model is not touched."""
