@@ -37,7 +37,8 @@ def _loop(steps: int, probed: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_a_loop_of_one_s_own(tmp_path):
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_loop_of_one_s_own(order, tmp_path):
     made: list[LoopProbe] = []
 
     def probed(model, optimizer, tokenizer):
@@ -50,6 +51,7 @@ def test_a_loop_of_one_s_own(tmp_path):
                 max_new_tokens=10,
                 drawn=6,
                 max_overhead=None,
+                order=order,
                 out=tmp_path / "rows.jsonl",
             )
         )
@@ -63,6 +65,14 @@ def test_a_loop_of_one_s_own(tmp_path):
     assert read_rows(tmp_path / "rows.jsonl") == probe.rows
     assert [row["step"] for row in probe.rows] == [0, 1, 2, 3]
     assert all(row["step_mismatch"] < 1e-3 for row in probe.rows)
+    for row in probe.rows:
+        if order == 1:
+            assert row["second_order"] is None
+            assert row["missing"]["second_miss_low"] == "order=1"
+            continue
+        assert row["second_miss"] == pytest.approx(row["measured"] - row["second_order"])
+        assert row["second_order_low"] < row["second_order"] < row["second_order_high"]
+        assert metrics_of(row)["entropy_probe/second_order"] == row["second_order"]
 
 
 def test_a_step_that_was_never_made_is_told_and_not_trusted(caplog):
