@@ -78,7 +78,8 @@ def passes(policy: SequenceProcessor, monkeypatch: pytest.MonkeyPatch, tokens: i
     with monkeypatch.context() as patch:
         patch.setattr(scoring, "STACKED_TOKENS", (1, tokens))
         patch.setattr(policy, "_call", spy)
-        assert policy.spares_work in (True, False)  # so that the trial is over
+        assert policy.spares_work in (True, False)  # so that the trials are over
+        assert not policy._without_effect
         found.clear()
         yield found
 

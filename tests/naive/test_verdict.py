@@ -84,7 +84,7 @@ class _Apart(Findings):
     @property
     def difference(self):
         gap = super().difference
-        return None if gap is None else replace(gap, interval=(0.1, 0.2))
+        return None if gap is None else replace(gap, value=0.15, interval=(0.1, 0.2))
 
 
 @pytest.fixture
