@@ -109,7 +109,7 @@ def test_a_buffer_of_all_lengths_is_its_rollouts_one_by_one(reentrant, step):
 
     plain: Any = true_float64(tiny_lora())  # the same weights, never checkpointed
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    probe = OnlineProbe(SequenceProcessor(model), Fixed(rollouts), microbatch=8)
+    probe = OnlineProbe(SequenceProcessor(model), Fixed(rollouts), microbatch=8, order=2)
     prediction = probe.before_step(gradient, optimizer)
     optimizer.step()
     found = probe.after_step()
@@ -137,7 +137,7 @@ def test_a_buffer_of_all_lengths_is_its_rollouts_one_by_one(reentrant, step):
 @pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_same_buffer_inside_grpo(reentrant, tmp_path):
     """Nothing crashes, nothing is None."""
-    callback = EntropyProbeCallback(max_overhead=None, evaluation=all_lengths())
+    callback = EntropyProbeCallback(max_overhead=None, evaluation=all_lengths(), order=2)
     with torch.random.fork_rng(devices=[]):
         trainer = grpo(
             tmp_path,
