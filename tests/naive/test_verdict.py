@@ -58,12 +58,9 @@ def real(tmp_path_factory):
     return run(tmp_path_factory.mktemp("real"), {"approx_delta_h.curvature": False})
 
 
-def test_a_curvature_that_is_not_trusted_explains_nothing(tmp_path):
+def test_a_curvature_that_is_not_trusted_explains_nothing(probed):
     """Not "misses by its curvature", and no range of the straight line: the reason instead."""
-    config = parse_config({}).replaced(
-        {"batch_config.B_E": 8, "approx_delta_h.curvature": False, "approx_delta_h.variance": False}
-    )
-    found, _ = OfflineEntropyProbe(config, quiet=True).findings()
+    found, _ = probed
     assert found.difference is not None
     assert found.predicted is not None
     sure = 1e-6 * found.predicted.total
