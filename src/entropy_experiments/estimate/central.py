@@ -61,7 +61,7 @@ def slope_by_reverse(
     with torch.enable_grad():
         sums_NM = sums_of(slope_N)
         value = statistic(*(rollouts.weight_N[:, None] * sums_NM).sum(0))
-    (worth_N,) = torch.autograd.grad(value, slope_N)
-    worth_NS = torch.where(rollouts.response_NS, worth_N[:, None], 0.0)
-    worth = Scores(worth_NS, torch.zeros_like(worth_NS))
-    return dot(weighted_gradient(policy, rollouts, worth, microbatch=microbatch), v)
+    (cotangent_N,) = torch.autograd.grad(value, slope_N)
+    cotangent_NS = torch.where(rollouts.response_NS, cotangent_N[:, None], 0.0)
+    cotangent = Scores(cotangent_NS, torch.zeros_like(cotangent_NS))
+    return dot(weighted_gradient(policy, rollouts, cotangent, microbatch=microbatch), v)
