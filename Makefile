@@ -28,7 +28,7 @@ smollm2: setup  ## SmolLM2-135M for `backbone: smollm2`; its weights alone, not 
 demo: setup  ## Probe the embedded run: its entropy collapse, step by step, and one step closely
 	$(BIN)/python examples/collapse.py --out build/demo
 
-test: setup  ## The tests that every change must pass, under 6 minutes on two quiet cores
+test: setup  ## The tests that every change must pass, about 6 minutes on two quiet cores
 	$(BIN)/python -m pytest $(EACH_FILE_ONCE) -m 'not slow and not wild'
 
 test-slow: smollm2  ## One job of the slow tier, under 45 minutes: JOB=1 to 4; notes its result in docs/LOG.md
