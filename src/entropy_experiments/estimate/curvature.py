@@ -13,7 +13,6 @@ two widths: where these disagree, nothing here is trusted (`estimate.stencil`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -42,7 +41,7 @@ from entropy_experiments.estimate.stencil import (
 )
 from entropy_experiments.numerics.derivatives import How, dot
 from entropy_experiments.numerics.ranks import current
-from entropy_experiments.numerics.second_order import pushforward2
+from entropy_experiments.numerics.second_order import SecondOrder, pushforward2
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import (
     Direction,
@@ -160,21 +159,14 @@ def _sums(
             lambda params: policy.score(params, part), policy.params, v, how=mode, step=step
         )
         check_scores(orders.value, part, rows_N, columns)
-        zeroth, first, second, near, far, rounding = (
-            Scores(*(x.double() for x in order)) for order in orders
-        )
-        moved_NS = zeroth.logprob_NS - drawn_with(zeroth, part)
+        orders = SecondOrder(*(Scores(*(x.double() for x in order)) for order in orders))
+        drawn_NS = drawn_with(orders.value, part)
 
-        def curve(second: Scores) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-            def path(e: Tensor) -> tuple[Tensor, Tensor]:
-                bend_l, bend_h = (e * a + e**2 / 2 * b for a, b in zip(first, second, strict=True))
-                scores = Scores(zeroth.logprob_NS + bend_l, zeroth.entropy_NS + bend_h)
-                return ratio_sums(payload(scores, estimand), moved_NS + bend_l, part, estimand)
+        def entropy_sums(scores: Scores) -> tuple[Tensor, Tensor]:
+            moved_NS = scores.logprob_NS - drawn_NS
+            return ratio_sums(payload(scores, estimand), moved_NS, part, estimand)
 
-            return path
-
-        rounded = Scores(*(a + b for a, b in zip(second, rounding, strict=True)))
-        return stencil_columns(curve, (second, near, far, rounded), zeroth.logprob_NS)
+        return stencil_columns(entropy_sums, orders)
 
     def local() -> list[Tensor]:
         out_NM = rollouts.weight_N.new_zeros(len(rollouts), COLUMNS)

@@ -17,12 +17,12 @@ includes r_ik (the count of tokens in B does not).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from entropy_experiments.numerics.derivatives import dual, norm, require_full_precision
+from entropy_experiments.numerics.derivatives import norm, require_full_precision
 from entropy_experiments.numerics.ranks import Ranks, current, local_part
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.numerics.weights import (
@@ -109,13 +109,6 @@ def stale_reasons(base: Scores | None, rollouts: Rollouts, estimand: Estimand) -
     logratio_NS = base.logprob_NS - drawn_with(base, rollouts)
     found = diagnose(logratio_NS, rollouts, per_decision=estimand.form == "per_decision")
     return tuple(f"stale rollouts: {reason}" for reason in found.why_not)
-
-
-def taylor(f: Callable[[Tensor], tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor, ...]:
-    """(A, B, A', B', A'', B'') of a curve f(e) = (A, B) at e = 0."""
-    zero, one = like.new_zeros(()), like.new_ones(())
-    (value, first), (_, second) = dual(lambda e: dual(f, (e,), (one,)), (zero,), (one,))
-    return *value, *first, *second
 
 
 def check_estimand(policy: Policy, estimand: Estimand) -> None:

@@ -16,7 +16,7 @@ from entropy_experiments.estimate.ratio import check_scores, drawn_with
 from entropy_experiments.estimate.stencil import COLUMNS, stencil_columns
 from entropy_experiments.numerics.derivatives import How, difference_step, pushforward
 from entropy_experiments.numerics.ranks import current
-from entropy_experiments.numerics.second_order import pushforward2
+from entropy_experiments.numerics.second_order import SecondOrder, pushforward2
 from entropy_experiments.numerics.weights import snis_logweights
 from entropy_experiments.types import Params, Policy, Rollouts, Scores
 
@@ -52,24 +52,15 @@ def second_order_sums(
     """Per rollout: the columns of `estimate.stencil` of A = W R, B = W."""
 
     def sums(rows_N: Tensor, columns: slice, part: Rollouts) -> Tensor:
-        found, *orders = pushforward2(
-            lambda p: policy.score(p, part), policy.params, v, how=mode, step=step
+        found = pushforward2(lambda p: policy.score(p, part), policy.params, v, how=mode, step=step)
+        check_scores(found.value, part, rows_N, columns)
+        start_N = logweights(found.value, drawn_with(found.value, part), part)
+        by_rollout = SecondOrder(
+            start_N,
+            *(torch.where(part.response_NS, x.logprob_NS.double(), 0.0).sum(1) for x in found[1:]),
         )
-        check_scores(found, part, rows_N, columns)
-        start_N = logweights(found, drawn_with(found, part), part)
-        first_N, second_N, near_N, far_N, rounding_N = (
-            torch.where(part.response_NS, order.logprob_NS.double(), 0.0).sum(1) for order in orders
-        )
 
-        def curve(second_N: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-            def path(e: Tensor) -> tuple[Tensor, Tensor]:
-                bent_N = start_N + e * first_N + e**2 / 2 * second_N
-                return weighted(reward_N[rows_N], bent_N)
-
-            return path
-
-        seconds = (second_N, near_N, far_N, second_N + rounding_N)
-        return stencil_columns(curve, seconds, start_N)
+        return stencil_columns(lambda bent_N: weighted(reward_N[rows_N], bent_N), by_rollout)
 
     return _by_microbatch(sums, rollouts, COLUMNS, microbatch)
 

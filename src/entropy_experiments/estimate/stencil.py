@@ -1,9 +1,9 @@
 """Whether a second difference can be believed: the same curve at two widths, and its rounding.
 
-A sum over rollouts that depends on the second derivatives of the scores is computed with each of
-the four that `numerics.second_order` gives:
+Sums A, B of scores z(e) that bend along a direction do so themselves, with D their derivative:
 
-    columns   A, B, A', B', A'', B''   |   A'', B'' of near   |   of far   |   of rounding
+    A'' = D D A [z', z'] + D A [z'']
+    columns   A, B, A', B', A'', B''   |   A'', B'' of near   |   of far   |   D A, D B [rounding]
 
 Two widths that disagree mean that the curve is no parabola over the stencil (it bends further, or
 crosses a kink such as a switch of experts), or that rounding is all there is: not trusted. The
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entropy_experiments.estimate.ratio import taylor
-from entropy_experiments.numerics.derivatives import How
-from entropy_experiments.numerics.second_order import stencil_step
+from entropy_experiments.numerics.derivatives import How, dual
+from entropy_experiments.numerics.second_order import SecondOrder, stencil_step
 from entropy_experiments.numerics.sums import point
 from entropy_experiments.types import Direction, Estimate, Policy, Rollouts
 
@@ -29,7 +28,8 @@ COLUMNS = 12
 WIDTHS_AGREE = 0.05
 """Of the value: `second` extrapolates from both, and is then right to about a tenth of that."""
 
-Curve = Callable[[Tensor], tuple[Tensor, Tensor]]
+Pair = tuple[Tensor, Tensor]
+Sums = Callable[[Any], Pair]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,17 @@ def direction_step(
     return stencil_step(policy.params, direction.total, mode, direction.lr)
 
 
-def stencil_columns(curve: Callable[[Any], Curve], orders: tuple[Any, ...], like: Tensor) -> Tensor:
-    """[N, COLUMNS] from `curve(second)`; `orders` are second, near, far and second + rounding."""
-    second, near, far, rounded = (taylor(curve(order), like) for order in orders)
-    rounding = (a - b for a, b in zip(rounded[4:], second[4:], strict=True))
-    return torch.stack([*second, *near[4:], *far[4:], *rounding], dim=1)
+def stencil_columns(sums: Sums, orders: SecondOrder) -> Tensor:
+    """[N, COLUMNS] of `sums(z) = (A, B)`; `orders` has z and its derivatives."""
+
+    def along(z: Any, tangent: Any) -> tuple[Pair, Pair]:
+        return dual(sums, (z,), (tangent,))
+
+    z, first, second, near, far, rounding = orders
+    (value, slope), (_, own) = dual(lambda z: along(z, first), (z,), (first,))
+    bends = [along(z, order)[1] for order in (second, near, far)]
+    curved = [a + b for bend in bends for a, b in zip(own, bend, strict=True)]
+    return torch.stack([*value, *slope, *curved, *along(z, rounding)[1]], dim=1)
 
 
 def curvature_of_ratio(
