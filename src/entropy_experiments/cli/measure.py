@@ -15,6 +15,7 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    Threads,
     configured,
     interrupted,
     library_aside,
@@ -45,12 +46,15 @@ def measure(
         typer.Option("--out", help="Write rollouts and results.json below this folder."),
     ] = None,
     as_json: AsJson = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Measure an update's entropy change at several step sizes, over fresh batches."""
     found: Config | None = None
-    with shared_ending(debug=debug, interrupted=lambda: interrupted(found, _kept)) as speaks:
+    with shared_ending(
+        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+    ) as speaks:
         quiet = quiet or not speaks
         found = configured(config, {}, checkpoint, overrides, under=out)
         tell_notes(found, quiet=quiet)

@@ -15,6 +15,7 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    Threads,
     configured,
     interrupted,
     library_aside,
@@ -43,12 +44,15 @@ def run(
         typer.Option("--out", help="Write logs, rollouts and results.json below this folder."),
     ] = None,
     as_json: AsJson = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Predict what an update does to entropy, measure it, and say what to believe."""
     found: Config | None = None
-    with shared_ending(debug=debug, interrupted=lambda: interrupted(found, _kept)) as speaks:
+    with shared_ending(
+        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+    ) as speaks:
         quiet = quiet or not speaks
         found = configured(config, {}, checkpoint, overrides, under=out)
         tell_notes(found, quiet=quiet)
