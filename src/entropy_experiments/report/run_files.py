@@ -208,10 +208,21 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             f"{path} is not the manifest of an influence study; expected format {FORMAT!r}. "
             "Give another folder."
         )
+    said = found.pop("digest", None)  # studies of earlier versions have none
+    if said is not None and said != manifest_digest(found):
+        raise DamagedFileError(
+            f"{path} is damaged or was changed: it does not have the digest it says. Delete it. "
+            f"{AGAIN}"
+        )
     files = found.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise ValueError(f"{path} does not list the study's files. Delete it. {AGAIN}")
     return found
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Of a manifest without its digest."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def described(data: bytes) -> dict[str, Any]:

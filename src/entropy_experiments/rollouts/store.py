@@ -30,12 +30,13 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
-from entropy_experiments.rollouts.whole_files import write_whole
+from entropy_experiments.rollouts.whole_files import hashed, hashed_body, write_changed, write_whole
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 FORMAT = "entropy_experiments.rollouts"
 SCHEMA = 2
 TENSORS, TEXT, MANIFEST = "rollouts.safetensors", "text.json", "manifest.json"
+UNIT = ".unit"
 
 _ROLLOUT_TENSORS = {
     "tokens_NS": True,
@@ -306,9 +307,9 @@ class RolloutStore:
         """Declare what the units of this folder depend on, or check that it is the same."""
         mine = json.loads(json.dumps(dict(identity), sort_keys=True))
         path = self.folder / self.IDENTITY
+        encoded = json.dumps(mine, indent=2, sort_keys=True).encode()
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(mine, indent=2, sort_keys=True).encode())
+            write_changed(path, encoded)
             return
         try:
             theirs = json.loads(path.read_bytes())
@@ -328,6 +329,7 @@ class RolloutStore:
                 f"{self.folder} holds rollouts of another policy or of other settings: {listed}. "
                 "Give another folder, or delete this one to start over."
             )
+        write_changed(path, encoded)
 
     def holds(self, key: str) -> bool:
         return self._path(key).is_file()
@@ -337,25 +339,17 @@ class RolloutStore:
         path = self._path(key)
         if not path.is_file():
             return None
-        data = path.read_bytes()
-        digest, body = data[:64], data[64:]
-        if digest != hashlib.sha256(body).hexdigest().encode():
-            raise ValueError(
-                f"{path} is damaged: its contents do not have the hash it begins with. Delete it "
-                "and run again: this unit is then drawn anew, with the same result."
-            )
-        return _tensors(path, body)
+        return _tensors(path, hashed_body(path, path.read_bytes()))
 
     def put(self, key: str, unit: Mapping[str, Tensor]) -> None:
         body = dump_tensors({name: x.detach().cpu().contiguous() for name, x in unit.items()})
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path(key), hashlib.sha256(body).hexdigest().encode() + body)
+        write_whole(self._path(key), hashed(body))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.folder.glob("*.unit"))
+        return sum(1 for _ in self.folder.glob(f"*{UNIT}"))
 
     def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.unit"
+        return self.folder / f"{key}{UNIT}"
 
 
 def _short(value: Any) -> str:
