@@ -18,8 +18,8 @@ from entropy_experiments.config import documented_yaml, load_config, template_na
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "": "--version",
-    "run": "--config --checkpoint --set --out --json --threads --quiet --debug",
-    "measure": "--config --checkpoint --set --out --json --threads --quiet --debug",
+    "run": "--config --checkpoint --set --out --overwrite --json --threads --quiet --debug",
+    "measure": "--config --checkpoint --set --out --overwrite --json --threads --quiet --debug",
     "influence": "--config --checkpoint --set --out --what-if --confirm --entropy-budget "
     "--fisher --from --overwrite --json --threads --quiet --debug",
     "train": "--config --preset --out --steps --resume --no-probe --set --dry-run --json "

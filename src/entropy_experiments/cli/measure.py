@@ -45,6 +45,9 @@ def measure(
         Path | None,
         typer.Option("--out", help="Write rollouts and results.json below this folder."),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace results of other settings in the folder.")
+    ] = False,
     as_json: AsJson = False,
     threads: Threads = None,
     quiet: Quiet = False,
@@ -60,9 +63,13 @@ def measure(
         tell_notes(found, quiet=quiet)
 
         from entropy_experiments.entropy_experiment_runner import EntropyMeasurements
+        from entropy_experiments.output_folder import claimed
         from entropy_experiments.report.measurements import measurement_report
 
-        with library_aside(as_json=as_json):
+        with (
+            library_aside(as_json=as_json),
+            claimed(out, found, verb="measure", overwrite=overwrite),
+        ):
             results = EntropyMeasurements(found, quiet=quiet).run_experiments()
         tell(results, lambda: measurement_report(results), as_json=as_json)
 

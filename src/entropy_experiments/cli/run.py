@@ -43,6 +43,9 @@ def run(
         Path | None,
         typer.Option("--out", help="Write logs, rollouts and results.json below this folder."),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace results of other settings in the folder.")
+    ] = False,
     as_json: AsJson = False,
     threads: Threads = None,
     quiet: Quiet = False,
@@ -58,8 +61,12 @@ def run(
         tell_notes(found, quiet=quiet)
 
         from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
+        from entropy_experiments.output_folder import claimed
 
-        with library_aside(as_json=as_json):
+        with (
+            library_aside(as_json=as_json),
+            claimed(out, found, verb="run", overwrite=overwrite),
+        ):
             results = OfflineEntropyProbe(found, quiet=quiet).run_mixed_probe()
         tell(results, lambda: results["verdict"], as_json=as_json)
 

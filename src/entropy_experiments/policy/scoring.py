@@ -221,6 +221,13 @@ class SequenceProcessor(CalledModel):
         return packed.back(found_NS)
 
     def _packed(self, rollouts: Rollouts) -> Packed:
+        words = len(causal_lm(self.model).get_input_embeddings().weight)
+        highest = int(rollouts.tokens_NS.max())
+        if highest >= words:
+            raise ValueError(
+                f"The rollouts have token id {highest}, and the model has {words} tokens; expected "
+                "ids below that. Were they drawn with another model or tokenizer?"
+            )
         packed = Packed.of(rollouts, self.device)
         # Beyond the original context a row would have to end with a rollout's last token.
         if not self._shares or self.contexts.beyond(packed.rollouts.tokens_NS.shape[1]):

@@ -211,6 +211,10 @@ def _load(
             f"{folder / TENSORS} does not hold a {manifest['kind']} of schema {SCHEMA}: missing "
             f"{missing}, unknown {unknown}. Was it made by another program?"
         )
+    if tensors["tokens_NS"].is_floating_point() or tensors["tokens_NS"].dtype == torch.bool:
+        raise ValueError(
+            f"{folder / TENSORS} has tokens_NS of {tensors['tokens_NS'].dtype}; expected integers."
+        )
     if bool((tensors["tokens_NS"] < 0).any()):
         raise ValueError(f"{folder / TENSORS} has negative token ids; expected ids of a tokenizer.")
     tensors["tokens_NS"] = tensors["tokens_NS"].long()
@@ -288,7 +292,15 @@ def _rollouts(
     tensors: Mapping[str, Tensor], text: tuple[str, ...] | None, manifest: Mapping[str, Any]
 ) -> Rollouts:
     fields: dict[str, Any] = {name: tensors.get(name) for name in _ROLLOUT_TENSORS}
-    return Rollouts(**fields, text=text, share=manifest["share"])
+    rollouts = Rollouts(**fields, text=text, share=manifest["share"])
+    said = {"rollouts": len(rollouts), "fingerprint": rollouts.fingerprint}
+    for name, value in said.items():
+        if manifest.get(name, value) != value:
+            raise ValueError(
+                f"{MANIFEST} says {name} {manifest[name]!r}, and {TENSORS} beside it has "
+                f"{value!r}; expected the same. Copy the folder again, or make the rollouts again."
+            )
+    return rollouts
 
 
 class RolloutStore:
