@@ -203,7 +203,7 @@ BREAKAGES = {
     "another share": (
         manifest(share=0.5),
         ValueError,
-        r"weight_N must be .* sum to 0.5; got sum 1",
+        r"sum to its share 0.5; got sum 1",
     ),
     "other tokens": (
         manifest(fingerprint="feedbeef"),
