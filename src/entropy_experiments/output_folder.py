@@ -16,7 +16,7 @@ from typing import Any
 
 from entropy_experiments.config import Config
 from entropy_experiments.numerics.ranks import current
-from entropy_experiments.rollouts.whole_files import write_changed
+from entropy_experiments.rollouts.whole_files import sweep_partials, write_changed
 
 CLAIM = "run.json"
 FORMAT = "entropy_experiments.run"
@@ -57,6 +57,7 @@ def _claim(out: Path, settings: dict[str, Any], verb: str, overwrite: bool) -> b
     if path.is_file() and not overwrite:
         _refuse_other(path, mine)
     new = not path.is_file()
+    sweep_partials(out)
     write_changed(path, json.dumps(mine, indent=1, sort_keys=True).encode())
     return new
 

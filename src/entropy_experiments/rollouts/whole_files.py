@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
-PARTIAL = ".partial"
 DIGITS = 64
+_PARTIAL = re.compile(r"\..+\.(\d+)\.partial")
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """The file appears complete or not at all, also after a power cut."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
             file.write(data)
@@ -37,6 +38,31 @@ def write_changed(path: Path, data: bytes) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, data)
+
+
+def is_partial(name: str) -> bool:
+    """Of a file that somebody is writing, or was."""
+    return _PARTIAL.fullmatch(name) is not None
+
+
+def sweep_partials(folder: Path) -> None:
+    """Delete what a killed process was writing: nobody will finish it."""
+    for path in folder.rglob(".*.partial"):
+        match = _PARTIAL.fullmatch(path.name)
+        if match and not _alive(int(match[1])):
+            path.unlink(missing_ok=True)
+
+
+def _alive(process: int) -> bool:
+    if process == os.getpid():
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def hashed(body: bytes) -> bytes:

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -49,9 +47,10 @@ from entropy_experiments.report.run_files import (
 )
 from entropy_experiments.rollouts.store import UNIT
 from entropy_experiments.rollouts.whole_files import (
-    PARTIAL,
     hashed,
     hashed_body,
+    is_partial,
+    sweep_partials,
     write_changed,
     write_whole,
 )
@@ -72,7 +71,6 @@ __all__ = [
 STAGES, ROLLOUTS = "stages", "rollouts"
 STAGE = ".stage"
 _JSON = "__json__"
-_PARTIAL = re.compile(r"\..+\.(\d+)\.partial")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -211,7 +209,7 @@ class RunDirectory:
                 "stages that both need are kept."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        sweep_partials(self.folder)
         if theirs != key:
             self._identify(key, replaces=self._earlier_files())
             (self.folder / MANIFEST).unlink(missing_ok=True)
@@ -258,7 +256,7 @@ class RunDirectory:
         found: dict[str, dict[str, Any]] = {}
         for top in (ROLLOUTS, STAGES):
             for path in sorted((self.folder / top).rglob("*")):
-                if path.is_file() and not path.name.endswith(PARTIAL):
+                if path.is_file() and not is_partial(path.name):
                     own = path.suffix in (UNIT, STAGE)
                     name = path.relative_to(self.folder).as_posix()
                     found[name] = {"own_hash": True} if own else described(path.read_bytes())
@@ -324,7 +322,9 @@ class RunDirectory:
         path = self.folder / IDENTITY
         if not path.is_file():
             others = [p.name for p in self.folder.iterdir()] if self.folder.is_dir() else []
-            strange = sorted(set(others) - {ROLLOUTS, "logs", STAGES} - _partials(others))
+            strange = sorted(
+                set(others) - {ROLLOUTS, "logs", STAGES} - {n for n in others if is_partial(n)}
+            )
             if strange:
                 raise ValueError(
                     f"{self.folder} has files that are no study's ({', '.join(strange[:4])}); "
@@ -339,30 +339,7 @@ class RunDirectory:
             raise ValueError(f"{path} is not an influence study's. Give another folder.")
         return str(found.get("key"))
 
-    def _sweep(self) -> None:
-        """What a killed process was writing: nobody will finish it."""
-        for path in self.folder.rglob(".*.partial"):
-            match = _PARTIAL.fullmatch(path.name)
-            if match and not _alive(int(match[1])):
-                path.unlink(missing_ok=True)
-
 
 def _encoded(manifest: Mapping[str, Any]) -> bytes:
     said = {**manifest, "digest": manifest_digest(manifest)}
     return json.dumps(said, indent=1, allow_nan=False).encode()
-
-
-def _partials(names: list[str]) -> set[str]:
-    return {name for name in names if _PARTIAL.fullmatch(name)}
-
-
-def _alive(process: int) -> bool:
-    if process == os.getpid():
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
