@@ -1,4 +1,4 @@
-"""kill -9 at fifty random instants of `run` and `influence`: the same command ends in the same bits.
+"""kill -9 at fifty random instants of `run` and `influence`: the same command, the same bits.
 
 Ten kills in a row, each of a process that goes on where the one before was killed, then one that is
 left alone; five times. Every process has one thread, so that sums are added in the same order.
