@@ -104,7 +104,7 @@ def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
     needed = get_peft_model_state_dict(model, save_embedding_layers=False)
     copies = get_peft_model_state_dict(model, save_embedding_layers=True)
     _compare(file, stored, needed, copies)
-    set_peft_model_state_dict(model, stored)
+    set_peft_model_state_dict(model, dict(stored))  # peft 0.18 renames keys in what it is given
     held = get_peft_model_state_dict(model, save_embedding_layers=True)
     for name, value in stored.items():
         if not torch.equal(held[name].detach().to("cpu", value.dtype), value):
