@@ -2,7 +2,7 @@
 
 The wheel of torch on the public registry needs a dozen CUDA libraries only so that it can be
 loaded; on a CPU nothing in them is ever called. Here each gets a stand-in that holds the names
-torch asks for, every one a function that answers `cudaErrorNoDevice`. So torch sees what it sees on
+torch asks for, nearly all functions that answer `cudaErrorNoDevice`. So torch sees what it sees on
 any machine without a GPU, and what it computes on the CPU is untouched.
 
 For environments of tests only, on Linux, with gcc and binutils.
@@ -21,6 +21,13 @@ NO_DEVICE = 100
 """cudaErrorNoDevice: torch then counts no devices, and does not warn."""
 OF_CUDA = re.compile(r"lib(cu|nccl|nv)")
 OF_CUDA_NAMES = re.compile(r"_{0,2}(cu|nccl|nv)")
+WITH_AN_ANSWER = {
+    "cudaGetErrorName": 'const char *cudaGetErrorName(int e) { return "cudaErrorNoDevice"; }',
+    "cudaGetErrorString": 'const char *cudaGetErrorString(int e) { return "no device here"; }',
+    # transformers 5.0 asks on every machine whose torch has CUDA: nothing is being captured.
+    "cudaStreamIsCapturing": "int cudaStreamIsCapturing(void *s, int *o) { *o = 0; return 0; }",
+}
+"""Functions whose result is read, or that are called without a device."""
 ON_FIRST_USE = "nvrtc"
 """In the name of the library of torch that is opened when a GPU is used; its needs stay unmet."""
 REQUIRED_ONLY_BY_CUDA = re.compile(r"Requires-Dist: (nvidia-|cuda-|triton)", re.IGNORECASE)
@@ -72,7 +79,8 @@ def _library_of_version(headers: str) -> dict[str, str]:
 
 def _compile(file: Path, names_of_version: Mapping[str, Sequence[str]]) -> None:
     names = [name for names in names_of_version.values() for name in names]
-    source = "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in names)
+    functions = {name: f"int {name}(void) {{ return {NO_DEVICE}; }}" for name in names}
+    functions |= {name: text for name, text in WITH_AN_ANSWER.items() if name in functions}
     versions = [
         f"{version} {{ global:{''.join(f' {name};' for name in names)} }};"
         for version, names in names_of_version.items()
@@ -83,7 +91,9 @@ def _compile(file: Path, names_of_version: Mapping[str, Sequence[str]]) -> None:
         script.flush()
         options = ["-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{file.name}"]
         options += [f"-Wl,--version-script={script.name}", "-x", "c", "-", "-o", str(file)]
-        subprocess.run(["gcc", *options], input=source, text=True, check=True)
+        subprocess.run(
+            ["gcc", *options], input="\n".join(functions.values()), text=True, check=True
+        )
 
 
 def _symbols(which: str, files: Iterable[Path]) -> set[str]:

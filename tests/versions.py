@@ -142,12 +142,18 @@ def run_tests(python: Path, outcome: Path) -> dict[str, int]:
     # Warnings are errors for the pinned versions; what others deprecate is seen there in time.
     options = ["-m", "not slow and not wild", "-o", "filterwarnings=default", "--disable-warnings"]
     outcome.unlink(missing_ok=True)
-    subprocess.run(
+    done = subprocess.run(
         [python, "-m", "pytest", "-q", *options, "--outcome", outcome, *FILES],
         cwd=ROOT,
         env=_alone(),
         check=False,
     )
+    if not outcome.is_file():
+        raise RuntimeError(
+            f"pytest of {python} ended with code {done.returncode} and without a result; expected "
+            "one, whatever the tests say. See its output above: a crash, or a file that cannot be "
+            "collected."
+        )
     return json.loads(outcome.read_text())
 
 
