@@ -171,6 +171,22 @@ def test_adapter_configs_that_mean_another_model(lora, key, value, says):
     refused(lora.path, "adapter_config.json", says)
 
 
+@pytest.mark.parametrize("value", [None, False, {}, [], ""])
+def test_options_of_a_newer_peft_that_are_unset_change_nothing(lora, value):
+    before = load_checkpoint(lora.path)
+    edit_json(lora.path / "adapter_config.json", option_of_tomorrow=value)
+    after = load_checkpoint(lora.path)
+    assert after.model.peft_config == before.model.peft_config
+    for name, p in before.model.named_parameters():
+        assert torch.equal(after.model.get_parameter(name), p)
+
+
+@pytest.mark.parametrize("value", [True, 0, 0.0, 16, "on", [0], {"rank": None}])
+def test_options_of_a_newer_peft_that_are_set_are_refused_by_name(lora, value):
+    edit_json(lora.path / "adapter_config.json", unset_one=None, option_of_tomorrow=value)
+    refused(lora.path, "unknown keys ['option_of_tomorrow']", "upgrade peft")
+
+
 def test_another_rank_than_the_weights_have(lora):
     edit_json(lora.path / "adapter_config.json", r=8)
     refused(lora.path, "adapter_model.safetensors", "(4, 32); expected (8, 32)")

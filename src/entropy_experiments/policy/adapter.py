@@ -30,8 +30,6 @@ BASE_NOTE = "base: adapter_config.json names it, but nothing records the weights
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json, checked; not yet a peft config."""
-    from peft import LoraConfig
-
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise FileNotFoundError(
@@ -47,15 +45,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             f"{path}: peft_type is {kind!r}; expected 'LORA'. Other adapters cannot be probed yet: "
             "merge it into its base and give the result as a full checkpoint."
         )
-    known = [field.name for field in fields(LoraConfig) if field.init]
-    unknown = [key for key in config if key not in known]
-    if unknown:
-        near = get_close_matches(unknown[0], known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"{path} has unknown keys {unknown}.{hint} The installed peft would ignore them: "
-            "upgrade peft if a newer one wrote the file, or correct it."
-        )
+    config = _without_unset_options(path, config)
     for key in ("r", "lora_alpha"):
         _positive(path, key, config.get(key), whole=key == "r")
     for key in ("rank_pattern", "alpha_pattern"):
@@ -67,6 +57,32 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             "and cannot be probed. Expected it to be null."
         )
     return config
+
+
+def _without_unset_options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """`config` without the keys that the installed peft does not know and that switch nothing on.
+
+    peft writes every option of its own version, used or not: null, false or empty is an option of a
+    newer peft that training did not use. Any other value changes the adapter: refused.
+    """
+    from peft import LoraConfig
+
+    known = [field.name for field in fields(LoraConfig) if field.init]
+    unset = [key for key in config if key not in known and _is_unset(config[key])]
+    unknown = [key for key in config if key not in known and key not in unset]
+    if unknown:
+        near = get_close_matches(unknown[0], known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"{path} has unknown keys {unknown}.{hint} The installed peft would ignore them: "
+            "upgrade peft if a newer one wrote the file, or correct it."
+        )
+    return {key: value for key, value in config.items() if key not in unset}
+
+
+def _is_unset(value: Any) -> bool:
+    # Not `not value`: a number 0 may well be a setting.
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
 def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
@@ -88,7 +104,7 @@ def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
     needed = get_peft_model_state_dict(model, save_embedding_layers=False)
     copies = get_peft_model_state_dict(model, save_embedding_layers=True)
     _compare(file, stored, needed, copies)
-    set_peft_model_state_dict(model, stored)
+    set_peft_model_state_dict(model, dict(stored))  # peft 0.18 renames keys in what it is given
     held = get_peft_model_state_dict(model, save_embedding_layers=True)
     for name, value in stored.items():
         if not torch.equal(held[name].detach().to("cpu", value.dtype), value):
