@@ -15,6 +15,7 @@ import os
 import runpy
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ import entropy_experiments
 from entropy_experiments.config import load_config, parse_config
 from entropy_experiments.config.training_reading import load_training
 from entropy_experiments.policy.load import load_checkpoint
+from entropy_experiments.study.clock import Clock
 from entropy_experiments.trajectory import default_checkpoint
 from oracles.tiny_models import save_tiny_checkpoint, tiny_rollouts
 
@@ -597,6 +599,25 @@ def test_document_004s_configuration():
     assert changed.batch_config.filter_zero_advantage_prompts
     assert changed.forward_batch_size == 64
     assert config.batch_config.filter_zero_advantage_prompts  # the documented default
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys):
+    """`progress bars are emitted`; where nobody watches, a line for each stage."""
+    said = []
+    clock = Clock(say=said.append, total=10.0)
+    clock.tell("step", 4, 1.0, found=False)
+    assert said == ["the optimizer step: 1.0 s (40%, about 2 s left)"]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    with closing(clock):
+        clock.tell("eval_00_matrix", 6, 1.0, found=False)
+    shown = capsys.readouterr().err
+    assert len(said) == 1
+    assert "━━━━━━━━━━" in shown
+    assert "100%" in shown
+    assert "eval_00, every pair of rollouts: 1.0 s" in shown
+    assert shown.endswith("\x1b[?25h")  # the cursor is back
 
 
 @pytest.mark.slow
