@@ -1,6 +1,6 @@
 """The recipe of the embedded default: a small policy whose entropy collapses under GRPO.
 
-    python recipes/embedded_default.py sft build/embedded     # a Qwen2 learns to search
+    python recipes/embedded_default.py sft build/embedded     # a small LM learns to search
     python recipes/embedded_default.py grpo build/embedded    # TRL, LoRA: entropy collapses
     python recipes/embedded_default.py ship build/embedded    # what goes into the package
 
@@ -25,7 +25,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from entropy_experiments.config import load_preset
 from entropy_experiments.config.training_reading import replaced
@@ -75,6 +81,28 @@ def fresh_model(words: int) -> Qwen2ForCausalLM:
     )
 
 
+def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
+    """The same function of the tokens, saved under another name.
+
+    For model type qwen2 transformers' AutoTokenizer takes Qwen2's own tokenizer, whatever
+    tokenizer_config.json names: other tokens from the same file, and no warning. Llama's is taken
+    only where it is named. With `attention_bias` a Llama has Qwen2's biases and one more, of
+    `o_proj`, which is 0 here.
+    """
+    shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    shared += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    shared += ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    shared += ("rms_norm_eps", "rope_parameters")
+    facts = {name: getattr(model.config, name) for name in shared}
+    out = LlamaForCausalLM(LlamaConfig(**facts, attention_bias=True))
+    missing, unexpected = out.load_state_dict(model.state_dict(), strict=False)
+    assert not unexpected, unexpected
+    for name in missing:
+        assert name.endswith("o_proj.bias"), name
+        torch.nn.init.zeros_(out.get_parameter(name))
+    return out.eval()
+
+
 # Supervised --------------------------------------------------------------------------------------
 
 
@@ -115,8 +143,7 @@ def sft(folder: Path, *, steps: int, batch: int, lr: float) -> None:
             print(
                 f"step {step:5d}  loss {loss.item():.4f}  {time.time() - started:.0f} s", flush=True
             )
-    model.eval()
-    model.save_pretrained(folder / "base")
+    as_llama(model).save_pretrained(folder / "base")
     tok.save_pretrained(folder / "base")
 
 

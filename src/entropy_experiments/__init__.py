@@ -15,6 +15,7 @@ _HOME = {
     "Config": "config",
     "DetailedLogger": "report.logs",
     "OfflineEntropyProbe": "offline_entropy_probe",
+    "EntropyProbeCallback": "online.trl",
     "EntropyMeasurements": "entropy_experiment_runner",
     "ExperimentPlan": "entropy_experiment_runner",
     "BatchRequest": "entropy_influence",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,8 @@ class EntropyInfluenceRunner:
                 inputs = gather_study(config, probed, quiet=self._quiet)
             if inputs is not None and not finished:
                 study = Study(inputs, run.stages, say=say)
-                files, arrays, summary = StudyFiles(study).made(key)
+                with closing(study.clock):
+                    files, arrays, summary = StudyFiles(study).made(key)
 
                 def write() -> None:
                     before = run.answers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -140,3 +141,8 @@ def large_run(run: Path, to: Path, rollouts: int = 2_000, length: int = 200) -> 
         "update_rollouts.json": json.dumps(texts).encode(),
     }
     return changed(run, to, files)
+
+
+def read(page):
+    """A page's markup as it is read: one space where there is any, terms without their mark."""
+    return re.sub(r'<span class="term"[^>]*>([^<]*)</span>', r"\1", " ".join(page.split()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
+import io
 import json
 import re
 import subprocess
@@ -17,13 +19,15 @@ import pytest
 from markupsafe import escape
 from typer.testing import CliRunner
 
-from contract.report_runs import HOSTILE, changed, hostile_run, large_run, rows_of
+from contract.report_runs import HOSTILE, changed, hostile_run, large_run, read, rows_of
 from entropy_experiments.cli import app
 from entropy_experiments.config import load_config
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 from entropy_experiments.report.html import page
 from entropy_experiments.report.html.charts import figures
 from entropy_experiments.report.html.data import gather
+from entropy_experiments.report.html.glossary import TERMS, explained
+from entropy_experiments.report.html.packing import packed, unpacked
 from entropy_experiments.report.html.page import embedded, render, slim, write_report
 from entropy_experiments.report.logs import read_log
 from entropy_experiments.report.trajectory_file import read_trajectory, write_trajectory
@@ -73,8 +77,12 @@ class Page(HTMLParser):
             kind, before = self.scripts[-1]
             self.scripts[-1] = (kind, before + data)
 
+    def unpacked(self, name):
+        kind, text = next(found for found in self.scripts if found[0].get("id") == name)
+        return unpacked(text, int(kind["data-bytes"]))
+
     def json(self, name):
-        return next(json.loads(text) for kind, text in self.scripts if kind.get("id") == name)
+        return json.loads(self.unpacked(name))
 
 
 # The numbers.
@@ -188,15 +196,20 @@ def test_a_page_asks_for_nothing_and_runs_two_scripts(run, tmp_path):
     path = write_report(run, tmp_path / "deep" / "r.html")
     text = path.read_text()
     found = Page(text)
-    own = [script for kind, script in found.scripts if not kind]
+    own = [*(script for kind, script in found.scripts if not kind), found.unpacked("plotly")]
     assert len(own) == 2
+    assert own[1] == page._plotly()
     policy = next(v for t, k, v in found.attributes if (t, k) == ("meta", "content") and "src" in v)
     for script in own:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe-eval" not in policy
-    assert not [a for a in found.attributes if a[1] in ("src", "href") or a[1].startswith("on")]
+    assert not [a for a in found.attributes if a[1] == "src" or a[1].startswith("on")]
+    links = [value for _, key, value in found.attributes if key == "href"]
+    ids = {value for _, key, value in found.attributes if key == "id"}
+    assert {link.removeprefix("#") for link in links} <= ids  # the contents, and no other place
+    assert len(links) >= 8
     assert not {"link", "iframe", "img", "object", "base"} & set(found.tags)
     charts = {v for _, k, v in found.attributes if k == "data-figure"}
     assert charts == set(found.json("figures"))
@@ -210,8 +223,8 @@ def test_hostile_texts_stay_texts(run, tmp_path):
     found = Page(text)
     assert len(found.scripts) == 4  # two of data, two of code
     assert not {"img", "b"} & set(found.tags)
-    body = text.split('<script type="application/json"')[0]
-    assert "<script>alert" not in text.replace(page._plotly(), "")
+    body = text.split('<script type="text/plain"')[0]
+    assert "<script>alert" not in text
     assert "49" not in body.split('id="assumed"')[1].split("</section>")[0]  # {{ 7 * 7 }}
     views = found.json("views")
     assert set(views["vocabulary"]) == set(HOSTILE)
@@ -224,6 +237,71 @@ def test_a_lone_surrogate_does_not_stop_the_report(run, tmp_path):
     files = {"update_rollouts.json": json.dumps(texts).encode()}
     path = write_report(changed(run, tmp_path / "surrogate", files))
     assert Page(path.read_text()).json("views")["prompts"][0] == "\ud800"
+
+
+def test_the_contents_name_every_section_in_order(data):
+    text = render(data)
+    sections = re.findall(r'<section id="([a-z-]+)"', text)
+    links = re.findall(r'<li><a href="#([a-z-]+)">', text)
+    assert ["verdict", *links] == sections
+    assert {"curve", "ledger", "matrix", "assumed", "glossary"} <= set(links)
+
+
+def test_assumptions_stand_beside_the_headline(data):
+    known = {**data["assumed"], "assumed": {"loss": "grpo", "max_grad_norm": 1.0}}
+    data = {**data, "assumed": known}
+    head = render(data).split('<section id="verdict">')[1].split("</section>")[0]
+    at = head.index("Assumed, not read from any file:")
+    assert head.index("<h1>") < at < head.index("<nav")
+    for name in data["assumed"]["assumed"]:
+        assert f"{name} = " in head
+    nothing = {**data, "assumed": {**data["assumed"], "assumed": {}}}
+    assert "Assumed, not read" not in render(nothing)
+
+
+def test_terms_have_their_line_where_they_stand(data):
+    text = render(data)
+    pointed = dict(re.findall(r'<span class="term"[^>]* title="([^"]+)">([^<]+)</span>', text))
+    assert len(pointed) >= 12
+    for line in pointed:
+        assert html.unescape(line) in TERMS.values()
+    for name, line in TERMS.items():
+        assert f"<dt>{escape(name)}</dt><dd>{escape(line)}</dd>" in text
+        assert len(line) <= 100  # one line
+
+
+def test_a_term_in_a_hostile_sentence_stays_text():
+    said = explained('<b>entropy</b> & "Entropy", entropyx')
+    line = escape(TERMS["entropy"])
+    assert said == (
+        f'&lt;b&gt;<span class="term" tabindex="0" title="{line}">entropy</span>'
+        "&lt;/b&gt; &amp; &#34;Entropy&#34;, entropyx"
+    )
+
+
+def test_the_white_part_of_the_matrix_is_explained(run, data, tmp_path):
+    name = "eval_00_delta_matrix.npy"
+    matrix = np.load(run / name)
+    matrix[:, [1, 4]] = 0.0
+    buffer = io.BytesIO()
+    np.save(buffer, matrix)
+    found = gather(changed(run, tmp_path / "white", {name: buffer.getvalue()}))["matrix"]["white"]
+    assert f"2 of {matrix.shape[1]} update rollouts have none at all" in found
+    assert re.search(r"Of the other cells \d+% are nearly white", found)
+    assert found in html.unescape(render(gather(tmp_path / "white")))
+
+
+@pytest.mark.parametrize("text", ["", "a", "</script><!--", "\x00\r\n<" * 40, "η–\U0001f600" * 9])
+def test_packed_texts_come_back_and_hold_no_mark(text):
+    size, seven = packed(text)
+    assert not set("<\x00\r") & set(seven)
+    assert unpacked(seven, size) == text
+
+
+def test_a_packed_text_has_seven_bits_in_a_byte():
+    text = "".join(chr(32 + (i * i * 7919) % 90) for i in range(20_000))
+    size, seven = packed(text)
+    assert size * 8 / 7 <= len(seven.encode()) <= 1.03 * size * 8 / 7 + 8
 
 
 def test_json_in_a_page_has_no_marks_and_no_nan():
@@ -342,7 +420,7 @@ def test_a_trajectory_is_told_alone_and_beside_a_study(run, tmp_path):
     assert second["name"] == "predicted, second order, summed"
     assert second["y"] == pytest.approx([0.3, 0.21, 0.12])
     assert alone["predicted"] == found["total"]["second_order"]
-    text = " ".join(render(alone).split())
+    text = read(render(alone))
     assert "predicted −0.180 to second order (−0.200 to first), measured −0.200" in text
     assert "to first order, −0.180" in text
     assert "Training from step 0 to step 2" in render(alone)

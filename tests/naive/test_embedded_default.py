@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 from recipes import embedded_default as recipe
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from entropy_experiments import step_certificate
 from entropy_experiments.config import load_config
@@ -63,6 +67,40 @@ def test_it_is_small_and_consecutive():
     assert steps == list(range(recipe.STEPS + 1))
     assert all((path / "update_batch").is_dir() for path in steps_of(TRAJECTORY)[:-1])
     assert not [path for path in files if path.suffix in (".bin", ".pkl", ".pth")]
+
+
+def test_plain_auto_tokenizer_is_the_runs_own():
+    """And has teeth: as a qwen2 folder, the same files give other tokens."""
+    texts = [problem.prompt for problem in islice(countdown.problems("texts"), 20)]
+    plain, own = AutoTokenizer.from_pretrained(TRAJECTORY / "base"), recipe.tokenizer()
+    assert plain(texts)["input_ids"] == own(texts)["input_ids"]
+    assert (plain.pad_token_id, plain.eos_token_id) == (recipe.PAD, recipe.EOS)
+
+
+def test_a_qwen2_folder_would_not_have_its_own_tokenizer(tmp_path):
+    shutil.copytree(TRAJECTORY / "base", tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "qwen2"}))
+    text = next(countdown.problems("texts")).prompt
+    wrong = AutoTokenizer.from_pretrained(tmp_path / "base")
+    assert wrong(text)["input_ids"] != recipe.tokenizer()(text)["input_ids"]
+
+
+def test_the_base_is_the_same_function_as_the_qwen2_that_was_trained():
+    torch.manual_seed(0)
+    trained = recipe.fresh_model(119).eval()
+    for name, value in trained.named_parameters():
+        if name.endswith("bias"):  # as after training: initialised, they are zero
+            torch.nn.init.normal_(value)
+    tokens_NS = torch.randint(2, 119, (3, 17))
+    with torch.no_grad():
+        logits = [m(tokens_NS).logits for m in (trained, recipe.as_llama(trained))]
+    assert torch.equal(*logits)
+    base = load_file(TRAJECTORY / "base" / "model.safetensors")
+    added = {name: value for name, value in base.items() if name.endswith("o_proj.bias")}
+    assert len(added) == 4
+    assert not any(value.any() for value in added.values())
+    assert sum(v.numel() for v in base.values()) - 4 * 96 == 418_560
 
 
 def test_reward_rises_and_entropy_halves():

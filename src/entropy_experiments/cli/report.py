@@ -22,6 +22,7 @@ EXAMPLES = (
     "  entropy-probe report logs/2026-11-16/entropy_probe_14-30-25_step_60.json.gz\n"
     "  entropy-probe report build/demo/influence --trajectory build/demo/trajectory.json\n"
     "  entropy-probe report RUN --figures figures           PDF and PNG, for papers\n"
+    "  entropy-probe report runs/grpo --follow              a training that goes on, drawn again\n"
     "  entropy-probe report RUN1 RUN2 RUN3 --html three.html   side by side\n"
     "  entropy-probe report results/entropy_influence/run --linearity\n"
     "  entropy-probe report RUN --samples --rollout 3 --rollout 7 --out two.png"
@@ -71,12 +72,22 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", help="Where the drawing goes (--samples).")
     ] = None,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="Draw a training's report again while it goes on."),
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Read runs' files again: in words, as one HTML file, as figures; several side by side."""
-    with ending(debug=debug):
+    with ending(debug=debug, interrupted=lambda: "No longer following; the last report stays."):
+        if follow:
+            asked = {"--no-html": no_html, "--figures": figures, "--trajectory": trajectory}
+            asked |= {"--evaluation": evaluation, "--linearity": linearity, "--samples": samples}
+            asked |= {"--json": as_json, "a second run": len(runs) > 1}
+            _follow(runs[0], html, asked, quiet=quiet)
+            return
         if (rollouts or out is not None) and not samples:
             raise ValueError("--rollout and --out are about the drawing: add --samples.")
         if no_html and (html or ((trajectory or evaluation) and figures is None)):
@@ -122,6 +133,31 @@ def report(
             found["figures"] = [str(path) for path in write_figures(run, figures, **options)]
             lines.append(f"Figures: {len(found['figures'])} files in {figures}")
         tell(found, lambda: lines, as_json=as_json)
+
+
+def _follow(run: Path, html: Path | None, asked: dict[str, Any], *, quiet: bool) -> None:
+    wrong = [name for name, value in asked.items() if value]
+    if wrong:
+        raise ValueError(
+            f"--follow together with {', '.join(wrong)}: it redraws the HTML report of one probed "
+            "training, and nothing else. Leave one out."
+        )
+    from entropy_experiments.report.follow import EVERY, follow
+    from entropy_experiments.report.html.page import checked, default_path, write_report
+
+    checked()
+    page = default_path(run) if html is None else html
+    say = (lambda line: None) if quiet else (lambda line: typer.echo(line, err=True))
+
+    def draw(going_on: bool) -> None:
+        first = not page.exists()
+        write_report(run, page, refresh=round(EVERY) if going_on else None)
+        if first:
+            say(f"Report: {page} (open it in a browser: it loads itself again)")
+
+    times = follow(run, draw, say=say)
+    drawn = f"Report: {page} (drawn {times} times)"
+    typer.echo(f"Training has ended. {drawn if times else 'Fewer than two steps were probed.'}")
 
 
 def _fit(fit: LineFit) -> dict[str, Any]:

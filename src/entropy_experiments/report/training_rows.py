@@ -1,4 +1,4 @@
-"""A probed training as a trajectory: from its entropy_probe.jsonl alone. Without torch.
+"""A probed training as a trajectory: its entropy_probe.jsonl and what the trainer logged. No torch.
 
 Each row has the entropy before its step, and the step's change, predicted and measured. So the last
 row's entropy is where the run has come to, and the changes of all rows before it should add up to
@@ -14,6 +14,7 @@ from math import hypot
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.report.training_history import ledgers, logged, trainer_state
 from entropy_experiments.report.trajectory_file import CHANGES
 
 NAME = "entropy_probe.jsonl"
@@ -26,10 +27,16 @@ def training_file(run: Path) -> Path | None:
     return path if path.is_file() and path.suffix == ".jsonl" else None
 
 
+def probed_levels(path: Path) -> int:
+    """How many rows have an entropy; two make a report."""
+    return sum(row["entropy"] is not None for row in _rows(path))
+
+
 def read_training(path: str | Path) -> dict[str, Any]:
     """The keys of a trajectory.json, and `not_summed`: why there are no sums, or None."""
     path = Path(path)
     rows = _rows(path)
+    probed = [_probed(row) for row in rows]
     levels = [at for at, row in enumerate(rows) if row["entropy"] is not None]
     if len(levels) < 2:
         raise ValueError(
@@ -49,7 +56,8 @@ def read_training(path: str | Path) -> dict[str, Any]:
         else [None] * len(steps)
         for name in CHANGES
     }
-    rewards = _rewards(path.parent)
+    log = logged(trainer_state(path.parent))
+    rewards = dict(log["reward"])
     first, end = (_estimate(row, "entropy") for row in (rows[0], last))
     doubts = dict.fromkeys(why for row in rows for why in row.get("why_not") or ())
     return {
@@ -61,12 +69,15 @@ def read_training(path: str | Path) -> dict[str, Any]:
                 "level": _estimate(row, "entropy"),
                 **{name: _estimate(row, name) for name in CHANGES},
                 **{f"{name}_sum": _alone(sums[name][at]) for name in CHANGES},
-                "reward": rewards.get(row["step"] + 1),
+                "reward": rewards.get(row["step"]),
             }
             for at, row in enumerate(steps)
         ],
         "last": end,
         "last_step": last["step"],
+        "probed": probed,
+        "logged": log,
+        "ledgers": ledgers(path.parent),
         "not_summed": why,
         "trusted": sum(bool(row["trusted"]) for row in rows),
         "rows": len(rows),
@@ -111,6 +122,18 @@ def last_branch(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+def _probed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """One row as the report tells it, trusted or not."""
+    return {
+        "step": row["step"],
+        "entropy": _estimate(row, "entropy"),
+        **{name: _estimate(row, name) for name in CHANGES},
+        "trusted": bool(row["trusted"]),
+        "why_not": list(row.get("why_not") or ()),
+        **{name: row.get(name) for name in ("lr", "ess", "k_hat", "step_mismatch")},
+    }
+
+
 def _estimate(row: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     if row.get(name) is None:
         return None
@@ -133,16 +156,3 @@ def _difference(end: Any, first: Any) -> dict[str, Any]:
     below = hypot(end["value"] - low, first_high - first["value"])
     above = hypot(high - end["value"], first["value"] - first_low)
     return {"value": value, "interval": [value - below, value + above], "stderr": None}
-
-
-def _rewards(folder: Path) -> dict[int, float]:
-    """By optimizer step, from the trainer_state.json that has come furthest."""
-    states = []
-    for path in (folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")):
-        try:
-            state = json.loads(path.read_bytes())
-            states.append((state["global_step"], path.name, state["log_history"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # absent or being written: rewards are told where they are known
-    history = max(states, default=(0, "", []))[2]
-    return {row["step"]: row["reward"] for row in history if "reward" in row}

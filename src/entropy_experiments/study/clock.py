@@ -1,4 +1,4 @@
-"""Progress of a study in words: what is done, and how long the rest may take.
+"""Progress of a study: what is done, how long the rest may take. A bar on a terminal, else lines.
 
 Time left = (rollouts still to pass through the model) x (seconds per rollout so far). A stage that
 was found on disk counts with the seconds that it took when it was made.
@@ -7,8 +7,10 @@ was found on disk counts with the seconds that it took when it was made.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 WORDS = {
     "step": "the optimizer step",
@@ -47,6 +49,8 @@ class Clock:
     """Rollouts that all planned stages pass through the model, forward and back."""
     done: float = 0.0
     seconds: float = 0.0
+    _bar: Any = None
+    _task: Any = None
 
     def tell(self, name: str, cost: float, seconds: float, *, found: bool) -> None:
         self.done += cost
@@ -57,4 +61,31 @@ class Clock:
         rest = f", about {left:.0f} s left" if left >= 1 else ""
         what = "kept from before" if found else f"{seconds:.1f} s"
         share = min(self.done / max(self.total, 1), 1)
-        self.say(f"{in_words(name)}: {what} ({share:.0%}{rest})")
+        if not sys.stderr.isatty():
+            self.say(f"{in_words(name)}: {what} ({share:.0%}{rest})")
+            return
+        if self._bar is None:
+            self._bar, self._task = _opened()
+        self._bar.update(
+            self._task, completed=share, description=f"{in_words(name)}: {what}", rest=rest
+        )
+
+    def close(self) -> None:
+        """Leave the terminal as it was; the last state of the bar stays on it."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _opened() -> tuple[Any, Any]:
+    from rich import progress as rich
+    from rich.console import Console
+
+    bar = rich.Progress(
+        rich.BarColumn(),
+        rich.TaskProgressColumn(),
+        rich.TextColumn("{task.description}{task.fields[rest]}", markup=False),
+        console=Console(stderr=True),
+    )
+    bar.start()
+    return bar, bar.add_task("", total=1.0, rest="")

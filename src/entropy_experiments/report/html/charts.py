@@ -26,6 +26,8 @@ from entropy_experiments.report.html.marks import (
 )
 from entropy_experiments.report.trajectory_file import last_step
 
+WHISKERS = 150
+"""Probed steps whose error bars are drawn at full weight."""
 SAME_LEFT = {"l": 64}
 """Of drawings that stand above each other and share their steps."""
 
@@ -33,7 +35,11 @@ SAME_LEFT = {"l": 64}
 def figures(data: Mapping[str, Any]) -> dict[str, Figure]:
     """By name; a section without data has none."""
     makers = {
-        "trajectory": lambda found: {"trajectory": trajectory(found), **rewards(found)},
+        "trajectory": lambda found: {
+            "trajectory": trajectory(found),
+            **rewards(found),
+            **probed_steps(found),
+        },
         "curve": lambda found: {"curve": curve(found, data["unit"])},
         "ledger": lambda found: {f"ledger_{b['name']}": waterfall(b) for b in found["books"]},
         "rollouts": lambda found: {"rollouts": by_rollout(found)},
@@ -275,6 +281,10 @@ def trajectory(found: Mapping[str, Any]) -> Figure:
     named = found.get("band", "fresh rollouts, 95 %")
     fresh = line(where, [level["value"] for level in levels], named, "$muted")
     traces = [band, {**fresh, "line": {"color": "$muted", "width": 1.2}}]
+    own = _logged(found, "entropy")
+    if own:
+        trace = line(*own, "training batch, as logged", "$create", width=1)
+        traces.append({**trace, "opacity": 0.8})
     for name, said, colour, dash in (
         ("predicted", "predicted", "$accent", "solid"),
         ("second_order", "predicted, second order", "$accent", "dash"),
@@ -292,7 +302,7 @@ def trajectory(found: Mapping[str, Any]) -> Figure:
             # With rewards below on the same steps, theirs says it.
             **({} if rewards(found) else {"title": {"text": "optimizer step"}}),
             "showgrid": False,
-            "range": [at[0], at[-1]],
+            "range": reach_of(found),
         },
         yaxis={"title": {"text": f"entropy, nats per {found['unit']}"}, "rangemode": "tozero"},
         showlegend=True,
@@ -301,19 +311,94 @@ def trajectory(found: Mapping[str, Any]) -> Figure:
 
 def rewards(found: Mapping[str, Any]) -> dict[str, Figure]:
     """The batches' mean rewards below the entropy, on the same steps."""
-    steps = [step for step in found["steps"] if step["reward"] is not None]
-    if not steps:
+    at = _logged(found, "reward")
+    if not at:
+        steps = [step for step in found["steps"] if step["reward"] is not None]
+        at = ([s["step"] for s in steps], [s["reward"] for s in steps]) if steps else None
+    if not at:
         return {}
-    trace = line([s["step"] for s in steps], [s["reward"] for s in steps], "reward", "$ink")
     figure = figure_of(
-        [{**trace, "line": {"color": "$ink", "width": 1.2}}],
+        [{**line(*at, "reward", "$ink"), "line": {"color": "$ink", "width": 1.2}}],
         180,
         margin=SAME_LEFT,
-        xaxis={
-            "title": {"text": "optimizer step"},
-            "showgrid": False,
-            "range": [found["steps"][0]["step"], last_step(found)],
-        },
+        xaxis={"title": {"text": "optimizer step"}, "showgrid": False, "range": reach_of(found)},
         yaxis={"title": {"text": "reward"}, "nticks": 4},
     )
     return {"rewards": figure}
+
+
+def reach_of(found: Mapping[str, Any]) -> list[float]:
+    """The first and the last step that anything is known of."""
+    known = [x for values in (found.get("logged") or {}).values() for x, _ in values]
+    known += [found["steps"][0]["step"], last_step(found)]
+    return [min(known), max(known)]
+
+
+def _logged(found: Mapping[str, Any], name: str) -> tuple[list[float], list[float]] | None:
+    """Steps and values that the trainer itself logged; None: nothing."""
+    values = (found.get("logged") or {}).get(name)
+    return ([x for x, _ in values], [y for _, y in values]) if values else None
+
+
+def probed_steps(found: Mapping[str, Any]) -> dict[str, Figure]:
+    """Every probed step of a training: its change, predicted and measured, with intervals."""
+    rows = found.get("probed") or ()
+    if not rows:
+        return {}
+    best = "second_order" if any(row["second_order"] for row in rows) else "predicted"
+    many = len(rows) > WHISKERS
+    first, last = reach_of(found)
+    # Side by side, or the one drawn last would hide the other; less than a step apart.
+    aside = min(0.18, (last - first) / 220)
+    traces: list[Any] = []
+    for name, said, colour, symbol, shift in (
+        (best, "predicted", "$accent", "diamond", -aside),
+        ("measured", "measured", "$ink", "circle", aside),
+    ):
+        for trusted in (True, False):
+            some = [(r["step"], r[name]) for r in rows if r[name] and r["trusted"] == trusted]
+            if not some:
+                continue
+            values = [one["value"] for _, one in some]
+            ends = [one["interval"] or (one["value"], one["value"]) for _, one in some]
+            trace: dict[str, Any] = {
+                "x": [step + shift for step, _ in some],
+                "y": values,
+                "mode": "markers",
+                "marker": {
+                    "symbol": symbol,
+                    "size": 5 if many else 8,
+                    "color": colour if trusted else "$paper",
+                    "line": edge(colour if trusted else "$warn"),
+                },
+                "customdata": [[step, interval_text(one["interval"])] for step, one in some],
+                "hovertemplate": f"step %{{customdata[0]}}: {said} %{{y:.3g}}<br>%{{customdata[1]}}"
+                f"<extra>{'' if trusted else 'not trusted'}</extra>",
+                "name": said if trusted else f"{said}, not trusted",
+            }
+            trace["error_y"] = {
+                "type": "data",
+                "symmetric": False,
+                "array": [high - v for (_, high), v in zip(ends, values)],
+                "arrayminus": [v - low for (low, _), v in zip(ends, values)],
+                "color": colour if trusted else "$warn",
+                "thickness": 0.5 if many else 1.2,
+                "width": 0,
+            }
+            traces.append(trace)
+    margin = max(0.5, (last - first) / 60)  # markers at the ends are whole
+    return {
+        "steps": figure_of(
+            traces,
+            360,
+            margin=SAME_LEFT,
+            shapes=[across(0.0)],
+            xaxis={
+                "title": {"text": "optimizer step"},
+                "showgrid": False,
+                "range": [first - margin, last + margin],
+            },
+            yaxis={"title": {"text": f"change of one step, nats per {found['unit']}"}},
+            showlegend=True,
+        )
+    }

@@ -10,6 +10,7 @@ import numpy as np
 
 from entropy_experiments.report.html import books, words
 from entropy_experiments.report.html.covariance import covariance
+from entropy_experiments.report.html.influence_charts import FULL
 from entropy_experiments.report.html.token_views import MOST_TOKENS, token_views
 from entropy_experiments.report.influence_tables import RELIABLE, influence_report
 from entropy_experiments.report.run_files import RunFiles, open_run
@@ -20,6 +21,8 @@ COLUMNS = (
 )
 CELLS = (160, 400)
 """Rows and columns of the matrix that are drawn; more are added up in blocks."""
+FAINT = 0.05
+"""Of the full colour: what eyes take for white."""
 EARLIER = "the run was written by an earlier version; run the study again to have it"
 
 
@@ -181,12 +184,34 @@ def _matrix(
             drawn = np.add.reduceat(drawn, np.arange(0, drawn.shape[axis], size), axis=axis)
     return {
         "values": drawn.tolist(),
+        "white": _white(matrix_EN, drawn),
         "rows": rows_E[:: sizes[0]].tolist(),
         "columns": columns_N[:: sizes[1]].tolist(),
         "block": sizes,
         "shape": list(matrix_EN.shape),
         "eta": summary["reference_eta"],
     }
+
+
+def _white(matrix_EN: np.ndarray, drawn: np.ndarray) -> str:
+    """What the white part of the drawing is."""
+    rollouts = matrix_EN.shape[1]
+    none = int((matrix_EN == 0).all(0).sum())
+    said = "White is no influence."
+    if none:
+        said = (
+            f"White is no influence: {none} of {rollouts} update rollouts have none at all, since "
+            "their advantage is 0 (all responses to their prompt got the same reward) or the loss "
+            "does not count them."
+        )
+    sizes = np.sort(np.abs(drawn), axis=None)
+    full, other = sizes[min(len(sizes) - 1, int(FULL * len(sizes)))], sizes[sizes > 0]
+    if len(other):
+        said += (
+            f" Of the other cells {(other < FAINT * full).mean():.0%} are nearly white: below a "
+            "twentieth of the full colour, which one cell in a hundred exceeds."
+        )
+    return said
 
 
 def _other(found: Mapping[str, Any]) -> dict[str, Any]:

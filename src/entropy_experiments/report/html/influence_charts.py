@@ -17,6 +17,8 @@ from entropy_experiments.report.html.words import plain, unit_of
 
 WHISKERS = 150
 """Rollouts with error bars drawn; more would be a grey smear."""
+FULL = 0.99
+"""Share of the matrix' cells below the full colour: single pairs are extreme."""
 DIVERGING = [[0, "$destroy"], [0.5, "$paper"], [1, "$create"]]
 
 
@@ -159,11 +161,11 @@ def matrix(found: Mapping[str, Any]) -> Figure:
                 "type": "heatmap",
                 "x": [f"#{i}" for i in found["columns"]],
                 "y": [f"#{i}" for i in found["rows"]],
-                "z": found["values"],
+                # As many digits as pointing at a cell shows: most of a page's data is here.
+                "z": [[float(f"{value:.3g}") for value in row] for row in found["values"]],
                 "colorscale": DIVERGING,
                 "zmid": 0,
-                # Single pairs are extreme: the colour is full where one in a hundred is larger.
-                **symmetric(found["values"], 0.99),
+                **symmetric(found["values"], FULL),
                 "colorbar": {
                     "thickness": 8,
                     "outlinewidth": 0,

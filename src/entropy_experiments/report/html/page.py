@@ -1,8 +1,9 @@
 """One self-contained HTML file: styles, scripts, data and plotly inside, nothing from elsewhere.
 
 Rollouts are hostile text. They reach the page in two ways only: through the template, escaped, or
-as JSON in which `<` is written \\u003c, from which report.js makes text nodes. The page's own
-Content-Security-Policy allows the two scripts written here, by their hashes, and no request.
+as packed JSON (`packing`: it holds no `<`), from which report.js makes text nodes. The page's own
+Content-Security-Policy allows two scripts, by their hashes, and no request: report.js, and plotly,
+which that one unpacks.
 """
 
 from __future__ import annotations
@@ -11,22 +12,44 @@ import base64
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from entropy_experiments.report.html import words
 from entropy_experiments.report.html.charts import figures
 from entropy_experiments.report.html.data import gather
+from entropy_experiments.report.html.glossary import TERMS, explained, term
+from entropy_experiments.report.html.packing import Packed, packed
 from entropy_experiments.report.html.token_views import MOST_TOKENS
 from entropy_experiments.report.run_files import PAGE
 from entropy_experiments.rollouts.whole_files import write_whole
 
 DIGITS = 6
 """Significant digits of numbers in drawings."""
+SECTIONS = (
+    ("trajectory", "trajectory", "Entropy over the run"),
+    ("steps", "probed", "Every probed step"),
+    ("curve", "curve", "Over the step size"),
+    ("ledger", "ledger", "The ledger"),
+    ("by-rollout", "rollouts", "By rollout"),
+    ("texts", "texts", "The update rollouts"),
+    ("covariance", "covariance", "Probability and advantage"),
+    ("what-if", "what_if", "What if"),
+    ("weights", "weights", "How far to believe it"),
+    ("matrix", "matrix", "Whom each rollout moved"),
+    ("others", "others", "Other evaluation batches"),
+    ("assumed", "assumed", "What was assumed"),
+    ("environment", "environment", "Environment"),
+    ("glossary", None, "Glossary"),
+    ("absent", "absent", "Not in this report"),
+)
+"""Anchor, the key of the data that it shows, title in the contents."""
 INSTALL = "pip install 'entropy-experiments[report]'"
 
 
@@ -37,13 +60,26 @@ def write_report(
     trajectory: str | Path | None = None,
     evaluation: str | None = None,
     most_tokens: int = MOST_TOKENS,
+    refresh: int | None = None,
 ) -> Path:
-    """Write the report of a run and return its path: without `path`, beside the data."""
+    """Write the report of a run and return its path: without `path`, beside the data.
+
+    `refresh`: the page loads itself again after so many seconds, for a run that goes on.
+    """
     checked()
     run = Path(run)
     path = default_path(run) if path is None else Path(path)
     data = gather(run, trajectory=trajectory, evaluation=evaluation, most_tokens=most_tokens)
-    return written(render(data), path)
+    place_links(data, run if run.is_dir() else run.parent, path.parent)
+    return written(render(data, refresh=refresh), path)
+
+
+def place_links(data: dict[str, Any], run: Path, page: Path) -> None:
+    """Where the ledgers of single steps are, as seen from the page."""
+    for ledger in (data.get("trajectory") or {}).get("ledgers") or ():
+        ledger["path"] = str(run / ledger["folder"])
+        target = run / ledger["folder"] / ledger["page"]
+        ledger["href"] = quote(Path(os.path.relpath(target, page)).as_posix())
 
 
 def checked() -> None:
@@ -76,9 +112,26 @@ def missing() -> str | None:
     return f"the HTML report needs {' and '.join(names)}, not installed here: {INSTALL}"
 
 
-def render(data: Mapping[str, Any]) -> str:
-    views = embedded(slim(data["texts"])) if data.get("texts") else None
-    return drawn("templates/report.html.j2", figures(data), data=data, views=views)
+def render(data: Mapping[str, Any], *, refresh: int | None = None) -> str:
+    views = packed(embedded(slim(data["texts"]))) if data.get("texts") else None
+    return drawn(
+        "templates/report.html.j2",
+        figures(data),
+        data=data,
+        views=views,
+        refresh=refresh,
+        contents=contents_of(data),
+    )
+
+
+def contents_of(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(anchor, title) of every section that this report has, in their order."""
+    probed = bool((data.get("trajectory") or {}).get("probed"))
+    return [
+        (anchor, title)
+        for anchor, key, title in SECTIONS
+        if key is None or (probed if key == "probed" else data.get(key))
+    ]
 
 
 def drawn(name: str, charts: Mapping[str, Any], **context: Any) -> str:
@@ -95,15 +148,18 @@ def drawn(name: str, charts: Mapping[str, Any], **context: Any) -> str:
         "ends": words.ends,
         "scaled": words.scaled,
         "unit_of": words.unit_of,
+        "explained": explained,
     }
     script, plotly = _own("report.js"), _plotly()
     return environment.from_string(_own(name)).render(
         css=_own("report.css"),
         policy=policy(script, plotly),
         script=script,
-        plotly=plotly,
-        figures=embedded(slim(charts)),
+        plotly=_packed_plotly(),
+        figures=packed(embedded(slim(charts))),
         figure_names=list(charts),
+        term=term,
+        glossary=TERMS,
         **context,
     )
 
@@ -149,10 +205,12 @@ def _plotly() -> str:
     path = Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
     if not path.is_file():
         raise FileNotFoundError(f"No {path}; expected plotly.js in the package. {INSTALL}")
-    text = path.read_text(encoding="utf-8").replace("\r\n", "\n")
-    if any(mark in text.lower() for mark in ("</script", "<!--")):
-        raise ValueError(f"{path} holds a mark that would end the report's own script element.")
-    return text
+    return path.read_text(encoding="utf-8").replace("\r\n", "\n")
+
+
+@cache
+def _packed_plotly() -> Packed:
+    return packed(_plotly())
 
 
 def _hash(script: str) -> str:

@@ -1,10 +1,27 @@
 "use strict";
 // Draws the figures in the page's colours, and builds rollouts as text nodes while they are read.
-(() => {
-  const read = (id) => {
+(async () => {
+  // A packed text: seven bits of a deflated one in each character (packing.py).
+  const unpack = async (id) => {
     const element = document.getElementById(id);
-    return element ? JSON.parse(element.textContent) : null;
+    if (!element) return null;
+    const text = element.textContent;
+    const bytes = new Uint8Array(Math.ceil(text.length * 7 / 8));
+    let held = 0, bits = 0, at = 0;
+    for (let i = 0; i < text.length; i += 1) {
+      held = ((held << 7) | (text.charCodeAt(i) & 127)) & 0x7fff;
+      bits += 7;
+      if (bits >= 8) {
+        bits -= 8;
+        bytes[at] = (held >> bits) & 255;
+        at += 1;
+      }
+    }
+    const deflated = new Blob([bytes.subarray(0, Number(element.dataset.bytes))]).stream();
+    element.remove();
+    return new Response(deflated.pipeThrough(new DecompressionStream("deflate-raw"))).text();
   };
+  const read = async (id) => JSON.parse(await unpack(id));
   const number = (x, digits = 3) => {
     if (x === null || x === undefined) return "–";
     const size = Math.abs(x);
@@ -18,8 +35,43 @@
     return made;
   };
 
+  // A term's line from the glossary, for fingers and keyboards too.
+  const hint = document.getElementById("hint");
+  const explain = (term) => {
+    if (!term) {
+      hint.hidden = true;
+      return;
+    }
+    if (term.title) {
+      term.dataset.said = term.title;
+      term.removeAttribute("title");
+    }
+    hint.textContent = term.dataset.said;
+    hint.hidden = false;
+    const box = term.getClientRects()[0];
+    const wide = document.documentElement.clientWidth;
+    hint.style.left = `${Math.max(6, Math.min(box.left, wide - hint.offsetWidth - 6)) + window.scrollX}px`;
+    const below = box.bottom + 8 + hint.offsetHeight < window.innerHeight;
+    hint.style.top = `${(below ? box.bottom + 6 : box.top - hint.offsetHeight - 6) + window.scrollY}px`;
+  };
+  for (const name of ["pointerover", "focusin", "click"]) {
+    document.addEventListener(name, (event) => explain(event.target.closest && event.target.closest(".term")));
+  }
+  window.addEventListener("keydown", (event) => { if (event.key === "Escape") explain(null); });
+  // Paper has no folds.
+  window.addEventListener("beforeprint", () => {
+    for (const fold of document.querySelectorAll("details")) fold.open = true;
+  });
+
   // Figures.
-  const figures = read("figures");
+  if (typeof DecompressionStream === "undefined") {
+    document.getElementById("old").hidden = false;
+    return;
+  }
+  const figures = await read("figures");
+  const plotly = document.createElement("script");
+  plotly.textContent = await unpack("plotly");
+  document.body.append(plotly);
   const themed = () => {
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue("--" + name).trim();
@@ -63,7 +115,8 @@
   window.matchMedia("(max-width: 720px)").addEventListener("change", draw);
 
   // Rollouts.
-  const views = read("views");
+  const views = document.getElementById("views") ? await read("views") : null;
+  document.documentElement.dataset.drawn = "yes";
   if (!views) return;
   const PAGE = 12;
   const coloured = Boolean(views.vocabulary);

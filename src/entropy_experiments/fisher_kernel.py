@@ -1,0 +1,27 @@
+"""Document 004's `fisher_kernel`: what a study is asked for, and the kernel itself.
+
+`WorkspaceSpec` and `BatchRequest` live in `config.estimates`, the kernel in `influence.fisher`.
+"""
+
+from entropy_experiments.config.estimates import BatchKind, BatchRequest
+from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
+from entropy_experiments.entropy_influence import EntropyInfluencePlan
+from entropy_experiments.influence.fisher import (
+    Contributor,
+    Kernel,
+    fisher_blocks,
+    fisher_kernel,
+    top_contributors,
+)
+
+__all__ = [
+    "BatchKind",
+    "BatchRequest",
+    "Contributor",
+    "EntropyInfluencePlan",
+    "Kernel",
+    "WorkspaceSpec",
+    "fisher_blocks",
+    "fisher_kernel",
+    "top_contributors",
+]

@@ -1,0 +1,15 @@
+"""Document 002's `model_loader` (document 004: `utils.model_loader`); the home is `policy.load`."""
+
+from entropy_experiments.utils.model_loader import (
+    Checkpoint,
+    load_adam_optimizer_from_path,
+    load_checkpoint,
+    load_peft_for_probe,
+)
+
+__all__ = [
+    "Checkpoint",
+    "load_adam_optimizer_from_path",
+    "load_checkpoint",
+    "load_peft_for_probe",
+]
