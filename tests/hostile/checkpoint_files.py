@@ -51,7 +51,7 @@ def model_text(content: str | bytes) -> Callable[[Box], list[str]]:
     return make
 
 
-REFUSED: dict[str, Any] = {"ends": (2,), "names": ("config.json",)}
+REFUSED: dict[str, Any] = {"ends": (2,), "names": ("run/base",)}
 for name, changes in {
     "hidden_size huge": {"hidden_size": 10**9},
     "vocab_size huge": {"vocab_size": 10**12},
@@ -289,13 +289,11 @@ for name, changes in {
     "layers of text": {"layers_to_transform": "x"},
     "replicated without end": {"layer_replication": [[0, 10**9]]},
     "replicated text": {"layer_replication": "x"},
-    "saved modules of nobody": {"modules_to_save": ["nobody"]},
     "saved modules text": {"modules_to_save": "lm_head"},
     "saved modules a number": {"modules_to_save": 7},
     "tokens outside": {"trainable_token_indices": [10**9]},
     "tokens negative": {"trainable_token_indices": [-1]},
     "tokens text": {"trainable_token_indices": "x"},
-    "parameters of nobody": {"target_parameters": ["nobody"]},
     "parameters a number": {"target_parameters": 5},
     "activated": {"alora_invocation_tokens": [1, 2]},
     "another kind": {"peft_type": "IA3"},
@@ -310,8 +308,6 @@ for name, changes in {
     "base of 100,000 letters": {"base_model_name_or_path": "x" * 100_000},
     "base of nobody's home": {"base_model_name_or_path": "~nobody_here/x"},
     "base of escapes": {"base_model_name_or_path": ESCAPES},
-    "base itself": {"base_model_name_or_path": "."},
-    "base above": {"base_model_name_or_path": ".."},
     "base on a hub": {"base_model_name_or_path": "owner/name"},
     "base on a hub, at a revision": {
         "base_model_name_or_path": "owner/name",
@@ -376,6 +372,13 @@ for name, content in {
 }.items():
     ADAPTER.add(name, adapter_text(content), ends=(2,), names=("adapter_config.json",))
 ADAPTER.add("as it is", adapter(), ends=(0,), quick=True)
+for name, changes in {
+    "saved modules of nobody": {"modules_to_save": ["nobody"]},
+    "parameters of nobody": {"target_parameters": ["nobody"]},
+}.items():
+    ADAPTER.add(name, adapter(**changes))  # peft passes over them
+for name, base in {"base itself": ".", "base above": ".."}.items():
+    ADAPTER.add(name, adapter(base_model_name_or_path=base), ends=(2,), names=("config.json",))
 ADAPTER.add("task null", adapter(task_type=None), ends=(0,))
 ADAPTER.add("a new key that is null", adapter(new_in_peft_9=None), ends=(0, 2))
 
@@ -820,7 +823,7 @@ for name, change in {
     "moment complex": entry("exp_avg", lambda moment: moment.to(_complex())),
     "moment turned": entry("exp_avg", lambda moment: moment.T),
     "moment negative": entry("exp_avg_sq", lambda moment: -moment - 1),
-    "moment missing": lambda held: held["state"][0].pop("exp_avg") and None,
+    "moment missing": lambda held: held["state"][0].__delitem__("exp_avg"),
     "moment sparse": entry("exp_avg", lambda moment: moment.to_sparse()),
     "escapes": lambda held: {ESCAPES: 1},
 }.items():

@@ -184,7 +184,7 @@ for name, change in {
     "no tensors": lambda folder: (folder / "rollouts.safetensors").unlink(),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "cut tensors": lambda folder: os.truncate(folder / "rollouts.safetensors", 1000),
-    "tokens missing": tensors(lambda held: held.pop("tokens_NS") and None),
+    "tokens missing": tensors(lambda held: held.__delitem__("tokens_NS")),
     "tokens outside": tensors(_set("tokens_NS", lambda t: t.int() + 10**6)),
     "tokens negative": tensors(_set("tokens_NS", lambda t: t.int() - 10**6)),
     "tokens fractions": tensors(_set("tokens_NS", lambda t: t.float())),
@@ -196,7 +196,7 @@ for name, change in {
     "masks of fractions": tensors(_set("attention_NS", lambda t: t.float())),
     "weights negative": tensors(_set("weight_N", lambda t: -t)),
     "weights NaN": tensors(_set("weight_N", lambda t: t * float("nan"))),
-    "weights missing": tensors(lambda held: held.pop("weight_N") and None),
+    "weights missing": tensors(lambda held: held.__delitem__("weight_N")),
     "truncated of numbers": tensors(_set("truncated_N", lambda t: t.float())),
     "a tensor too many": tensors(lambda held: held.update(x=held["prompt_N"])),
 }.items():

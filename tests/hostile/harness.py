@@ -205,6 +205,9 @@ def ended(case: Case, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Box, Out
     box = Box(folder=folder, rng=random.Random(case.id), patch=patch)
     patch.chdir(folder)
     patch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers.utils import logging  # whose handler keeps the stderr it is made with
+
+    logging.get_logger()
     arguments = case.make(box)
 
     def hung(*_: Any) -> None:

@@ -25,6 +25,7 @@ from entropy_experiments.policy.adapter import (
 from entropy_experiments.policy.base import (
     Base,
     check_finite_weights,
+    check_index,
     check_loaded,
     check_safetensors,
     deciding_files,
@@ -124,7 +125,11 @@ def load_checkpoint(
     model.eval()
     # With shards a trainer leaves no tokenizer: the run's comes before the base's.
     folders = (layout.weights, layout.root) if layout.sharded is None else layout.folders
-    tokenizer = load_tokenizer([*folders, *([found.location] if found else [])], model)
+    tokenizer = load_tokenizer(
+        [*folders, *([found.location] if found else [])],
+        model,
+        revision=None if found is None else found.revision,
+    )
     optimizer, coverage = None, {}
     if layout.optimizer is not None:
         optimizer, coverage = read_optimizer_state(
@@ -171,7 +176,11 @@ def _lora(
     config = read_adapter_config(layout.config)
     check_safetensors(layout.files)
     found = find_base(
-        layout, base=base, backbone=backbone, recorded=config.get("base_model_name_or_path")
+        layout,
+        base=base,
+        backbone=backbone,
+        recorded=config.get("base_model_name_or_path"),
+        revision=config.get("revision"),
     )
     files = sorted(found.folder.glob("*.safetensors")) if found.folder else []
     check_safetensors(files)
@@ -181,7 +190,9 @@ def _lora(
         dtype=_dtype(dtype, device_map),
         device_map=_device_map(device_map),
         quantization=quantization,
+        revision=found.revision,
     )
+    words += _commit(found, plain)
     # A base may carry heads of other tasks; what its language model needs must be there.
     check_loaded(found.location, info, extra_allowed=True)
     check_finite_weights(found.location, plain, files)
@@ -205,7 +216,7 @@ def _full(
     device_map: Any,
     facts: Mapping[str, Any],
 ) -> tuple[Any, Base | None, str, tuple[str, ...]]:
-    check_safetensors(layout.files)
+    check_index(layout, check_safetensors(layout.files))
     for file in layout.files if layout.sharded is None else ():
         if file.suffix == ".bin":
             load_safely(file)
@@ -236,6 +247,12 @@ def _full(
     return model, found, words, ()
 
 
+def _commit(found: Base, model: Any) -> str:
+    """Which commit of a hub's repository was loaded: a name alone may mean another one tomorrow."""
+    commit = getattr(model.config, "_commit_hash", None)
+    return "" if found.folder is not None or not commit else f", commit {commit[:12]}"
+
+
 def _weights_name(layout: Layout) -> Path:
     return layout.files[0] if len(layout.files) == 1 else layout.weights
 
@@ -263,7 +280,8 @@ def _quantization(
     found: Base, facts: Mapping[str, Any], device_map: Any, quantise: bool
 ) -> tuple[Any, str]:
     """Settings for a 4- or 8-bit base where training had one and this machine can; and words."""
-    stored = getattr(model_config(found.location), "quantization_config", None)
+    config = model_config(found.location, revision=found.revision, words=found.words)
+    stored = getattr(config, "quantization_config", None)
     if stored is not None and not quantise:
         raise ValueError(
             f"The base {found.location} is stored quantised; expected floating point, which can be "
