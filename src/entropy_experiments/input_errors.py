@@ -24,6 +24,7 @@ from typing import Any
 PACKAGE = Path(__file__).parent
 LONGEST = 300
 """Characters of a library's own words that are repeated."""
+LONGEST_MESSAGE = 3000
 UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode's controls, formats (text turned around), lone surrogates and line separators."""
 
@@ -45,6 +46,14 @@ def _shown(character: str) -> str:
     if character in "\n\t" or unicodedata.category(character) not in UNSEEN:
         return character
     return character.encode("unicode_escape", "surrogatepass").decode()
+
+
+def message(text: object) -> str:
+    """An error as it is printed: `printable`, and not longer than a screen."""
+    shown = printable(text)
+    if len(shown) <= LONGEST_MESSAGE:
+        return shown
+    return f"{shown[: LONGEST_MESSAGE * 3 // 4]}...{shown[-LONGEST_MESSAGE // 4 :]}"
 
 
 def short(text: object, most: int = LONGEST) -> str:

@@ -1,4 +1,4 @@
-"""Hostile checkpoints: the configs, the tokenizer, the weights, the optimizer, the trainer's state."""
+"""Hostile checkpoints: configs, tokenizer, weights, optimizer, the trainer's state."""
 
 from __future__ import annotations
 
@@ -123,9 +123,7 @@ for name, changes in {
     "norm NaN": {"rms_norm_eps": float("nan")},
     "norm negative": {"rms_norm_eps": -1.0},
     "rope theta zero": {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
-    "rope theta NaN": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}
-    },
+    "rope theta NaN": {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
     "rope theta text": {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
     "window of text": {"sliding_window": "x", "use_sliding_window": True},
     "window negative": {"sliding_window": -5, "use_sliding_window": True},
@@ -167,7 +165,7 @@ MODEL.add("a mark before the text", model_text(b"\xef\xbb\xbf{}"), **REFUSED)
 def _remote_code(box: Box, model_type: str) -> list[str]:
     box.lora()
     box.write("run/base/modeling_evil.py", f"{box.touch}\nclass Evil:\n    pass\n")
-    auto = {name: "modeling_evil.Evil" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    auto = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "modeling_evil.Evil")
     edit_json(box.base / "config.json", model_type=model_type, auto_map=auto)
     edit_json(box.base / "tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling_evil.E"]})
     return probe(box)
@@ -200,9 +198,7 @@ MODEL.add("full: another width", _full(hidden_size=64), ends=(2,), names=("model
 MODEL.add("full: huge", _full(hidden_size=10**9), ends=(2,), names=("config.json",))
 MODEL.add("full: fewer layers", _full(num_hidden_layers=1, layer_types=...), ends=(2,))
 MODEL.add("full: more layers", _full(num_hidden_layers=6, layer_types=...), ends=(2,))
-MODEL.add(
-    "full: ten million layers", _full(num_hidden_layers=10**7, layer_types=...), ends=(2,)
-)
+MODEL.add("full: ten million layers", _full(num_hidden_layers=10**7, layer_types=...), ends=(2,))
 
 
 # --- adapter_config.json ------------------------------------------------------------------------
@@ -339,9 +335,7 @@ def _megatron(box: Box) -> list[str]:
     return probe(box)
 
 
-ADAPTER.add(
-    "megatron names a module", _megatron, ends=(2,), names=("megatron_config",), quick=True
-)
+ADAPTER.add("megatron names a module", _megatron, ends=(2,), names=("megatron_config",), quick=True)
 
 
 def _megatron_core(box: Box) -> list[str]:
@@ -471,7 +465,8 @@ for name, template in {
     "raises": "{{ raise_exception('no " + "\\x1b[31m" + "') }}",
     "divides by zero": "{{ 1 / 0 }}",
     "an undefined": "{{ nobody.of.these }}",
-    "without end": "{% for i in range(10**9) %}{% for j in range(10**9) %}x{% endfor %}{% endfor %}",
+    "without end": "{% for i in range(9**5) %}" * 2 + "x" + "{% endfor %}" * 2,
+    "of ranges too large": "{% for i in range(10**9) %}x{% endfor %}",
     "a long text": "{{ 'x' * (10 ** 11) }}",
     "a power": "{{ 9 ** 9 ** 9 }}",
     "escapes the sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -565,7 +560,11 @@ for name, content in {
     ),
 }.items():
     WEIGHTS.add(
-        name, weights(content), ends=(2,), names=("adapter_model",), quick=name == "a name of escapes"
+        name,
+        weights(content),
+        ends=(2,),
+        names=("adapter_model",),
+        quick=name == "a name of escapes",
     )
 
 

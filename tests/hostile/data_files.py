@@ -58,7 +58,9 @@ for name, content in {
     "zero bytes": b"\0" * 100,
     "parquet": b"PAR1" + bytes(100) + b"PAR1",
 }.items():
-    JSONL.add(name, problems(content), **{**BY_LINE, "quick": name in ("nested deeply", "not UTF-8")})
+    JSONL.add(
+        name, problems(content), **{**BY_LINE, "quick": name in ("nested deeply", "not UTF-8")}
+    )
 for name, content in {
     "answer NaN": LINES + '\n{"prompt": "x", "answer": NaN}',
     "a surrogate": LINES.replace('"1 2', '"\\ud800 1 2'),
@@ -256,14 +258,14 @@ for name, content in {
         quick=name == "nested deeply",
     )
     REPORTS.add(f"log {name}", report("entropy_probe_1.json", content), ends=(2,))
-    REPORTS.add(
-        f"study {name}", report("manifest.json", content, "--no-html"), ends=(2,)
-    )
+    REPORTS.add(f"study {name}", report("manifest.json", content, "--no-html"), ends=(2,))
 REPORTS.add("log no gzip", report("entropy_probe_1.json.gz", b"not gzip"), ends=(2,))
 REPORTS.add("log gzip cut", report("entropy_probe_1.json.gz", b"\x1f\x8b\x08\0\0"), ends=(2,))
 REPORTS.add("nowhere", lambda b: ["report", str(b.folder / "nowhere")], ends=(2,))
 REPORTS.add("a folder of nothing", lambda b: ["report", str(b.folder)], ends=(2,))
-REPORTS.add("a pipe", lambda b: (os.mkfifo(b.folder / "x.json"), ["report", "x.json"])[1], ends=(2,))
+REPORTS.add(
+    "a pipe", lambda b: (os.mkfifo(b.folder / "x.json"), ["report", "x.json"])[1], ends=(2,)
+)
 REPORTS.add("a device", lambda b: ["report", "/dev/zero"], ends=(2,))
 REPORTS.add(
     "from nothing",

@@ -1,4 +1,4 @@
-"""Hostile settings: configurations in YAML, of probes and trainings, and facts beside a checkpoint."""
+"""Hostile settings: YAML of probes and trainings, and facts beside a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def check(text: str | bytes) -> Callable[[Box], list[str]]:
     return make
 
 
-def ran(text: str | bytes) -> Callable[[Box], list[str]]:
+def ran(text: str) -> Callable[[Box], list[str]]:
     def make(box: Box) -> list[str]:
-        return probe(box, "--config", str(box.write("probe.yaml", text)))
+        sets = () if "batch:" in text else ("update.batch=drawn",)
+        return probe(box, "--config", str(box.write("probe.yaml", text)), sets=sets)
 
     return make
 
@@ -48,7 +49,8 @@ for name, text in {
     "holds itself": "batch_config: &x {B_E: *x}",
     "holds itself in a list": "batch_config: {B_E: &x [*x]}",
     "20,000 unknown keys": "\n".join(f"key_{n}: 1" for n in range(20_000)),
-    "20,000 unknown keys inside": "batch_config:\n" + "".join(f"  k{n}: 1\n" for n in range(20_000)),
+    "20,000 unknown keys inside": "batch_config:\n"
+    + "".join(f"  k{n}: 1\n" for n in range(20_000)),
     "a key twice": "batch_config: {B_E: 5, B_E: 6}",
     "a section twice": "batch_config: {B_E: 5}\nbatch_config: {B_U: 1}",
     "an object": "batch_config: !!python/object/apply:os.system ['touch canary']",
@@ -107,14 +109,14 @@ for name, text in {
     "an alias of nobody": "a: *nobody",
     "an unknown key near": "batch_config: {B_e: 5}",
     "a long key": f"{'x' * 100_000}: 1",
-    "a long value": f"batch_config: {{dataset_name: {'x' * 100_000}}}",
-    "code as a reward": "reward: {functions: ['__import__(\"os\").system(\"touch canary\"):x']}",
+    "code as a reward": 'reward: {functions: [\'__import__("os").system("touch canary"):x\']}',
     "weights without functions": "reward: {weights: [1.0]}",
     "aliases that disagree": "importance: {clip_c: 3.0}\ntrue_delta_h: {clip_c: 4.0}",
 }.items():
     quick = name in ("a bomb", "20,000 unknown keys", "an object", "nested deeply", "true")
     CONFIG.add(name, check(text), **{**BY_FILE, "quick": quick})
 for name, text in {
+    "a long value": f"batch_config: {{dataset_name: {'x' * 100_000}}}",
     "device unknown": "checkpoint: {device_map: nobody}",
     "device of another machine": "checkpoint: {device_map: 'cuda:7'}",
     "device negative": "checkpoint: {device_map: 'cpu:-1'}",
@@ -136,8 +138,7 @@ for name, text in {
     "stop empty": "generation: {stop: ['']}",
     "rollouts not there": "rollouts: {load: ./nowhere}",
     "rollouts a file": "rollouts: {load: probe.yaml}",
-    "half precision": "checkpoint: {dtype: float16}",
-    "a batch of more than there is": "batch_config: {B_E: 5}\nmemory_config: {microbatch_size: 100000}",
+    "a batch of more than there is": "memory_config: {microbatch_size: 100000}",
 }.items():
     CONFIG.add(name, ran(text), quick=name == "device of another machine")
 
@@ -151,9 +152,7 @@ CONFIG.add("a pipe", _fifo_config, **BY_FILE)
 CONFIG.add(
     "an endless device", lambda b: ["run", "--config", "/dev/zero"], ends=(2,), names=("/dev/zero",)
 )
-CONFIG.add(
-    "40 MB", check("# " + "x" * 40_000_000 + "\nbatch_config: {B_E: 5}"), ends=(0, 2)
-)
+CONFIG.add("40 MB", check("# " + "x" * 40_000_000 + "\nbatch_config: {B_E: 5}"), ends=(0, 2))
 
 
 def _seeded_config(box: Box) -> list[str]:
@@ -209,7 +208,9 @@ for name, text in {
     "report to a number": "report_to: 5",
     "output a number": "output_dir: 5",
 }.items():
-    TRAINING.add(name, train(text), **{**TRAIN_FILE, "quick": name in ("1e8 generations", "1e8 steps")})
+    TRAINING.add(
+        name, train(text), **{**TRAIN_FILE, "quick": name in ("1e8 generations", "1e8 steps")}
+    )
 for name, text in {
     "dataset unknown": "dataset_name: nobody",
     "reward unknown": "reward_functions: [nobody]",
@@ -271,11 +272,13 @@ for name, content in {
     "not UTF-8": b"\xff\xfe\xfa",
     "a key twice": "beta: 0.1\nbeta: 0.2",
     "escapes": 'beta: "\\x1b[31m"',
-    "weights text": "reward_funcs: [countdown]\nreward_weights: x",
 }.items():
-    FACTS.add(f"TRL's: {name}", beside(TRL, content), ends=(2,), names=(TRL,), quick=name == "a bomb")
+    FACTS.add(
+        f"TRL's: {name}", beside(TRL, content), ends=(2,), names=(TRL,), quick=name == "a bomb"
+    )
 for name, content in {
     "20,000 keys": "\n".join(f"key_{n}: 1" for n in range(20_000)),
+    "weights text": "reward_funcs: [countdown]\nreward_weights: x",
     "notes of escapes": 'dataset_name: "\\x1b[31m\\u202e"\nreward_funcs: ["\\x1b[0m"]',
     "not followed": 'top_k: "\\x1b[31m"\ngeneration_kwargs: {a: [1, {b: "\\x07"}]}',
     "loss unknown": "loss_type: nobody",
@@ -288,7 +291,9 @@ for name, content in {
     FACTS.add(f"TRL's: {name}", beside(TRL, content))
 FACTS.add(
     "a note of escapes",
-    beside(OWN, {"note": [ESCAPES], "dataset_name": "countdown", "reward_functions": ["countdown"]}),
+    beside(
+        OWN, {"note": [ESCAPES], "dataset_name": "countdown", "reward_functions": ["countdown"]}
+    ),
     ends=(0,),
     quick=True,
 )

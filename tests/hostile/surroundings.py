@@ -24,7 +24,7 @@ def environment(*command: str, **variables: str) -> Callable[[Box], list[str]]:
     def make(box: Box) -> list[str]:
         for name, value in variables.items():
             box.patch.setenv(name, value)
-        return list(command) or probe(box)
+        return list(command) or probe(box, sets=("update.batch=drawn",))
 
     return make
 
@@ -379,7 +379,9 @@ def file_option(*words: str) -> Callable[[Box], list[str]]:
 
 
 FAULTS.add("template below a file", file_option("config", "template", "--out"), ends=(2,))
-FAULTS.add("template over a file", lambda b: ["config", "template", "--out", str(_file(b))], ends=(2,))
+FAULTS.add(
+    "template over a file", lambda b: ["config", "template", "--out", str(_file(b))], ends=(2,)
+)
 
 
 def results_below_a_file(box: Box) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import typer
 
 import entropy_experiments
-from entropy_experiments.input_errors import printable, words_of_os_error
+from entropy_experiments.input_errors import message, words_of_os_error
 from entropy_experiments.rollouts.finishing import TERMINATED
 
 DONE, UNEXPECTED, BAD_INPUT, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
@@ -56,7 +56,7 @@ def ending(
             _unexpected(failure)
             raise typer.Exit(BAD_INPUT if ours else UNEXPECTED) from None
         said = words_of_os_error(failure) if isinstance(failure, OSError) else failure
-        typer.echo(f"Error: {printable(said)}", err=True)
+        typer.echo(f"Error: {message(said)}", err=True)
         raise typer.Exit(BAD_INPUT) from None
     except typer.Exit:
         raise

@@ -429,9 +429,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def model_config(
-    location: str, *, revision: str | None = None, words: str | None = None
-) -> Any:
+def model_config(location: str, *, revision: str | None = None, words: str | None = None) -> Any:
     """transformers' config of a local folder, or of a name on the hub; `words` for messages."""
     folder = Path(location)
     check_config_file(folder / MODEL_CONFIG, weight_files(folder))

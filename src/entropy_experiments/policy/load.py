@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from entropy_experiments.input_errors import short
 from entropy_experiments.policy.adapter import (
     adapter_notes,
     load_adapter,
@@ -109,6 +110,7 @@ def load_checkpoint(
         raise ValueError(
             f"checkpoint.dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}. Choose one."
         )
+    _check_device(device_map)
     layout = find_checkpoint(path, adapter_path=adapter_path, optimizer_path=optimizer_path)
     if not read_optimizer:
         layout = replace(layout, optimizer=None, param_names=None)
@@ -255,6 +257,25 @@ def _commit(found: Base, model: Any) -> str:
 
 def _weights_name(layout: Layout) -> Path:
     return layout.files[0] if len(layout.files) == 1 else layout.weights
+
+
+def _check_device(device_map: Any) -> None:
+    """Refuse a device that this machine does not have, before anything is read."""
+    if device_map in (None, "auto", "balanced", "balanced_low_0", "sequential"):
+        return
+    named = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    for one in named:
+        try:
+            device = torch.device(one)
+            if device.type == "meta":
+                raise RuntimeError("numbers on the meta device have no values")
+            torch.empty(0, device=device)
+        except (RuntimeError, TypeError, AssertionError, NotImplementedError, ValueError) as error:
+            raise ValueError(
+                f"checkpoint.device_map has {one!r}, which cannot be used on this machine "
+                f"({short(error, 120)}). Expected auto, cpu, or one of its "
+                f"{torch.cuda.device_count()} CUDA devices, such as cuda:0."
+            ) from error
 
 
 def _on_cuda(device_map: Any) -> bool:

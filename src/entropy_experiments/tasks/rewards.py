@@ -270,6 +270,13 @@ def _function(name: str) -> RewardFunction:
     return called
 
 
+def _shown(value: Any) -> str:
+    try:
+        return short(repr(value), 80)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a {type(value).__name__} too long to write"
+
+
 def _unread(values: Any) -> bool:
     return isinstance(values, Iterator)
 
@@ -315,7 +322,7 @@ def _checked(name: str, values: Any, count: int) -> Tensor:
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(
-                f"Reward {name!r} returned {short(repr(value), 80)} for completion {row}; expected a finite "
+                f"Reward {name!r} returned {_shown(value)} for completion {row}; expected a finite "
                 "number."
             )
     return torch.tensor([float(value) for value in values], dtype=torch.float64)
