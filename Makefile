@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Files go to a core whole, longest first: what a file makes once is made once.
 EACH_FILE_ONCE := -n auto --dist loadfile --no-loadscope-reorder
+# What is compiled is kept, wherever the machine says otherwise: tests start a hundred processes.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup smollm2 demo test test-slow test-all test-wild lint types layers format docs bench clean
 
@@ -74,6 +76,7 @@ bench: smollm2  ## Performance and memory, against plain implementations; an hou
 	$(BIN)/python -m benchmarks.doctor
 	$(BIN)/python -m benchmarks.online
 	$(BIN)/python -m benchmarks.plots
+	$(BIN)/python -m benchmarks.neighbours --json docs/benchmarks/neighbours.json
 	$(BIN)/python -m benchmarks.summary
 
 clean:  ## Remove the environment and everything built

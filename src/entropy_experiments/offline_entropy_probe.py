@@ -63,6 +63,8 @@ class OfflineEntropyProbe:
 
     def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> ProbeResults:
         """Results under the names of the documents; prints where the log is."""
+        if self.config.output.results_path is not None:  # now: a folder that is gone later, is gone
+            current().told(lambda: _made_for(Path(str(self.config.output.results_path))))
         found, decode = self.findings(checkpoint_path)
         results = ProbeResults(results_of(found), unit=found.level.estimand.unit)
         results["verdict"] = verdict(found)
@@ -81,7 +83,6 @@ class OfflineEntropyProbe:
             self._say(f"log: {log}")
         if self.config.output.results_path is not None:
             path = Path(self.config.output.results_path)
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(results, indent=1, allow_nan=False).encode())
         return results.get("log_path")
 
@@ -255,3 +256,7 @@ def _doubted(predicted: Attribution) -> Attribution:
     gradient = predicted.lines["gradient"]
     line = replace(gradient, given_reasons=(*gradient.given_reasons, *doubt))
     return replace(predicted, lines={**predicted.lines, "gradient": line})
+
+
+def _made_for(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)

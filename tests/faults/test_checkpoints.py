@@ -237,6 +237,22 @@ def test_an_adapter_without_weights_or_config(lora):
     refused(lora.path, "no adapter_config.json beside it", kind=FileNotFoundError)
 
 
+def test_shards_outside_the_folder(full):
+    (full.path / "model.safetensors").rename(full.path.parent / "elsewhere.safetensors")
+    index = full.path / "model.safetensors.index.json"
+    for name in ("../elsewhere.safetensors", "/etc/passwd", "a\\b", "..", "", 7, None):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        refused(full.path, "model.safetensors.index.json names the shards", "beside it")
+    index.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
+    refused(full.path, "model.safetensors.index.json names the shards")
+
+
+def test_the_state_of_another_step(lora):
+    state = lora.path / "trainer_state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "global_step": 4}))
+    refused(lora.path, "says global_step 4, and its folder is checkpoint-3", "name it checkpoint-4")
+
+
 def test_a_half_written_folder(lora):
     state = lora.path / "trainer_state.json"
     state.write_text(state.read_text()[:5])

@@ -200,7 +200,7 @@ for name, change in {
     "weights NaN": tensors(_set("weight_N", lambda t: t * float("nan"))),
     "weights missing": tensors(lambda held: held.__delitem__("weight_N")),
     "truncated of numbers": tensors(_set("truncated_N", lambda t: t.float())),
-    "a tensor too many": tensors(lambda held: held.update(x=held["prompt_N"])),
+    "a tensor too many": tensors(lambda held: held.update(x=held["prompt_N"].clone())),
 }.items():
     ROLLOUTS.add(
         name,

@@ -14,6 +14,7 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    Threads,
     configured,
     interrupted,
     library_aside,
@@ -79,13 +80,14 @@ def evaluate(
     config: ConfigFile = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Pass rate, pass@k, format, length and entropy of checkpoints, on the same prompts."""
     found: Config | None = None
     with shared_ending(
-        debug=debug, interrupted=lambda: interrupted(found, lambda _: _kept(out))
+        debug=debug, threads=threads, interrupted=lambda: interrupted(found, lambda _: _kept(out))
     ) as speaks:
         quiet = quiet or not speaks
         changes = _changes(task, data, split, seed)

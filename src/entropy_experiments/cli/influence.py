@@ -15,6 +15,7 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    Threads,
     configured,
     interrupted,
     library_aside,
@@ -71,12 +72,15 @@ def influence(
         bool, typer.Option("--overwrite", help="Replace another study in the run directory.")
     ] = False,
     as_json: AsJson = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Say which tokens, rollouts and optimizer terms moved the entropy, and what if."""
     found: Config | None = None
-    with shared_ending(debug=debug, interrupted=lambda: interrupted(found, _kept)) as speaks:
+    with shared_ending(
+        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+    ) as speaks:
         quiet = quiet or not speaks
         if saved is not None:
             given = {"--config": config, "--checkpoint": checkpoint, "--set": overrides}

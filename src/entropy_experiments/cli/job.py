@@ -17,7 +17,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,11 +81,17 @@ def as_if_alone() -> dict[str, str]:
 
 @contextmanager
 def shared_ending(
-    *, debug: bool, interrupted: Callable[[], str] = lambda: "Interrupted."
+    *,
+    debug: bool,
+    threads: int | None = None,
+    interrupted: Callable[[], str] = lambda: "Interrupted.",
 ) -> Iterator[bool]:
-    """`ending`, shared by all processes of the job. Gives whether this one speaks."""
+    """`ending`, shared by all processes of the job. Gives whether this one speaks.
+
+    `threads`: as many as this on the CPU; None leaves it to the computation.
+    """
     if not several():
-        with ending(debug=debug, interrupted=interrupted):
+        with ending(debug=debug, interrupted=interrupted), on_threads(threads):
             yield True
         return
 
@@ -88,7 +101,7 @@ def shared_ending(
     with ending(debug=debug):
         ranks = _joined()
     try:
-        with ending(debug=debug, interrupted=interrupted), _one_voice(ranks):
+        with ending(debug=debug, interrupted=interrupted), _one_voice(ranks), on_threads(threads):
             with across(ranks), finishing_units(), _quiet_libraries(ranks, debug=debug):
                 yield ranks.first
             ranks.agree()  # nobody leaves while rank 0 writes: it may still fail
@@ -98,6 +111,16 @@ def shared_ending(
         raise
     finally:
         _left()
+
+
+def on_threads(threads: int | None) -> AbstractContextManager[None]:
+    """Inside, so many on the CPU; None leaves it to the computation."""
+    if threads is None:  # torch takes a second to import; bad input is refused before that
+        return nullcontext()
+
+    from entropy_experiments.numerics.threads import fixed_threads
+
+    return fixed_threads(threads)
 
 
 def _joined() -> Ranks:

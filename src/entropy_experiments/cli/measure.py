@@ -15,6 +15,7 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    Threads,
     configured,
     interrupted,
     library_aside,
@@ -44,21 +45,31 @@ def measure(
         Path | None,
         typer.Option("--out", help="Write rollouts and results.json below this folder."),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace results of other settings in the folder.")
+    ] = False,
     as_json: AsJson = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Measure an update's entropy change at several step sizes, over fresh batches."""
     found: Config | None = None
-    with shared_ending(debug=debug, interrupted=lambda: interrupted(found, _kept)) as speaks:
+    with shared_ending(
+        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+    ) as speaks:
         quiet = quiet or not speaks
         found = configured(config, {}, checkpoint, overrides, under=out)
         tell_notes(found, quiet=quiet)
 
         from entropy_experiments.entropy_experiment_runner import EntropyMeasurements
+        from entropy_experiments.output_folder import claimed
         from entropy_experiments.report.measurements import measurement_report
 
-        with library_aside(as_json=as_json):
+        with (
+            library_aside(as_json=as_json),
+            claimed(out, found, verb="measure", overwrite=overwrite),
+        ):
             results = EntropyMeasurements(found, quiet=quiet).run_experiments()
         tell(results, lambda: measurement_report(results), as_json=as_json)
 

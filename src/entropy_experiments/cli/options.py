@@ -31,6 +31,14 @@ Overrides = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        min=1,
+        help="Threads on the CPU. Without it: OMP_NUM_THREADS, or as many as are quickest.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no notes on the screen.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from entropy_experiments.cli.endings import ending
-from entropy_experiments.cli.job import speaks
-from entropy_experiments.cli.options import AsJson, Debug, Quiet, library_aside, tell
+from entropy_experiments.cli.job import on_threads, speaks
+from entropy_experiments.cli.options import AsJson, Debug, Quiet, Threads, library_aside, tell
 
 if TYPE_CHECKING:
     from entropy_experiments.config import TrainingConfig
@@ -55,6 +55,7 @@ def train(
         bool, typer.Option("--dry-run", help="Check the configuration and print its sizes.")
     ] = False,
     as_json: AsJson = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
@@ -94,7 +95,7 @@ def train(
         from entropy_experiments.online.train.run import train as run
         from entropy_experiments.online.train.summary import summary_words
 
-        with library_aside(as_json=as_json):
+        with library_aside(as_json=as_json), on_threads(threads):
             summary = run(found, resume=resume, quiet=quiet)
         if rank == 0:
             tell(summary, lambda: summary_words(summary, option=option), as_json=as_json)

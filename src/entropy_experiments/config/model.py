@@ -23,7 +23,13 @@ from entropy_experiments.config.aliases import (
     resolve,
 )
 from entropy_experiments.config.fields import Section
-from entropy_experiments.config.problems import ConfigError, described, explained, nearest
+from entropy_experiments.config.problems import (
+    DEEPEST,
+    ConfigError,
+    described,
+    explained,
+    nearest,
+)
 from entropy_experiments.config.yaml_dialect import parse_value
 
 FORWARD_PER_MICROBATCH = 8
@@ -117,7 +123,7 @@ class Config(Section):
         changes: dict[str, Any] = {}
         for text in overrides:
             key, equals, value = text.partition("=")
-            if not equals or not all(key.strip().split(".")) or "." not in key:
+            if not equals or not all(key.strip().split(".")) or not 0 < key.count(".") < DEEPEST:
                 raise ConfigError("--set", [f"got {text!r}, expected section.key=value."])
             changes[key.strip()] = parse_value(value, source=f"--set {text}")
         return self.replaced(changes, where="--set")

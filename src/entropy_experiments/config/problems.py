@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MOST = 20
 """Problems that are described; finding the key that was meant takes a while for each."""
+DEEPEST = 20
+"""Dots in a key of --set."""
 LONGEST = 600
 """Characters of one of them: a key may be as long as its file."""
 

@@ -23,7 +23,7 @@ from entropy_experiments.config.aliases import (
     shown,
     unify,
 )
-from entropy_experiments.config.problems import MOST, ConfigError, described, nearest
+from entropy_experiments.config.problems import DEEPEST, MOST, ConfigError, described, nearest
 from entropy_experiments.config.reading import TRAINING_TEMPLATES, read_text
 from entropy_experiments.config.training import Probe, TrainingConfig
 from entropy_experiments.config.yaml_dialect import parse_text, parse_value
@@ -108,7 +108,7 @@ def with_overrides(config: TrainingConfig, overrides: Sequence[str]) -> Training
     changes: dict[str, Any] = {}
     for text in overrides:
         key, equals, value = text.partition("=")
-        if not equals or not all(key.strip().split(".")):
+        if not equals or not all(key.strip().split(".")) or key.count(".") >= DEEPEST:
             raise ConfigError("--set", [f"got {text!r}, expected key=value."])
         changes[key.strip()] = parse_value(value, source=f"--set {text}")
     return replaced(config, changes, where="--set")

@@ -47,6 +47,7 @@ from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
 from entropy_experiments.numerics.derivatives import How, full_precision, norm, shifted
 from entropy_experiments.numerics.ranks import ALONE, Ranks, across
+from entropy_experiments.numerics.threads import chosen_threads
 from entropy_experiments.online.arguments import check_order
 from entropy_experiments.online.buffers import Buffer
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
@@ -189,7 +190,7 @@ class OnlineProbe:
         averaged over ranks). None: that parameter has none, and the optimizer leaves it alone.
         `own`: judge the step by the batch that it learns from, instead of the buffer's rollouts.
         """
-        with full_precision():
+        with full_precision(), chosen_threads():
             direction = live_direction(self.policy.params, gradient, optimizer)
             rollouts = self.buffer.at(self.step) if own is None else own.batch.rollouts
             if not self._checked:
@@ -260,7 +261,7 @@ class OnlineProbe:
         moved = {name: after[name] - old for name, old in pending.before.items()}
         missed = shifted(moved, pending.expected, -1.0)
         size = norm(moved)
-        with full_precision():
+        with full_precision(), chosen_threads():
             scores = score_all(
                 self.policy,
                 after,

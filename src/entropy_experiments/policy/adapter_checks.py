@@ -73,8 +73,8 @@ def check_adapter_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     if start in NEEDS_DATA:
         raise InputError(
             f"{path}: init_lora_weights is {start!r}, which changed the base by what the "
-            "checkpoint does not hold. Save the base as training had it, set checkpoint.base to it and "
-            "init_lora_weights to true."
+            "checkpoint does not hold. Save the base as training had it, set checkpoint.base to it "
+            "and init_lora_weights to true."
         )
     for key in OTHER_ADAPTERS:
         if config.get(key):

@@ -277,16 +277,12 @@ def _weight_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...]:
     if not first.name.endswith(".index.json"):
         return (first,)
     shards = read_json(first).get("weight_map", {})
-    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+    names_given = set(shards.values()) if isinstance(shards, dict) else {None}
+    strange = sorted(str(name) for name in names_given if not _plain_name(name))
+    if strange:
         raise ValueError(
-            f"{first}: weight_map is no object of file names; expected the file of every tensor. "
-            "Restore the index that came with the weights."
-        )
-    outside = [name for name in set(shards.values()) if Path(name).name != name]
-    if outside:
-        raise ValueError(
-            f"{first} names the shard {outside[0]!r}, which is not beside it; expected names of "
-            "files in its own folder, and nothing was read. Restore the index."
+            f"{first} names the shards {strange[:3]}; expected a weight_map to names of files "
+            "beside it. Nothing outside the folder is read: copy the checkpoint again."
         )
     files = tuple(folder / name for name in sorted(set(shards.values())))
     missing = [file.name for file in files if not file.is_file()]
@@ -296,6 +292,11 @@ def _weight_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...]:
             "them beside it; the folder is half-written or was copied in part."
         )
     return files
+
+
+def _plain_name(name: Any) -> bool:
+    """Of a file in the same folder; what other systems use to separate folders counts too."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def _refuse_half_written(folder: Path) -> None:
@@ -308,7 +309,13 @@ def _refuse_half_written(folder: Path) -> None:
             f"{folder} is half-written: {TRAINER_STATE}, which the Trainer writes last, is "
             "missing. Training stopped while saving: use an earlier checkpoint."
         )
-    read_json(state)
+    step, named = read_json(state).get("global_step"), int(folder.name.partition("-")[2])
+    if isinstance(step, int) and step != named:
+        raise ValueError(
+            f"{state} says global_step {step}, and its folder is {folder.name}; expected the same "
+            "step. Files of two checkpoints were mixed, or the folder was renamed: copy the "
+            f"checkpoint again, or name it checkpoint-{step}."
+        )
 
 
 def _refuse_foreign(root: Path) -> None:

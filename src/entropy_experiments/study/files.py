@@ -321,7 +321,7 @@ class StudyFiles:
             "notes": notes,
             "assumed": dict(probe.facts.assumed),
             "not_verifiable": list(probe.not_verifiable),
-            "timings": dict(study.timings),
+            "timings": dict(sorted(study.timings.items())),  # whatever was needed first
             "provenance": {
                 **provenance(),
                 "precision": step["precision"],

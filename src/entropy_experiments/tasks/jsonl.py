@@ -28,7 +28,8 @@ def read_jsonl(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]
                 ) from None
             except ValueError as error:
                 raise ValueError(
-                    f"{path}:{number}: not JSON ({short(error, 120)}). Expected a line like {expected}."
+                    f"{path}:{number}: not JSON ({short(error, 120)}). Expected a line like "
+                    f"{expected}."
                 ) from error
             if not isinstance(record, dict):
                 raise ValueError(

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
@@ -21,6 +22,7 @@ from entropy_experiments.config.training_batch import (
     plan_line,
     ranks_of_job,
 )
+from entropy_experiments.numerics.threads import choose_threads, chosen_threads
 from entropy_experiments.online.train.callbacks import (
     ProgressLines,
     TaskFacts,
@@ -43,6 +45,8 @@ from entropy_experiments.online.train.trainer import (
     build_trainer,
     load_policy,
 )
+from entropy_experiments.policy.calling import evaluating
+from entropy_experiments.policy.parts import passing_tokens
 from gradient_doctor.hf import DoctorCallback
 
 RECORD = "record"
@@ -79,9 +83,11 @@ def train(
     trainer.unwatched = lambda: looking_away(doctor)
     if rank == 0:
         write_config(out, config)
-    result: Any = trainer.train(
-        resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
-    )
+    with chosen_threads():
+        choose_threads(*_trial_pass(trainer.model), anew=True)
+        result: Any = trainer.train(
+            resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
+        )
     summary = run_summary(
         trainer,
         out,
@@ -96,6 +102,17 @@ def train(
         if doctor is not None and summary["doctor"]["findings"] and not quiet:
             _tell(["", doctor.report()])
     return summary
+
+
+def _trial_pass(model: Any) -> tuple[torch.device, Callable[[], object]]:
+    """Where the model is, and a small pass of it."""
+    tokens_NS = passing_tokens(model)
+
+    def trial() -> object:
+        with evaluating(model):  # dropout would draw from the training's random numbers
+            return model(input_ids=tokens_NS)
+
+    return tokens_NS.device, trial
 
 
 def _watchers(
