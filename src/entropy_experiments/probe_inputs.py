@@ -295,6 +295,11 @@ def refuse_foreign(
 ) -> None:
     """A batch that was recorded at other weights, or with another tokenizer."""
     at = meta.get("weights")
+    if at is not None and not isinstance(at, str):
+        raise ValueError(
+            f"The update batch in {where} names weights {at!r}; expected their sha256 as text. "
+            "Restore its manifest, or set update.batch: drawn."
+        )
     if at is not None and at not in checkpoint.hashes.values():
         raise ValueError(
             f"The update batch in {where} was recorded at weights {at[:12]}... (step "

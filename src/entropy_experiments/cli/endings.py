@@ -16,6 +16,7 @@ from pathlib import Path
 import typer
 
 import entropy_experiments
+from entropy_experiments.input_errors import message, words_of_os_error
 from entropy_experiments.rollouts.finishing import TERMINATED
 
 DONE, UNEXPECTED, BAD_INPUT, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
@@ -54,7 +55,8 @@ def ending(
         if debug or not ours:
             _unexpected(failure)
             raise typer.Exit(BAD_INPUT if ours else UNEXPECTED) from None
-        typer.echo(f"Error: {failure}", err=True)
+        said = words_of_os_error(failure) if isinstance(failure, OSError) else failure
+        typer.echo(f"Error: {message(said)}", err=True)
         raise typer.Exit(BAD_INPUT) from None
     except typer.Exit:
         raise

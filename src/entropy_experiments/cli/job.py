@@ -32,6 +32,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from entropy_experiments.cli.endings import INTERRUPTED, TERMINATED, UNEXPECTED, ending
+from entropy_experiments.input_errors import library_errors
+from entropy_experiments.torchrun import ranks_of_job, variable
 
 if TYPE_CHECKING:
     from entropy_experiments.numerics.ranks import Ranks
@@ -48,12 +50,15 @@ STORED = (
 
 def several() -> bool:
     """Whether torchrun has started more than one of these."""
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if "RANK" not in os.environ:
+        return False
+    with ending(debug=False):
+        return ranks_of_job()[1] > 1
 
 
 def speaks() -> bool:
     """Whether this process prints and writes, as the environment has it: alone, or rank 0."""
-    return not several() or int(os.environ["RANK"]) == 0
+    return not several() or ranks_of_job()[0] == 0
 
 
 def as_if_alone() -> dict[str, str]:
@@ -124,15 +129,21 @@ def _joined() -> Ranks:
 
     from entropy_experiments.numerics.ranks import PATIENCE, Ranks
 
+    variable("LOCAL_RANK", 0)
     if torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        local = variable("LOCAL_RANK", 0)
         if local >= torch.cuda.device_count():
             raise ValueError(
                 f"This machine has {torch.cuda.device_count()} CUDA devices, and this is its "
                 f"process {local + 1}; expected a device for each. Lower --nproc-per-node."
             )
         torch.cuda.set_device(local)
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    with library_errors(
+        "The processes of this job cannot be joined",
+        "Start the command with torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+        "MASTER_PORT, or unset them to run alone.",
+    ):
+        dist.init_process_group("gloo", timeout=PATIENCE)
     return Ranks(dist.group.WORLD)
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from entropy_experiments.input_errors import printable
+
 if TYPE_CHECKING:
     from entropy_experiments.config import Config
 
@@ -71,7 +73,7 @@ def tell(results: Any, words: Callable[[], Sequence[str]], *, as_json: bool) -> 
     if as_json:
         typer.echo(json.dumps(results, indent=2, allow_nan=False))
     else:
-        typer.echo("\n".join(words()))
+        typer.echo(printable("\n".join(words())))
 
 
 def interrupted(config: Config | None, kept: Callable[[Config], str]) -> str:
@@ -85,4 +87,4 @@ def tell_notes(config: Config, *, quiet: bool) -> None:
     """What the configuration has to say about itself: keys that no longer mean anything, ..."""
     if not quiet:
         for note in config.notes:
-            typer.echo(f"note: {note}", err=True)
+            typer.echo(printable(f"note: {note}"), err=True)

@@ -52,6 +52,10 @@ DEFAULT_COUNT = 4
 """Checkpoints of the embedded run that are evaluated when none is named."""
 
 
+MOST, MOST_RESPONSES = 100_000, 10**7
+"""Problems, and responses to each: more was a slip of the hand."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
     """Options of an evaluation that the config has no key for."""
@@ -68,8 +72,14 @@ class EvaluationRequest:
 
     def __post_init__(self) -> None:
         for name in ("samples", "prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}; expected at least 1.")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ValueError(f"--{name} is {getattr(self, name)}; expected 1 to {MOST}.")
+        if self.prompts * self.samples > MOST_RESPONSES:
+            raise ValueError(
+                f"--prompts {self.prompts} x --samples {self.samples} are "
+                f"{self.prompts * self.samples:.3g} responses a checkpoint; expected at most "
+                f"{MOST_RESPONSES:.0e}. Lower one of them."
+            )
         if not self.threshold >= 0:
             raise ValueError(f"--threshold is {self.threshold}; expected 0 nats or more.")
         wrong = [k for k in self.ks or () if not 1 <= k <= self.samples]

@@ -19,6 +19,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from entropy_experiments.input_errors import library_errors
+from entropy_experiments.policy.adapter_checks import (
+    check_adapter_config,
+    check_patterns,
+    check_ranks,
+)
 from entropy_experiments.policy.base import check_safetensors
 from entropy_experiments.policy.layout import ADAPTER_CONFIG, Layout, read_json
 from entropy_experiments.policy.optimizer_state import load_safely
@@ -38,7 +44,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             "not save it with SHARDED_STATE_DICT. Write it: "
             f'LoraConfig(...).save_pretrained("{folder}").'
         )
-    config = read_json(path)
+    config = check_adapter_config(path, read_json(path))
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ValueError(
@@ -97,9 +103,22 @@ def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
     # `inference_mode` is what peft writes when it saves; it would freeze the adapter. The base was
     # found already, wherever it is.
     changes = {"inference_mode": False, "base_model_name_or_path": base.name_or_path}
-    model = get_peft_model(base, LoraConfig(**{**config, **changes}))
     file = layout.files[0] if layout.sharded is None else layout.sharded
-    stored = _tensors(file) if layout.stored is None else adapter_tensors(model, layout.stored)
+    where = layout.config / ADAPTER_CONFIG
+    check_patterns(where, config, (name for name, _ in base.named_modules()))
+    stored = _tensors(file) if layout.stored is None else None
+    if stored is not None:
+        shapes = {name: tuple(x.shape) for name, x in stored.items()}
+        check_ranks(where, config, file, shapes)
+    with library_errors(
+        f"peft cannot put the adapter of {where} on the base {base.name_or_path}",
+        "Expected the base that it was trained on (checkpoint.base) and the config that training "
+        "wrote.",
+    ):
+        model = get_peft_model(base, LoraConfig(**{**config, **changes}))
+    if stored is None:
+        assert layout.stored is not None
+        stored = adapter_tensors(model, layout.stored)
     _check_finite(file, stored)
     needed = get_peft_model_state_dict(model, save_embedding_layers=False)
     copies = get_peft_model_state_dict(model, save_embedding_layers=True)
@@ -134,6 +153,12 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         check_safetensors([file])
         stored = load_file(file)
+        odd = [name for name, value in stored.items() if not _is_a_weight(value)]
+        if odd:
+            raise ValueError(
+                f"{file}: tensor {odd[0]!r} has dtype {stored[odd[0]].dtype}; expected float32, "
+                "bfloat16, float16 or float64. Save the adapter again in one of them."
+            )
     else:
         stored = load_safely(file)
         if not isinstance(stored, Mapping) or not all(
@@ -142,6 +167,10 @@ def _tensors(file: Path) -> dict[str, Tensor]:
             raise ValueError(f"{file} does not hold tensors by name. Save the adapter again.")
         stored = dict(stored)
     return stored
+
+
+def _is_a_weight(value: Tensor) -> bool:
+    return value.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _check_finite(file: Path, stored: Mapping[str, Tensor]) -> None:

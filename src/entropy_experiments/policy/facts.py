@@ -18,8 +18,13 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from entropy_experiments.config.aliases import shown
 from entropy_experiments.config.fields import Names, Text
 from entropy_experiments.config.inputs import BatchConfig, Generation, Reward, Update
+from entropy_experiments.config.reading import LARGEST_FILE
+from entropy_experiments.config.yaml_dialect import parse_text
+from entropy_experiments.input_errors import short
+from entropy_experiments.input_files import check_regular
 from entropy_experiments.policy.layout import read_json
 
 FACTS_FILE = "entropy_probe.json"
@@ -154,7 +159,8 @@ def _own(path: Path, _known: tuple[str, ...]) -> dict[str, Any]:
         near = get_close_matches(unknown[0], KNOWN, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"{path} has unknown keys {unknown}.{hint} Known keys: {', '.join(KNOWN)}."
+            f"{path} has unknown keys {unknown[:5]} ({len(unknown)} in all).{hint} Known keys: "
+            f"{', '.join(KNOWN)}."
         )
     facts = {n: _valid(path, n, n, value) for n, value in found.items() if value is not None}
     _refuse_code(path, facts.get("reward_functions", ()))
@@ -174,14 +180,12 @@ def _own(path: Path, _known: tuple[str, ...]) -> dict[str, Any]:
 
 def _trl(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
     """Its facts but for what is `known` already."""
-    import yaml
-
+    check_regular(path, most=LARGEST_FILE)
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is not valid YAML ({error}). Repair or remove it.") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{path} holds a {type(found).__name__}; expected keys and values.")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8. Repair or remove it.") from error
+    found, _ = parse_text(text, source=str(path))
     facts: dict[str, Any] = {}
     for key, (name, convert) in FROM_TRL.items():
         if found.get(key) is None or name in ("dataset_name", "reward_functions", "reward_weights"):
@@ -203,7 +207,7 @@ def _trl(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
         facts["amp_dtype"] = half
     named, notes = _trl_task(path, found, known)
     notes += [
-        f"{path.name}: training had {key} = {found[key]}, which this program does not follow"
+        f"{path.name}: training had {key} = {shown(found[key])}, which this program does not follow"
         for key, harmless in NOT_FOLLOWED.items()
         if found.get(key) is not None and found[key] not in harmless
     ]
@@ -221,7 +225,7 @@ def _trl_task(
     if isinstance(dataset, str) and _is_dataset(dataset):
         facts["dataset_name"] = dataset
     elif dataset is not None and "dataset_name" not in known:
-        unread.append(f"dataset_name = {dataset}")
+        unread.append(f"dataset_name = {short(dataset, 80)}")
     rewards = found.get("reward_funcs")
     names = [rewards] if isinstance(rewards, str) else rewards
     if "reward_functions" in known:
@@ -232,7 +236,7 @@ def _trl_task(
         if weights is not None:
             facts["reward_weights"] = _valid(path, "reward_weights", "reward_weights", weights)
     elif rewards is not None:
-        unread.append(f"reward_funcs = {rewards}")
+        unread.append(f"reward_funcs = {short(rewards, 80)}")
     return facts, [f"{path.name}: {one} is none of this program's; left unread" for one in unread]
 
 
@@ -272,4 +276,4 @@ def _valid(path: Path, key: str, name: str, value: Any) -> Any:
 
 
 def _wrong(path: Path, key: str, got: Any, expected: str) -> ValueError:
-    return ValueError(f"{path}: {key} is {got!r}; expected {expected}. Repair the file.")
+    return ValueError(f"{path}: {key} is {shown(got)}; expected {expected}. Repair the file.")

@@ -59,7 +59,7 @@ class Files(ABC):
     def json(self, name: str) -> Any:
         try:
             return json.loads(self.read(name))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._damaged(name, "JSON", error) from error
 
     def array(self, name: str) -> np.ndarray:
@@ -201,7 +201,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}). Delete it. {AGAIN}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(

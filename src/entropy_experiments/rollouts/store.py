@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ def save_rollouts(
 
 def load_rollouts(folder: str | Path) -> tuple[Rollouts, dict[str, Any]]:
     """(rollouts, meta). An update batch may be read as rollouts; the reverse may not."""
-    tensors, text, manifest = _load(Path(folder), ("rollouts", "update_batch"))
-    return _rollouts(tensors, text, manifest), manifest["meta"]
+    with _naming(Path(folder)):
+        tensors, text, manifest = _load(Path(folder), ("rollouts", "update_batch"))
+        return _rollouts(tensors, text, manifest), manifest["meta"]
 
 
 def save_update_batch(
@@ -82,14 +84,26 @@ def save_update_batch(
 
 def load_update_batch(folder: str | Path) -> tuple[UpdateBatch, dict[str, Any]]:
     """(batch, meta) as `save_update_batch` wrote them; every bit the same."""
-    tensors, text, manifest = _load(Path(folder), ("update_batch",))
-    update = {name: tensors.get(name) for name in _UPDATE_TENSORS}
-    advantage_NS = update.pop("advantage_NS")
-    assert advantage_NS is not None  # _load refuses a file without it
-    batch = UpdateBatch(
-        rollouts=_rollouts(tensors, text, manifest), advantage_NS=advantage_NS, **update
-    )
-    return batch, manifest["meta"]
+    with _naming(Path(folder)):
+        tensors, text, manifest = _load(Path(folder), ("update_batch",))
+        update = {name: tensors.get(name) for name in _UPDATE_TENSORS}
+        advantage_NS = update.pop("advantage_NS")
+        assert advantage_NS is not None  # _load refuses a file without it
+        batch = UpdateBatch(
+            rollouts=_rollouts(tensors, text, manifest), advantage_NS=advantage_NS, **update
+        )
+        return batch, manifest["meta"]
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """What is wrong with the tensors is said of the file that holds them."""
+    try:
+        yield
+    except ValueError as error:
+        if str(folder) in str(error):
+            raise
+        raise ValueError(f"{folder / TENSORS}: {error}") from error
 
 
 def recorded_meta(folder: str | Path) -> dict[str, Any]:
@@ -196,6 +210,11 @@ def _load(
     for name, facts in manifest["files"].items():
         contents[name] = _checked(folder / name, facts)
     tensors = _tensors(folder / TENSORS, contents[TENSORS])
+    if "tokens_NS" in tensors and tensors["tokens_NS"].dim() != 2:
+        raise ValueError(
+            f"{folder / TENSORS} has tokens_NS of shape {tuple(tensors['tokens_NS'].shape)}; "
+            "expected (rollouts, positions). Was it made by another program?"
+        )
     for name in _MASKS:
         if name in tensors and "tokens_NS" in tensors:
             tensors[name] = _mask(tensors[name], tensors["tokens_NS"], folder / TENSORS)
@@ -237,7 +256,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         )
     try:
         manifest = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}). Make the rollouts again.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
@@ -325,7 +344,7 @@ class RolloutStore:
             return
         try:
             theirs = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON ({error}). Delete {self.folder}.") from error
         if not isinstance(theirs, dict):
             raise ValueError(f"{path} is no rollout store. Give an empty folder.")

@@ -25,6 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.input_errors import library_errors, time_limit
 from entropy_experiments.tasks.countdown import Countdown
 from entropy_experiments.tasks.countdown import problems as countdown_problems
 from entropy_experiments.tasks.jsonl import read_jsonl
@@ -49,6 +50,7 @@ MADE_SPLITS = ("train", "test")
 GSM8K_SPLITS = ("train", "test")
 GSM8K_LINE = '{"question": "...", "answer": "... #### 42"}'
 PROMPT_LINE = '{"prompt": "...", "answer": "..."}'
+TEMPLATE_SECONDS = 2.0
 LARGEST_COUNT = 100_000
 """No probe asks for more; a count with three zeros too many would keep generators busy."""
 
@@ -305,9 +307,17 @@ def _in_chat(problem: Problem, tokenizer: Any) -> Problem:
     # What the plain prompt had opened for the assistant is opened again after the template.
     opening = problem.facts.get("opening", "")
     said = problem.prompt.removesuffix(f"\nAssistant: {opening}") if opening else problem.prompt
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True
-    )
+    where = f"The chat template of the tokenizer at {tokenizer.name_or_path}"
+    advice = "Repair it, or set batch_config.chat_template: false."
+    with (
+        library_errors(f"{where} fails on a prompt", advice),
+        time_limit(TEMPLATE_SECONDS, f"{where}, for one prompt,", advice),
+    ):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True
+        )
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{where} makes nothing of a prompt; expected text. {advice}")
     return replace(problem, prompt=text + opening, facts={**problem.facts, "chat": True})
 
 

@@ -21,10 +21,12 @@ import inspect
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from entropy_experiments.input_errors import short, users_code
 from entropy_experiments.tasks.countdown import Countdown, solved
 from entropy_experiments.tasks.datasets import Problem
 
@@ -243,13 +245,11 @@ def _function(name: str) -> RewardFunction:
             f"Unknown reward {name!r}; expected one of {', '.join(NAMED)}, or module:function of "
             f"your own.{hint}"
         )
-    try:
+    with users_code(
+        f"Reward {name!r}: module {module_name!r} cannot be imported: it",
+        "Is its folder on PYTHONPATH?",
+    ):
         module = importlib.import_module(module_name)
-    except Exception as error:  # the module is the user's, and may fail in any way
-        raise ValueError(
-            f"Reward {name!r}: module {module_name!r} cannot be imported ({type(error).__name__}: "
-            f"{error}). Is its folder on PYTHONPATH?"
-        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         what = "no such name" if function is None else f"a {type(function).__name__}"
@@ -257,7 +257,28 @@ def _function(name: str) -> RewardFunction:
             f"Reward {name!r}: {module_name} has {what} under {function_name!r}; expected a "
             "function (completions, problems) -> list of numbers."
         )
-    return lambda completions, problems: _call(function, completions, problems)
+
+    def called(completions: list[str], problems: list[Problem]) -> Any:
+        with users_code(
+            f"Reward {name!r}",
+            f"Expected a list of {len(completions)} numbers, one per completion.",
+        ):
+            values = _call(function, completions, problems)
+            # A generator of the user's runs, and may fail, only when it is read.
+            return list(islice(values, len(completions) + 1)) if _unread(values) else values
+
+    return called
+
+
+def _shown(value: Any) -> str:
+    try:
+        return short(repr(value), 80)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a {type(value).__name__} too long to write"
+
+
+def _unread(values: Any) -> bool:
+    return isinstance(values, Iterator)
 
 
 def _call(function: Callable[..., Any], completions: list[str], problems: list[Problem]) -> Any:
@@ -297,11 +318,11 @@ def _checked(name: str, values: Any, count: int) -> Tensor:
     for row, value in enumerate(values):
         try:
             number = float(value) if not isinstance(value, str) else math.nan
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(
-                f"Reward {name!r} returned {value!r} for completion {row}; expected a finite "
+                f"Reward {name!r} returned {_shown(value)} for completion {row}; expected a finite "
                 "number."
             )
     return torch.tensor([float(value) for value in values], dtype=torch.float64)
