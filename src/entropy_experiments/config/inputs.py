@@ -24,7 +24,7 @@ from entropy_experiments.config.fields import (
     Text,
 )
 
-FUNCTION = re.compile(r"[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?")
+FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py)(:[A-Za-z_]\w*)?")
 
 
 class Checkpoint(Section):
@@ -101,8 +101,11 @@ class Generation(Section):
 class Update(Section):
     """How training made its step. null: read from entropy_probe.json or a TRL YAML, or assumed."""
 
-    loss: Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo"] | None = None
-    """Training loss (TRL's loss_type)."""
+    loss: (
+        Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "rloo"]
+        | None
+    ) = None
+    """Training loss (TRL's loss_type; rloo: RLOOTrainer's)."""
     advantage: Literal["group", "batch", "none"] | None = None
     """What rewards are scaled by (TRL's scale_rewards)."""
     ratio: Literal["token", "sequence"] | None = None
@@ -110,7 +113,14 @@ class Update(Section):
     clip_low: Annotated[Number, Field(ge=0, le=1)] | None = None
     """Ratios are clipped at 1 - clip_low (TRL's epsilon). 1 never clips."""
     clip_high: NotNegative | None = None
-    """Ratios are clipped at 1 + clip_high (TRL's epsilon_high). A large number never clips."""
+    """Ratios are clipped at 1 + clip_high (TRL's epsilon_high). A large number never clips.
+    cispo: the ratio itself is bounded by it."""
+    delta: Positive | None = None
+    """Two-sided clipping: no ratio counts for more than this (TRL's delta). null: off."""
+    sapo_positive: Positive | None = None
+    """sapo's temperature where the advantage is positive (TRL's sapo_temperature_pos)."""
+    sapo_negative: Positive | None = None
+    """sapo's temperature where it is not (TRL's sapo_temperature_neg)."""
     beta: NotNegative | None = None
     """Weight of the KL term against the reference policy."""
     entropy_coef: Number | None = None
@@ -134,18 +144,20 @@ class Reward(Section):
     """What a response earns."""
 
     functions: Annotated[Names, Field(min_length=1)] | None = None
-    """math_verify, answer_exact, format, countdown or your own module:function.
+    """math_verify, answer_exact, format, countdown or your own: module:function, file.py:function.
     null: what training recorded, else those of the dataset."""
     weights: Some[Number] | None = None
     """One weight per function. null: all 1."""
+    seconds: Positive = 600.0
+    """Longest that a function of your own may take for one batch of responses."""
 
     @model_validator(mode="after")
     def _paired(self) -> Reward:
         for name in self.functions or ():
             if not FUNCTION.fullmatch(name):
                 raise ValueError(
-                    f"reward.functions has {name!r}; expected a name or module:function. "
-                    "Nothing of it was imported."
+                    f"reward.functions has {name!r}; expected a name, module:function or "
+                    "file.py:function. Nothing of it was imported."
                 )
         if self.weights is not None and len(self.weights) != len(self.functions or ()):
             raise ValueError(

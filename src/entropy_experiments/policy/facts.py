@@ -3,9 +3,12 @@
 `entropy_probe.json` is this project's own: a flat object of the names below, others refused, values
 held to the config's own rules. A TRL YAML (the file given to `trl grpo --config`) has hundreds of
 keys; those that decide the step are translated, or noted in `facts["note"]` where this program does
-not follow them, and the rest are not ours to judge. The JSON wins where both speak.
+not follow them, and the rest are not ours to judge. `entropy_probe_record.json` is what the callback
+saw: the run's own prompts and rewards, and the options that are not followed. The JSON wins over
+the record, and the record over the YAML.
 
-Both may come with a download, so neither can name code to run: no module:function.
+All may come with a download, so none can name code to run; but for the record, which may name code that is
+already on this machine, under the conditions that it states.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from entropy_experiments.config.fields import Names, Text
 from entropy_experiments.config.inputs import BatchConfig, Generation, Reward, Update
 from entropy_experiments.policy.layout import read_json
+from entropy_experiments.policy.training_record import RECORD_FILE, read_record
 
 FACTS_FILE = "entropy_probe.json"
 TRL_FILES = ("trl.yaml", "trl_config.yaml", "grpo.yaml", "training.yaml", "train.yaml")
@@ -33,6 +37,9 @@ KNOWN = (
     "ratio",
     "beta",
     "entropy_coef",
+    "delta",
+    "sapo_positive",
+    "sapo_negative",
     "max_grad_norm",
     "max_completion_length",
     "num_iterations",
@@ -74,7 +81,6 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "repetition_penalty": (1,),
     "generation_kwargs": ({},),
-    "delta": (),
     "mask_truncated_completions": (False,),
     "top_entropy_quantile": (1,),
 }
@@ -112,6 +118,9 @@ FROM_TRL: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "importance_sampling_level": ("ratio", _same),
     "beta": ("beta", _number),
     "entropy_coef": ("entropy_coef", _number),
+    "delta": ("delta", _number),
+    "sapo_temperature_pos": ("sapo_positive", _number),
+    "sapo_temperature_neg": ("sapo_negative", _number),
     "max_grad_norm": ("max_grad_norm", _number),
     "max_completion_length": ("max_completion_length", _whole),
     "num_iterations": ("num_iterations", _whole),
@@ -132,7 +141,7 @@ def read_facts(folders: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str
     facts: dict[str, Any] = {}
     sources: dict[str, str] = {}
     files: list[Path] = []
-    for names, read in (((FACTS_FILE,), _own), (TRL_FILES, _trl)):
+    for names, read in (((FACTS_FILE,), _own), ((RECORD_FILE,), _recorded), (TRL_FILES, _trl)):
         path = next((f / n for f in folders for n in names if (f / n).is_file()), None)
         if path is None:
             continue
@@ -169,6 +178,27 @@ def _own(path: Path, _known: tuple[str, ...]) -> dict[str, Any]:
         if len(functions) != len(weights):
             expected = f"one for each of the {len(functions)} reward_functions"
             raise _wrong(path, "reward_weights", weights, expected)
+    return facts
+
+
+GROUPS = (
+    ("dataset_name", "dataset_path", "split", "E_split", "U_split", "dataset_absent"),
+    ("reward_functions", "reward_weights", "reward_sources", "reward_absent"),
+)
+"""Facts that belong together: of two files that speak, all of a group come from one."""
+
+
+def _recorded(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
+    record = read_record((path.parent,))
+    assert record is not None  # the caller has seen the file
+    facts: dict[str, Any] = record.facts()
+    for group in GROUPS:
+        if any(name in known for name in group):
+            facts = {name: value for name, value in facts.items() if name not in group}
+    if record.unfollowed:
+        facts["unfollowed"] = list(record.unfollowed)
+    if record.sampling:
+        facts["sampling"] = list(record.sampling)
     return facts
 
 
