@@ -1,8 +1,9 @@
 """What training was like: none of it is in optimizer.pt, all of it decides the step.
 
 Each fact is *given* (the config), *read* (`entropy_probe.json`, the callback's record or a TRL YAML
-beside the checkpoint) or *assumed* (TRL's default). The config wins over the files; every assumption is listed in the
-verdict, because a wrong one makes a right number about another step.
+beside the checkpoint) or *assumed* (TRL's default). The config wins over the files; every
+assumption is listed beside the verdict's headline, because a wrong one makes a right number about
+another step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ASSUMED: dict[str, Any] = {
 }
 """TRL's GRPO defaults, but for amp_dtype: the probe computes in the precision it says."""
 OPTIONAL = ("delta", "sapo_positive", "sapo_negative")
-"""Options of the loss that are off, or at the loss's own default, unless somebody says otherwise."""
+"""Options of the loss that are off, or at the loss's own default, unless set."""
 
 
 @dataclass(frozen=True, kw_only=True)

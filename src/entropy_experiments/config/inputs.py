@@ -55,7 +55,8 @@ class BatchConfig(Section):
 
     dataset_name: Text | None = None
     """gsm8k_r1_template, gsm8k, countdown, countdown_r1_template, jsonl or reasoning_gym:<name>.
-    null: what training recorded beside the checkpoint, else gsm8k_r1_template."""
+    null: the prompts that training recorded, or named beside the checkpoint; without either,
+    gsm8k_r1_template."""
     dataset_path: Path | None = None
     """Local JSONL file to read the problems from."""
     split: Text | None = None
@@ -67,11 +68,14 @@ class BatchConfig(Section):
     chat_template: bool = False
     """Wrap each prompt in the tokenizer's chat template."""
     B_E: Annotated[int, Field(ge=2)] = 64
-    """Evaluation prompts, one response each; intervals are over these prompts."""
+    """Evaluation prompts, one response each; intervals are over these prompts. A recorded run
+    with fewer prompts has all that are left."""
     B_U: Count = 16
     """Update prompts, G responses each; never the same prompts as E."""
     G: Annotated[int, Field(ge=2)] = 8
     """Responses per update prompt: the group that advantages compare."""
+    evaluation: Literal["drawn", "recorded"] = "drawn"
+    """recorded: the very rollouts that the callback probed this step with, instead of new ones."""
     filter_zero_advantage_prompts: bool = True
     """Draw another prompt for a group whose rewards are all equal."""
     advantage_filter_tol: NotNegative = 1e-8

@@ -360,9 +360,7 @@ def _code(name: str) -> str | None:
     return sha256(Path(str(found.origin)))
 
 
-def _notes(
-    facts: TrainingFacts, reward: Reward, request: EvaluationRequest
-) -> tuple[str, ...]:
+def _notes(facts: TrainingFacts, reward: Reward, request: EvaluationRequest) -> tuple[str, ...]:
     names = ("dataset_name", "temperature", "max_completion_length")
     assumed = [f"{name} = {facts.assumed[name]}" for name in names if name in facts.assumed]
     said = f"assumed, since no file says: {', '.join(assumed)}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from entropy_experiments.probe_sampling import response_ids
 from entropy_experiments.tasks.datasets import Problem
 from entropy_experiments.tasks.rewards import Reward, build_reward, final_answer
 from entropy_experiments.types import Rollouts, Scores
@@ -51,14 +52,6 @@ def rollout_rows(
         "prompt_text": [problem.prompt for problem in asked],
         "response": texts,
     }
-
-
-def response_ids(rollouts: Rollouts) -> list[list[int]]:
-    """The tokens of each response."""
-    return [
-        tokens_S[response_S].tolist()
-        for tokens_S, response_S in zip(rollouts.tokens_NS, rollouts.response_NS, strict=True)
-    ]
 
 
 def _without_nan(value_N: torch.Tensor) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""What a TRL trainer computes on the way to a step and keeps nowhere: rewards, and masks of the loss.
+"""What a TRL trainer computes on the way to a step and does not keep: rewards, masks of the loss.
 
 Three of its methods are wrapped on the instance for the time of the training:
 

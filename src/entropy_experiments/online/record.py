@@ -1,4 +1,4 @@
-"""Every step's batch on disk, and all that the offline commands need to ask about any of them later.
+"""Every step's batch on disk, and all that the offline commands need to ask about it later.
 
     DIR/step_N/update_batch     what step N (counted from 0) learned from: tokens, masks,
                                 advantages, old log-probs, the rewards of every rollout
@@ -62,7 +62,7 @@ from entropy_experiments.types import Params, Rollouts
 
 EVALUATION, UPDATE = "evaluation", "update_batch"
 GRADIENT_ELEMENTS = 20_000_000
-"""A gradient of no more than this (80 MB in fp32) is kept beside a checkpoint without being asked."""
+"""A gradient of no more than this (80 MB in fp32) is kept beside a checkpoint by default."""
 
 
 class Recorder:

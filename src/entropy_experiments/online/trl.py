@@ -147,9 +147,7 @@ class EntropyProbeCallback(TrainerCallback):
         self.facts = dict(facts or {})
         refuse_unknown(self.facts)
         self._recorder = (
-            None
-            if record is None
-            else Recorder(Path(record), self.facts, gradient=record_gradient)
+            None if record is None else Recorder(Path(record), self.facts, gradient=record_gradient)
         )
         self._captures: Captures | None = None
         self.ledger_every, self.noise_scale = ledger_every, noise_scale

@@ -127,7 +127,7 @@ def used_now(trainer: Any) -> tuple[list[int], list[int]]:
 
 def update_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -> UpdateBatch:
     """The rollouts of the step at hand, of all ranks, as the loss saw them."""
-    used, rest = used_now(trainer)
+    _, rest = used_now(trainer)
     parts = step_inputs(trainer, ranks, captures)
     return from_trl_inputs(
         parts,

@@ -3,12 +3,12 @@
 `entropy_probe.json` is this project's own: a flat object of the names below, others refused, values
 held to the config's own rules. A TRL YAML (the file given to `trl grpo --config`) has hundreds of
 keys; those that decide the step are translated, or noted in `facts["note"]` where this program does
-not follow them, and the rest are not ours to judge. `entropy_probe_record.json` is what the callback
-saw: the run's own prompts and rewards, and the options that are not followed. The JSON wins over
-the record, and the record over the YAML.
+not follow them, and the rest are not ours to judge. `entropy_probe_record.json` is what the
+callback saw: the run's own prompts and rewards, and the options that are not followed. The JSON
+wins over the record, and the record over the YAML.
 
-All may come with a download, so none can name code to run; but for the record, which may name code that is
-already on this machine, under the conditions that it states.
+All may come with a download, so none can name code to run; but for the record, which may name code
+that is already on this machine, under the conditions that `training_record` states.
 """
 
 from __future__ import annotations

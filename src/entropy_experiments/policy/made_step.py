@@ -1,9 +1,8 @@
-"""The step that training really made, as far as its record has it: fingerprints, perhaps the gradient.
+"""The step that training really made, as far as it is recorded: fingerprints, maybe the gradient.
 
-    made_step/fingerprint.json      step, learning rate, and of g (clipped, averaged: as the optimizer
-                                    saw it) and of theta_after - theta_before what `numerics.sketch`
-                                    keeps
-    made_step/gradient.safetensors  g itself, where it is small enough or was asked for
+made_step/fingerprint.json      step, learning rate, and sketches (`numerics.sketch`) of g, as
+                                the optimizer saw it, and of theta_after - theta_before
+made_step/gradient.safetensors  g itself, where it is small enough or was asked for
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ class MadeStep:
         try:
             found = load_file(file)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} cannot be read ({error}). Copy it again, or delete it.") from (
-                error
-            )
+            raise ValueError(
+                f"{file} cannot be read ({error}). Copy it again, or delete it."
+            ) from (error)
         expected = {n: tuple(p.shape) for n, p in params.items() if n not in self.without_gradient}
         got = {name: tuple(value.shape) for name, value in found.items()}
         if got != expected:
@@ -141,9 +140,7 @@ def refuse_other_base(model: Any, recorded: Mapping[str, Any], words: str) -> st
     found = base_fingerprint(model)
     if found is None or found["elements"] != recorded["elements"]:
         return "base: its frozen weights cannot be compared with the record's fingerprint"
-    theirs, ours = (
-        torch.tensor(x["sketch"], dtype=torch.float64) for x in (recorded, found)
-    )
+    theirs, ours = (torch.tensor(x["sketch"], dtype=torch.float64) for x in (recorded, found))
     assert len(theirs) == BUCKETS
     apart = float((ours - theirs).norm() / theirs.norm()) if bool(theirs.any()) else 0.0
     if apart > BASE_TOLERANCE:

@@ -1,4 +1,4 @@
-"""`entropy_probe_record.json`: what a recorded run says about itself, read before anything is assumed.
+"""`entropy_probe_record.json`: what a recorded run says about itself; read before all assumptions.
 
 The callback writes it beside every checkpoint (and once into the record's folder):
 

@@ -6,7 +6,7 @@
     countdown             made from the seed, in the words of tasks/countdown.py
     countdown_r1_template the same in plain language and the <think>/<answer> template
     reasoning_gym:<task>  made by reasoning-gym (an extra), in the <think>/<answer> template
-    recorded              the prompts of a run, with its dataset's columns, as the callback kept them
+    recorded              the prompts of a run with their columns, as the callback kept them
 
 The order depends on the seed alone, so asking for more gives the same ones first. A prompt never
 appears twice: evaluation and update prompts, split from one list, are different questions.

@@ -34,9 +34,7 @@ from torch import Tensor
 
 from entropy_experiments.types import Scores, UpdateBatch
 
-Loss = Literal[
-    "reinforce", "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "rloo"
-]
+Loss = Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "rloo"]
 UNCLIPPED = ("reinforce", "cispo", "sapo")
 """Losses in which no token's coefficient is zero for its ratio."""
 KL = Literal["k1", "k2", "k3"]
