@@ -76,8 +76,8 @@ def _rewards(rows: Rows, samples: int, estimand: Estimand) -> dict[str, Estimate
             continue
         value_N = torch.tensor([0.0 if v is None else v for v in values], dtype=torch.float64)
         scored_N = torch.tensor([v is not None for v in values], dtype=torch.float64)
-        sums = (x_N.view(-1, samples).sum(1) for x_N in (value_N, scored_N))
-        found[name] = ratio_by_prompt(*sums, estimand)
+        value_P, scored_P = (x_N.view(-1, samples).sum(1) for x_N in (value_N, scored_N))
+        found[name] = ratio_by_prompt(value_P, scored_P, estimand)
     return found
 
 

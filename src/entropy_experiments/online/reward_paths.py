@@ -15,7 +15,7 @@ SCRIPT = "__main__"
 
 def recorded_rewards(trainer: Any) -> dict[str, Any]:
     """The record's entry: functions in the trainer's order, and their weights."""
-    names = list(getattr(trainer, "reward_func_names", ()))
+    names: list[str] = list(getattr(trainer, "reward_func_names", ()))
     functions = list(trainer.reward_funcs)
     names = _distinct(names or [getattr(f, "__name__", type(f).__name__) for f in functions])
     weights = getattr(trainer, "reward_weights", None)

@@ -85,6 +85,8 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "top_entropy_quantile": (1,),
 }
 """TRL's keys that change the step in ways this program does not rebuild, and where they do not."""
+OF_THE_LOSS = ("top_entropy_quantile",)
+"""Those that make the step rebuilt from a recorded batch another one."""
 
 
 def _same(value: Any) -> Any:
@@ -195,11 +197,7 @@ def _recorded(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
     for group in GROUPS:
         if any(name in known for name in group):
             facts = {name: value for name, value in facts.items() if name not in group}
-    if record.unfollowed:
-        facts["unfollowed"] = list(record.unfollowed)
-    if record.sampling:
-        facts["sampling"] = list(record.sampling)
-    return facts
+    return {**facts, "unfollowed": list(record.unfollowed), "sampling": list(record.sampling)}
 
 
 def _trl(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
@@ -232,12 +230,24 @@ def _trl(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
         half = "bfloat16" if found.get("bf16") else "float16" if found.get("fp16") else "float32"
         facts["amp_dtype"] = half
     named, notes = _trl_task(path, found, known)
-    notes += [
-        f"{path.name}: training had {key} = {found[key]}, which this program does not follow"
+    if "unfollowed" in known:  # a record has seen what became of these
+        return {**facts, **named, **({"note": tuple(notes)} if notes else {})}
+    odd = [
+        key
         for key, harmless in NOT_FOLLOWED.items()
         if found.get(key) is not None and found[key] not in harmless
     ]
-    return {**facts, **named, **({"note": tuple(notes)} if notes else {})}
+    notes += [
+        f"{path.name}: training had {key} = {found[key]}, which this program does not follow"
+        for key in odd
+    ]
+    of_loss = [f"{key} = {found[key]}" for key in odd if key in OF_THE_LOSS]
+    return {
+        **facts,
+        **named,
+        **({"note": tuple(notes)} if notes else {}),
+        **({"unfollowed": of_loss} if of_loss else {}),
+    }
 
 
 def _trl_task(
