@@ -58,7 +58,7 @@ def refuse_unsupported(trainer: Any) -> None:
 def refuse_other_optimizers(trainer: Any) -> None:
     """When training begins, not at its first step."""
     optimizer = unwrapped_optimizer(trainer.optimizer)
-    if not isinstance(optimizer, OPTIMIZERS):
+    if optimizer is not None and not isinstance(optimizer, OPTIMIZERS):
         raise ValueError(
             f"EntropyProbeCallback with the optimizer {type(optimizer).__name__}: expected torch's "
             "Adam, AdamW or SGD, whose next step can be predicted. Set optim='adamw_torch' in the "

@@ -14,6 +14,8 @@ LOSS_METHODS = (
     "_get_per_token_logps_and_entropies",
 )
 """A subclass that has its own is one whose loss nobody here knows."""
+LAST_ENTROPY = "_last_world_entropy"
+"""Where an adaptive entropy bonus keeps the entropy that it compares with its target."""
 OPTIONS = (
     *("loss_type", "scale_rewards", "epsilon", "epsilon_high", "delta", "beta"),
     *("importance_sampling_level", "top_entropy_quantile", "mask_truncated_completions"),
@@ -104,7 +106,8 @@ def entropy_coef(trainer: Any) -> float:
     args = trainer.args
     coef = getattr(trainer, "entropy_coef", getattr(args, "entropy_coef", None)) or 0.0
     if getattr(args, "use_adaptive_entropy", False):
-        coef = coef if trainer._last_world_entropy <= args.entropy_target else 0.0
+        seen = getattr(trainer, LAST_ENTROPY, float("inf"))  # before the first step: none
+        coef = coef if seen <= args.entropy_target else 0.0
     return float(coef)
 
 
