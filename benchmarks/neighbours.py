@@ -62,7 +62,7 @@ def seconds(words: list[str], threads: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Every command beside busy neighbours.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", choices=("chosen", "all"), default="chosen")
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))

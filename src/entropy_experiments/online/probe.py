@@ -361,3 +361,8 @@ def _corrected(seen: Estimate, pending: _Pending) -> Estimate:
 def named_gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:
     """The gradients as they stand, by name; not copied."""
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def trained_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The parameters that training moves, by name; not copied."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

@@ -45,10 +45,12 @@ from entropy_experiments.policy.layout import (
     find_checkpoint,
     missing_optimizer,
 )
+from entropy_experiments.policy.made_step import refuse_other_base
 from entropy_experiments.policy.optimizer_state import load_safely, read_optimizer_state
 from entropy_experiments.policy.precision import true_float64
 from entropy_experiments.policy.sharded_files import newer_shards
 from entropy_experiments.policy.stored_weights import load_sharded_causal_lm, take_base
+from entropy_experiments.policy.training_record import TrainingRecord, read_record
 from entropy_experiments.policy.two_saves import unread_forms
 from entropy_experiments.types import OptimizerState
 
@@ -86,6 +88,8 @@ class Checkpoint:
     optimizer_path: Path | None
     hashes: Mapping[str, str]
     """sha256 of every file read."""
+    record: TrainingRecord | None = None
+    """What the run recorded about itself, if it did."""
 
 
 def load_checkpoint(
@@ -125,6 +129,13 @@ def load_checkpoint(
         if dtype == "float64":
             true_float64(model)
     model.eval()
+    record = read_record(layout.folders)
+    hashes = _hashes(layout, found, fact_files)
+    if record is not None and record.path.parent == layout.root:
+        record.refuse_changed(hashes)
+    if record is not None and record.base is not None and layout.kind == "lora":
+        unlike = refuse_other_base(model, record.base, words)
+        notes = notes if unlike is None else (*notes, unlike)
     # With shards a trainer leaves no tokenizer: the run's comes before the base's.
     folders = (layout.weights, layout.root) if layout.sharded is None else layout.folders
     tokenizer = load_tokenizer(
@@ -161,7 +172,8 @@ def load_checkpoint(
         ),
         recorded=layout.recorded,
         optimizer_path=layout.optimizer,
-        hashes=_hashes(layout, found, fact_files),
+        hashes=hashes,
+        record=record,
     )
 
 

@@ -157,7 +157,8 @@ class SampleGenerator:
         texts = [self.text(rollout.tokens) for rollout in drawn]
         asked = [problem for problem in problems for _ in range(group)]
         # By one rank: a judge that is asked twice may answer twice.
-        result = current().told(lambda: reward(texts, asked))
+        ids = [rollout.tokens for rollout in drawn]
+        result = current().told(lambda: reward(texts, asked, completion_ids=ids))
         # Whether a group moves anything does not depend on the spread of the other groups.
         own = "group" if scale == "group" else "none"
         advantage_PG = group_advantages(result.total_N, group, own).view(-1, group)

@@ -313,6 +313,7 @@ class StudyFiles:
                 "clip_factor": step["clip_factor"],
                 "norms": step["norms"],
                 "loss": step["loss"],
+                "certified": step.get("certified", {}),
                 "fingerprint": batch.rollouts.fingerprint,
             },
             "aggregate": first["aggregate"],
