@@ -27,7 +27,7 @@ OPTIONS = {
     "evaluate": "CHECKPOINTS --task --data --split --prompts --samples --k --seed --reward "
     "--threshold --out --overwrite --config --set --json --threads --quiet --debug",
     "report": "RUNS --html --no-html --figures --columns --trajectory --evaluation --linearity "
-    "--samples --rollout --out --json --quiet --debug",
+    "--samples --rollout --out --follow --json --quiet --debug",
     "doctor": "PROGRAM --contract --json --mode --trace-steps --every --quiet --entropy",
     "bench": "NAMES --compare --out --json --quiet --debug",
     "config": "",

@@ -233,3 +233,74 @@ def test_the_comparison_page(browser, run, tmp_path, look):
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
         paper = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         assert (sum(int(x) for x in paper[4:-1].split(",")) / 3 < 60) == (look == "dark")
+
+
+def probed_training(folder):
+    """Twenty steps, of which every second was probed and one is not trusted."""
+    folder.mkdir()
+    rows, history = [], []
+    for step in range(20):
+        level = 0.4 - 0.01 * step
+        history.append({"step": step + 1, "entropy": level + 0.01, "reward": step / 40})
+        if step % 2:
+            continue
+        doubts = ["few effective rollouts"] if step == 8 else []
+        row = {"step": step, "trusted": float(not doubts), "why_not": doubts, "lr": 1e-3}
+        for name, value in (("entropy", level), ("predicted", -0.009), ("measured", -0.01)):
+            row |= {name: value, f"{name}_low": value - 0.003, f"{name}_high": value + 0.003}
+        rows.append(row)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "entropy_probe.jsonl").write_text(lines)
+    (folder / "trainer_state.json").write_text(
+        json.dumps({"global_step": 20, "max_steps": 20, "log_history": history})
+    )
+    return folder
+
+
+@pytest.mark.parametrize("look", ["light", "dark", "narrow"])
+def test_a_probed_training(browser, tmp_path, look):
+    path = write_report(probed_training(tmp_path / "run"))
+    size = {"width": 390 if look == "narrow" else 1180, "height": 850}
+    scheme = "dark" if look == "dark" else "light"
+    with Opened(
+        browser, path, wait="[data-figure=steps] svg", viewport=size, color_scheme=scheme
+    ) as opened:
+        page = opened.page
+        assert page.locator(".chart").count() == 3
+        points = page.locator("[data-figure=steps] .scatterlayer .trace")
+        assert [points.nth(at).locator(".point").count() for at in range(4)] == [9, 1, 9, 1]
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        page.click(".contents a[href='#steps']")
+        box = page.locator("#steps h2").bounding_box()
+        assert 0 <= box["y"] < size["height"] / 2
+
+
+def test_a_term_is_explained_where_it_is_pointed_at_or_tapped(browser, tmp_path):
+    path = write_report(probed_training(tmp_path / "run"))
+    with Opened(browser, path, wait="[data-figure=steps] svg", has_touch=True) as opened:
+        page = opened.page
+        hint = page.locator("#hint")
+        assert hint.is_hidden()
+        page.hover("h1 .term >> nth=0")
+        assert hint.inner_text().startswith("How undecided the policy is")
+        page.mouse.move(2, 2)
+        assert hint.is_hidden()
+        page.tap("#steps .lead .term >> nth=0")
+        assert hint.inner_text().startswith("Learning rate times the slope")
+        page.keyboard.press("Escape")
+        assert hint.is_hidden()
+
+
+def test_tables_print_whole(browser, tmp_path):
+    path = write_report(probed_training(tmp_path / "run"))
+    with Opened(browser, path, wait="[data-figure=steps] svg", color_scheme="dark") as opened:
+        page = opened.page
+        assert page.locator("#steps table").is_visible()  # ten rows: open
+        assert page.locator("#glossary dl").is_hidden()
+        page.evaluate("() => window.dispatchEvent(new Event('beforeprint'))")
+        page.emulate_media(media="print")
+        assert page.locator("#glossary dl").is_visible()
+        assert page.eval_on_selector(".scroll", "x => getComputedStyle(x).overflowX") == "visible"
+        assert page.locator(".contents").is_hidden()
+        paper = page.evaluate("() => getComputedStyle(document.documentElement).backgroundColor")
+        assert paper == "rgb(255, 255, 255)"
