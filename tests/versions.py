@@ -45,6 +45,11 @@ FILES = (
     "tests/contract/test_torch.py",
     "tests/contract/test_transformers.py",
     "tests/contract/test_trl_online.py",
+    "tests/doctor/test_clean_loops.py",
+    "tests/doctor/test_injections.py",
+    "tests/doctor/test_leaves.py",
+    "tests/doctor/test_robust.py",
+    "tests/doctor/test_untouched.py",
     "tests/exact/test_arbitrary_weights.py",
     "tests/exact/test_online_probe.py",
     "tests/exact/test_optimizer.py",
@@ -54,8 +59,8 @@ FILES = (
     "tests/naive/test_loading.py",
     "tests/naive/test_scoring.py",
 )
-"""Scoring, slopes against enumeration, loading, `run`, `influence`, the callback: about two minutes
-on a quiet core."""
+"""Scoring, slopes against enumeration, loading, `run`, `influence`, the callback, the doctor: about
+two minutes on a quiet core."""
 NAMED = ("torch", "transformers", "peft", "trl", "numpy", "pydantic")
 """Packages whose versions the log shows."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
