@@ -158,7 +158,7 @@ for name, content in {
     "zero bytes": b"\0" * 1000,
     "text after the end": '{"model_type": "qwen2"} x' + ESCAPES,
 }.items():
-    MODEL.add(name, model_text(content), **{**REFUSED, "quick": name == "nested deeply"})
+    MODEL.add(name, model_text(content), **REFUSED)
 MODEL.add("a mark before the text", model_text(b"\xef\xbb\xbf{}"), **REFUSED)
 
 
@@ -171,7 +171,7 @@ def _remote_code(box: Box, model_type: str) -> list[str]:
     return probe(box)
 
 
-MODEL.add("code beside it", lambda box: _remote_code(box, "qwen2"), quick=True)
+MODEL.add("code beside it", lambda box: _remote_code(box, "qwen2"))
 MODEL.add("code for an unknown type", lambda box: _remote_code(box, "evil"), ends=(2,))
 
 
@@ -320,7 +320,7 @@ for name, changes in {
     "a task of a number": {"task_type": 5},
     "a runtime of text": {"runtime_config": "x"},
 }.items():
-    quick = name in ("targets a trap", "rank huge", "loftq", "20,000 unknown keys", "base on a hub")
+    quick = name in ("rank huge", "loftq", "20,000 unknown keys")
     ADAPTER.add(name, adapter(**changes), **{**BY_NAME, "quick": quick})
 
 
@@ -365,7 +365,7 @@ for name, content in {
     "NaN": "NaN",
 }.items():
     ADAPTER.add(name, adapter_text(content), ends=(2,), names=("adapter_config.json",))
-ADAPTER.add("as it is", adapter(), ends=(0,), quick=True)
+ADAPTER.add("as it is", adapter(), ends=(0,))
 for name, changes in {
     "saved modules of nobody": {"modules_to_save": ["nobody"]},
     "parameters of nobody": {"target_parameters": ["nobody"]},
@@ -482,7 +482,7 @@ for name, template in {
     TOKENIZER.add(
         f"template {name}",
         base_edit("tokenizer_config.json", *CHAT, chat_template=template),
-        quick=name in ("not closed", "raises"),
+        quick=name == "not closed",
     )
 
 
@@ -831,7 +831,7 @@ for name, change in {
         stored(change),
         ends=(2,),
         names=("optimizer",),
-        quick=name in ("groups of numbers", "betas one"),
+        quick=name == "groups of numbers",
     )
 
 
@@ -955,7 +955,8 @@ for name, content in {
     "a step true": {"global_step": True},
     "a step without end": {"global_step": 10**30},
 }.items():
-    STATE.add(name, state(content), names=("trainer_state.json",))
+    quick = name == "nested deeply"
+    STATE.add(name, state(content), names=("trainer_state.json",), quick=quick)
 STATE.add("as it is", state({"global_step": 13}), ends=(0,))
 
 

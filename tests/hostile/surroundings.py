@@ -77,7 +77,7 @@ for name, variables in {
     "no PATH": {"PATH": ""},
     "a git of nobody": {"GIT_DIR": "/dev/null"},
 }.items():
-    ENVIRONMENT.add(name, environment(**variables), ends=(0,), quick=name == "OMP_NUM_THREADS=-1")
+    ENVIRONMENT.add(name, environment(**variables), ends=(0,))
 
 
 # --- arguments ----------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ for name, words, named in (
         arguments(*words),
         ends=(2,),
         names=(named,),
-        quick=name in ("set nested deeply", "1e8 steps"),
+        quick=name == "1e8 steps",
     )
 
 
@@ -226,7 +226,7 @@ for name, source in {
         reward(source),
         ends=(2,),
         names=("users_",),
-        quick=name in ("exits", "changes directory", "module exits", "raises"),
+        quick=name in ("exits", "changes directory", "module exits"),
     )
 USERS_CODE.add(
     "equal rewards",
@@ -240,23 +240,12 @@ USERS_CODE.add(
 )
 
 
-def _equal_training(box: Box) -> list[str]:
-    module = box.module(RAISES + "return [1.0] * len(completions)")
-    sizes = "buffer_size: 2\nmicrobatch_size: 2\nnum_generations: 2\nmax_completion_length: 4\n"
-    text = f"{sizes}reward_functions: ['{module}:reward']\nmax_steps: 1\neval_prompts: 5\n"
-    file = box.write("train.yaml", text + "probe: {enabled: false}\n")
-    return ["train", "--config", str(file), "--out", str(box.out), "--quiet"]
-
-
-USERS_CODE.add("equal rewards in a training", _equal_training, ends=(3,), names=("reward",))
-
-
-def _training(source: str) -> Callable[[Box], list[str]]:
+def _training(source: str, steps: int = 1) -> Callable[[Box], list[str]]:
     def make(box: Box) -> list[str]:
         module = box.module(source)
         sizes = "buffer_size: 2\nmicrobatch_size: 2\nnum_generations: 2\nmax_completion_length: 4\n"
-        text = f"{sizes}reward_functions: ['{module}:reward']\nmax_steps: 1\neval_prompts: 5\n"
-        file = box.write("train.yaml", text + "probe: {enabled: false}\n")
+        text = f"{sizes}reward_functions: ['{module}:reward']\nmax_steps: {steps}\n"
+        file = box.write("train.yaml", text + "eval_prompts: 5\nprobe: {enabled: false}\n")
         return ["train", "--config", str(file), "--out", str(box.out), "--quiet"]
 
     return make
@@ -270,6 +259,11 @@ for name, source in {
     "changes directory": "import os\n" + RAISES + "os.chdir('/'); return [1.0] * len(completions)",
 }.items():
     USERS_CODE.add(f"training: {name}", _training(source), ends=(2,), names=("users_",))
+
+EQUAL = RAISES + "return [1.0] * len(completions)"
+USERS_CODE.add(
+    "training: equal rewards", _training(EQUAL, steps=8), ends=(3,), names=("users_", "equal")
+)
 
 
 # --- faults -------------------------------------------------------------------------------------
@@ -339,7 +333,6 @@ for name, path, named in (
     ("out below a file", _below_a_file, "a_file"),
     ("out read-only", _read_only, "locked"),
     ("out a device", lambda box: Path("/dev/null"), "/dev/null"),
-    ("out with a zero byte", lambda box: Path("a\0b"), "out"),
     ("out of a long name", lambda box: box.folder / ("x" * 300), "xxx"),
     ("out below /proc", lambda box: Path("/proc/nobody/out"), "/proc/nobody"),
 ):
@@ -360,18 +353,18 @@ for name, path, named in (
     FAULTS.add(
         f"{name}, evaluate",
         lambda box, path=path: [
-            *("evaluate", "embedded/checkpoint-13", "--prompts", "1", "--samples", "1"),
+            *("evaluate", "--prompts", "1", "--samples", "1"),
             *("--k", "1", "--out", str(path(box)), "--quiet"),
         ],
         ends=(2,),
         names=(named,),
     )
-for after in (0, 1, 2, 3, 5, 8):
+for after in (0, 6, 9, 12, 16, 24):
     FAULTS.add(
         f"disk full at the {after + 1}th write",
         full_disk(after),
         ends=(0, 2),
-        quick=after == 3,
+        quick=after == 9,
     )
     FAULTS.add(f"disk full at the {after + 1}th write, influence", full_disk(after, "influence"))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -31,14 +30,17 @@ from entropy_experiments.cli import (
 from entropy_experiments.cli.endings import EXIT_CODES
 from entropy_experiments.input_errors import message
 
+UsageError: Any = typer.BadParameter.__bases__[0]
+"""click's, or that of the click inside typer: it has no public name of its own."""
+
 
 class PrintableGroup(TyperGroup):
     """Arguments that are repeated in a message about usage are shown without control characters."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except click.UsageError as error:
+        except UsageError as error:
             error.message = message(error.message)
             raise
 

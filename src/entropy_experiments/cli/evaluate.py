@@ -21,6 +21,7 @@ from entropy_experiments.cli.options import (
     tell,
     tell_notes,
 )
+from entropy_experiments.output_paths import try_folder
 
 if TYPE_CHECKING:
     from entropy_experiments.config import Config
@@ -93,6 +94,8 @@ def evaluate(
         changes = _changes(task, data, split, seed)
         found = configured(config, changes, None, overrides)
         tell_notes(found, quiet=quiet)
+        if speaks and out is not None:
+            try_folder(out)
         options: dict[str, Any] = {"prompts": prompts, "samples": samples}
         if k is not None:
             options["ks"] = _numbers(k)

@@ -21,6 +21,7 @@ from entropy_experiments.cli.options import (
     library_aside,
     tell,
     tell_notes,
+    try_to_write,
 )
 from entropy_experiments.influence.whatif_grammar import help_lines
 
@@ -104,6 +105,7 @@ def influence(
                 "--what-if, such as --what-if drop=negative."
             )
         tell_notes(found, quiet=quiet)
+        try_to_write(found, found.influence.run_directory)
 
         from entropy_experiments.entropy_influence import EntropyInfluenceRunner
         from entropy_experiments.report.influence_tables import influence_report

@@ -31,7 +31,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from entropy_experiments.cli.endings import INTERRUPTED, TERMINATED, UNEXPECTED, ending
+from entropy_experiments.cli.endings import (
+    INTERRUPTED,
+    TERMINATED,
+    UNEXPECTED,
+    ending,
+    signals_interrupt,
+)
 from entropy_experiments.input_errors import library_errors
 from entropy_experiments.torchrun import ranks_of_job, variable
 
@@ -91,7 +97,11 @@ def shared_ending(
     `threads`: as many as this on the CPU; None leaves it to the computation.
     """
     if not several():
-        with ending(debug=debug, interrupted=interrupted), on_threads(threads):
+        with (
+            ending(debug=debug, interrupted=interrupted),
+            signals_interrupt(),
+            on_threads(threads),
+        ):
             yield True
         return
 

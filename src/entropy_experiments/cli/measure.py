@@ -21,6 +21,7 @@ from entropy_experiments.cli.options import (
     library_aside,
     tell,
     tell_notes,
+    try_to_write,
 )
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def measure(
         quiet = quiet or not speaks
         found = configured(config, {}, checkpoint, overrides, under=out)
         tell_notes(found, quiet=quiet)
+        try_to_write(found)
 
         from entropy_experiments.entropy_experiment_runner import EntropyMeasurements
         from entropy_experiments.output_folder import claimed

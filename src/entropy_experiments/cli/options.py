@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from entropy_experiments.cli.job import speaks
 from entropy_experiments.input_errors import printable
+from entropy_experiments.output_paths import try_outputs
 
 if TYPE_CHECKING:
     from entropy_experiments.config import Config
@@ -61,6 +63,18 @@ def configured(
         changes = {**changes, "checkpoint.checkpoint_path": str(checkpoint)}
     found = found.replaced(changes, where="the command line")
     return found.with_overrides(overrides or [])
+
+
+def try_to_write(config: Config, *more: str | Path | None) -> None:
+    """Every place that the configuration (and `more`: folders) names for output, before computing.
+
+    On rank 0 alone, which writes.
+    """
+    if not speaks():
+        return
+    logging = config.detailed_logging
+    logs = logging.output_directory if logging.enabled else None
+    try_outputs((logs, config.rollout_folder, *more), (config.output.results_path,))
 
 
 def library_aside(*, as_json: bool) -> AbstractContextManager[Any]:

@@ -21,6 +21,7 @@ from entropy_experiments.cli.options import (
     library_aside,
     tell,
     tell_notes,
+    try_to_write,
 )
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def run(
         quiet = quiet or not speaks
         found = configured(config, {}, checkpoint, overrides, under=out)
         tell_notes(found, quiet=quiet)
+        try_to_write(found)
 
         from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
         from entropy_experiments.output_folder import claimed

@@ -29,6 +29,7 @@ from entropy_experiments.online.train.callbacks import (
     UnwatchedProbe,
     looking_away,
 )
+from entropy_experiments.online.train.equal_rewards import EqualRewards
 from entropy_experiments.online.train.folder import (
     last_whole_checkpoint,
     refuse_begun,
@@ -47,7 +48,7 @@ from entropy_experiments.online.train.trainer import (
 )
 from entropy_experiments.policy.calling import evaluating
 from entropy_experiments.policy.parts import passing_tokens
-from gradient_doctor.hf import DoctorCallback
+from gradient_doctor.hf import DoctorCallback, GradientError
 
 RECORD = "record"
 DOCTOR_FILE = "doctor.json"
@@ -79,15 +80,24 @@ def train(
     if rank == 0 and not quiet:
         _tell([*_opening(config, plan, task, checkpoint, resume), *notes])
     probe, doctor, callbacks = _watchers(config, task, out, quiet=quiet)
+    equal = EqualRewards(task.functions, group=config.num_generations)
+    if not config.beta and not config.trl.get("entropy_coef"):  # which have a gradient of their own
+        callbacks.append(equal)
     trainer = _built(config, plan, task, policy, out, callbacks)
+    equal.trainer = trainer
     trainer.unwatched = lambda: looking_away(doctor)
     if rank == 0:
         write_config(out, config)
     with chosen_threads():
         choose_threads(*_trial_pass(trainer.model), anew=True)
-        result: Any = trainer.train(
-            resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
-        )
+        try:
+            result: Any = trainer.train(
+                resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
+            )
+        except GradientError:
+            equal.refuse(cut_short=True)  # the reason of what the doctor found
+            raise
+    equal.refuse()
     summary = run_summary(
         trainer,
         out,
