@@ -191,7 +191,7 @@ def own_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -> O
 
 OF_THE_LOSS = (
     *("loss", "clip_low", "clip_high", "ratio", "beta", "entropy_coef"),
-    *("max_completion_length", "delta", "sapo_positive", "sapo_negative"),
+    *("max_completion_length", "delta", "sapo_positive", "sapo_negative", "kl_ratio"),
 )
 """Facts that the objective is made of."""
 
@@ -242,6 +242,7 @@ def _grpo_facts(args: Any) -> dict[str, Any]:
         "advantage": {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards),
         "ratio": args.importance_sampling_level,
         "beta": args.beta,
+        "kl_ratio": getattr(args, "use_bias_correction_kl", False),
         "delta": getattr(args, "delta", None),
         "sapo_positive": getattr(args, "sapo_temperature_pos", None),
         "sapo_negative": getattr(args, "sapo_temperature_neg", None),
