@@ -109,6 +109,11 @@ def test_setting(case, tmp_path, caplog):
     if case.split == "right":
         assert distance < 1e-4
         assert split["step_distance"] < 1e-3
+    elif case.split == "marked":
+        assert 1e-4 < distance < 0.05
+        assert split["gradient_distance"] == pytest.approx(distance)
+        assert 1e-4 < split["step_distance"] < 0.05
+        assert any(case.why in note for note in found["notes"])
     else:
         assert distance > 0.05
         assert case.why in found["verdict"][1]

@@ -13,7 +13,7 @@ from oracles.tiny_grpo import reward
 
 Online = Literal["right", "noted", "refused"]
 Run = Literal["right", "right, by the recorded gradient", "refused", "-"]
-Split = Literal["right", "refused", "-"]
+Split = Literal["right", "marked", "refused", "-"]
 STEPS, STEP = 5, 3
 """Steps of each training, and the checkpoint whose step is asked about: its successor is not kept,
 so the record alone can certify it."""
@@ -69,7 +69,15 @@ CASES = (
         loss_type="luspo",
         importance_sampling_level="sequence",
     ),
-    _case("vespo", "`loss_type` vespo", loss_type="vespo", why="loss_type = vespo", **BY_GRADIENT),
+    _case(
+        "vespo",
+        "`loss_type` vespo, with old rollouts",
+        loss_type="vespo",
+        num_iterations=2,
+        vespo_k_pos=20.0,
+        why="loss_type = vespo",
+        **BY_GRADIENT,
+    ),
     _case(
         "gspo",
         "`importance_sampling_level` sequence",
@@ -137,6 +145,14 @@ CASES = (
     ),
     _case("checkpointing", "`gradient_checkpointing`", gradient_checkpointing=True),
     _case("full", "full fine-tune instead of LoRA", lora=False, learning_rate=1e-3),
+    _case(
+        "bf16",
+        "`bf16` autocast",
+        bf16=True,
+        run="right, by the recorded gradient",
+        split="marked",
+        why="training computed in bfloat16",
+    ),
     _case("sgd", "`optim` sgd", optim="sgd", run="refused", split="-", why="is SGD"),
     _case(
         "adafactor",
@@ -161,6 +177,7 @@ MEANING = {
     "noted": "right, of the full softmax; one warning says so",
     "refused": "refused by name",
     "right, by the recorded gradient": "right, by the recorded gradient",
+    "marked": "of the rebuilt step, whose distance is given",
     "-": "-",
 }
 
