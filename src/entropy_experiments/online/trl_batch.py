@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -84,6 +85,25 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+@contextmanager
+def without_autocast(model: Any) -> Iterator[None]:
+    """The model's own forward, for as long as the probe computes.
+
+    accelerate puts autocast into `forward` itself. A change of entropy is the difference of two
+    nearly equal numbers, and bf16 has three digits.
+    """
+    own = vars(model)
+    cast, plain = own.get("forward"), own.get("_original_forward")
+    if cast is None or plain is None:
+        yield
+        return
+    own["forward"] = plain
+    try:
+        yield
+    finally:
+        own["forward"] = cast
 
 
 class EvaluationPrompts:
