@@ -34,7 +34,7 @@ from entropy_experiments.update.gradient import clip_factor, loss_gradient
 Say = Callable[[str], None]
 OF_THE_LOSS = (
     *("loss", "clip_low", "clip_high", "ratio", "beta", "entropy_coef", "delta"),
-    *("sapo_positive", "sapo_negative", "max_completion_length"),
+    *("kl_ratio", "sapo_positive", "sapo_negative", "max_completion_length"),
 )
 
 

@@ -34,7 +34,7 @@ ASSUMED: dict[str, Any] = {
     "dataset_name": "gsm8k_r1_template",
 }
 """TRL's GRPO defaults, but for amp_dtype: the probe computes in the precision it says."""
-OPTIONAL = ("delta", "sapo_positive", "sapo_negative")
+OPTIONAL = ("delta", "sapo_positive", "sapo_negative", "kl_ratio")
 """Options of the loss that are off, or at the loss's own default, unless set."""
 
 
@@ -116,6 +116,8 @@ def training_facts(
             values[name], where[name] = read[name], sources[name]
         elif name in ASSUMED:
             values[name], where[name] = ASSUMED[name], ""
+    if values["beta"] and "kl_ratio" not in values:
+        values["kl_ratio"], where["kl_ratio"] = True, ""  # TRL's default, which beta = 0 hides
     if "reward_functions" not in values:
         values["reward_functions"] = list(default_functions(values["dataset_name"]))
         where["reward_functions"] = ""

@@ -67,7 +67,7 @@ KEYS = {
     "B_U G evaluation filter_zero_advantage_prompts advantage_filter_tol max_resample_attempts",
     "generation": "temperature top_p max_new_tokens gen_batch_size tf_batch_size stop",
     "update": "loss advantage ratio clip_low clip_high delta sapo_positive sapo_negative beta "
-    "entropy_coef max_grad_norm "
+    "kl_ratio entropy_coef max_grad_norm "
     "max_completion_length num_iterations lr amp_dtype batch",
     "reward": "functions weights seconds",
     "rollouts": "save load",

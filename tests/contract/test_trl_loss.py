@@ -82,7 +82,7 @@ def trl_loss(compute_loss, data, objective, *, items=None, steps_per_generation=
                 delta=objective.delta,
                 sapo_temperature_pos=objective.sapo_positive,
                 sapo_temperature_neg=objective.sapo_negative,
-                use_bias_correction_kl=False,
+                use_bias_correction_kl=objective.kl_ratio,
                 steps_per_generation=steps_per_generation,
             ),
             accelerator=SimpleNamespace(
@@ -166,6 +166,19 @@ def test_two_sided_clipping(compute_loss, loss):
     _assert_same(trl_loss(compute_loss, data, objective), found)
     _, without = our_loss(data, replace(objective, delta=None))
     assert float((without.logprob_NS - found[1].logprob_NS).abs().max()) > 1e-6  # it took part
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["fresh", "stale"])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "cispo"])
+def test_a_kl_term_times_the_ratio(compute_loss, loss, ratio, stale):
+    """TRL's default with beta. At ratio 1 the loss is the same, and the gradient is not."""
+    data = arrays(stale=stale)
+    objective = Objective(loss=loss, ratio=ratio, beta=0.1, clip_high=0.28, kl_ratio=True)
+    found = our_loss(data, objective)
+    _assert_same(trl_loss(compute_loss, data, objective), found)
+    _, without = our_loss(data, replace(objective, kl_ratio=False))
+    assert float((without.logprob_NS - found[1].logprob_NS).abs().max()) > 1e-4
 
 
 @pytest.mark.parametrize("loss", ["dapo", "cispo"])

@@ -128,6 +128,8 @@ class Update(Section):
     """sapo's temperature where it is not (TRL's sapo_temperature_neg)."""
     beta: NotNegative | None = None
     """Weight of the KL term against the reference policy."""
+    kl_ratio: bool | None = None
+    """The KL term is multiplied by the ratio (TRL's use_bias_correction_kl, on by default)."""
     entropy_coef: Number | None = None
     """Weight of the entropy bonus."""
     max_grad_norm: NotNegative | None = None

@@ -25,7 +25,8 @@ they are. Every rank calls both methods with the same gradient; microbatches are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -165,8 +166,11 @@ class OnlineProbe:
         parts: bool = True,
         order: int = 1,
         ranks: Ranks = ALONE,
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """`context`: entered for everything that is computed with the policy."""
         check_order(order)
+        self._context = context
         self.policy, self.buffer, self.ranks = policy, buffer, ranks
         self.form: SlopeForm = form
         self.estimand = slope_estimand(policy, form=form, horizon=horizon)
@@ -190,7 +194,7 @@ class OnlineProbe:
         averaged over ranks). None: that parameter has none, and the optimizer leaves it alone.
         `own`: judge the step by the batch that it learns from, instead of the buffer's rollouts.
         """
-        with full_precision(), chosen_threads():
+        with self._context(), full_precision(), chosen_threads():
             direction = live_direction(self.policy.params, gradient, optimizer)
             rollouts = self.buffer.at(self.step) if own is None else own.batch.rollouts
             if not self._checked:
@@ -261,7 +265,7 @@ class OnlineProbe:
         moved = {name: after[name] - old for name, old in pending.before.items()}
         missed = shifted(moved, pending.expected, -1.0)
         size = norm(moved)
-        with full_precision(), chosen_threads():
+        with self._context(), full_precision(), chosen_threads():
             scores = score_all(
                 self.policy,
                 after,

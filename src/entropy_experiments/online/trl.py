@@ -52,6 +52,7 @@ from entropy_experiments.online.trl_batch import (
     token_divisor,
     unwrapped_optimizer,
     update_batch,
+    without_autocast,
 )
 from entropy_experiments.online.trl_noise import (
     ALONE_MESSAGE,
@@ -346,6 +347,7 @@ class EntropyProbeCallback(TrainerCallback):
             parts=self.parts,
             order=self.order,
             ranks=self._begun().ranks,
+            context=lambda: without_autocast(self._model),
         )
 
     def _buffer(self, policy: SequenceProcessor) -> Buffer:
@@ -378,21 +380,22 @@ class EntropyProbeCallback(TrainerCallback):
         if ranks.rank or probe.evaluated is None or probe.predicted is None:
             return
         given = isinstance(self.evaluation, Rollouts)
-        folder = write_ledger(
-            Path(trainer.args.output_dir) / LEDGERS,
-            trainer=trainer,
-            policy=SequenceProcessor(self._model, temperature=trainer.args.temperature),
-            optimizer=unwrapped_optimizer(trainer.optimizer),
-            gradient=named_gradients(self._model),
-            batch=batch,
-            evaluation=probe.evaluated,
-            evaluated="given" if given else str(self.evaluation),
-            predicted=probe.predicted.change.value,
-            step=probe.step,
-            microbatch=self.microbatch,
-            facts=self.facts,
-            divisor=token_divisor(trainer),
-        )
+        with without_autocast(self._model):
+            folder = write_ledger(
+                Path(trainer.args.output_dir) / LEDGERS,
+                trainer=trainer,
+                policy=SequenceProcessor(self._model, temperature=trainer.args.temperature),
+                optimizer=unwrapped_optimizer(trainer.optimizer),
+                gradient=named_gradients(self._model),
+                batch=batch,
+                evaluation=probe.evaluated,
+                evaluated="given" if given else str(self.evaluation),
+                predicted=probe.predicted.change.value,
+                step=probe.step,
+                microbatch=self.microbatch,
+                facts=self.facts,
+                divisor=token_divisor(trainer),
+            )
         self.ledgers.append(folder)
 
     # the noise scale

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -84,6 +85,25 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+@contextmanager
+def without_autocast(model: Any) -> Iterator[None]:
+    """The model's own forward, for as long as the probe computes.
+
+    accelerate puts autocast into `forward` itself. A change of entropy is the difference of two
+    nearly equal numbers, and bf16 has three digits.
+    """
+    own = vars(model)
+    cast, plain = own.get("forward"), own.get("_original_forward")
+    if cast is None or plain is None:
+        yield
+        return
+    own["forward"] = plain
+    try:
+        yield
+    finally:
+        own["forward"] = cast
 
 
 class EvaluationPrompts:
@@ -191,7 +211,7 @@ def own_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -> O
 
 OF_THE_LOSS = (
     *("loss", "clip_low", "clip_high", "ratio", "beta", "entropy_coef"),
-    *("max_completion_length", "delta", "sapo_positive", "sapo_negative"),
+    *("max_completion_length", "delta", "sapo_positive", "sapo_negative", "kl_ratio"),
 )
 """Facts that the objective is made of."""
 
@@ -242,6 +262,7 @@ def _grpo_facts(args: Any) -> dict[str, Any]:
         "advantage": {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards),
         "ratio": args.importance_sampling_level,
         "beta": args.beta,
+        "kl_ratio": getattr(args, "use_bias_correction_kl", False),
         "delta": getattr(args, "delta", None),
         "sapo_positive": getattr(args, "sapo_temperature_pos", None),
         "sapo_negative": getattr(args, "sapo_temperature_neg", None),

@@ -70,8 +70,6 @@ def unfollowed(trainer: Any) -> list[str]:
     quantile = getattr(args, "top_entropy_quantile", 1.0)
     if quantile < 1 and _has_bonus(trainer):
         found.append(f"top_entropy_quantile = {quantile:g} together with an entropy bonus")
-    if getattr(args, "use_bias_correction_kl", False) and args.beta:
-        found.append("use_bias_correction_kl")
     if getattr(trainer, "aux_loss_enabled", False):
         found.append("the router's auxiliary loss")
     if getattr(args, "neftune_noise_alpha", None):

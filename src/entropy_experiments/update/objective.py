@@ -15,7 +15,8 @@ masks alone and carry every normaliser, so a microbatch's share of the loss is e
     rloo        c as grpo                           as grpo with r the ratio of the whole rollout
     e = the c of bnpo, for every loss, as TRL does
 
-`delta` bounds the ratio of min(r A, ...) from above, where r is not clipped otherwise. `divisor`
+With `kl_ratio` the KL of a token is r KL. `delta` bounds the ratio of min(r A, ...) from above,
+where r is not clipped otherwise. `divisor`
 replaces sum_j T_j of dapo and cispo: TRL counts the tokens of the whole generation batch, of which
 a step may learn from a part.
 
@@ -60,6 +61,9 @@ class Objective:
     ratio: Ratio = "token"
     beta: float = 0.0
     kl: KL = "k3"
+    kl_ratio: bool = False
+    """The KL term is multiplied by the ratio (TRL's use_bias_correction_kl): another gradient even
+    where the ratio is 1."""
     entropy_coef: float = 0.0
     max_completion_length: int | None = None
     delta: float | None = None
@@ -144,7 +148,10 @@ class Objective:
                 ratio_NS = ratio_NS.clamp(max=self.delta)
             token_loss_NS = -torch.min(ratio_NS * advantage_NS, clipped_NS * advantage_NS)
         if self.beta:
-            token_loss_NS = token_loss_NS + self.beta * self._kl(logprob_NS, batch, dtype)
+            kl_NS = self._kl(logprob_NS, batch, dtype)
+            if self.kl_ratio:
+                kl_NS = kl_NS * self._ratio(logprob_NS, batch, dtype)
+            token_loss_NS = token_loss_NS + self.beta * kl_NS
         loss = (policy_NS * token_loss_NS).sum()
         if self.entropy_coef:
             bonus_NS = entropy_NS * _inside(scores.entropy_NS, counted_NS, dtype)
