@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Files go to a core whole, longest first: what a file makes once is made once.
 EACH_FILE_ONCE := -n auto --dist loadfile --no-loadscope-reorder
+# What is compiled is kept, wherever the machine says otherwise: tests start a hundred processes.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup smollm2 demo test test-slow test-all test-wild lint types layers format docs bench clean
+.PHONY: help setup smollm2 demo test test-slow test-all test-wild test-lowest test-newest lint types layers format docs bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +44,12 @@ test-all: test  ## The fast tier, then every job of the slow one; goes on after 
 test-wild: setup  ## Code that nobody here wrote, in environments of its own (build/wild)
 	$(BIN)/python -m pytest -n auto -m wild tests/wild
 
+test-lowest: setup  ## A short tier with every dependency at its declared minimum; notes its result in docs/LOG.md
+	$(BIN)/python tests/versions.py lowest --python $(PYTHON)
+
+test-newest: setup  ## The same with the newest versions; PYTHON=python3.12 for another interpreter
+	$(BIN)/python tests/versions.py newest --python $(PYTHON)
+
 lint: setup  ## Style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,6 +82,7 @@ bench: smollm2  ## Performance and memory, against plain implementations; an hou
 	$(BIN)/python -m benchmarks.doctor
 	$(BIN)/python -m benchmarks.online
 	$(BIN)/python -m benchmarks.plots
+	$(BIN)/python -m benchmarks.neighbours --json docs/benchmarks/neighbours.json
 	$(BIN)/python -m benchmarks.summary
 
 clean:  ## Remove the environment and everything built

@@ -9,13 +9,12 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-import torch
 
 import tiers
 
-# pytest-xdist runs one process per core; what a test starts gets one thread as well.
-torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# pytest-xdist runs one process per core, and torch reads this when it is first imported; what a
+# test starts gets one thread as well.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -140,6 +140,7 @@ class EntropyMeasurements:
             probed = opened(self.config, checkpoint_path, may_shard=True)
             etas = plan.eta_list or self.config.estimator.etas(probed.optimizer.lr)
             base_key = self._key(plan, etas, probed)
+            self.config.rollout_folder.mkdir(parents=True, exist_ok=True)
             store = StageStore(self.config.rollout_folder / "measurements")
             repeats, started, computed = [], time.monotonic(), 0
             for index in range(plan.repeats):

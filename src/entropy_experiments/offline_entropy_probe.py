@@ -27,19 +27,17 @@ from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.influence.eventual import momentum_of
 from entropy_experiments.numerics.ranks import current
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.probe_inputs import ProbeInputs, gather, timed
-from entropy_experiments.report.findings import Findings, results_of
+from entropy_experiments.report.findings import Findings, MadeCheck, results_of
 from entropy_experiments.report.logs import DetailedLogger
 from entropy_experiments.report.messages import messages
 from entropy_experiments.report.notebook import ProbeResults
 from entropy_experiments.report.verdict import verdict
 from entropy_experiments.rollouts.whole_files import write_whole
-from entropy_experiments.run_conditions import careful, own_device
-from entropy_experiments.trajectory import following, provenance
+from entropy_experiments.run_conditions import careful
+from entropy_experiments.study.certified import certificate_of
+from entropy_experiments.trajectory import provenance
 from entropy_experiments.types import Attribution, Direction, Estimate, Scores
-from entropy_experiments.update.certificate import StepCertificate, step_certificate
 
 
 class OfflineEntropyProbe:
@@ -63,6 +61,8 @@ class OfflineEntropyProbe:
 
     def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> ProbeResults:
         """Results under the names of the documents; prints where the log is."""
+        if self.config.output.results_path is not None:  # now: a folder that is gone later, is gone
+            current().told(lambda: _made_for(Path(str(self.config.output.results_path))))
         found, decode = self.findings(checkpoint_path)
         results = ProbeResults(results_of(found), unit=found.level.estimand.unit)
         results["verdict"] = verdict(found)
@@ -81,7 +81,6 @@ class OfflineEntropyProbe:
             self._say(f"log: {log}")
         if self.config.output.results_path is not None:
             path = Path(self.config.output.results_path)
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(results, indent=1, allow_nan=False).encode())
         return results.get("log_path")
 
@@ -105,7 +104,20 @@ class OfflineEntropyProbe:
         measured = self._measure(inputs, direction, base)
         with timed(timing, "certificate"):
             # Another model to load: by one rank.
-            certificate, absent = current().told(lambda: self._certificate(inputs, direction))
+            certificate, absent = current().told(lambda: certificate_of(inputs, direction))
+        to_go = self._to_go(inputs, direction, base)
+        made = MadeCheck(
+            of_gradient=inputs.has_gradient,
+            gradient_distance=inputs.gradient_distance(stats),
+            altered=inputs.altered if inputs.real else (),
+            reasons=inputs.reasons if inputs.real else (),
+            unfollowed=inputs.facts.unfollowed if inputs.real else (),
+        )
+        doubt = made.doubt(certificate)
+        if doubt:
+            predicted = predicted and predicted.doubted(doubt)
+            measured = measured and {eta: x.doubted(doubt) for eta, x in measured.items()}
+            bend, to_go = bend and bend.doubted(doubt), to_go and to_go.doubted(doubt)
         notes = list(inputs.notes)
         if stats.part_norms["gradient"] == 0:
             if inputs.real:  # a drawn batch comes with a note of its own
@@ -126,13 +138,14 @@ class OfflineEntropyProbe:
             coupled_decay=coupled_decay,
             level=level,
             predicted=predicted,
-            to_go=self._to_go(inputs, direction, base),
+            to_go=to_go,
             bend=bend,
             linear_range=linear_range,
             measured=measured,
             real=inputs.real,
             certificate=certificate,
             certificate_absent=absent,
+            made=made,
             stats=stats,
             retries=inputs.retries,
             evaluation=rollouts,
@@ -214,36 +227,6 @@ class OfflineEntropyProbe:
         self._say(f"phase 5: measured ({inputs.timing['measured']:.1f} s)")
         return {case.eta: change for case, change in found.items()}
 
-    def _certificate(
-        self, inputs: ProbeInputs, direction: Direction
-    ) -> tuple[StepCertificate | None, str]:
-        """The rebuilt step against the checkpoint that followed, where both are known."""
-        if not inputs.real:
-            return None, "the update is hypothetical, nobody made this step"
-        if inputs.lr_stored > 0 and inputs.lr != inputs.lr_stored:
-            return None, (
-                f"update.lr is {inputs.lr:.3g}, and the step was made at {inputs.lr_stored:.3g}"
-            )
-        if self.config.checkpoint.sharding != "none":
-            return None, "the model is cut over the processes, and so is the rebuilt step"
-        later = following(inputs.checkpoint.path)
-        if later is None:
-            return None, "the checkpoint one step later is not beside this one"
-        asked = self.config.checkpoint
-        try:
-            after = load_checkpoint(
-                later,
-                base=asked.base,
-                backbone=asked.backbone,
-                dtype=asked.dtype,
-                device_map=own_device(asked.device_map),
-                need_optimizer=False,
-            )
-            params = SequenceProcessor(after.model).params
-            return step_certificate(direction, inputs.policy.params, params), ""
-        except (ValueError, OSError) as error:  # half-written, say: the probe itself is done
-            return None, f"the checkpoint one step later cannot be used ({error})"
-
     def _say(self, line: str) -> None:
         if not self._quiet and current().first:
             print(line, file=sys.stderr, flush=True)
@@ -255,3 +238,7 @@ def _doubted(predicted: Attribution) -> Attribution:
     gradient = predicted.lines["gradient"]
     line = replace(gradient, given_reasons=(*gradient.given_reasons, *doubt))
     return replace(predicted, lines={**predicted.lines, "gradient": line})
+
+
+def _made_for(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,17 +13,29 @@ from entropy_experiments.config import Config
 from entropy_experiments.estimate.first_order import PAIRED_WITH
 from entropy_experiments.estimate.modes import Used, used_mode
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.numerics.sketch import distance, sketch
 from entropy_experiments.policy.load import Checkpoint
+from entropy_experiments.policy.made_step import MadeStep, read_made_step
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.policy.sharded import ShardedPolicy
+from entropy_experiments.policy.training_record import MADE_STEP
 from entropy_experiments.probe_sampling import Opened, PromptIds, Sampler, opened, prompts_of
 from entropy_experiments.rollouts.sample import UNITS
-from entropy_experiments.rollouts.store import load_update_batch, recorded_meta
+from entropy_experiments.rollouts.store import load_rollouts, load_update_batch, recorded_meta
 from entropy_experiments.training_facts import TrainingFacts
 from entropy_experiments.types import Direction, OptimizerState, Rollouts, UpdateBatch
-from entropy_experiments.update.adamw import UpdateStats, compute_update_vector_adamw
+from entropy_experiments.update.adamw import (
+    UpdateStats,
+    compute_update_vector_adamw,
+    update_of_gradient,
+)
+from entropy_experiments.update.gradient import clip_factor, loss_gradient
 
 Say = Callable[[str], None]
+OF_THE_LOSS = (
+    *("loss", "clip_low", "clip_high", "ratio", "beta", "entropy_coef", "delta"),
+    *("kl_ratio", "sapo_positive", "sapo_negative", "max_completion_length"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +58,33 @@ class ProbeInputs:
     """Groups drawn in place of groups with equal rewards; None: the batch was not drawn here."""
     notes: tuple[str, ...]
     timing: dict[str, float]
+    made: MadeStep | None = None
+    """What training recorded of the step that it made from here."""
+
+    @property
+    def altered(self) -> tuple[str, ...]:
+        """Facts of the loss for which the config asks for something else than training had."""
+        names = (*OF_THE_LOSS, "max_grad_norm")
+        return tuple(
+            f"{name} = {self.facts.values[name]} instead of {self.facts.read[name]}"
+            for name in names
+            if name in self.facts.read and self.facts.values[name] != self.facts.read[name]
+        )
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the step is made of the gradient that training used, not of a rebuilt one."""
+        whole = self.config.checkpoint.sharding == "none"
+        made = self.made is not None and self.made.has_gradient
+        return made and self.real and whole and not self.altered
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why a step rebuilt from the batch may be another than training's."""
+        return (
+            *(f"{option} is not followed here" for option in self.facts.unfollowed),
+            *limits_of(self.checkpoint, self.facts, self.real),
+        )
 
     @property
     def lr(self) -> float:
@@ -95,17 +134,42 @@ class ProbeInputs:
         """The policy as the loss sees it."""
         return as_the_loss_sees(self.config, self.policy, self.facts, real=self.real)
 
-    def step(self) -> tuple[Direction, UpdateStats]:
-        """The update, rebuilt from the optimizer's state and the batch."""
-        direction, _, stats = compute_update_vector_adamw(
-            self.trained.as_trained(),
-            self.update,
-            self.facts.objective,
-            self.optimizer,
-            max_grad_norm=self.facts["max_grad_norm"] or None,
-            microbatch=self.config.memory_config.microbatch_size,
-        )
+    def step(self, *, of_batch: bool = False) -> tuple[Direction, UpdateStats]:
+        """The update: of the gradient that training recorded, or rebuilt from the batch.
+
+        `of_batch`: rebuilt in any case, for those who split it into rollouts and tokens.
+        """
+        policy, objective = self.trained.as_trained(), self.facts.objective
+        microbatch = self.config.memory_config.microbatch_size
+        if of_batch or not self.has_gradient:
+            direction, _, stats = compute_update_vector_adamw(
+                policy,
+                self.update,
+                objective,
+                self.optimizer,
+                max_grad_norm=self.facts["max_grad_norm"] or None,
+                microbatch=microbatch,
+            )
+            return direction, stats
+        assert self.made is not None  # has_gradient
+        gradient = self.made.load_gradient(policy.params)
+        rebuilt = loss_gradient(policy, self.update, objective, microbatch=microbatch)
+        direction, _, stats = update_of_gradient(policy, gradient, rebuilt, self.optimizer)
         return direction, stats
+
+    def gradient_distance(self, stats: UpdateStats) -> float | None:
+        """How far the gradient rebuilt from the batch is from the one that training used."""
+        if self.made is None or self.altered or not self.real:
+            return None
+        if self.config.checkpoint.sharding != "none":
+            return None
+        factor, _ = clip_factor(stats.found.gradient, self.facts["max_grad_norm"] or None)
+        present = {
+            name: factor * g
+            for name, g in stats.found.gradient.items()
+            if name not in self.made.without_gradient
+        }
+        return distance(sketch(present), self.made.gradient.sketch)
 
 
 def as_the_loss_sees(
@@ -163,14 +227,25 @@ def gather(
     with timed(timing, "sampling"):
         made = made_already(config, checkpoint, sampler)
         taken = set() if made is None else prompts_of(made[0].rollouts)
+        again = recorded_evaluation(config, checkpoint)
         # E before U: prompts that U tries and drops for equal rewards must not fill E.
-        evaluation = sampler.evaluation(taken.union(avoid))
+        evaluation = sampler.evaluation(taken.union(avoid)) if again is None else again
         asked = prompts_of(evaluation)
         if made is None:
             drawn, said = sampler.update(asked)
             made = (drawn, False, said)
         update, real, notes = made
-        refuse_shared(asked & prompts_of(update.rollouts))
+        notes = [*notes, *sampler.notes]
+        shared = asked & prompts_of(update.rollouts)
+        if again is None:
+            refuse_shared(shared)
+        elif shared:
+            notes.append(
+                f"{len(shared)} of {len(asked)} evaluation prompts, as recorded, are prompts of "
+                "the update batch, which the update moves most"
+            )
+        if real:
+            facts = with_divisor(facts, checkpoint)
         update = with_reference(config, probed, update, real=real)
     tell(
         f"phase 0: {len(evaluation)} evaluation rollouts, {len(update.rollouts)} update rollouts "
@@ -190,7 +265,45 @@ def gather(
         retries=sampler.retries,
         notes=(*config.notes, *facts.notes, *notes, *limits_of(checkpoint, facts, real)),
         timing=timing,
+        made=made_step(checkpoint) if real else None,
     )
+
+
+def made_step(checkpoint: Checkpoint) -> MadeStep | None:
+    """What is recorded of the step that was made from this checkpoint."""
+    if checkpoint.recorded is None:
+        return None
+    return read_made_step(checkpoint.recorded.parent / MADE_STEP)
+
+
+def with_divisor(facts: TrainingFacts, checkpoint: Checkpoint) -> TrainingFacts:
+    """The tokens that training divided this very batch's loss by, where they are not its own."""
+    if checkpoint.recorded is None:
+        return facts
+    divisor = recorded_meta(checkpoint.recorded).get("divisor")
+    return facts if divisor is None else replace(facts, values={**facts.values, "divisor": divisor})
+
+
+def recorded_evaluation(config: Config, checkpoint: Checkpoint) -> Rollouts | None:
+    """The rollouts that the step was probed with in training, if the config asks for them."""
+    if config.batch_config.evaluation != "recorded":
+        return None
+    folder = None
+    if checkpoint.recorded is not None:
+        folder = checkpoint.recorded.parent / "evaluation"
+    if folder is None or not folder.is_dir():
+        raise FileNotFoundError(
+            f"batch_config.evaluation is recorded, and there are no rollouts in {folder} (only "
+            "steps that were probed have them). Leave it out, so that new ones are drawn."
+        )
+    rollouts, meta = load_rollouts(folder)
+    at = meta.get("weights")
+    if at is not None and at not in checkpoint.hashes.values():
+        raise ValueError(
+            f"The evaluation rollouts in {folder} were recorded at weights {at[:12]}..., and "
+            f"{checkpoint.path} has others. Leave batch_config.evaluation out."
+        )
+    return rollouts
 
 
 def refuse_shared(prompts: set[PromptIds]) -> None:
@@ -295,6 +408,11 @@ def refuse_foreign(
 ) -> None:
     """A batch that was recorded at other weights, or with another tokenizer."""
     at = meta.get("weights")
+    if at is not None and not isinstance(at, str):
+        raise ValueError(
+            f"The update batch in {where} names weights {at!r}; expected their sha256 as text. "
+            "Restore its manifest, or set update.batch: drawn."
+        )
     if at is not None and at not in checkpoint.hashes.values():
         raise ValueError(
             f"The update batch in {where} was recorded at weights {at[:12]}... (step "

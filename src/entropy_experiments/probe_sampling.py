@@ -19,6 +19,7 @@ from entropy_experiments.policy.load import Checkpoint, load_checkpoint
 from entropy_experiments.policy.optimizer_state import refuse_zero_lr
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.policy.sharded import ShardedPolicy
+from entropy_experiments.policy.training_record import RECORDED
 from entropy_experiments.rollouts.sample import UNITS, SampleGenerator
 from entropy_experiments.rollouts.store import (
     RolloutStore,
@@ -34,13 +35,20 @@ from entropy_experiments.run_conditions import (
     refuse_sharding,
 )
 from entropy_experiments.tasks.datasets import Problem, load_problems
-from entropy_experiments.tasks.rewards import build_reward
-from entropy_experiments.training_facts import TrainingFacts, training_facts, with_learning_rate
+from entropy_experiments.training_facts import (
+    TrainingFacts,
+    refuse_unrecorded,
+    reward_of,
+    training_facts,
+    with_learning_rate,
+)
 from entropy_experiments.trajectory import default_checkpoint, of_the_package
 from entropy_experiments.types import OptimizerState, Rollouts, UpdateBatch
 from entropy_experiments.types.direction import AdamGroup
 
 PromptIds = tuple[int, ...]
+MIN_RECORDED = 2
+"""Prompts below which a recorded run's own are not enough for any spread."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,7 +121,8 @@ def contents(
     not what it imports), and what else is named in `more`.
     """
     facts = probed.facts
-    own = [name.partition(":")[0] for name in facts["reward_functions"] if ":" in name]
+    sources = facts.values.get("reward_sources") or ()
+    own = [name.rpartition(":")[0] for name in facts["reward_functions"] if ":" in name]
     named = [
         config.batch_config.dataset_path or facts.values.get("dataset_path"),
         config.rollouts.load,
@@ -123,6 +132,7 @@ def contents(
     return {
         **{str(path): _hashes(Path(path)) for path in named if isinstance(path, str | Path)},
         **{f"{module}:": _hashes(_source(module)) for module in own},
+        **{f"{one['name']}:": [str(one.get("sha256"))] for one in sources},
     }
 
 
@@ -139,6 +149,8 @@ def _hashes(path: Path | None) -> list[str]:
 
 
 def _source(module: str) -> Path | None:
+    if module.endswith(".py"):
+        return Path(module)
     try:
         found = find_spec(module)
     except Exception:  # a package of the user's may fail in any way; build_reward says which
@@ -166,6 +178,9 @@ class Sampler:
             units=units,
         )
         self.retries: int | None = None
+        self.notes: list[str] = []
+        """What is to be said about the prompts."""
+        self._record = probed.checkpoint.record
         self._folder = config.rollout_folder
         self._loaded = None if config.rollouts.load is None else Path(config.rollouts.load)
         identity = self.generator.identity()
@@ -201,11 +216,12 @@ class Sampler:
         """B_U prompts with G responses each, none of `avoid`, and what is to be said about them."""
         asked, facts = self.config.batch_config, self.facts
         most = asked.B_U * (1 + asked.max_resample_attempts)
+        pool = self.problems("update", asked.U_split, asked.B_U, avoid, most=most)
         drawn = self.generator.generate_update_batch(
-            self.problems("update", asked.U_split, asked.B_U, avoid, most=most),
-            prompts=asked.B_U,
+            pool,
+            prompts=min(asked.B_U, len(pool)),
             group=asked.G,
-            reward=build_reward(facts["reward_functions"], facts.values.get("reward_weights")),
+            reward=reward_of(facts, self.config),
             scale=facts["advantage"],
             filter_zero_advantage=asked.filter_zero_advantage_prompts,
             tol=asked.advantage_filter_tol,
@@ -234,11 +250,17 @@ class Sampler:
         most: int | None = None,
     ) -> list[Problem]:
         """At least `least` and up to `most` problems whose prompts are none of `avoid`."""
-        batch, most = self.config.batch_config, most or least
+        batch, most, facts = self.config.batch_config, most or least, self.facts
+        recorded = facts["dataset_name"] == RECORDED
+        if recorded:
+            refuse_unrecorded(facts)
+            if self._record is not None:
+                self._record.check_prompts()
+        own_split = facts.values.get("E_split" if role == "evaluation" else "U_split")
         found = load_problems(
-            self.facts["dataset_name"],
-            path=batch.dataset_path or self.facts.values.get("dataset_path"),
-            split=split or batch.split or self.facts.values.get("split"),
+            facts["dataset_name"],
+            path=batch.dataset_path or facts.values.get("dataset_path"),
+            split=split or batch.split or facts.values.get("split") or own_split,
             count=most + len(avoid),
             seed=self.config.probe_rework.master_seed,
             tokenizer=self.generator.tokenizer,
@@ -247,6 +269,13 @@ class Sampler:
         # As far as needed: tokenizing thousands takes longer than answering a few.
         unlike = (p for p in found if self.generator.prompt_ids(p) not in avoid)
         fresh = list(islice(unlike, most))
+        named = "B_E" if role == "evaluation" else "B_U"
+        if recorded and MIN_RECORDED <= len(fresh) < least:
+            self.notes.append(
+                f"the run has {len(fresh)} prompts for the {role} batch, and all are used "
+                f"(batch_config.{named} is {least})"
+            )
+            return fresh
         if len(fresh) < least:
             raise ValueError(
                 f"{self.facts['dataset_name']} has {len(fresh)} problems left for the {role} "
@@ -254,6 +283,18 @@ class Sampler:
                 "batch_config.B_E or batch_config.B_U, or give a larger batch_config.dataset_path."
             )
         return fresh
+
+    def all_problems(self) -> list[Problem]:
+        """Every prompt that the run recorded, of all its sets; none without a record."""
+        if self._record is None or self.facts["dataset_name"] != RECORDED:
+            return []
+        self._record.check_prompts()
+        path = self.facts.values.get("dataset_path")
+        return [
+            problem
+            for name in self._record.sets
+            for problem in load_problems(RECORDED, path=path, split=name)
+        ]
 
     def _refuse_other_policy(self, meta: dict[str, Any], folder: Path) -> None:
         if "identity" not in meta:
@@ -282,10 +323,23 @@ def _own(batch: UpdateBatch) -> UpdateBatch:
 
 def prompts_of(rollouts: Rollouts) -> set[PromptIds]:
     """The prompts' token ids."""
-    found = set()
+    return set(prompt_ids(rollouts))
+
+
+def prompt_ids(rollouts: Rollouts) -> list[PromptIds]:
+    """Of each rollout, the token ids before its response."""
+    found = []
     for tokens_S, attention_S, response_S in zip(
-        rollouts.tokens_NS, rollouts.attention_NS, rollouts.response_NS
+        rollouts.tokens_NS, rollouts.attention_NS, rollouts.response_NS, strict=True
     ):
         before = slice(0, int(response_S.nonzero()[0]))
-        found.add(tuple(tokens_S[before][attention_S[before]].tolist()))
+        found.append(tuple(tokens_S[before][attention_S[before]].tolist()))
     return found
+
+
+def response_ids(rollouts: Rollouts) -> list[list[int]]:
+    """Of each rollout, the token ids of its response."""
+    return [
+        tokens_S[response_S].tolist()
+        for tokens_S, response_S in zip(rollouts.tokens_NS, rollouts.response_NS, strict=True)
+    ]

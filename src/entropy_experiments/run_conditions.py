@@ -1,4 +1,5 @@
-"""What every run keeps while it computes: full precision, and advice where memory ends.
+"""What every run keeps while it computes: full precision, as many threads as are quickest, and
+advice where memory ends.
 
 And where a checkpoint goes: of several processes on a machine each has a device of its own, or a
 part of the model (`checkpoint.sharding`).
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 
 from entropy_experiments.config import Config
+from entropy_experiments.numerics.derivatives import full_precision
 from entropy_experiments.numerics.ranks import current
+from entropy_experiments.numerics.threads import chosen_threads
 from entropy_experiments.policy.load import Checkpoint
 from entropy_experiments.policy.shardable import in_one_process
 from entropy_experiments.policy.sharded import MODES as SHARDED_MODES
@@ -80,15 +83,12 @@ def refuse_sharding(config: Config) -> None:
 @contextmanager
 def careful() -> Iterator[None]:
     """fp32 means fp32, and afterwards whatever it was; out of memory names the keys to lower."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with full_precision(), chosen_threads():
+            yield
     except torch.OutOfMemoryError as error:
         raise MemoryError(
             f"Out of memory: {error}. Lower memory_config.microbatch_size, influence.block_mb and "
             "influence.grad_chunk_size (and generation.gen_batch_size), then batch_config.B_E, B_U "
             "and G; or set memory_config.gradient_checkpointing: true."
         ) from error
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -80,7 +80,7 @@ class Calls:
     # custom Functions
 
     def _function(self, original: Any) -> Any:
-        return classmethod(observed(self.session, self, self._applied)(original.__func__))
+        return classmethod(observed(self.session, self, self._applied)(_unbound(original)))
 
     def _applied(self, cls: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         session = self.session
@@ -203,6 +203,18 @@ class Calls:
         del event.data["result"]
         if kind == "scale":
             event.data["args"] = ()  # a loss must not live longer than the user's own
+
+
+def _unbound(method: Any) -> Callable[..., Any]:
+    """A class method as a function of the class: in torch 2.15 `Function.apply` is one of C."""
+    if isinstance(method, classmethod):
+        return method.__func__
+
+    @functools.wraps(method)
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(None, cls)(*args, **kwargs)
+
+    return call
 
 
 def _listed(original: Any) -> Any:

@@ -18,14 +18,14 @@ from entropy_experiments.config import documented_yaml, load_config, template_na
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "": "--version",
-    "run": "--config --checkpoint --set --out --json --quiet --debug",
-    "measure": "--config --checkpoint --set --out --json --quiet --debug",
+    "run": "--config --checkpoint --set --out --overwrite --json --threads --quiet --debug",
+    "measure": "--config --checkpoint --set --out --overwrite --json --threads --quiet --debug",
     "influence": "--config --checkpoint --set --out --what-if --confirm --entropy-budget "
-    "--fisher --from --overwrite --json --quiet --debug",
-    "train": "--config --preset --out --steps --resume --no-probe --set --dry-run --json --quiet "
-    "--debug",
+    "--fisher --from --overwrite --json --threads --quiet --debug",
+    "train": "--config --preset --out --steps --resume --no-probe --set --dry-run --json "
+    "--threads --quiet --debug",
     "evaluate": "CHECKPOINTS --task --data --split --prompts --samples --k --seed --reward "
-    "--threshold --out --overwrite --config --set --json --quiet --debug",
+    "--threshold --out --overwrite --config --set --json --threads --quiet --debug",
     "report": "RUNS --html --no-html --figures --columns --trajectory --evaluation --linearity "
     "--samples --rollout --out --follow --json --quiet --debug",
     "doctor": "PROGRAM --contract --json --mode --trace-steps --every --quiet --entropy",

@@ -64,11 +64,12 @@ KEYS = {
     "checkpoint": "checkpoint_path adapter_path optimizer_path base backbone dtype device_map "
     "sharding",
     "batch_config": "dataset_name dataset_path split E_split U_split chat_template B_E "
-    "B_U G filter_zero_advantage_prompts advantage_filter_tol max_resample_attempts",
+    "B_U G evaluation filter_zero_advantage_prompts advantage_filter_tol max_resample_attempts",
     "generation": "temperature top_p max_new_tokens gen_batch_size tf_batch_size stop",
-    "update": "loss advantage ratio clip_low clip_high beta entropy_coef max_grad_norm "
+    "update": "loss advantage ratio clip_low clip_high delta sapo_positive sapo_negative beta "
+    "kl_ratio entropy_coef max_grad_norm "
     "max_completion_length num_iterations lr amp_dtype batch",
-    "reward": "functions weights",
+    "reward": "functions weights seconds",
     "rollouts": "save load",
     "probe_rework": "compute_delta_h1 master_seed",
     "importance": "enabled is_mode report_per_token clip_c",

@@ -314,6 +314,10 @@ def test_a_replaced_study_leaves_no_file(tmp_path):
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     manifest["files"]["../outside"] = {}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"manifest.json is damaged or was changed"):
+        run.write({}, "c4", {})
+    del manifest["digest"]  # as in a study of an earlier version
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=r"outside .* was tampered with"):
         run.write({}, "c4", {})
 

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 from arviz_stats.base.array import array_stats
-from torch.func import jvp, vjp
+from torch.func import grad, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from entropy_experiments.numerics.derivatives import NoDerivativeError, pushforward
 from entropy_experiments.numerics.entropy import token_scores
+from entropy_experiments.numerics.forward_mode import values_list
 from entropy_experiments.numerics.second_order import pushforward2
 from entropy_experiments.numerics.weights import pareto_k_hat
 
@@ -95,3 +96,34 @@ def test_fused_attention_cannot_be_differentiated_and_says_what_to_do(how):
         _, slope = pushforward(attend, {"q": q}, {"q": v}, how=how)
     _, difference = pushforward(attend, {"q": q}, {"q": v}, how="central")
     assert torch.allclose(slope, difference, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f, x: f(x),
+        lambda f, x: jvp(f, (x,), (x,)),
+        lambda f, x: grad(f)(x),
+        lambda f, x: jvp(grad(f), (x,), (x,)),
+        lambda f, x: jvp(lambda y: jvp(f, (y,), (y,))[1], (x,), (x,)),
+        lambda f, x: vmap(lambda v: jvp(f, (x,), (v,))[1])(torch.stack([x, x])),
+    ],
+    ids=["plain", "jvp", "grad", "jvp of grad", "jvp of jvp", "vmap of jvp"],
+)
+def test_lengths_are_read_inside_any_transform(transformed):
+    """What `x.tolist()` itself does only since torch 2.10: the lowest torch shows the teeth."""
+    seen = []
+    attention_NS = torch.tensor([[1, 1, 1], [1, 0, 0]])
+
+    def f(x):
+        seen.append(values_list(attention_NS.sum(1) - 1))
+        return (x * x).sum()
+
+    transformed(f, torch.ones(2))
+    assert seen
+    assert all(found == [2, 0] for found in seen)
+
+
+def test_values_of_a_hidden_batch_are_refused():
+    with pytest.raises(RuntimeError):
+        vmap(lambda x: torch.tensor(values_list(x)))(torch.ones(2, 3))

@@ -6,6 +6,7 @@ microbatches.
 """
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -46,7 +47,7 @@ def arrays(seed=0, *, stale):
     )
 
 
-def trl_loss(compute_loss, data, objective):
+def trl_loss(compute_loss, data, objective, *, items=None, steps_per_generation=MICROBATCHES):
     """Loss and its derivatives by (log-prob, entropy), summed over the accumulation window."""
     leaves = Scores(data.logprob_NS.clone(), data.entropy_NS.clone())
     for leaf in leaves:
@@ -78,7 +79,11 @@ def trl_loss(compute_loss, data, objective):
             use_adaptive_entropy=False,
             _metrics=defaultdict(lambda: defaultdict(list)),
             args=SimpleNamespace(
-                delta=None, use_bias_correction_kl=False, steps_per_generation=MICROBATCHES
+                delta=objective.delta,
+                sapo_temperature_pos=objective.sapo_positive,
+                sapo_temperature_neg=objective.sapo_negative,
+                use_bias_correction_kl=objective.kl_ratio,
+                steps_per_generation=steps_per_generation,
             ),
             accelerator=SimpleNamespace(
                 num_processes=1,
@@ -94,7 +99,7 @@ def trl_loss(compute_loss, data, objective):
             "completion_ids": torch.zeros(PER_MICROBATCH, WIDTH, dtype=torch.int64),
             "completion_mask": data.mask_NS[rows].to(torch.float64),
             "advantages": data.advantage_N[rows],
-            "num_items_in_batch": data.mask_NS.sum().to(torch.float64),
+            "num_items_in_batch": torch.tensor(float(items or data.mask_NS.sum())).double(),
             "ref_per_token_logps": data.ref_NS[rows],
         }
         if data.old_NS is not None:
@@ -134,7 +139,7 @@ def our_loss(data, objective):
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.02], ids=["", "bonus"])
 @pytest.mark.parametrize("beta", [0.0, 0.1], ids=["", "kl"])
-@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo"])
 def test_loss_and_token_coefficients(compute_loss, loss, beta, entropy_coef, ratio, stale):
     data = arrays(stale=stale)
     objective = Objective(
@@ -143,11 +148,101 @@ def test_loss_and_token_coefficients(compute_loss, loss, beta, entropy_coef, rat
         entropy_coef=entropy_coef,
         ratio=ratio,
         clip_low=0.2,
-        clip_high=0.28,
+        # cispo's bound is of the ratio itself, and other losses' of its distance from 1.
+        clip_high=1.28 if loss == "cispo" else 0.28,
+        sapo_positive=1.3,
+        sapo_negative=0.7,
         max_completion_length=MAX_LENGTH,
     )
-    their_loss, theirs = trl_loss(compute_loss, data, objective)
-    loss_value, ours = our_loss(data, objective)
+    _assert_same(trl_loss(compute_loss, data, objective), our_loss(data, objective))
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "luspo"])
+def test_two_sided_clipping(compute_loss, loss):
+    data = arrays(stale=True)
+    clip = {"clip_low": 0.2, "clip_high": 0.28}
+    objective = Objective(loss=loss, delta=1.4, **clip)
+    found = our_loss(data, objective)
+    _assert_same(trl_loss(compute_loss, data, objective), found)
+    _, without = our_loss(data, replace(objective, delta=None))
+    assert float((without.logprob_NS - found[1].logprob_NS).abs().max()) > 1e-6  # it took part
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["fresh", "stale"])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "cispo"])
+def test_a_kl_term_times_the_ratio(compute_loss, loss, ratio, stale):
+    """TRL's default with beta. At ratio 1 the loss is the same, and the gradient is not."""
+    data = arrays(stale=stale)
+    objective = Objective(loss=loss, ratio=ratio, beta=0.1, clip_high=0.28, kl_ratio=True)
+    found = our_loss(data, objective)
+    _assert_same(trl_loss(compute_loss, data, objective), found)
+    _, without = our_loss(data, replace(objective, kl_ratio=False))
+    assert float((without.logprob_NS - found[1].logprob_NS).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("loss", ["dapo", "cispo"])
+def test_a_step_that_learns_from_a_part_of_what_was_generated(compute_loss, loss):
+    """TRL divides by the tokens of the generation batch, scaled to one accumulation window."""
+    data, items, passes = arrays(stale=True), 101, 4
+    objective = Objective(loss=loss, clip_high=1.2, divisor=items * MICROBATCHES / passes)
+    found = our_loss(data, objective)
+    theirs = trl_loss(compute_loss, data, objective, items=items, steps_per_generation=passes)
+    _assert_same(theirs, found)
+    loss_value, _ = our_loss(data, replace(objective, divisor=None))
+    assert abs(loss_value - found[0]) > 1e-6
+
+
+def rloo_loss(data, objective):
+    """TRL's own `RLOOTrainer._compute_loss`, and the Trainer's division by the accumulation."""
+    from trl import RLOOTrainer
+
+    logprob_NS = data.logprob_NS.clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for microbatch in range(MICROBATCHES):
+        rows = slice(microbatch * PER_MICROBATCH, (microbatch + 1) * PER_MICROBATCH)
+        mask_NS = data.mask_NS[rows].to(torch.float64)
+        trainer = SimpleNamespace(
+            _get_per_token_logps_and_entropies=lambda *a, rows=rows, **k: (
+                logprob_NS[rows],
+                data.entropy_NS[rows],
+                None,
+            ),
+            aux_loss_enabled=False,
+            epsilon_low=objective.clip_low,
+            epsilon_high=objective.clip_high,
+            model=SimpleNamespace(training=True),
+            _metrics=defaultdict(lambda: defaultdict(list)),
+            accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
+        )
+        inputs = {
+            "prompt_ids": torch.zeros(PER_MICROBATCH, PROMPT, dtype=torch.int64),
+            "prompt_mask": torch.ones(PER_MICROBATCH, PROMPT, dtype=torch.int64),
+            "completion_ids": torch.zeros(PER_MICROBATCH, WIDTH, dtype=torch.int64),
+            "completion_mask": mask_NS,
+            "advantages": data.advantage_N[rows],
+            "old_logps": (data.old_NS[rows] * mask_NS).sum(1),
+        }
+        loss = RLOOTrainer._compute_loss(trainer, trainer.model, inputs)
+        total = total + loss / MICROBATCHES
+    (grad_NS,) = torch.autograd.grad(total, [logprob_NS])
+    return total.detach(), Scores(grad_NS, torch.zeros_like(grad_NS))
+
+
+def test_rloo(compute_loss):
+    data = arrays(stale=True)
+    objective = Objective(loss="rloo", clip_low=0.2, clip_high=0.28)
+    found = our_loss(data, objective)
+    _assert_same(rloo_loss(data, objective), found)
+    for wrong in (
+        Objective(loss="grpo", ratio="sequence", clip_low=0.2, clip_high=0.28),
+        Objective(loss="luspo", ratio="sequence", clip_low=0.2, clip_high=0.28),
+    ):
+        assert abs(our_loss(data, wrong)[0] - found[0]) > 1e-6
+
+
+def _assert_same(expected, found):
+    (their_loss, theirs), (loss_value, ours) = expected, found
     assert abs(loss_value - their_loss) <= TRL * max(1.0, abs(their_loss))
     for name, got, expected in zip(Scores._fields, ours, theirs):
         scale = max(float(expected.abs().max()), 1e-3)

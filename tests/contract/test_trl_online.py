@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from entropy_experiments.online import trl_batch
+from entropy_experiments.online.captures import GENERATES, MASKS, REWARDS
 from entropy_experiments.online.rows import ALIASES, PREFIX, read_rows
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.online.trl_batch import IN_TRAINING, PRIVATES
+from entropy_experiments.online.trl_options import LAST_ENTROPY
 from entropy_experiments.online.watch import ROWS
 from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
 
@@ -133,6 +135,12 @@ def test_no_such_half_is_said_once_and_training_goes_on(tmp_path, caplog):
 def test_trl_has_the_privates_relied_upon(name, tmp_path):
     trainer = grpo(tmp_path, callbacks=[])
     assert hasattr(trainer, name)
+
+
+@pytest.mark.parametrize("name", [GENERATES, REWARDS, *MASKS, LAST_ENTROPY])
+def test_trl_has_the_methods_whose_results_are_captured(name, tmp_path):
+    """Without one of these nothing fails: rewards or masks would be missing from the record."""
+    assert hasattr(grpo(tmp_path, callbacks=[]), name)
 
 
 def test_every_private_that_is_read_is_in_the_list():

@@ -134,4 +134,7 @@ def test_the_rebuilt_step_is_the_step_that_trl_made(run, k):
 def test_a_wrong_training_fact_is_seen(run, wrong):
     certificate, _ = _certificate(run, 2, **wrong)
     assert not certificate.passed
-    assert "NOT quite the step" in str(certificate)
+    distance = certificate.relative_error
+    assert distance > 1e-3
+    words = "is not the step that training made" if distance > 0.05 else "was made to within 0.0"
+    assert words in str(certificate)

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradient_doctor import Doctor
+from gradient_doctor.calls import _unbound
 from gradient_doctor.readable import checksum, unreadable, values_of
 from gradient_doctor.session import STRICT
 
@@ -303,3 +304,24 @@ def test_dispatch_modes_of_the_user_do_not_see_us():
         return count.calls
 
     assert calls("trace") == calls("off") > 5
+
+
+class _Base:
+    @classmethod
+    def named(cls, *args, **kwargs):
+        return cls, args, kwargs
+
+
+class _Child(_Base):
+    pass
+
+
+class _Keys(dict):
+    pass
+
+
+def test_class_methods_of_python_and_of_c_are_called_with_any_class():
+    """torch 2.15 made `Function.apply` one of C, which has no `__func__`."""
+    assert _unbound(vars(_Base)["named"])(_Child, 1, x=2) == (_Child, (1,), {"x": 2})
+    found = _unbound(vars(dict)["fromkeys"])(_Keys, [1], 2)
+    assert (type(found), found) == (_Keys, {1: 2})

@@ -171,6 +171,22 @@ def test_adapter_configs_that_mean_another_model(lora, key, value, says):
     refused(lora.path, "adapter_config.json", says)
 
 
+@pytest.mark.parametrize("value", [None, False, {}, [], ""])
+def test_options_of_a_newer_peft_that_are_unset_change_nothing(lora, value):
+    before = load_checkpoint(lora.path)
+    edit_json(lora.path / "adapter_config.json", option_of_tomorrow=value)
+    after = load_checkpoint(lora.path)
+    assert after.model.peft_config == before.model.peft_config
+    for name, p in before.model.named_parameters():
+        assert torch.equal(after.model.get_parameter(name), p)
+
+
+@pytest.mark.parametrize("value", [True, 0, 0.0, 16, "on", [0], {"rank": None}])
+def test_options_of_a_newer_peft_that_are_set_are_refused_by_name(lora, value):
+    edit_json(lora.path / "adapter_config.json", unset_one=None, option_of_tomorrow=value)
+    refused(lora.path, "unknown keys ['option_of_tomorrow']", "upgrade peft")
+
+
 def test_another_rank_than_the_weights_have(lora):
     edit_json(lora.path / "adapter_config.json", r=8)
     refused(lora.path, "adapter_model.safetensors", "(4, 32); expected (8, 32)")
@@ -235,6 +251,22 @@ def test_an_adapter_without_weights_or_config(lora):
     (lora.path / "x").rename(lora.path / "adapter_model.safetensors")
     (lora.path / "adapter_config.json").unlink()
     refused(lora.path, "no adapter_config.json beside it", kind=FileNotFoundError)
+
+
+def test_shards_outside_the_folder(full):
+    (full.path / "model.safetensors").rename(full.path.parent / "elsewhere.safetensors")
+    index = full.path / "model.safetensors.index.json"
+    for name in ("../elsewhere.safetensors", "/etc/passwd", "a\\b", "..", "", 7, None):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        refused(full.path, "model.safetensors.index.json names the shards", "beside it")
+    index.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
+    refused(full.path, "model.safetensors.index.json names the shards")
+
+
+def test_the_state_of_another_step(lora):
+    state = lora.path / "trainer_state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "global_step": 4}))
+    refused(lora.path, "says global_step 4, and its folder is checkpoint-3", "name it checkpoint-4")
 
 
 def test_a_half_written_folder(lora):

@@ -193,8 +193,35 @@ def test_another_kind_of_trainer_is_refused_by_name():
     class OtherTrainer:
         accelerator = None
 
-    with pytest.raises(ValueError, match=r"OtherTrainer has no .*expected TRL's GRPOTrainer"):
+    with pytest.raises(ValueError, match=r"OtherTrainer: expected TRL's GRPOTrainer or RLOO"):
         trl_batch.refuse_unsupported(OtherTrainer())
+
+
+def test_another_optimizer_is_refused_by_name_when_training_begins(tmp_path):
+    with torch.random.fork_rng(devices=[]):
+        callback = EntropyProbeCallback(max_overhead=None, prompts=6)
+        trainer = grpo(tmp_path, callbacks=[callback], max_steps=1, optim="adafactor")
+        with pytest.raises(ValueError, match=r"optimizer Adafactor: expected torch's Adam, AdamW"):
+            trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_loss_of_one_s_own_is_refused_only_where_it_would_be_rebuilt(tmp_path):
+    from trl import GRPOTrainer
+
+    class Mine(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs)
+
+    with torch.random.fork_rng(devices=[]):
+        for options, kept in (
+            ({"ledger_every": 1}, "ledger_every"),
+            ({"evaluation": "batch"}, "e"),
+        ):
+            callback = EntropyProbeCallback(max_overhead=None, prompts=6, **options)
+            trainer = grpo(tmp_path, callbacks=[callback], max_steps=1, kind=Mine)
+            with pytest.raises(ValueError, match=rf"{kept}.*Mine has a _compute_loss of its own"):
+                trainer.train()
 
 
 def test_bad_options_are_refused_before_training():

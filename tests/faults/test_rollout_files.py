@@ -195,6 +195,21 @@ BREAKAGES = {
         ValueError,
         r"lists the files \['../../secret'\]; expected rollouts.safetensors",
     ),
+    "another count": (
+        manifest(rollouts=99),
+        ValueError,
+        r"manifest.json says rollouts 99, and rollouts.safetensors beside it has \d+",
+    ),
+    "another share": (
+        manifest(share=0.5),
+        ValueError,
+        r"sum to its share 0.5; got sum 1",
+    ),
+    "other tokens": (
+        manifest(fingerprint="feedbeef"),
+        ValueError,
+        r"manifest.json says fingerprint 'feedbeef', and rollouts.safetensors beside it has",
+    ),
     "no share": (manifest(share=None), ValueError, r"lacks a usable kind, share or meta"),
     "hostile pickle": (hostile_pickle, ValueError, r"is not a safetensors file"),
     "other tensors": (

@@ -27,7 +27,7 @@ def trl(folder, text):
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("loss", "ppo", "'reinforce', 'grpo', 'bnpo', 'dr_grpo' or 'dapo'"),
+        ("loss", "ppo", "'luspo', 'cispo', 'sapo' or 'rloo'"),
         ("advantage", True, "'group', 'batch' or 'none'"),
         ("ratio", "tokens", "'token' or 'sequence'"),
         ("clip_low", 1.5, "less than or equal to 1"),
@@ -131,8 +131,6 @@ def test_trls_own_datasets_and_rewards_are_left_unread(tmp_path):
         ("repetition_penalty: 1.1", True),
         ("repetition_penalty: 1.0", False),
         ("generation_kwargs: {typical_p: 0.5}", True),
-        ("delta: 2.0", True),
-        ("delta: null", False),
         ("mask_truncated_completions: true", True),
         ("mask_truncated_completions: false", False),
         ("top_entropy_quantile: 0.2", True),
@@ -148,8 +146,20 @@ def test_what_is_not_followed_is_noted(tmp_path, line, noted):
         assert notes[0].endswith("which this program does not follow")
 
 
+def test_options_of_the_loss_that_are_not_followed_are_named_as_such(tmp_path):
+    assert trl(tmp_path, "top_entropy_quantile: 0.2\n")["unfollowed"] == [
+        "top_entropy_quantile = 0.2"
+    ]
+    assert "unfollowed" not in trl(tmp_path, "top_k: 50\n")
+
+
+def test_two_sided_clipping_and_sapo_s_temperatures_are_read(tmp_path):
+    found = trl(tmp_path, "delta: 2.0\nsapo_temperature_pos: 1.2\nsapo_temperature_neg: 0.9\n")
+    assert found == {"delta": 2.0, "sapo_positive": 1.2, "sapo_negative": 0.9}
+
+
 def test_notes_of_both_files_are_kept(tmp_path):
-    (tmp_path / "trl.yaml").write_text("delta: 2.0\n")
+    (tmp_path / "trl.yaml").write_text("min_p: 0.1\n")
     (tmp_path / "entropy_probe.json").write_text('{"note": ["one", "two"]}')
     found, sources, _ = read_facts((tmp_path,))
     assert found["note"][:2] == ("one", "two")

@@ -159,7 +159,8 @@ def test_what_was_assumed_is_listed(tmp_path):
     results = run(tmp_path, {**FACTS, **OFF, "update.loss": "grpo"}, path)
     expected = {k: v for k, v in ASSUMED.items() if k not in ("loss", "dataset_name")}
     assert results["assumed"] == {**expected, "reward_functions": ["countdown"]}
-    line = next(x for x in results["verdict"] if x.startswith("ASSUMED, not read from any file"))
+    line = results["verdict"][1]  # beside the headline
+    assert line.startswith("  ASSUMED, not read from any file")
     for name, value in results["assumed"].items():
         assert f"{name} = {value}" in line
     assert "loss = " not in line
@@ -168,8 +169,10 @@ def test_what_was_assumed_is_listed(tmp_path):
 
 def test_a_recorded_batch_without_its_successor_has_no_certificate(tmp_path):
     results = run(tmp_path, {**FACTS, **OFF}, copied(tmp_path, batch=True))
-    assert results["verdict"][0].startswith("The update that training made after step_13")
-    assert "No step certificate: the checkpoint one step later is not beside this one." in said(
+    first = results["verdict"][0]
+    assert first.startswith("The update that the batch recorded after step_13 makes, at learning")
+    assert first.endswith("(not checked against the step that training made):")
+    assert "No step certificate: the checkpoint one step later is not beside this one, nor" in said(
         results
     )
 

@@ -19,12 +19,25 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def grpo(
-    folder: Path, *, callbacks: list[Any], lora: bool = True, double: bool = False, **changes: Any
+    folder: Path,
+    *,
+    callbacks: list[Any],
+    lora: bool = True,
+    double: bool = False,
+    kind: Any = None,
+    rewards: Any = None,
+    **changes: Any,
 ) -> Any:
-    """A trainer whose every random number follows from the seed. `double`: all of it in fp64."""
+    """A trainer whose every random number follows from the seed. `double`: all of it in fp64.
+
+    `kind`: another trainer than GRPOTrainer; `rewards`: other reward functions.
+    """
     from datasets import Dataset
     from peft import LoraConfig
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    kind = GRPOTrainer if kind is None else kind
+    config = RLOOConfig if issubclass(kind, RLOOTrainer) else GRPOConfig
 
     settings: dict[str, Any] = {
         "output_dir": str(folder),
@@ -57,10 +70,10 @@ def grpo(
     if double:
         true_float64(model.double())
     torch.manual_seed(1)  # LoRA's A
-    trainer = GRPOTrainer(
+    trainer = kind(
         model=model,
-        reward_funcs=reward,  # pyright: ignore[reportArgumentType]
-        args=GRPOConfig(**(settings | changes)),
+        reward_funcs=reward if rewards is None else rewards,
+        args=config(**(settings | changes)),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS] * 4),
         processing_class=tokenizer,
         peft_config=adapter if lora else None,

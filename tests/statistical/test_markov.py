@@ -6,6 +6,7 @@ bias by a z-score; widths against t times the true spread of the estimator over 
 """
 
 import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,30 +19,91 @@ from entropy_experiments import (
     measured_many,
     resampled,
 )
+from entropy_experiments.estimate.first_order import (
+    scores_along,
+    slope_estimand,
+    slope_of_scores,
+)
+from entropy_experiments.estimate.level import level_of_scores
+from entropy_experiments.estimate.measured import change
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.numerics.derivatives import shifted
+from entropy_experiments.types import Rollouts, Scores
 from entropy_experiments.types.estimate import MIN_PROMPTS
 from oracles.markov import MarkovPolicy
 from tolerances import FALSE_ALARM
 
 ETA = 0.01
+TOGETHER = 8_192
+"""Rollouts of several samples that are drawn and scored in one pass."""
 ALL_IN_ONE = 10_000
 """A microbatch larger than any batch: one pass, no packing."""
 
 
-def replicate(policy, direction, prompts, per_prompt, seed):
-    """Every estimate of one fresh sample, by name, beside its truth."""
-    generator = torch.Generator().manual_seed(seed)
-    rollouts = policy.draw(prompts, per_prompt, generator)
-    base = score_all(policy, policy.params, rollouts, microbatch=ALL_IN_ONE)
-    common = {"microbatch": ALL_IN_ONE, "base": base}
-    found = {"level": entropy_level(policy, rollouts, **common)}
+@dataclass(frozen=True)
+class Sample:
+    """Fresh rollouts, scored: at theta, along the step and after it."""
+
+    rollouts: Rollouts
+    base: Scores
+    slope: Scores
+    ahead: Scores
+
+    def estimates(self, policy):
+        """Every estimate by name, as the public functions make it of these rollouts."""
+        found = {}
+        for form in ("matched", "to_go"):
+            estimand = slope_estimand(policy, form=form)
+            found[form] = slope_of_scores(
+                self.base, self.slope, self.rollouts, estimand, mode="jvp"
+            )
+            found[estimand.form] = change(self.base, self.ahead, self.rollouts, estimand)
+        return {"level": level_of_scores(self.base, self.rollouts, estimand), **found}
+
+
+def samples(policy, direction, prompts, per_prompt, count, *, eta=ETA):
+    """`count` fresh samples. Many are drawn and scored together: a pass costs what one does."""
+    size, generator = prompts * per_prompt, torch.Generator().manual_seed(0)
+    moved = shifted(policy.params, direction.total, eta)
+    for first in range(0, count, at_once := max(1, TOGETHER // size)):
+        many = min(at_once, count - first)
+        drawn = policy.draw(many * prompts, per_prompt, generator)
+        base, (slope,) = scores_along(
+            policy, drawn, [direction.total], mode="jvp", microbatch=ALL_IN_ONE
+        )
+        ahead = score_all(policy, moved, drawn, microbatch=ALL_IN_ONE)
+        for rows_N in torch.arange(many * size).split(size):
+            yield Sample(
+                replace(drawn.take(rows_N), weight_N=None, share=1.0),
+                *(Scores(*(x_NS[rows_N] for x_NS in scores)) for scores in (base, slope, ahead)),
+            )
+
+
+def alone(policy, direction, rollouts):
+    """The same estimates by the public functions, each with passes of its own."""
+    common = {"microbatch": ALL_IN_ONE, "repackings": 0}
+    found = {"level": entropy_level(policy, rollouts, microbatch=ALL_IN_ONE)}
     for form in ("matched", "to_go"):
-        found[form] = first_order(policy, rollouts, direction, form=form, repackings=0, **common)
+        found[form] = first_order(policy, rollouts, direction, form=form, **common)
     for form in ("snis", "per_decision"):
         (found[form],) = measured_many(
-            policy, rollouts, {"v": direction}, [ETA], form=form, repackings=0, **common
+            policy, rollouts, {"v": direction}, [ETA], form=form, **common
         ).values()
     return found
+
+
+@pytest.mark.parametrize(("prompts", "per_prompt"), [(8, 4), (5, 13), (32, 1)])
+def test_samples_scored_together_are_those_scored_alone(prompts, per_prompt):
+    """Values, intervals and trust: what holds for the many holds for the public functions."""
+    policy = MarkovPolicy.random(0)
+    direction = policy.direction(10)
+    for sample in samples(policy, direction, prompts, per_prompt, 3):
+        wanted = alone(policy, direction, sample.rollouts)
+        for name, found in sample.estimates(policy).items():
+            assert found.value == pytest.approx(wanted[name].value, rel=1e-9, abs=1e-12)
+            assert found.interval == pytest.approx(wanted[name].interval, rel=1e-9, abs=1e-12)
+            assert found.trusted == wanted[name].trusted
+            assert found.estimand == wanted[name].estimand or name == "level"
 
 
 def truths(policy, direction):
@@ -77,16 +139,17 @@ def summarise(samples, truth, prompts):
 def check(prompts, per_prompt, replicates, *, policy_seed=0):
     policy = MarkovPolicy.random(policy_seed)
     direction = policy.direction(10 + policy_seed)
-    runs = [replicate(policy, direction, prompts, per_prompt, seed) for seed in range(replicates)]
+    drawn = samples(policy, direction, prompts, per_prompt, replicates)
+    runs = [sample.estimates(policy) for sample in drawn]
     report = {}
     for name, truth in truths(policy, direction).items():
-        samples = [run[name] for run in runs]
-        found = report[name] = summarise(samples, truth, prompts)
+        estimates = [run[name] for run in runs]
+        found = report[name] = summarise(estimates, truth, prompts)
         # The jackknife removes bias of order 1/N; what may be left is small beside the spread.
         assert abs(found["bias_share"]) < 4 / math.sqrt(replicates) + 0.05, (name, found)
         assert found["refused"] < 0.02, (name, found)
         if prompts < MIN_PROMPTS:
-            assert all(s.interval is None and not s.trusted for s in samples)
+            assert all(one.interval is None and not one.trusted for one in estimates)
             continue
         covered = round(found["coverage"] * replicates)
         p_value = stats.binomtest(covered, replicates, 0.95).pvalue
@@ -210,8 +273,6 @@ def test_resampled_agrees():
 
 def test_coverage_has_teeth():
     """Treating rollouts of a prompt as independent prompts gives intervals that miss."""
-    from dataclasses import replace
-
     policy = MarkovPolicy.random(2, spread=1.5, horizon=3)  # short: the prompt decides much
     truth = float(policy.exact_entropy())
     missed, n = 0, 400
@@ -227,18 +288,10 @@ def coverage_if_trusted(form, eta, prompts, per_prompt, replicates):
     policy = MarkovPolicy.random(0)
     direction = policy.direction(10)
     truth = policy.exact_change(direction, eta)
+    estimand = slope_estimand(policy, form={"snis": "matched", "per_decision": "to_go"}[form])
     trusted = covered = 0
-    for seed in range(replicates):
-        rollouts = policy.draw(prompts, per_prompt, torch.Generator().manual_seed(seed))
-        (found,) = measured_many(
-            policy,
-            rollouts,
-            {"v": direction},
-            [eta],
-            form=form,
-            repackings=0,
-            microbatch=ALL_IN_ONE,
-        ).values()
+    for sample in samples(policy, direction, prompts, per_prompt, replicates, eta=eta):
+        found = change(sample.base, sample.ahead, sample.rollouts, estimand)
         trusted += found.trusted
         covered += found.trusted and found.covers(truth)
     print(f"\n{form} eta {eta} {prompts}x{per_prompt}: trusted {trusted}, covered {covered}")
@@ -267,10 +320,13 @@ def test_tail_check_rarely_alarms(form):
     policy = MarkovPolicy.random(0)
     direction = policy.direction(10)
     alarms = 0
-    for seed in range(400):
-        rollouts = policy.draw(32, 1, torch.Generator().manual_seed(seed))
-        found = first_order(
-            policy, rollouts, direction, form=form, repackings=0, microbatch=ALL_IN_ONE
+    for sample in samples(policy, direction, 32, 1, 400):
+        found = slope_of_scores(
+            sample.base,
+            sample.slope,
+            sample.rollouts,
+            slope_estimand(policy, form=form),
+            mode="jvp",
         )
         alarms += not found.trusted
     assert alarms <= 20

@@ -8,9 +8,10 @@ Exit codes are in `endings`, and in docs/exit_codes.md for those who read.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from entropy_experiments import __version__
 from entropy_experiments.cli import (
@@ -27,9 +28,26 @@ from entropy_experiments.cli import (
     train,
 )
 from entropy_experiments.cli.endings import EXIT_CODES
+from entropy_experiments.input_errors import message
+
+UsageError: Any = typer.BadParameter.__bases__[0]
+"""click's, or that of the click inside typer: it has no public name of its own."""
+
+
+class PrintableGroup(TyperGroup):
+    """Arguments that are repeated in a message about usage are shown without control characters."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            error.message = message(error.message)
+            raise
+
 
 app = typer.Typer(
     name="entropy-probe",
+    cls=PrintableGroup,
     help="How an RL update changes a policy's entropy: predicted, measured, compared.",
     epilog="\b\nExamples:\n"
     "  entropy-probe run                        the policy shipped with the package\n"

@@ -7,28 +7,67 @@ traceback, exit code 1.
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 
 import entropy_experiments
+from entropy_experiments.input_errors import message, printable, words_of_os_error
 from entropy_experiments.rollouts.finishing import TERMINATED
 
 DONE, UNEXPECTED, BAD_INPUT, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
+HUNG_UP = 128 + signal.SIGHUP
 EXIT_CODES = {
     DONE: "done",
     UNEXPECTED: "an unexpected error, with its traceback; doctor: the script crashed",
     BAD_INPUT: "bad input: the message says what to change",
-    FINDINGS: "doctor: findings of warning or above; arc: a gradient contract is broken",
+    FINDINGS: "doctor, train: findings of warning or above; arc: a gradient contract is broken",
     INTERRUPTED: "interrupted: the message says what is kept, and how to go on",
-    TERMINATED: "ended by SIGTERM under torchrun: the unit in work is stored; go on as after 130",
+    HUNG_UP: "ended by SIGHUP, as when a terminal is closed: go on as after 130",
+    TERMINATED: "ended by SIGTERM: go on as after 130 (under torchrun the unit in work is stored)",
 }
 """Of every verb; docs/exit_codes.md says more."""
 PACKAGE = Path(entropy_experiments.__file__).parent
+
+
+class EndedBySignal(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: what Ctrl-C does, by a scheduler or a terminal that was closed."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.name = number, signal.Signals(number).name
+        super().__init__(self.name)
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP interrupt as Ctrl-C does, unless somebody handles them already.
+
+    For a process alone: a rank that waits for another one would not come to a handler of Python's
+    (`rollouts.finishing`).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: Any) -> None:
+        raise EndedBySignal(number)
+
+    # nohup ignores SIGHUP, and it stays ignored.
+    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -44,8 +83,14 @@ def ending(
     """
     try:
         yield
+    except EndedBySignal as end:
+        said = interrupted().removeprefix("Interrupted").lstrip()
+        typer.echo(
+            printable(f"\nEnded by {end.name}{'' if said[:1] in '.' else ' '}{said}"), err=True
+        )
+        raise typer.Exit(128 + end.number) from None
     except KeyboardInterrupt:
-        typer.echo(f"\n{interrupted()}", err=True)
+        typer.echo(printable(f"\n{interrupted()}"), err=True)
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
         raise
@@ -54,7 +99,8 @@ def ending(
         if debug or not ours:
             _unexpected(failure)
             raise typer.Exit(BAD_INPUT if ours else UNEXPECTED) from None
-        typer.echo(f"Error: {failure}", err=True)
+        said = words_of_os_error(failure) if isinstance(failure, OSError) else failure
+        typer.echo(f"Error: {message(said)}", err=True)
         raise typer.Exit(BAD_INPUT) from None
     except typer.Exit:
         raise

@@ -14,12 +14,14 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    Threads,
     configured,
     interrupted,
     library_aside,
     tell,
     tell_notes,
 )
+from entropy_experiments.output_paths import try_folder
 
 if TYPE_CHECKING:
     from entropy_experiments.config import Config
@@ -79,18 +81,21 @@ def evaluate(
     config: ConfigFile = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Pass rate, pass@k, format, length and entropy of checkpoints, on the same prompts."""
     found: Config | None = None
     with shared_ending(
-        debug=debug, interrupted=lambda: interrupted(found, lambda _: _kept(out))
+        debug=debug, threads=threads, interrupted=lambda: interrupted(found, lambda _: _kept(out))
     ) as speaks:
         quiet = quiet or not speaks
         changes = _changes(task, data, split, seed)
         found = configured(config, changes, None, overrides)
         tell_notes(found, quiet=quiet)
+        if speaks and out is not None:
+            try_folder(out)
         options: dict[str, Any] = {"prompts": prompts, "samples": samples}
         if k is not None:
             options["ks"] = _numbers(k)

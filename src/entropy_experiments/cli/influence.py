@@ -15,11 +15,13 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    Threads,
     configured,
     interrupted,
     library_aside,
     tell,
     tell_notes,
+    try_to_write,
 )
 from entropy_experiments.influence.whatif_grammar import help_lines
 
@@ -71,12 +73,15 @@ def influence(
         bool, typer.Option("--overwrite", help="Replace another study in the run directory.")
     ] = False,
     as_json: AsJson = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Say which tokens, rollouts and optimizer terms moved the entropy, and what if."""
     found: Config | None = None
-    with shared_ending(debug=debug, interrupted=lambda: interrupted(found, _kept)) as speaks:
+    with shared_ending(
+        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+    ) as speaks:
         quiet = quiet or not speaks
         if saved is not None:
             given = {"--config": config, "--checkpoint": checkpoint, "--set": overrides}
@@ -100,6 +105,7 @@ def influence(
                 "--what-if, such as --what-if drop=negative."
             )
         tell_notes(found, quiet=quiet)
+        try_to_write(found, found.influence.run_directory)
 
         from entropy_experiments.entropy_influence import EntropyInfluenceRunner
         from entropy_experiments.report.influence_tables import influence_report

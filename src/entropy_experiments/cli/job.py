@@ -17,14 +17,29 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from entropy_experiments.cli.endings import INTERRUPTED, TERMINATED, UNEXPECTED, ending
+from entropy_experiments.cli.endings import (
+    INTERRUPTED,
+    TERMINATED,
+    UNEXPECTED,
+    ending,
+    signals_interrupt,
+)
+from entropy_experiments.input_errors import library_errors
+from entropy_experiments.torchrun import ranks_of_job, variable
 
 if TYPE_CHECKING:
     from entropy_experiments.numerics.ranks import Ranks
@@ -41,12 +56,15 @@ STORED = (
 
 def several() -> bool:
     """Whether torchrun has started more than one of these."""
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if "RANK" not in os.environ:
+        return False
+    with ending(debug=False):
+        return ranks_of_job()[1] > 1
 
 
 def speaks() -> bool:
     """Whether this process prints and writes, as the environment has it: alone, or rank 0."""
-    return not several() or int(os.environ["RANK"]) == 0
+    return not several() or ranks_of_job()[0] == 0
 
 
 def as_if_alone() -> dict[str, str]:
@@ -69,11 +87,21 @@ def as_if_alone() -> dict[str, str]:
 
 @contextmanager
 def shared_ending(
-    *, debug: bool, interrupted: Callable[[], str] = lambda: "Interrupted."
+    *,
+    debug: bool,
+    threads: int | None = None,
+    interrupted: Callable[[], str] = lambda: "Interrupted.",
 ) -> Iterator[bool]:
-    """`ending`, shared by all processes of the job. Gives whether this one speaks."""
+    """`ending`, shared by all processes of the job. Gives whether this one speaks.
+
+    `threads`: as many as this on the CPU; None leaves it to the computation.
+    """
     if not several():
-        with ending(debug=debug, interrupted=interrupted):
+        with (
+            ending(debug=debug, interrupted=interrupted),
+            signals_interrupt(),
+            on_threads(threads),
+        ):
             yield True
         return
 
@@ -83,7 +111,7 @@ def shared_ending(
     with ending(debug=debug):
         ranks = _joined()
     try:
-        with ending(debug=debug, interrupted=interrupted), _one_voice(ranks):
+        with ending(debug=debug, interrupted=interrupted), _one_voice(ranks), on_threads(threads):
             with across(ranks), finishing_units(), _quiet_libraries(ranks, debug=debug):
                 yield ranks.first
             ranks.agree()  # nobody leaves while rank 0 writes: it may still fail
@@ -95,21 +123,37 @@ def shared_ending(
         _left()
 
 
+def on_threads(threads: int | None) -> AbstractContextManager[None]:
+    """Inside, so many on the CPU; None leaves it to the computation."""
+    if threads is None:  # torch takes a second to import; bad input is refused before that
+        return nullcontext()
+
+    from entropy_experiments.numerics.threads import fixed_threads
+
+    return fixed_threads(threads)
+
+
 def _joined() -> Ranks:
     import torch
     import torch.distributed as dist
 
     from entropy_experiments.numerics.ranks import PATIENCE, Ranks
 
+    variable("LOCAL_RANK", 0)
     if torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        local = variable("LOCAL_RANK", 0)
         if local >= torch.cuda.device_count():
             raise ValueError(
                 f"This machine has {torch.cuda.device_count()} CUDA devices, and this is its "
                 f"process {local + 1}; expected a device for each. Lower --nproc-per-node."
             )
         torch.cuda.set_device(local)
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    with library_errors(
+        "The processes of this job cannot be joined",
+        "Start the command with torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+        "MASTER_PORT, or unset them to run alone.",
+    ):
+        dist.init_process_group("gloo", timeout=PATIENCE)
     return Ranks(dist.group.WORLD)
 
 

@@ -15,11 +15,13 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    Threads,
     configured,
     interrupted,
     library_aside,
     tell,
     tell_notes,
+    try_to_write,
 )
 
 if TYPE_CHECKING:
@@ -44,21 +46,32 @@ def measure(
         Path | None,
         typer.Option("--out", help="Write rollouts and results.json below this folder."),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace results of other settings in the folder.")
+    ] = False,
     as_json: AsJson = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Measure an update's entropy change at several step sizes, over fresh batches."""
     found: Config | None = None
-    with shared_ending(debug=debug, interrupted=lambda: interrupted(found, _kept)) as speaks:
+    with shared_ending(
+        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+    ) as speaks:
         quiet = quiet or not speaks
         found = configured(config, {}, checkpoint, overrides, under=out)
         tell_notes(found, quiet=quiet)
+        try_to_write(found)
 
         from entropy_experiments.entropy_experiment_runner import EntropyMeasurements
+        from entropy_experiments.output_folder import claimed
         from entropy_experiments.report.measurements import measurement_report
 
-        with library_aside(as_json=as_json):
+        with (
+            library_aside(as_json=as_json),
+            claimed(out, found, verb="measure", overwrite=overwrite),
+        ):
             results = EntropyMeasurements(found, quiet=quiet).run_experiments()
         tell(results, lambda: measurement_report(results), as_json=as_json)
 

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from entropy_experiments.cli.job import speaks
+from entropy_experiments.input_errors import printable
+from entropy_experiments.output_paths import try_outputs
+
 if TYPE_CHECKING:
     from entropy_experiments.config import Config
 
@@ -29,6 +33,14 @@ Overrides = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        min=1,
+        help="Threads on the CPU. Without it: OMP_NUM_THREADS, or as many as are quickest.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no notes on the screen.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -53,6 +65,18 @@ def configured(
     return found.with_overrides(overrides or [])
 
 
+def try_to_write(config: Config, *more: str | Path | None) -> None:
+    """Every place that the configuration (and `more`: folders) names for output, before computing.
+
+    On rank 0 alone, which writes.
+    """
+    if not speaks():
+        return
+    logging = config.detailed_logging
+    logs = logging.output_directory if logging.enabled else None
+    try_outputs((logs, config.rollout_folder, *more), (config.output.results_path,))
+
+
 def library_aside(*, as_json: bool) -> AbstractContextManager[Any]:
     """With --json, stdout carries JSON and nothing else, whatever a library prints."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
@@ -63,7 +87,7 @@ def tell(results: Any, words: Callable[[], Sequence[str]], *, as_json: bool) -> 
     if as_json:
         typer.echo(json.dumps(results, indent=2, allow_nan=False))
     else:
-        typer.echo("\n".join(words()))
+        typer.echo(printable("\n".join(words())))
 
 
 def interrupted(config: Config | None, kept: Callable[[Config], str]) -> str:
@@ -77,4 +101,4 @@ def tell_notes(config: Config, *, quiet: bool) -> None:
     """What the configuration has to say about itself: keys that no longer mean anything, ..."""
     if not quiet:
         for note in config.notes:
-            typer.echo(f"note: {note}", err=True)
+            typer.echo(printable(f"note: {note}"), err=True)

@@ -15,11 +15,13 @@ from entropy_experiments.cli.options import (
     Debug,
     Overrides,
     Quiet,
+    Threads,
     configured,
     interrupted,
     library_aside,
     tell,
     tell_notes,
+    try_to_write,
 )
 
 if TYPE_CHECKING:
@@ -42,20 +44,31 @@ def run(
         Path | None,
         typer.Option("--out", help="Write logs, rollouts and results.json below this folder."),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace results of other settings in the folder.")
+    ] = False,
     as_json: AsJson = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Predict what an update does to entropy, measure it, and say what to believe."""
     found: Config | None = None
-    with shared_ending(debug=debug, interrupted=lambda: interrupted(found, _kept)) as speaks:
+    with shared_ending(
+        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+    ) as speaks:
         quiet = quiet or not speaks
         found = configured(config, {}, checkpoint, overrides, under=out)
         tell_notes(found, quiet=quiet)
+        try_to_write(found)
 
         from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
+        from entropy_experiments.output_folder import claimed
 
-        with library_aside(as_json=as_json):
+        with (
+            library_aside(as_json=as_json),
+            claimed(out, found, verb="run", overwrite=overwrite),
+        ):
             results = OfflineEntropyProbe(found, quiet=quiet).run_mixed_probe()
         tell(results, lambda: results["verdict"], as_json=as_json)
 

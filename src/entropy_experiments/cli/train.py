@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from entropy_experiments.cli.endings import ending
-from entropy_experiments.cli.job import speaks
-from entropy_experiments.cli.options import AsJson, Debug, Quiet, library_aside, tell
+from entropy_experiments.cli.endings import FINDINGS, ending, signals_interrupt
+from entropy_experiments.cli.job import on_threads, several, speaks
+from entropy_experiments.cli.options import AsJson, Debug, Quiet, Threads, library_aside, tell
+from entropy_experiments.input_errors import printable
+from entropy_experiments.output_paths import try_folder
 
 if TYPE_CHECKING:
     from entropy_experiments.config import TrainingConfig
@@ -55,6 +58,7 @@ def train(
         bool, typer.Option("--dry-run", help="Check the configuration and print its sizes.")
     ] = False,
     as_json: AsJson = False,
+    threads: Threads = None,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
@@ -63,7 +67,8 @@ def train(
         return
     found: TrainingConfig | None = None
     option = "max_steps" if steps is None else "--steps"
-    with ending(debug=debug, interrupted=lambda: _interrupted(found)):
+    alone = nullcontext() if several() else signals_interrupt()
+    with ending(debug=debug, interrupted=lambda: _interrupted(found)), alone:
         found = _configured(
             config, preset, out, steps, resume=resume, no_probe=no_probe, overrides=overrides or []
         )
@@ -78,7 +83,7 @@ def train(
         plan = batch_plan(found, ranks=ranks)
         if not quiet and rank == 0:
             for note in found.notes:
-                typer.echo(f"note: {note}", err=True)
+                typer.echo(printable(f"note: {note}"), err=True)
         if dry_run:
             _check_names(found)
             words = [f"{found.source}: valid.", plan_line(found, plan)]
@@ -91,11 +96,21 @@ def train(
             tell(facts, lambda: words, as_json=as_json)
             return
 
+        if rank == 0:
+            try_folder(found.output_dir)
+
+        from entropy_experiments.online.train.equal_rewards import EqualRewardsError
         from entropy_experiments.online.train.run import train as run
         from entropy_experiments.online.train.summary import summary_words
+        from gradient_doctor.hf import GradientError
 
-        with library_aside(as_json=as_json):
-            summary = run(found, resume=resume, quiet=quiet)
+        try:
+            with library_aside(as_json=as_json), on_threads(threads):
+                summary = run(found, resume=resume, quiet=quiet)
+        except (EqualRewardsError, GradientError) as finding:
+            if rank == 0:
+                typer.echo(f"Error: {printable(finding)}", err=True)
+            raise typer.Exit(FINDINGS) from None
         if rank == 0:
             tell(summary, lambda: summary_words(summary, option=option), as_json=as_json)
 

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 T = TypeVar("T")
+LONGEST_PATH = 4096
 
 
 class Section(BaseModel):
@@ -40,12 +41,24 @@ def _names(value: Any) -> Any:
     return (value,) if isinstance(value, str) else _tuple(value)
 
 
+def _path(value: str) -> str:
+    if "\0" in value or len(value) > LONGEST_PATH:
+        raise ValueError(
+            f"got a text of {len(value)} characters{' with a zero byte' if chr(0) in value else ''}"
+            "; expected a path."
+        )
+    return os.path.expanduser(value)
+
+
 Number = Annotated[float, BeforeValidator(_exponent)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+LARGEST_COUNT = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+"""As numpy takes them."""
 Text = Annotated[str, Field(min_length=1)]
-Path = Annotated[Text, AfterValidator(os.path.expanduser)]
+Path = Annotated[Text, AfterValidator(_path)]
 Many = Annotated[tuple[T, ...], BeforeValidator(_tuple)]
 Some = Annotated[tuple[T, ...], BeforeValidator(_tuple), Field(min_length=1)]
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}

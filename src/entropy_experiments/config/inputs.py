@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from entropy_experiments.config.fields import (
+    LARGEST_COUNT,
     Count,
     Dtype,
     Names,
@@ -24,7 +25,7 @@ from entropy_experiments.config.fields import (
     Text,
 )
 
-FUNCTION = re.compile(r"[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?")
+FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py)(:[A-Za-z_]\w*)?")
 
 
 class Checkpoint(Section):
@@ -55,7 +56,8 @@ class BatchConfig(Section):
 
     dataset_name: Text | None = None
     """gsm8k_r1_template, gsm8k, countdown, countdown_r1_template, jsonl or reasoning_gym:<name>.
-    null: what training recorded beside the checkpoint, else gsm8k_r1_template."""
+    null: the prompts that training recorded, or named beside the checkpoint; without either,
+    gsm8k_r1_template."""
     dataset_path: Path | None = None
     """Local JSONL file to read the problems from."""
     split: Text | None = None
@@ -66,17 +68,20 @@ class BatchConfig(Section):
     """Split of the update prompts."""
     chat_template: bool = False
     """Wrap each prompt in the tokenizer's chat template."""
-    B_E: Annotated[int, Field(ge=2)] = 64
-    """Evaluation prompts, one response each; intervals are over these prompts."""
+    B_E: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 64
+    """Evaluation prompts, one response each; intervals are over these prompts. A recorded run
+    with fewer prompts has all that are left."""
     B_U: Count = 16
     """Update prompts, G responses each; never the same prompts as E."""
-    G: Annotated[int, Field(ge=2)] = 8
+    G: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 8
     """Responses per update prompt: the group that advantages compare."""
+    evaluation: Literal["drawn", "recorded"] = "drawn"
+    """recorded: the very rollouts that the callback probed this step with, instead of new ones."""
     filter_zero_advantage_prompts: bool = True
     """Draw another prompt for a group whose rewards are all equal."""
     advantage_filter_tol: NotNegative = 1e-8
     """Advantages below this count as zero for the filter."""
-    max_resample_attempts: Annotated[int, Field(ge=0)] = 5
+    max_resample_attempts: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 5
     """How many times the filter draws again before it warns and goes on."""
 
 
@@ -101,8 +106,11 @@ class Generation(Section):
 class Update(Section):
     """How training made its step. null: read from entropy_probe.json or a TRL YAML, or assumed."""
 
-    loss: Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo"] | None = None
-    """Training loss (TRL's loss_type)."""
+    loss: (
+        Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "rloo"]
+        | None
+    ) = None
+    """Training loss (TRL's loss_type; rloo: RLOOTrainer's)."""
     advantage: Literal["group", "batch", "none"] | None = None
     """What rewards are scaled by (TRL's scale_rewards)."""
     ratio: Literal["token", "sequence"] | None = None
@@ -110,9 +118,18 @@ class Update(Section):
     clip_low: Annotated[Number, Field(ge=0, le=1)] | None = None
     """Ratios are clipped at 1 - clip_low (TRL's epsilon). 1 never clips."""
     clip_high: NotNegative | None = None
-    """Ratios are clipped at 1 + clip_high (TRL's epsilon_high). A large number never clips."""
+    """Ratios are clipped at 1 + clip_high (TRL's epsilon_high). A large number never clips.
+    cispo: the ratio itself is bounded by it."""
+    delta: Positive | None = None
+    """Two-sided clipping: no ratio counts for more than this (TRL's delta). null: off."""
+    sapo_positive: Positive | None = None
+    """sapo's temperature where the advantage is positive (TRL's sapo_temperature_pos)."""
+    sapo_negative: Positive | None = None
+    """sapo's temperature where it is not (TRL's sapo_temperature_neg)."""
     beta: NotNegative | None = None
     """Weight of the KL term against the reference policy."""
+    kl_ratio: bool | None = None
+    """The KL term is multiplied by the ratio (TRL's use_bias_correction_kl, on by default)."""
     entropy_coef: Number | None = None
     """Weight of the entropy bonus."""
     max_grad_norm: NotNegative | None = None
@@ -134,18 +151,20 @@ class Reward(Section):
     """What a response earns."""
 
     functions: Annotated[Names, Field(min_length=1)] | None = None
-    """math_verify, answer_exact, format, countdown or your own module:function.
+    """math_verify, answer_exact, format, countdown or your own: module:function, file.py:function.
     null: what training recorded, else those of the dataset."""
     weights: Some[Number] | None = None
     """One weight per function. null: all 1."""
+    seconds: Positive = 600.0
+    """Longest that a function of your own may take for one batch of responses."""
 
     @model_validator(mode="after")
     def _paired(self) -> Reward:
         for name in self.functions or ():
             if not FUNCTION.fullmatch(name):
                 raise ValueError(
-                    f"reward.functions has {name!r}; expected a name or module:function. "
-                    "Nothing of it was imported."
+                    f"reward.functions has {name!r}; expected a name, module:function or "
+                    "file.py:function. Nothing of it was imported."
                 )
         if self.weights is not None and len(self.weights) != len(self.functions or ()):
             raise ValueError(

@@ -23,7 +23,13 @@ from entropy_experiments.config.aliases import (
     resolve,
 )
 from entropy_experiments.config.fields import Section
-from entropy_experiments.config.problems import ConfigError, describe, explained, nearest
+from entropy_experiments.config.problems import (
+    DEEPEST,
+    ConfigError,
+    described,
+    explained,
+    nearest,
+)
 from entropy_experiments.config.yaml_dialect import parse_value
 
 FORWARD_PER_MICROBATCH = 8
@@ -117,7 +123,7 @@ class Config(Section):
         changes: dict[str, Any] = {}
         for text in overrides:
             key, equals, value = text.partition("=")
-            if not equals or not all(key.strip().split(".")) or "." not in key:
+            if not equals or not all(key.strip().split(".")) or not 0 < key.count(".") < DEEPEST:
                 raise ConfigError("--set", [f"got {text!r}, expected section.key=value."])
             changes[key.strip()] = parse_value(value, source=f"--set {text}")
         return self.replaced(changes, where="--set")
@@ -153,14 +159,15 @@ def validated(given: Mapping[Any, Any], *, source: str, where: Mapping[str, str]
         raise ConfigError(source, [f"key {odd[0]!r} is not text. Sections: {', '.join(fields)}."])
     found = resolve(given, fields)
     wrong = list(found.conflicts)
-    config = None
+    config, more = None, 0
     try:
         config = Config.model_validate(found.mapping)
     except ValidationError as failure:
-        wrong += [describe(error, fields, found.origin) for error in failure.errors()]
+        some, more = described(failure, fields, found.origin)
+        wrong += some
     if wrong or config is None:
         lines = dict.fromkeys(_placed(key, what, where) for key, what in wrong)
-        raise ConfigError(source, list(lines))
+        raise ConfigError(source, list(lines), more=more)
     config._given, config._source = copied(given), source
     config._where, config._notes = dict(where), tuple(found.notes)
     return config

@@ -9,21 +9,37 @@ from typing import TYPE_CHECKING, Any
 from entropy_experiments.config.aliases import ALIASES, MISSING, RETIRED, look, shown
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
     from pydantic_core import ErrorDetails
+
+
+MOST = 20
+"""Problems that are described; finding the key that was meant takes a while for each."""
+DEEPEST = 20
+"""Dots in a key of --set."""
+LONGEST = 600
+"""Characters of one of them: a key may be as long as its file."""
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used. `problems` has one line for each thing wrong."""
 
-    def __init__(self, source: str, problems: Sequence[str]) -> None:
+    def __init__(self, source: str, problems: Sequence[str], *, more: int = 0) -> None:
         self.source, self.problems = source, tuple(problems)
-        if len(self.problems) == 1:
-            text = f"{source}: {self.problems[0]}"
+        lines = [_cut(problem) for problem in self.problems[:MOST]]
+        more += len(self.problems) - len(lines)
+        if len(lines) + more == 1:
+            text = f"{_cut(source)}: {lines[0]}"
         else:
-            text = f"{source}: {len(self.problems)} problems.\n" + "\n".join(
-                f"  {problem}" for problem in self.problems
+            lines += [f"and {more} more."] if more else []
+            text = f"{_cut(source)}: {len(self.problems) + more} problems.\n" + "\n".join(
+                f"  {line}" for line in lines
             )
         super().__init__(text)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}...{text[-LONGEST // 4 :]}"
 
 
 EXPECTED = {
@@ -43,6 +59,14 @@ EXPECTED = {
     "too_short": "a list of at least {min_length}",
     "string_too_short": "some text, or null",
 }
+
+
+def described(
+    failure: ValidationError, fields: Mapping[str, Any], origin: Mapping[str, str]
+) -> tuple[list[tuple[str, str]], int]:
+    """(the first problems by key, how many more there are)."""
+    errors = failure.errors()
+    return [describe(error, fields, origin) for error in errors[:MOST]], len(errors[MOST:])
 
 
 def describe(

@@ -14,6 +14,7 @@ from entropy_experiments.config.fields import Section
 from entropy_experiments.config.model import Config, validated
 from entropy_experiments.config.problems import ConfigError
 from entropy_experiments.config.yaml_dialect import parse_text
+from entropy_experiments.input_files import check_regular, expanded
 
 DEFAULT_TEMPLATE = "detailed_logging_example.yaml"
 """What a command runs without --config: the quick start, on the policy in the package."""
@@ -27,6 +28,8 @@ TRAINING_TEMPLATES = (
 )
 """Those of `entropy-probe train`; see `training_reading`."""
 
+LARGEST_FILE = 4 * 2**20
+"""Bytes of a configuration."""
 TEMPLATE_FOLDERS = {"", ".", "configs", "entropy_experiments/configs", "rl_training/cfg"}
 """Folders under which the documents name the templates; they need not exist."""
 
@@ -119,10 +122,11 @@ def _comment(text: str | None, indent: str) -> str:
 
 def read_text(path: str | Path, *, offered: str | None = None) -> tuple[str, str]:
     """(name for messages, text). `offered`: what there is instead of a file that is not there."""
-    file = Path(path).expanduser()
+    file = expanded(path, "--config")
     if file.is_dir():
         raise ConfigError(str(path), ["is a folder, expected a YAML file."])
     if file.exists():
+        check_regular(file, most=LARGEST_FILE)
         try:
             return str(path), file.read_text("utf-8")
         except UnicodeDecodeError:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from entropy_experiments.config.fields import (
+    LARGEST_COUNT,
     Count,
     Names,
     NotNegative,
@@ -26,11 +27,15 @@ from entropy_experiments.config.fields import (
     Path,
     Positive,
     Section,
+    Seed,
     Some,
     Text,
 )
 from entropy_experiments.config.inputs import FUNCTION
 
+MOST_PROBLEMS = 100_000
+"""As many as are made or read at once (tasks.datasets)."""
+MOST_TRL_KEYS = 1000
 OURS = (
     "output_dir",
     "disable_tqdm",
@@ -59,7 +64,7 @@ def _scale(value: Any) -> Any:
 class Lora(Section):
     """The adapter that is trained."""
 
-    r: Count = 16
+    r: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Rank."""
     alpha: Positive = 32.0
     """Scale: the adapter is multiplied by alpha / r."""
@@ -82,7 +87,7 @@ class Probe(Section):
     evaluation: Literal["fresh", "half", "batch"] = "fresh"
     """Rollouts it judges by: drawn for it, those that the step does not learn from, or (batch) the
     very ones it learns from, each prompt judged by the others' gradients."""
-    prompts: Annotated[int, Field(ge=5)] = 16
+    prompts: Annotated[int, Field(ge=5, le=MOST_PROBLEMS)] = 16
     """Evaluation prompts of a probed step."""
     group: Count = 1
     """Responses to each."""
@@ -102,7 +107,7 @@ class Probe(Section):
     noise_scale: bool = False
     """Also the gradient noise scale and the critical batch size, from the backward passes of each
     step."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """Of the evaluation prompts and rollouts; training has its own."""
 
 
@@ -145,10 +150,10 @@ class TrainingConfig(Section):
     """Local JSONL file to read the problems from."""
     split: Text | None = None
     """Split of the dataset. null: train."""
-    dataset_size: Count | None = None
+    dataset_size: Annotated[int, Field(ge=1, le=MOST_PROBLEMS)] | None = None
     """Problems to train on. null: all of a file; of those made here as many as the steps need, at
     most 4096."""
-    eval_prompts: Annotated[int, Field(ge=0)] = 64
+    eval_prompts: Annotated[int, Field(ge=0, le=MOST_PROBLEMS)] = 64
     """Problems kept out of training, for the probe to ask. 0: it asks those of training."""
     chat_template: bool = False
     """Wrap each prompt in the tokenizer's chat template."""
@@ -158,7 +163,7 @@ class TrainingConfig(Section):
     reward_weights: Some[Number] | None = None
     """One weight per function. null: all 1."""
 
-    num_generations: Annotated[int, Field(ge=2)] = 8
+    num_generations: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 8
     """Responses per prompt: the group that advantages compare."""
     buffer_size: Count | None = None
     """Prompts per optimizer step, over all ranks. null: 16, unless gradient_accumulation_steps
@@ -186,7 +191,7 @@ class TrainingConfig(Section):
     """Sampling temperature; part of the policy."""
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Nucleus mass of the rollouts. The probe is about the full softmax, whatever this is."""
-    max_completion_length: Count = 256
+    max_completion_length: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     """Longest response; dr_grpo divides by it."""
 
     loss_type: Literal["dr_grpo", "dapo", "grpo", "bnpo"] = "dr_grpo"
@@ -210,7 +215,7 @@ class TrainingConfig(Section):
     """Peak learning rate."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
     """How the learning rate goes on from there."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 0
     """Steps of the rise to it."""
     weight_decay: NotNegative = 0.0
     """AdamW's decay."""
@@ -220,7 +225,7 @@ class TrainingConfig(Section):
     """Memory of its second moment."""
     adam_epsilon: Positive = 1e-8
     """Added to its root."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """Of problems, adapters and rollouts."""
 
     output_dir: Path = "runs/train"
@@ -280,6 +285,11 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _named_once(self) -> TrainingConfig:
+        if len(self.trl) > MOST_TRL_KEYS:
+            raise ValueError(
+                f"trl has {len(self.trl)} keys; expected fields of TRL's GRPOConfig, which has a "
+                "few hundred."
+            )
         given = set(type(self).model_fields) & set(self.trl)
         if given:
             name = sorted(given)[0]

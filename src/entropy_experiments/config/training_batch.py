@@ -9,13 +9,17 @@ that must be whole optimizer steps, or a step would learn from responses of two 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from entropy_experiments.config.problems import ConfigError
 from entropy_experiments.config.training import TrainingConfig
+from entropy_experiments.torchrun import ranks_of_job
+
+__all__ = ["BatchPlan", "batch_plan", "plan_line", "plan_notes", "ranks_of_job"]
 
 BUFFER, MICROBATCH = 16, 4
+MOST_PROMPTS, MOST_RESPONSES = 10**7, 10**8
+"""Of a whole run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +38,6 @@ class BatchPlan:
 
     def generations(self, steps: int) -> int:
         return -(-steps // self.steps_served)
-
-
-def ranks_of_job() -> tuple[int, int]:
-    """(rank, how many), as torchrun says."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def plan_line(config: TrainingConfig, plan: BatchPlan) -> str:
@@ -150,7 +149,7 @@ def _with_generation(
                 f"a multiple of {served}."
             ],
         )
-    return BatchPlan(
+    plan = BatchPlan(
         ranks=ranks,
         prompts_per_step=prompts,
         sequences_per_backward=sequences,
@@ -159,3 +158,22 @@ def _with_generation(
         prompts_per_generation=asked,
         steps_served=served,
     )
+    _refuse_endless(config, plan)
+    return plan
+
+
+def _refuse_endless(config: TrainingConfig, plan: BatchPlan) -> None:
+    """The prompts of a whole run are one list: of a run that nobody ends it would not be made."""
+    prompts = plan.prompts_per_generation * plan.generations(config.max_steps)
+    responses = prompts * config.num_generations
+    if prompts > MOST_PROMPTS or responses >= MOST_RESPONSES:
+        raise ConfigError(
+            config.source,
+            [
+                f"max_steps: {config.max_steps} steps of {plan.prompts_per_step} prompts x "
+                f"{config.num_generations} responses are {prompts:.3g} prompts and {responses:.3g} "
+                f"responses; expected at most {MOST_PROMPTS:.0e} and below {MOST_RESPONSES:.0e}. "
+                "Lower max_steps (--steps), buffer_size or num_generations; --resume with more "
+                "steps continues a run."
+            ],
+        )

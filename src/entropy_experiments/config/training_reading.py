@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from entropy_experiments.config.aliases import (
     shown,
     unify,
 )
-from entropy_experiments.config.problems import ConfigError, describe, nearest
+from entropy_experiments.config.problems import DEEPEST, MOST, ConfigError, described, nearest
 from entropy_experiments.config.reading import TRAINING_TEMPLATES, read_text
 from entropy_experiments.config.training import Probe, TrainingConfig
 from entropy_experiments.config.yaml_dialect import parse_text, parse_value
@@ -107,7 +108,7 @@ def with_overrides(config: TrainingConfig, overrides: Sequence[str]) -> Training
     changes: dict[str, Any] = {}
     for text in overrides:
         key, equals, value = text.partition("=")
-        if not equals or not all(key.strip().split(".")):
+        if not equals or not all(key.strip().split(".")) or key.count(".") >= DEEPEST:
             raise ConfigError("--set", [f"got {text!r}, expected key=value."])
         changes[key.strip()] = parse_value(value, source=f"--set {text}")
     return replaced(config, changes, where="--set")
@@ -136,13 +137,15 @@ def _validated(
         raise ConfigError(source, [f"key {odd[0]!r} is not text, expected names of settings."])
     found = Resolved(mapping=copied(given))
     wrong = _settled(found, fields)
-    config = None
+    config, more = None, 0
     try:
         config = TrainingConfig.model_validate(found.mapping)
     except ValidationError as failure:
-        wrong += [describe(error, fields, found.origin) for error in failure.errors()]
+        some, more = described(failure, fields, found.origin)
+        wrong += some
     if wrong or config is None:
-        raise ConfigError(source, list(dict.fromkeys(_line(*one, where) for one in wrong)))
+        lines = dict.fromkeys(_line(*one, where) for one in wrong)
+        raise ConfigError(source, list(lines), more=more)
     config._source, config._notes = source, tuple(found.notes)
     return config
 
@@ -173,7 +176,7 @@ def _settled(found: Resolved, fields: Mapping[str, Any]) -> list[tuple[str, str]
         if not parent or look(found.mapping, parent) is not None:
             unify(found, canonical, fields, aliases=TRAINING_ALIASES)
     found.notes = notes  # both names are names here: nothing to say of the one that was used
-    for name in found.mapping.get(OLD_PROBE) or {}:
+    for name in islice(found.mapping.get(OLD_PROBE) or {}, MOST):
         hint = nearest(f"probe.{name}", fields)
         wrong.append((f"{OLD_PROBE}.{name}", f"unknown key. {hint}"))
     found.mapping.pop(OLD_PROBE, None)

@@ -13,9 +13,14 @@ from typing import Any
 import yaml
 
 from entropy_experiments.config.problems import ConfigError
+from entropy_experiments.input_errors import words_of
 
 LARGEST = 100_000
 """Values of one file, anchors expanded."""
+MOST_LINES = 10_000
+"""PyYAML reads some 5,000 a second; every key of the schema, explained, takes 300."""
+LONGEST_INTEGER = 40
+"""Characters; Python takes seconds for some of thousands, and refuses others."""
 
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$"
@@ -35,6 +40,17 @@ class _Loader(yaml.SafeLoader):
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = str(self.construct_scalar(node))
+        if len(text) > LONGEST_INTEGER:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"an integer of {len(text)} characters", node.start_mark
+            )
+        return super().construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def _is(kind: str, tag: str) -> bool:
@@ -71,6 +87,8 @@ def parse_value(text: str, *, source: str) -> Any:
 
 
 def _build(text: str, source: str) -> tuple[Any, yaml.Node | None]:
+    if (lines := text.count("\n")) > MOST_LINES:
+        raise ConfigError(source, [f"has {lines} lines, expected at most {MOST_LINES}."])
     try:
         loader = _Loader(text)
         try:
@@ -87,6 +105,12 @@ def _build(text: str, source: str) -> tuple[Any, yaml.Node | None]:
         raise ConfigError(source, [f"{place}not YAML that can be read: {what}."]) from None
     except RecursionError:
         raise ConfigError(source, ["is nested too deeply."]) from None
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as failure:
+        # PyYAML's own constructors, of a tag such as !!int that does not fit its text.
+        what = f"a value does not fit its tag ({words_of(failure)})"
+        raise ConfigError(source, [f"not YAML that can be read: {what}."]) from None
 
 
 def _size(node: yaml.Node, known: dict[int, int], source: str) -> int:

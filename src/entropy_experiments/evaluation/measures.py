@@ -55,6 +55,7 @@ def measures(
             )
             for k in ks
         },
+        **_rewards(rows, samples, of_rollouts),
         "format_rate": share(by_prompt("well_formed")),
         "answered": share(by_prompt("answered")),
         "length": ratio_by_prompt(tokens_P, torch.full_like(tokens_P, samples), of_rollouts),
@@ -64,6 +65,20 @@ def measures(
         "surprisal_minus_entropy": ratio_by_prompt(surprisal_P - entropy_P, tokens_P, of_tokens),
         "high_entropy_share": ratio_by_prompt(by_prompt("above_threshold"), tokens_P, of_tokens),
     }
+
+
+def _rewards(rows: Rows, samples: int, estimand: Estimand) -> dict[str, Estimate]:
+    """Mean of each reward function that is no pass or fail; None: it had no opinion."""
+    found = {}
+    for name in (column for column in rows if column.startswith("reward:")):
+        values = list(rows[name])
+        if all(value in (0, 1) for value in values):
+            continue
+        value_N = torch.tensor([0.0 if v is None else v for v in values], dtype=torch.float64)
+        scored_N = torch.tensor([v is not None for v in values], dtype=torch.float64)
+        value_P, scored_P = (x_N.view(-1, samples).sum(1) for x_N in (value_N, scored_N))
+        found[name] = ratio_by_prompt(value_P, scored_P, estimand)
+    return found
 
 
 def differences(

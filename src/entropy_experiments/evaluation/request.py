@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,15 @@ from entropy_experiments.policy.layout import (
     Layout,
     find_checkpoint,
 )
+from entropy_experiments.policy.training_record import RECORDED, read_record
 from entropy_experiments.tasks.datasets import MADE, MADE_SPLITS, Problem, load_problems
 from entropy_experiments.tasks.rewards import Reward, build_reward, default_functions
-from entropy_experiments.training_facts import TrainingFacts, training_facts
+from entropy_experiments.training_facts import (
+    TrainingFacts,
+    refuse_unrecorded,
+    reward_of,
+    training_facts,
+)
 from entropy_experiments.trajectory import embedded_trajectory, steps_of
 
 SCHEMA = 2
@@ -48,8 +54,13 @@ KEY_OF = {
     "max_completion_length": "--set generation.max_new_tokens=256",
     "stop": '--set "generation.stop=[...]"',
 }
+DEFAULT_PROMPTS = 64
 DEFAULT_COUNT = 4
 """Checkpoints of the embedded run that are evaluated when none is named."""
+
+
+MOST, MOST_RESPONSES = 100_000, 10**7
+"""Problems, and responses to each: more was a slip of the hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +69,7 @@ class EvaluationRequest:
 
     samples: int = 8
     """Responses per prompt."""
-    prompts: int = 64
+    prompts: int = DEFAULT_PROMPTS
     ks: tuple[int, ...] | None = None
     """k of pass@k; None: those of 1, 4, 8 that `samples` allows."""
     threshold: float = 0.6931471805599453
@@ -68,8 +79,14 @@ class EvaluationRequest:
 
     def __post_init__(self) -> None:
         for name in ("samples", "prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}; expected at least 1.")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ValueError(f"--{name} is {getattr(self, name)}; expected 1 to {MOST}.")
+        if self.prompts * self.samples > MOST_RESPONSES:
+            raise ValueError(
+                f"--prompts {self.prompts} x --samples {self.samples} are "
+                f"{self.prompts * self.samples:.3g} responses a checkpoint; expected at most "
+                f"{MOST_RESPONSES:.0e}. Lower one of them."
+            )
         if not self.threshold >= 0:
             raise ValueError(f"--threshold is {self.threshold}; expected 0 nats or more.")
         wrong = [k for k in self.ks or () if not 1 <= k <= self.samples]
@@ -137,14 +154,23 @@ def prepared(
     candidates = [_candidate(config, lay, label) for lay, label in zip(layouts, labels)]
     facts = _agreed(config, layouts, labels)
     _refuse_unread(config, facts["dataset_name"])
+    _check_records(config, layouts, facts)
     problems = _problems(config, facts, request.prompts)
+    if len(problems) < request.prompts and request.prompts == DEFAULT_PROMPTS and own(facts):
+        request = replace(request, prompts=len(problems))  # all that the run has
     if len(problems) < request.prompts:
         raise ValueError(
             f"{facts['dataset_name']} has {len(problems)} different problems; {request.prompts} "
             "were asked for. Lower --prompts, or give a larger dataset (--task, --data)."
         )
-    names = request.rewards or default_functions(facts["dataset_name"])
-    reward = build_reward(names)
+    if request.rewards is None and own(facts):
+        reward = reward_of(facts, config)
+        names = tuple(reward.functions)
+        code: dict[str, Any] = {one["name"]: one["sha256"] for one in facts["reward_sources"]}
+    else:
+        names = request.rewards or default_functions(facts["dataset_name"])
+        reward = build_reward(names, seconds=config.reward.seconds)
+        code = {name: _code(name) for name in names}
     batch, generation = config.batch_config, config.generation
     settings = {
         "schema": SCHEMA,
@@ -159,7 +185,7 @@ def prepared(
         "top_p": facts["top_p"],
         "max_new_tokens": generation.max_new_tokens or facts["max_completion_length"],
         "stop": list(generation.stop or facts.values.get("stop") or ()),
-        "rewards": {name: _code(name) for name in names},
+        "rewards": code,
         "threshold": request.threshold,
         "dtype": config.checkpoint.dtype,
     }
@@ -174,8 +200,23 @@ def prepared(
         reward=reward,
         settings=settings,
         candidates=tuple(candidates),
-        notes=_notes(facts),
+        notes=_notes(facts, reward, request),
     )
+
+
+def own(facts: TrainingFacts) -> bool:
+    """Whether prompts and reward are those that the run recorded."""
+    return facts["dataset_name"] == RECORDED and "reward_sources" in facts.values
+
+
+def _check_records(config: Config, layouts: Sequence[Layout], facts: TrainingFacts) -> None:
+    """Recorded prompts must be there and unchanged; so must each checkpoint's files."""
+    if facts["dataset_name"] == RECORDED:
+        refuse_unrecorded(facts)
+    for layout in layouts:
+        record = read_record(layout.folders)
+        if record is not None and facts["dataset_name"] == RECORDED:
+            record.check_prompts()
 
 
 def digest(value: Any) -> str:
@@ -256,6 +297,9 @@ def _candidate(config: Config, layout: Layout, label: str) -> Candidate:
         found = find_base(layout, base=asked.base, backbone=asked.backbone, recorded=recorded)
     own, of_base = deciding_files(layout, found)
     known = {os.path.relpath(f, layout.root): sha256(f) for f in own if f.is_file()}
+    record = read_record(layout.folders)
+    if record is not None and record.path.parent == layout.root:
+        record.refuse_changed(known)
     if found is not None:
         known["base"] = found.location
         if found.folder is not None:
@@ -311,20 +355,29 @@ def _path(config: Config, facts: TrainingFacts) -> str | None:
 def _split(config: Config, facts: TrainingFacts) -> str | None:
     batch = config.batch_config
     own = batch.dataset_name is None
-    return batch.E_split or batch.split or (facts.values.get("split") if own else None)
+    named = batch.E_split or batch.split
+    return named or (facts.values.get("split") or facts.values.get("E_split") if own else None)
 
 
 def _code(name: str) -> str | None:
     """The hash of a function of one's own: of the file of its module."""
-    module, colon, _ = name.partition(":")
+    module, colon, _ = name.rpartition(":")
+    if module.endswith(".py"):
+        return sha256(Path(module))
     found = find_spec(module) if colon else None
     if found is None or not found.has_location:
         return None
     return sha256(Path(str(found.origin)))
 
 
-def _notes(facts: TrainingFacts) -> tuple[str, ...]:
+def _notes(facts: TrainingFacts, reward: Reward, request: EvaluationRequest) -> tuple[str, ...]:
     names = ("dataset_name", "temperature", "max_completion_length")
     assumed = [f"{name} = {facts.assumed[name]}" for name in names if name in facts.assumed]
     said = f"assumed, since no file says: {', '.join(assumed)}"
-    return (*facts.notes, *([said] if assumed else []))
+    recorded: list[str] = []
+    if own(facts) and request.rewards is None:
+        recorded.append(
+            f"{request.prompts} prompts and the reward ({', '.join(reward.functions)}) are the "
+            "run's own; a response passes if every function gives at least 1"
+        )
+    return (*facts.notes, *([said] if assumed else []), *recorded)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from entropy_experiments.probe_sampling import response_ids
 from entropy_experiments.tasks.datasets import Problem
 from entropy_experiments.tasks.rewards import Reward, build_reward, final_answer
 from entropy_experiments.types import Rollouts, Scores
@@ -30,8 +31,8 @@ def rollout_rows(
     """A row per rollout, those of a prompt side by side; entropies in nats."""
     asked = [problem for problem in problems for _ in range(samples)]
     texts = list(rollouts.text or ())
-    earned = reward(texts, asked).by_function
-    passed_N = torch.stack(list(earned.values())).amin(0) >= PASS
+    earned = reward(texts, asked, completion_ids=response_ids(rollouts)).by_function
+    passed_N = torch.stack(list(earned.values())).nan_to_num(PASS).amin(0) >= PASS
     response_NS = rollouts.response_NS
     entropy_NS = torch.where(response_NS, scores.entropy_NS.double(), 0.0)
     surprisal_NS = torch.where(response_NS, -scores.logprob_NS.double(), 0.0)
@@ -40,7 +41,7 @@ def rollout_rows(
         "problem": [problem.id for problem in asked],
         "sample": [i for _ in problems for i in range(samples)],
         "passed": passed_N.tolist(),
-        **{f"reward:{name}": value_N.tolist() for name, value_N in earned.items()},
+        **{f"reward:{name}": _without_nan(value_N) for name, value_N in earned.items()},
         "well_formed": [bool(x) for x in _format(texts, asked)],
         "answered": [bool(final_answer(t, problem)) for t, problem in zip(texts, asked)],
         "tokens": rollouts.tokens_N.tolist(),
@@ -51,6 +52,11 @@ def rollout_rows(
         "prompt_text": [problem.prompt for problem in asked],
         "response": texts,
     }
+
+
+def _without_nan(value_N: torch.Tensor) -> list[float | None]:
+    """None where the function had no opinion."""
+    return [None if value != value else value for value in value_N.tolist()]
 
 
 def _format(texts: list[str], asked: list[Problem]) -> list[float]:
@@ -80,5 +86,10 @@ def high_entropy_tokens(
 
 
 def check_reward(reward: Reward, problems: Sequence[Problem]) -> None:
-    """Ask for the reward of a wrong answer to every problem: what cannot be judged fails now."""
+    """Ask for the reward of a wrong answer to every problem: what cannot be judged fails now.
+
+    Not of functions of one's own: they may cost, and read tokens that there are not yet.
+    """
+    if reward.own:
+        return
     reward(["<answer>0</answer>"] * len(problems), list(problems))

@@ -107,7 +107,7 @@ class EvaluationStore:
             return None
         try:
             found = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not JSON ({error}). Delete it: what it speaks of is then done again."
             ) from error

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.influence.counterfactual import ROUNDING, Counterfactual, Recorded
-from entropy_experiments.update.objective import Objective
+from entropy_experiments.update.objective import UNCLIPPED, Objective
 
 SIGNS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "<=": torch.le,
@@ -222,10 +222,12 @@ def _count(ratio: float, recorded: Recorded) -> int:
 
 def _clipped(recorded: Recorded, objective: Objective) -> Tensor:
     """Tokens whose policy loss PPO's clip has made flat."""
-    if objective.loss == "reinforce":
+    if objective.loss in UNCLIPPED:
         return torch.zeros_like(recorded.batch.counted_NS)
     gap_NS = recorded.log_ratio_NS
-    if objective.ratio == "sequence":
+    if objective.loss == "rloo":
+        gap_NS = gap_NS.sum(1, keepdim=True).expand_as(gap_NS)
+    elif objective.ratio == "sequence":
         tokens_N1 = recorded.batch.counted_NS.sum(1, keepdim=True).clamp_min(1)
         gap_NS = (gap_NS.sum(1, keepdim=True) / tokens_N1).expand_as(gap_NS)
     ratio_NS, a_NS = gap_NS.exp(), recorded.batch.advantage_NS

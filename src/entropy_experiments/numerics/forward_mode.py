@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
+    get_unwrapped,
     is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
 )
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 WORTHWHILE = 1 << 25
@@ -50,6 +53,18 @@ def refuse_nested_forward_mode() -> None:
             "Forward mode over forward mode reached the token scores, where torch would silently "
             "drop terms. Use numerics.second_order.pushforward2 for second derivatives."
         )
+
+
+def values_list(x: Tensor) -> list[Any]:
+    """`x.tolist()` of lengths, tokens and the like, also inside a function that is differentiated.
+
+    There every result is wrapped, constants too, and before torch 2.10 a wrapped tensor has no
+    `tolist`. Batches of vmap stay wrapped: their axis is hidden, and torch refuses them.
+    """
+    while is_gradtrackingtensor(x):
+        x = get_unwrapped(x)
+    with temporarily_clear_interpreter_stack():  # which would wrap it again, inside tolist
+        return x.tolist()
 
 
 def linear_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:

@@ -10,11 +10,12 @@ import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from entropy_experiments.online.trl_batch import training_facts
 from entropy_experiments.policy.facts import FACTS_FILE, KNOWN
 from entropy_experiments.rollouts.whole_files import write_whole
+from entropy_experiments.update.objective import Loss
 
 
 def refuse_unknown(facts: Mapping[str, Any]) -> None:
@@ -28,8 +29,9 @@ def refuse_unknown(facts: Mapping[str, Any]) -> None:
 
 def facts_of(trainer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     read = training_facts(trainer)
-    notes = list(dict.fromkeys([*read.get("note", ()), *given.get("note", ())]))
-    return {**read, **given, **({"note": notes} if notes else {})}
+    if read["loss"] not in get_args(Loss):
+        del read["loss"]  # the record names it among what is not followed
+    return {**read, **given}
 
 
 def write_facts(folder: Path, trainer: Any, given: Mapping[str, Any]) -> None:

@@ -25,7 +25,8 @@ they are. Every rank calls both methods with the same gradient; microbatches are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,6 +48,7 @@ from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
 from entropy_experiments.numerics.derivatives import How, full_precision, norm, shifted
 from entropy_experiments.numerics.ranks import ALONE, Ranks, across
+from entropy_experiments.numerics.threads import chosen_threads
 from entropy_experiments.online.arguments import check_order
 from entropy_experiments.online.buffers import Buffer
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
@@ -164,8 +166,11 @@ class OnlineProbe:
         parts: bool = True,
         order: int = 1,
         ranks: Ranks = ALONE,
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """`context`: entered for everything that is computed with the policy."""
         check_order(order)
+        self._context = context
         self.policy, self.buffer, self.ranks = policy, buffer, ranks
         self.form: SlopeForm = form
         self.estimand = slope_estimand(policy, form=form, horizon=horizon)
@@ -189,7 +194,7 @@ class OnlineProbe:
         averaged over ranks). None: that parameter has none, and the optimizer leaves it alone.
         `own`: judge the step by the batch that it learns from, instead of the buffer's rollouts.
         """
-        with full_precision():
+        with self._context(), full_precision(), chosen_threads():
             direction = live_direction(self.policy.params, gradient, optimizer)
             rollouts = self.buffer.at(self.step) if own is None else own.batch.rollouts
             if not self._checked:
@@ -260,7 +265,7 @@ class OnlineProbe:
         moved = {name: after[name] - old for name, old in pending.before.items()}
         missed = shifted(moved, pending.expected, -1.0)
         size = norm(moved)
-        with full_precision():
+        with self._context(), full_precision(), chosen_threads():
             scores = score_all(
                 self.policy,
                 after,
@@ -360,3 +365,8 @@ def _corrected(seen: Estimate, pending: _Pending) -> Estimate:
 def named_gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:
     """The gradients as they stand, by name; not copied."""
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def trained_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The parameters that training moves, by name; not copied."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

@@ -104,6 +104,7 @@ def write_ledger(
     step: int,
     microbatch: int,
     facts: Mapping[str, Any],
+    divisor: float | None = None,
 ) -> Path:
     """The run directory of the step that `optimizer` is about to make."""
     with careful():
@@ -112,7 +113,9 @@ def write_ledger(
             live_state(policy.params, optimizer),
             batch,
             evaluation,
-            checkpoint=_in_training(trainer, policy, step, facts_of(trainer, facts)),
+            checkpoint=_in_training(
+                trainer, policy, step, {**facts_of(trainer, facts), "divisor": divisor}
+            ),
             config=ledger_config(microbatch),
             notes=_notes(evaluation, batch, evaluated),
         )

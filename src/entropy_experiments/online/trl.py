@@ -1,4 +1,4 @@
-"""The probe inside TRL's GRPOTrainer: one line, two curves.
+"""The probe inside TRL's GRPOTrainer or RLOOTrainer: one line, two curves.
 
     trainer = GRPOTrainer(..., callbacks=[EntropyProbeCallback()])
 
@@ -26,11 +26,12 @@ from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.numerics.ranks import Ranks
 from entropy_experiments.online.arguments import check_counts, check_order
 from entropy_experiments.online.buffers import Buffer, Fixed, Fresh, Given
+from entropy_experiments.online.captures import Captures
 from entropy_experiments.online.drawing import drawer
 from entropy_experiments.online.facts_file import refuse_unknown
 from entropy_experiments.online.guard import LOG
 from entropy_experiments.online.noise_ratio import MIN_STEPS
-from entropy_experiments.online.probe import OnlineProbe, named_gradients
+from entropy_experiments.online.probe import OnlineProbe, named_gradients, trained_parameters
 from entropy_experiments.online.record import Recorder
 from entropy_experiments.online.rows import metrics_of
 from entropy_experiments.online.step_ledger import (
@@ -45,10 +46,13 @@ from entropy_experiments.online.trl_batch import (
     EvaluationPrompts,
     other_rollouts,
     own_batch,
+    refuse_other_optimizers,
     refuse_other_trl,
     refuse_unsupported,
+    token_divisor,
     unwrapped_optimizer,
     update_batch,
+    without_autocast,
 )
 from entropy_experiments.online.trl_noise import (
     ALONE_MESSAGE,
@@ -59,6 +63,7 @@ from entropy_experiments.online.trl_noise import (
     refuse_scaled,
     shared_pairs,
 )
+from entropy_experiments.online.trl_options import sampled_otherwise, unfollowed
 from entropy_experiments.online.watch import PATIENCE, ROWS, Watch
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.rollouts.sample import SampleGenerator
@@ -86,8 +91,11 @@ class EntropyProbeCallback(TrainerCallback):
     does not learn from; "batch", the very rollouts it learns from, prompts judged by the others'
     gradients; or Rollouts of your own. `prompts` and `group`: how many are drawn.
     `order`: 2 also predicts to second order, for one more pass without gradients before the step.
-    `record`: a folder that keeps every step's batch, for a replay by the offline commands; `facts`:
-    what else they should know, such as {"dataset_name": "gsm8k", "reward_functions": [...]}.
+    `record`: a folder that keeps every step's batch, the prompts, the rewards and the options of
+    training, for the offline commands; `record_gradient`: also the gradient of the step after each
+    checkpoint (None: where it has at most 20 million numbers, as LoRA's has). `facts`: what the
+    offline commands should take instead of the recorded prompts and rewards, such as
+    {"dataset_name": "gsm8k", "reward_functions": ["math_verify"]}.
     `ledger_every`: at every so many steps the whole ledger with each token's influence, in a run
     directory of its own under OUTPUT_DIR/entropy_probe_ledgers. `noise_scale`: the gradient noise
     scale and the critical batch size, over the last `noise_window` steps (None: all).
@@ -106,6 +114,7 @@ class EntropyProbeCallback(TrainerCallback):
         parts: bool = True,
         order: int = 1,
         record: str | Path | None = None,
+        record_gradient: bool | None = None,
         facts: Mapping[str, Any] | None = None,
         ledger_every: int | None = None,
         noise_scale: bool = False,
@@ -138,7 +147,10 @@ class EntropyProbeCallback(TrainerCallback):
             )
         self.facts = dict(facts or {})
         refuse_unknown(self.facts)
-        self._recorder = None if record is None else Recorder(Path(record), self.facts)
+        self._recorder = (
+            None if record is None else Recorder(Path(record), self.facts, gradient=record_gradient)
+        )
+        self._captures: Captures | None = None
         self.ledger_every, self.noise_scale = ledger_every, noise_scale
         self.noise_window = noise_window
         self.ledgers: list[Path] = []
@@ -176,14 +188,18 @@ class EntropyProbeCallback(TrainerCallback):
                 "trainer.train()."
             )
         refuse_unsupported(self.trainer)
+        refuse_other_optimizers(self.trainer)
         if self.ledger_every is not None:
             refuse_optimizer(unwrapped_optimizer(self.trainer.optimizer))
+        self._refuse_unknown_loss()
         if self.noise_scale:
             refuse_scaled(args)
         ranks = Ranks.all(PATIENCE)
         watch = Watch(throttle=Throttle(**self._throttle_options), ranks=ranks)
         self._watch = watch
-        watch.also_forget = self._stop_noise
+        watch.also_forget = self._let_go
+        self._captures = Captures(self.trainer)
+        self._say_sampling(args)
         watch.set_up(self._probe, Path(args.output_dir) / ROWS)
         self._begin_record(args, state)
         if self.noise_scale:
@@ -215,11 +231,18 @@ class EntropyProbeCallback(TrainerCallback):
 
         def record() -> None:
             if self._recorder is not None:
-                self._recorder.record(self.trainer, step, watch.ranks)
+                self._recorder.record(
+                    self.trainer,
+                    step,
+                    watch.ranks,
+                    gradient=named_gradients(self._model),
+                    params=trained_parameters(self._model),
+                    captures=self._captures,
+                )
 
         def prepare(probe: OnlineProbe) -> OwnBatch | None:
             if self.evaluation == "batch":
-                return own_batch(self.trainer, watch.ranks)
+                return own_batch(self.trainer, watch.ranks, self._captures)
             if isinstance(probe.buffer, Given):
                 probe.buffer.put(other_rollouts(self.trainer, watch.ranks))
             return None
@@ -240,7 +263,11 @@ class EntropyProbeCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         scaler = getattr(self.trainer.accelerator, "scaler", None) is not None
-        self._begun().after(state.global_step, self._publish, scaler=scaler)
+        recorder, step, ranks = self._recorder, state.global_step, self._begun().ranks
+        if recorder is not None:
+            params = trained_parameters(self._model)
+            self._aside(lambda: recorder.made(step, params, ranks), f"recording step {step}")
+        self._begun().after(step, self._publish, scaler=scaler)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._recorder is not None:
@@ -268,7 +295,13 @@ class EntropyProbeCallback(TrainerCallback):
     def _begin_record(self, args: Any, state: Any) -> None:
         """The first step after a resume belongs beside the checkpoint that it is made from."""
         recorder, watch, given = self._recorder, self._begun(), self.resumes_from
-        if recorder is None or not given or state.global_step == 0:
+        if recorder is None:
+            return
+        watch.guard.run(
+            lambda: recorder.begin(self.trainer, self._model, watch.ranks),
+            doing="recording the run's prompts and settings",
+        )
+        if not given or state.global_step == 0:
             return
         last = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         checkpoint = last if given is True else Path(given)
@@ -276,6 +309,31 @@ class EntropyProbeCallback(TrainerCallback):
             lambda: recorder.resumed(self.trainer, checkpoint, watch.ranks),
             doing="finding the checkpoint that training was resumed from",
         )
+
+    def _refuse_unknown_loss(self) -> None:
+        """Where the loss is rebuilt from its batch, it must be one that is known here."""
+        which = "ledger_every" if self.ledger_every is not None else "evaluation='batch'"
+        if self.ledger_every is None and self.evaluation != "batch":
+            return
+        reasons = unfollowed(self.trainer)
+        if getattr(self.trainer.args, "use_adaptive_entropy", False):
+            reasons.append("use_adaptive_entropy, whose coefficient changes with every step")
+        if reasons:
+            raise ValueError(
+                f"{which} rebuilds the step from its batch, and this training's loss is another: "
+                f"{'; '.join(reasons)}. Leave {which} out: predictions and measurements use the "
+                "trainer's own gradient, and are right for any loss."
+            )
+
+    def _say_sampling(self, args: Any) -> None:
+        options = sampled_otherwise(args)
+        if options and self._begun().ranks.rank == 0 and self.evaluation == "fresh":
+            LOG.warning(
+                "Training samples with %s. The probe's rollouts and entropies are of the full "
+                "softmax at temperature %g, without these options.",
+                ", ".join(options),
+                args.temperature,
+            )
 
     def _probe(self) -> OnlineProbe:
         refuse_other_trl(self.trainer)  # guarded: training goes on, without the probe
@@ -289,6 +347,7 @@ class EntropyProbeCallback(TrainerCallback):
             parts=self.parts,
             order=self.order,
             ranks=self._begun().ranks,
+            context=lambda: without_autocast(self._model),
         )
 
     def _buffer(self, policy: SequenceProcessor) -> Buffer:
@@ -317,24 +376,26 @@ class EntropyProbeCallback(TrainerCallback):
     def _explain(self, probe: OnlineProbe) -> None:
         """The ledger of the step at hand. Rank 0 makes it, with everyone's rollouts."""
         trainer, ranks = self.trainer, self._begun().ranks
-        batch = update_batch(trainer, ranks)
+        batch = update_batch(trainer, ranks, self._captures)
         if ranks.rank or probe.evaluated is None or probe.predicted is None:
             return
         given = isinstance(self.evaluation, Rollouts)
-        folder = write_ledger(
-            Path(trainer.args.output_dir) / LEDGERS,
-            trainer=trainer,
-            policy=SequenceProcessor(self._model, temperature=trainer.args.temperature),
-            optimizer=unwrapped_optimizer(trainer.optimizer),
-            gradient=named_gradients(self._model),
-            batch=batch,
-            evaluation=probe.evaluated,
-            evaluated="given" if given else str(self.evaluation),
-            predicted=probe.predicted.change.value,
-            step=probe.step,
-            microbatch=self.microbatch,
-            facts=self.facts,
-        )
+        with without_autocast(self._model):
+            folder = write_ledger(
+                Path(trainer.args.output_dir) / LEDGERS,
+                trainer=trainer,
+                policy=SequenceProcessor(self._model, temperature=trainer.args.temperature),
+                optimizer=unwrapped_optimizer(trainer.optimizer),
+                gradient=named_gradients(self._model),
+                batch=batch,
+                evaluation=probe.evaluated,
+                evaluated="given" if given else str(self.evaluation),
+                predicted=probe.predicted.change.value,
+                step=probe.step,
+                microbatch=self.microbatch,
+                facts=self.facts,
+                divisor=token_divisor(trainer),
+            )
         self.ledgers.append(folder)
 
     # the noise scale
@@ -372,6 +433,13 @@ class EntropyProbeCallback(TrainerCallback):
         noise.seconds = 0.0
         if row is not None:
             self._log(noise_metrics(row))
+
+    def _let_go(self) -> None:
+        """What is held besides the probe, and the trainer's wrapped methods."""
+        self._stop_noise()
+        if self._captures is not None:
+            self._captures.restore()
+        self._captures = None
 
     def _stop_noise(self) -> None:
         if self._noise is not None:

@@ -1,8 +1,9 @@
-"""What the probe reads of a GRPOTrainer: its prompts, its batch, its optimizer, its settings."""
+"""What the probe reads of a GRPOTrainer or RLOOTrainer: prompts, batch, optimizer, settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.numerics.ranks import Ranks
+from entropy_experiments.online.captures import Captures
 from entropy_experiments.online.drawing import chosen_rows
+from entropy_experiments.online.trl_options import entropy_coef, is_rloo
 from entropy_experiments.rollouts.importers import from_trl_inputs
 from entropy_experiments.types import Rollouts, UpdateBatch
 from entropy_experiments.update.objective import Objective
@@ -20,7 +23,9 @@ PRIVATES = (
     *("_buffered_inputs", "_step", "_metrics", "_tokenizer", "_tokenize_prompts"),
     "eos_token_ids",
 )
-"""Of GRPOTrainer (trl 1.16), from its making on; a contract test holds each."""
+"""Of GRPOTrainer and RLOOTrainer (trl 1.16), from their making on; a contract test holds each."""
+TRAINERS = ("GRPOTrainer", "RLOOTrainer")
+OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 IN_TRAINING = ("current_gradient_accumulation_steps",)
 """Of transformers' Trainer, once the first step has begun; held by the same test."""
 
@@ -40,11 +45,25 @@ def refuse_unsupported(trainer: Any) -> None:
             "differentiation does not pass through shards. Expected plain, DDP or single-device "
             "training. Probe saved checkpoints offline: entropy-probe run."
         )
-    grpo = any(base.__name__ == "GRPOTrainer" for base in type(trainer).__mro__)
-    if not grpo and (missing := _missing_names(trainer)):
+    known = any(base.__name__ in TRAINERS for base in type(trainer).__mro__)
+    if not known:
+        missing = _missing_names(trainer)
+        lacks = f" It has no {missing}." if missing else ""
         raise ValueError(
-            f"{type(trainer).__name__} has no {missing}; expected TRL's GRPOTrainer "
-            "(trl 1.16). For another trainer use entropy_experiments.online.loop."
+            f"EntropyProbeCallback in a {type(trainer).__name__}: expected TRL's GRPOTrainer or "
+            f"RLOOTrainer (trl 1.16), or a subclass of one.{lacks} For another trainer use "
+            "entropy_experiments.online.loop."
+        )
+
+
+def refuse_other_optimizers(trainer: Any) -> None:
+    """When training begins, not at its first step."""
+    optimizer = unwrapped_optimizer(trainer.optimizer)
+    if optimizer is not None and not isinstance(optimizer, OPTIMIZERS):
+        raise ValueError(
+            f"EntropyProbeCallback with the optimizer {type(optimizer).__name__}: expected torch's "
+            "Adam, AdamW or SGD, whose next step can be predicted. Set optim='adamw_torch' in the "
+            "trainer's config, or leave the callback out."
         )
 
 
@@ -66,6 +85,25 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+@contextmanager
+def without_autocast(model: Any) -> Iterator[None]:
+    """The model's own forward, for as long as the probe computes.
+
+    accelerate puts autocast into `forward` itself. A change of entropy is the difference of two
+    nearly equal numbers, and bf16 has three digits.
+    """
+    own = vars(model)
+    cast, plain = own.get("forward"), own.get("_original_forward")
+    if cast is None or plain is None:
+        yield
+        return
+    own["forward"] = plain
+    try:
+        yield
+    finally:
+        own["forward"] = cast
 
 
 class EvaluationPrompts:
@@ -107,16 +145,34 @@ def used_now(trainer: Any) -> tuple[list[int], list[int]]:
     return used, [k for k in range(size) if k not in used]
 
 
-def update_batch(trainer: Any, ranks: Ranks) -> UpdateBatch:
+def update_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -> UpdateBatch:
     """The rollouts of the step at hand, of all ranks, as the loss saw them."""
-    used, rest = used_now(trainer)
-    parts = _everyones(trainer, used, ranks)
+    _, rest = used_now(trainer)
+    parts = step_inputs(trainer, ranks, captures)
     return from_trl_inputs(
         parts,
         eos=trainer.eos_token_ids,
         pad=trainer._tokenizer.pad_token_id,
         check_items=not rest,
     )
+
+
+def step_inputs(
+    trainer: Any, ranks: Ranks, captures: Captures | None = None
+) -> list[dict[str, Any]]:
+    """The microbatches of the step at hand, those of rank 0 first, as the trainer has them."""
+    used, _ = used_now(trainer)
+    return _everyones(trainer, used, ranks, captures)
+
+
+def token_divisor(trainer: Any) -> float | None:
+    """What dapo and cispo divide by, where a step learns from a part of the generated batch."""
+    args = trainer.args
+    passes = trainer.current_gradient_accumulation_steps
+    items = trainer._buffered_inputs[0].get("num_items_in_batch")
+    if items is None or args.steps_per_generation == passes:
+        return None
+    return max(float(items), 1.0) * passes / args.steps_per_generation
 
 
 def other_rollouts(trainer: Any, ranks: Ranks) -> Rollouts:
@@ -137,24 +193,34 @@ def other_rollouts(trainer: Any, ranks: Ranks) -> Rollouts:
     return batch.rollouts
 
 
-def own_batch(trainer: Any, ranks: Ranks) -> OwnBatch:
+def own_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -> OwnBatch:
     """The step's own rollouts and the loss they make. Their policy is the one in training, unless
     they are learned from a second time: then the ratio's denominator tells who drew them."""
-    batch, facts = update_batch(trainer, ranks), training_facts(trainer)
-    rollouts = replace(batch.rollouts, behaviour_logprob_NS=batch.old_logprob_NS)
+    batch, facts = update_batch(trainer, ranks, captures), training_facts(trainer)
+    # RLOO has one log-prob per response, which tells nothing about single tokens.
+    drawn_NS = None if is_rloo(trainer) else batch.old_logprob_NS
+    rollouts = replace(batch.rollouts, behaviour_logprob_NS=drawn_NS)
     return OwnBatch(
         batch=replace(batch, rollouts=rollouts),
         objective=Objective(
-            **{name: facts[name] for name in ("loss", "clip_low", "clip_high", "ratio", "beta")},
-            entropy_coef=facts["entropy_coef"],
-            max_completion_length=facts["max_completion_length"],
+            **{name: facts[name] for name in OF_THE_LOSS if facts.get(name) is not None},
+            divisor=token_divisor(trainer),
         ),
     )
 
 
-def _everyones(trainer: Any, places: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
+OF_THE_LOSS = (
+    *("loss", "clip_low", "clip_high", "ratio", "beta", "entropy_coef"),
+    *("max_completion_length", "delta", "sapo_positive", "sapo_negative", "kl_ratio"),
+)
+"""Facts that the objective is made of."""
+
+
+def _everyones(
+    trainer: Any, places: Sequence[int], ranks: Ranks, captures: Captures | None = None
+) -> list[dict[str, Any]]:
     def mine() -> list[dict[str, Any]]:
-        return [
+        parts = [
             {
                 key: value.detach().cpu() if isinstance(value, torch.Tensor) else value
                 for key, value in trainer._buffered_inputs[place].items()
@@ -162,21 +228,19 @@ def _everyones(trainer: Any, places: Sequence[int], ranks: Ranks) -> list[dict[s
             }
             for place in places
         ]
+        return parts if captures is None else captures.with_factors(parts)
 
     return [part for parts in ranks.gathered(mine) for part in parts]
 
 
 def training_facts(trainer: Any) -> dict[str, Any]:
     """What decides a step and is in no checkpoint: the contents of entropy_probe.json."""
-    args, notes = trainer.args, []
+    args = trainer.args
     facts: dict[str, Any] = {
-        "loss": args.loss_type,
-        "advantage": {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards),
+        **(_rloo_facts(args) if is_rloo(trainer) else _grpo_facts(args)),
         "clip_low": args.epsilon,
         "clip_high": args.epsilon if args.epsilon_high is None else args.epsilon_high,
-        "ratio": args.importance_sampling_level,
-        "beta": args.beta,
-        "entropy_coef": getattr(args, "entropy_coef", None) or 0.0,
+        "entropy_coef": entropy_coef(trainer),
         "max_grad_norm": args.max_grad_norm,
         "max_completion_length": args.max_completion_length,
         "num_iterations": args.num_iterations,
@@ -189,9 +253,22 @@ def training_facts(trainer: Any) -> dict[str, Any]:
         * args.gradient_accumulation_steps
         // args.num_generations,
     }
-    if args.steps_per_generation != args.gradient_accumulation_steps and facts["loss"] == "dapo":
-        notes.append(
-            "dapo divides by the tokens of the whole generation batch; a step of "
-            "steps_per_generation other than gradient_accumulation_steps is rebuilt with its own"
-        )
-    return {**facts, "note": notes} if notes else facts
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _grpo_facts(args: Any) -> dict[str, Any]:
+    return {
+        "loss": args.loss_type,
+        "advantage": {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards),
+        "ratio": args.importance_sampling_level,
+        "beta": args.beta,
+        "kl_ratio": getattr(args, "use_bias_correction_kl", False),
+        "delta": getattr(args, "delta", None),
+        "sapo_positive": getattr(args, "sapo_temperature_pos", None),
+        "sapo_negative": getattr(args, "sapo_temperature_neg", None),
+    }
+
+
+def _rloo_facts(args: Any) -> dict[str, Any]:
+    """Its KL term is in the reward, and so in the advantages."""
+    return {"loss": "rloo", "advantage": "none", "ratio": "sequence", "beta": 0.0}

@@ -19,6 +19,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from entropy_experiments.input_errors import library_errors
+from entropy_experiments.policy.adapter_checks import (
+    check_adapter_config,
+    check_patterns,
+    check_ranks,
+)
 from entropy_experiments.policy.base import check_safetensors
 from entropy_experiments.policy.layout import ADAPTER_CONFIG, Layout, read_json
 from entropy_experiments.policy.optimizer_state import load_safely
@@ -30,8 +36,6 @@ BASE_NOTE = "base: adapter_config.json names it, but nothing records the weights
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json, checked; not yet a peft config."""
-    from peft import LoraConfig
-
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise FileNotFoundError(
@@ -40,22 +44,14 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             "not save it with SHARDED_STATE_DICT. Write it: "
             f'LoraConfig(...).save_pretrained("{folder}").'
         )
-    config = read_json(path)
+    config = check_adapter_config(path, read_json(path))
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ValueError(
             f"{path}: peft_type is {kind!r}; expected 'LORA'. Other adapters cannot be probed yet: "
             "merge it into its base and give the result as a full checkpoint."
         )
-    known = [field.name for field in fields(LoraConfig) if field.init]
-    unknown = [key for key in config if key not in known]
-    if unknown:
-        near = get_close_matches(unknown[0], known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"{path} has unknown keys {unknown}.{hint} The installed peft would ignore them: "
-            "upgrade peft if a newer one wrote the file, or correct it."
-        )
+    config = _without_unset_options(path, config)
     for key in ("r", "lora_alpha"):
         _positive(path, key, config.get(key), whole=key == "r")
     for key in ("rank_pattern", "alpha_pattern"):
@@ -67,6 +63,32 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             "and cannot be probed. Expected it to be null."
         )
     return config
+
+
+def _without_unset_options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """`config` without the keys that the installed peft does not know and that switch nothing on.
+
+    peft writes every option of its own version, used or not: null, false or empty is an option of a
+    newer peft that training did not use. Any other value changes the adapter: refused.
+    """
+    from peft import LoraConfig
+
+    known = [field.name for field in fields(LoraConfig) if field.init]
+    unset = [key for key in config if key not in known and _is_unset(config[key])]
+    unknown = [key for key in config if key not in known and key not in unset]
+    if unknown:
+        near = get_close_matches(unknown[0], known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"{path} has unknown keys {unknown}.{hint} The installed peft would ignore them: "
+            "upgrade peft if a newer one wrote the file, or correct it."
+        )
+    return {key: value for key, value in config.items() if key not in unset}
+
+
+def _is_unset(value: Any) -> bool:
+    # Not `not value`: a number 0 may well be a setting.
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
 def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
@@ -81,14 +103,27 @@ def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
     # `inference_mode` is what peft writes when it saves; it would freeze the adapter. The base was
     # found already, wherever it is.
     changes = {"inference_mode": False, "base_model_name_or_path": base.name_or_path}
-    model = get_peft_model(base, LoraConfig(**{**config, **changes}))
     file = layout.files[0] if layout.sharded is None else layout.sharded
-    stored = _tensors(file) if layout.stored is None else adapter_tensors(model, layout.stored)
+    where = layout.config / ADAPTER_CONFIG
+    check_patterns(where, config, (name for name, _ in base.named_modules()))
+    stored = _tensors(file) if layout.stored is None else None
+    if stored is not None:
+        shapes = {name: tuple(x.shape) for name, x in stored.items()}
+        check_ranks(where, config, file, shapes)
+    with library_errors(
+        f"peft cannot put the adapter of {where} on the base {base.name_or_path}",
+        "Expected the base that it was trained on (checkpoint.base) and the config that training "
+        "wrote.",
+    ):
+        model = get_peft_model(base, LoraConfig(**{**config, **changes}))
+    if stored is None:
+        assert layout.stored is not None
+        stored = adapter_tensors(model, layout.stored)
     _check_finite(file, stored)
     needed = get_peft_model_state_dict(model, save_embedding_layers=False)
     copies = get_peft_model_state_dict(model, save_embedding_layers=True)
     _compare(file, stored, needed, copies)
-    set_peft_model_state_dict(model, stored)
+    set_peft_model_state_dict(model, dict(stored))  # peft 0.18 renames keys in what it is given
     held = get_peft_model_state_dict(model, save_embedding_layers=True)
     for name, value in stored.items():
         if not torch.equal(held[name].detach().to("cpu", value.dtype), value):
@@ -118,6 +153,12 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         check_safetensors([file])
         stored = load_file(file)
+        odd = [name for name, value in stored.items() if not _is_a_weight(value)]
+        if odd:
+            raise ValueError(
+                f"{file}: tensor {odd[0]!r} has dtype {stored[odd[0]].dtype}; expected float32, "
+                "bfloat16, float16 or float64. Save the adapter again in one of them."
+            )
     else:
         stored = load_safely(file)
         if not isinstance(stored, Mapping) or not all(
@@ -126,6 +167,10 @@ def _tensors(file: Path) -> dict[str, Tensor]:
             raise ValueError(f"{file} does not hold tensors by name. Save the adapter again.")
         stored = dict(stored)
     return stored
+
+
+def _is_a_weight(value: Tensor) -> bool:
+    return value.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _check_finite(file: Path, stored: Mapping[str, Tensor]) -> None:

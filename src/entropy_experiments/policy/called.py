@@ -50,7 +50,7 @@ from entropy_experiments.policy.own_call import (
     name_of,
     own_trial,
 )
-from entropy_experiments.policy.parts import FAILURES, Parts, find_parts
+from entropy_experiments.policy.parts import FAILURES, Parts, find_parts, passing_tokens
 from entropy_experiments.policy.positions import Contexts, counted
 from entropy_experiments.policy.shared_prompts import Rows
 from entropy_experiments.types import Params
@@ -133,6 +133,10 @@ class CalledModel:
             difference(whole_SV, trial.whole_SV),
             difference(beginning_SV[:BEGINNING], trial.beginning_SV),
         )
+
+    def trial_pass(self) -> object:
+        """A small pass, to be timed."""
+        return self._states(self.params, passing_tokens(self.model))
 
     def _states(self, params: Params, tokens_NS: Tensor, rows: Rows | None = None) -> Tensor:
         """What the decoder gives; where the head is not ours to apply, the model's logits."""

@@ -3,9 +3,12 @@
 `entropy_probe.json` is this project's own: a flat object of the names below, others refused, values
 held to the config's own rules. A TRL YAML (the file given to `trl grpo --config`) has hundreds of
 keys; those that decide the step are translated, or noted in `facts["note"]` where this program does
-not follow them, and the rest are not ours to judge. The JSON wins where both speak.
+not follow them, and the rest are not ours to judge. `entropy_probe_record.json` is what the
+callback saw: the run's own prompts and rewards, and the options that are not followed. The JSON
+wins over the record, and the record over the YAML.
 
-Both may come with a download, so neither can name code to run: no module:function.
+All may come with a download, so none can name code to run; but for the record, which may name code
+that is already on this machine, under the conditions that `training_record` states.
 """
 
 from __future__ import annotations
@@ -18,9 +21,15 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from entropy_experiments.config.aliases import shown
 from entropy_experiments.config.fields import Names, Text
 from entropy_experiments.config.inputs import BatchConfig, Generation, Reward, Update
+from entropy_experiments.config.reading import LARGEST_FILE
+from entropy_experiments.config.yaml_dialect import parse_text
+from entropy_experiments.input_errors import short
+from entropy_experiments.input_files import check_regular
 from entropy_experiments.policy.layout import read_json
+from entropy_experiments.policy.training_record import RECORD_FILE, read_record
 
 FACTS_FILE = "entropy_probe.json"
 TRL_FILES = ("trl.yaml", "trl_config.yaml", "grpo.yaml", "training.yaml", "train.yaml")
@@ -32,7 +41,11 @@ KNOWN = (
     "clip_high",
     "ratio",
     "beta",
+    "kl_ratio",
     "entropy_coef",
+    "delta",
+    "sapo_positive",
+    "sapo_negative",
     "max_grad_norm",
     "max_completion_length",
     "num_iterations",
@@ -74,11 +87,12 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "repetition_penalty": (1,),
     "generation_kwargs": ({},),
-    "delta": (),
     "mask_truncated_completions": (False,),
     "top_entropy_quantile": (1,),
 }
 """TRL's keys that change the step in ways this program does not rebuild, and where they do not."""
+OF_THE_LOSS = ("top_entropy_quantile",)
+"""Those that make the step rebuilt from a recorded batch another one."""
 
 
 def _same(value: Any) -> Any:
@@ -112,6 +126,10 @@ FROM_TRL: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "importance_sampling_level": ("ratio", _same),
     "beta": ("beta", _number),
     "entropy_coef": ("entropy_coef", _number),
+    "delta": ("delta", _number),
+    "use_bias_correction_kl": ("kl_ratio", _same),
+    "sapo_temperature_pos": ("sapo_positive", _number),
+    "sapo_temperature_neg": ("sapo_negative", _number),
     "max_grad_norm": ("max_grad_norm", _number),
     "max_completion_length": ("max_completion_length", _whole),
     "num_iterations": ("num_iterations", _whole),
@@ -132,7 +150,7 @@ def read_facts(folders: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str
     facts: dict[str, Any] = {}
     sources: dict[str, str] = {}
     files: list[Path] = []
-    for names, read in (((FACTS_FILE,), _own), (TRL_FILES, _trl)):
+    for names, read in (((FACTS_FILE,), _own), ((RECORD_FILE,), _recorded), (TRL_FILES, _trl)):
         path = next((f / n for f in folders for n in names if (f / n).is_file()), None)
         if path is None:
             continue
@@ -154,7 +172,8 @@ def _own(path: Path, _known: tuple[str, ...]) -> dict[str, Any]:
         near = get_close_matches(unknown[0], KNOWN, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"{path} has unknown keys {unknown}.{hint} Known keys: {', '.join(KNOWN)}."
+            f"{path} has unknown keys {unknown[:5]} ({len(unknown)} in all).{hint} Known keys: "
+            f"{', '.join(KNOWN)}."
         )
     facts = {n: _valid(path, n, n, value) for n, value in found.items() if value is not None}
     _refuse_code(path, facts.get("reward_functions", ()))
@@ -172,16 +191,31 @@ def _own(path: Path, _known: tuple[str, ...]) -> dict[str, Any]:
     return facts
 
 
+GROUPS = (
+    ("dataset_name", "dataset_path", "split", "E_split", "U_split", "dataset_absent"),
+    ("reward_functions", "reward_weights", "reward_sources", "reward_absent"),
+)
+"""Facts that belong together: of two files that speak, all of a group come from one."""
+
+
+def _recorded(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
+    record = read_record((path.parent,))
+    assert record is not None  # the caller has seen the file
+    facts: dict[str, Any] = record.facts()
+    for group in GROUPS:
+        if any(name in known for name in group):
+            facts = {name: value for name, value in facts.items() if name not in group}
+    return {**facts, "unfollowed": list(record.unfollowed), "sampling": list(record.sampling)}
+
+
 def _trl(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
     """Its facts but for what is `known` already."""
-    import yaml
-
+    check_regular(path, most=LARGEST_FILE)
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is not valid YAML ({error}). Repair or remove it.") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{path} holds a {type(found).__name__}; expected keys and values.")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8. Repair or remove it.") from error
+    found, _ = parse_text(text, source=str(path))
     facts: dict[str, Any] = {}
     for key, (name, convert) in FROM_TRL.items():
         if found.get(key) is None or name in ("dataset_name", "reward_functions", "reward_weights"):
@@ -202,12 +236,24 @@ def _trl(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
         half = "bfloat16" if found.get("bf16") else "float16" if found.get("fp16") else "float32"
         facts["amp_dtype"] = half
     named, notes = _trl_task(path, found, known)
-    notes += [
-        f"{path.name}: training had {key} = {found[key]}, which this program does not follow"
+    if "unfollowed" in known:  # a record has seen what became of these
+        return {**facts, **named, **({"note": tuple(notes)} if notes else {})}
+    odd = [
+        key
         for key, harmless in NOT_FOLLOWED.items()
         if found.get(key) is not None and found[key] not in harmless
     ]
-    return {**facts, **named, **({"note": tuple(notes)} if notes else {})}
+    notes += [
+        f"{path.name}: training had {key} = {shown(found[key])}, which this program does not follow"
+        for key in odd
+    ]
+    of_loss = [f"{key} = {shown(found[key])}" for key in odd if key in OF_THE_LOSS]
+    return {
+        **facts,
+        **named,
+        **({"note": tuple(notes)} if notes else {}),
+        **({"unfollowed": of_loss} if of_loss else {}),
+    }
 
 
 def _trl_task(
@@ -221,7 +267,7 @@ def _trl_task(
     if isinstance(dataset, str) and _is_dataset(dataset):
         facts["dataset_name"] = dataset
     elif dataset is not None and "dataset_name" not in known:
-        unread.append(f"dataset_name = {dataset}")
+        unread.append(f"dataset_name = {short(dataset, 80)}")
     rewards = found.get("reward_funcs")
     names = [rewards] if isinstance(rewards, str) else rewards
     if "reward_functions" in known:
@@ -232,7 +278,7 @@ def _trl_task(
         if weights is not None:
             facts["reward_weights"] = _valid(path, "reward_weights", "reward_weights", weights)
     elif rewards is not None:
-        unread.append(f"reward_funcs = {rewards}")
+        unread.append(f"reward_funcs = {short(rewards, 80)}")
     return facts, [f"{path.name}: {one} is none of this program's; left unread" for one in unread]
 
 
@@ -272,4 +318,4 @@ def _valid(path: Path, key: str, name: str, value: Any) -> Any:
 
 
 def _wrong(path: Path, key: str, got: Any, expected: str) -> ValueError:
-    return ValueError(f"{path}: {key} is {got!r}; expected {expected}. Repair the file.")
+    return ValueError(f"{path}: {key} is {shown(got)}; expected {expected}. Repair the file.")

@@ -15,12 +15,13 @@ looked at.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from entropy_experiments.input_files import expanded, read_json_value, refuse_special_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +91,7 @@ def find_checkpoint(
     adapter_path: Path | str | None = None,
     optimizer_path: Path | str | None = None,
 ) -> Layout:
-    given = Path(path).expanduser()
+    given = expanded(path, "The checkpoint")
     if given.is_file():
         given = given.parent
     if not given.is_dir():
@@ -108,6 +109,8 @@ def find_checkpoint(
         weights = _weights_folder(given, adapter_path).resolve()
     else:
         weights = (inside or root) / _weights_folder(given, None).relative_to(given)
+    for folder in dict.fromkeys((weights, root)):
+        refuse_special_files(folder)
     _refuse_half_written(weights)
     _refuse_half_written(root)
     stored = None
@@ -171,13 +174,10 @@ def files_of(path: Path) -> tuple[Path, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{path} is not valid JSON ({error}). The file was truncated or edited by hand: "
-            "restore it, or use an earlier checkpoint."
-        ) from error
+    found = read_json_value(
+        path,
+        advice="The file was truncated or edited by hand: restore it, or use an earlier checkpoint",
+    )
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}; expected a JSON object.")
     return found
@@ -277,6 +277,13 @@ def _weight_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...]:
     if not first.name.endswith(".index.json"):
         return (first,)
     shards = read_json(first).get("weight_map", {})
+    names_given = set(shards.values()) if isinstance(shards, dict) else {None}
+    strange = sorted(str(name) for name in names_given if not _plain_name(name))
+    if strange:
+        raise ValueError(
+            f"{first} names the shards {strange[:3]}; expected a weight_map to names of files "
+            "beside it. Nothing outside the folder is read: copy the checkpoint again."
+        )
     files = tuple(folder / name for name in sorted(set(shards.values())))
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
@@ -285,6 +292,11 @@ def _weight_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...]:
             "them beside it; the folder is half-written or was copied in part."
         )
     return files
+
+
+def _plain_name(name: Any) -> bool:
+    """Of a file in the same folder; what other systems use to separate folders counts too."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def _refuse_half_written(folder: Path) -> None:
@@ -297,7 +309,13 @@ def _refuse_half_written(folder: Path) -> None:
             f"{folder} is half-written: {TRAINER_STATE}, which the Trainer writes last, is "
             "missing. Training stopped while saving: use an earlier checkpoint."
         )
-    read_json(state)
+    step, named = read_json(state).get("global_step"), int(folder.name.partition("-")[2])
+    if isinstance(step, int) and step != named:
+        raise ValueError(
+            f"{state} says global_step {step}, and its folder is {folder.name}; expected the same "
+            "step. Files of two checkpoints were mixed, or the folder was renamed: copy the "
+            f"checkpoint again, or name it checkpoint-{step}."
+        )
 
 
 def _refuse_foreign(root: Path) -> None:
@@ -338,7 +356,7 @@ def _refuse_foreign(root: Path) -> None:
 def _optimizer(folders: tuple[Path, Path], weights: Path, given: Path | str | None) -> Path | None:
     """`folders`: the one named and the checkpoint's own."""
     if given is not None:
-        path = Path(given).expanduser()
+        path = expanded(given, "checkpoint.optimizer_path")
         if not path.exists():
             path = _first(folder / path for folder in folders) or path
         found = path if path.is_file() else _optimizer_in([path])
@@ -363,7 +381,7 @@ def _optimizer_in(folders: list[Path]) -> Path | None:
 
 
 def _as_folder(path: Path | str, root: Path) -> Path:
-    folder = Path(path).expanduser()
+    folder = expanded(path, "checkpoint.adapter_path")
     if not folder.exists() and (root / folder).exists():
         folder = root / folder
     return folder.parent if folder.is_file() else folder

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from entropy_experiments.input_errors import short
 from entropy_experiments.policy.adapter import (
     adapter_notes,
     load_adapter,
@@ -25,6 +26,7 @@ from entropy_experiments.policy.adapter import (
 from entropy_experiments.policy.base import (
     Base,
     check_finite_weights,
+    check_index,
     check_loaded,
     check_safetensors,
     deciding_files,
@@ -43,10 +45,12 @@ from entropy_experiments.policy.layout import (
     find_checkpoint,
     missing_optimizer,
 )
+from entropy_experiments.policy.made_step import refuse_other_base
 from entropy_experiments.policy.optimizer_state import load_safely, read_optimizer_state
 from entropy_experiments.policy.precision import true_float64
 from entropy_experiments.policy.sharded_files import newer_shards
 from entropy_experiments.policy.stored_weights import load_sharded_causal_lm, take_base
+from entropy_experiments.policy.training_record import TrainingRecord, read_record
 from entropy_experiments.policy.two_saves import unread_forms
 from entropy_experiments.types import OptimizerState
 
@@ -84,6 +88,8 @@ class Checkpoint:
     optimizer_path: Path | None
     hashes: Mapping[str, str]
     """sha256 of every file read."""
+    record: TrainingRecord | None = None
+    """What the run recorded about itself, if it did."""
 
 
 def load_checkpoint(
@@ -108,6 +114,7 @@ def load_checkpoint(
         raise ValueError(
             f"checkpoint.dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}. Choose one."
         )
+    _check_device(device_map)
     layout = find_checkpoint(path, adapter_path=adapter_path, optimizer_path=optimizer_path)
     if not read_optimizer:
         layout = replace(layout, optimizer=None, param_names=None)
@@ -122,9 +129,20 @@ def load_checkpoint(
         if dtype == "float64":
             true_float64(model)
     model.eval()
+    record = read_record(layout.folders)
+    hashes = _hashes(layout, found, fact_files)
+    if record is not None and record.path.parent == layout.root:
+        record.refuse_changed(hashes)
+    if record is not None and record.base is not None and layout.kind == "lora":
+        unlike = refuse_other_base(model, record.base, words)
+        notes = notes if unlike is None else (*notes, unlike)
     # With shards a trainer leaves no tokenizer: the run's comes before the base's.
     folders = (layout.weights, layout.root) if layout.sharded is None else layout.folders
-    tokenizer = load_tokenizer([*folders, *([found.location] if found else [])], model)
+    tokenizer = load_tokenizer(
+        [*folders, *([found.location] if found else [])],
+        model,
+        revision=None if found is None else found.revision,
+    )
     optimizer, coverage = None, {}
     if layout.optimizer is not None:
         optimizer, coverage = read_optimizer_state(
@@ -154,7 +172,8 @@ def load_checkpoint(
         ),
         recorded=layout.recorded,
         optimizer_path=layout.optimizer,
-        hashes=_hashes(layout, found, fact_files),
+        hashes=hashes,
+        record=record,
     )
 
 
@@ -171,7 +190,11 @@ def _lora(
     config = read_adapter_config(layout.config)
     check_safetensors(layout.files)
     found = find_base(
-        layout, base=base, backbone=backbone, recorded=config.get("base_model_name_or_path")
+        layout,
+        base=base,
+        backbone=backbone,
+        recorded=config.get("base_model_name_or_path"),
+        revision=config.get("revision"),
     )
     files = sorted(found.folder.glob("*.safetensors")) if found.folder else []
     check_safetensors(files)
@@ -181,7 +204,9 @@ def _lora(
         dtype=_dtype(dtype, device_map),
         device_map=_device_map(device_map),
         quantization=quantization,
+        revision=found.revision,
     )
+    words += _commit(found, plain)
     # A base may carry heads of other tasks; what its language model needs must be there.
     check_loaded(found.location, info, extra_allowed=True)
     check_finite_weights(found.location, plain, files)
@@ -205,7 +230,7 @@ def _full(
     device_map: Any,
     facts: Mapping[str, Any],
 ) -> tuple[Any, Base | None, str, tuple[str, ...]]:
-    check_safetensors(layout.files)
+    check_index(layout, check_safetensors(layout.files))
     for file in layout.files if layout.sharded is None else ():
         if file.suffix == ".bin":
             load_safely(file)
@@ -236,8 +261,33 @@ def _full(
     return model, found, words, ()
 
 
+def _commit(found: Base, model: Any) -> str:
+    """Which commit of a hub's repository was loaded: a name alone may mean another one tomorrow."""
+    commit = getattr(model.config, "_commit_hash", None)
+    return "" if found.folder is not None or not commit else f", commit {commit[:12]}"
+
+
 def _weights_name(layout: Layout) -> Path:
     return layout.files[0] if len(layout.files) == 1 else layout.weights
+
+
+def _check_device(device_map: Any) -> None:
+    """Refuse a device that this machine does not have, before anything is read."""
+    if device_map in (None, "auto", "balanced", "balanced_low_0", "sequential"):
+        return
+    named = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    for one in named:
+        try:
+            device = torch.device(one)
+            if device.type == "meta":
+                raise RuntimeError("numbers on the meta device have no values")
+            torch.empty(0, device=device)
+        except (RuntimeError, TypeError, AssertionError, NotImplementedError, ValueError) as error:
+            raise ValueError(
+                f"checkpoint.device_map has {one!r}, which cannot be used on this machine "
+                f"({short(error, 120)}). Expected auto, cpu, or one of its "
+                f"{torch.cuda.device_count()} CUDA devices, such as cuda:0."
+            ) from error
 
 
 def _on_cuda(device_map: Any) -> bool:
@@ -263,7 +313,8 @@ def _quantization(
     found: Base, facts: Mapping[str, Any], device_map: Any, quantise: bool
 ) -> tuple[Any, str]:
     """Settings for a 4- or 8-bit base where training had one and this machine can; and words."""
-    stored = getattr(model_config(found.location), "quantization_config", None)
+    config = model_config(found.location, revision=found.revision, words=found.words)
+    stored = getattr(config, "quantization_config", None)
     if stored is not None and not quantise:
         raise ValueError(
             f"The base {found.location} is stored quantised; expected floating point, which can be "

@@ -14,7 +14,6 @@ What remains untold is which of two parameters of equal shape came first: `not_v
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import zipfile
@@ -26,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from entropy_experiments.input_errors import short, words_of
+from entropy_experiments.input_files import check_regular, read_json_value
 from entropy_experiments.policy.layout import PARAM_NAMES
 from entropy_experiments.policy.sharded_state import sharded_optimizer, unwrapped
 from entropy_experiments.policy.zip_crc import check_crc, is_zip
@@ -40,11 +41,15 @@ NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 NO_DECAY_BEFORE_V5 = (r"bias",)
 """Its older rule: LayerNorm modules by class, and biases; RMSNorm weights decayed."""
 
+LARGEST_STEP = 10**12
+"""Nobody trains for longer, and a damaged count may have any number of digits."""
+
 Groups = list[list[str]]
 
 
 def load_safely(path: Path, *, mmap: bool = False) -> Any:
     """torch.load that runs no code and takes no damaged number: such files are refused."""
+    check_regular(path)
     try:
         with path.open("rb") as file:
             if is_zip(file):
@@ -62,10 +67,10 @@ def load_safely(path: Path, *, mmap: bool = False) -> Any:
             f"{path} cannot be read: it is truncated or damaged ({error}); expected the bytes "
             "that torch.save wrote. Copy the file again, or use another checkpoint."
         ) from error
-    except (EOFError, RuntimeError, OSError, KeyError) as error:
+    except Exception as error:  # the reader of pickles raises whatever a damaged byte leads it to
         raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). It is truncated or not a "
-            "torch file: use an earlier checkpoint."
+            f"{path} cannot be read ({words_of(error)}). It is truncated or not a torch file: use "
+            "an earlier checkpoint."
         ) from error
 
 
@@ -97,7 +102,8 @@ def read_optimizer_state(
             f"{path} is not an optimizer's state: got {keys}; expected 'state' and 'param_groups', "
             "as torch.save(optimizer.state_dict()) writes them."
         )
-    groups, state = list(stored["param_groups"]), stored["state"]
+    groups, state = stored["param_groups"], stored["state"]
+    _check_structure(path, groups, state)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kind = _kind(path, groups, state)
     names, order = _names(path, groups, state, model, named, names_path, kind)
@@ -137,6 +143,59 @@ def read_optimizer_state(
         "not_verifiable": tuple(dict.fromkeys(unsure)),
     }
     return OptimizerState(groups=made, state=entries), coverage  # type: ignore[arg-type]
+
+
+def _is_count(value: Any) -> bool:
+    return 0 <= value <= LARGEST_STEP and float(value).is_integer()
+
+
+def _check_structure(path: Path, groups: Any, state: Any) -> None:
+    """Lists, mappings and numbers where torch has them: a file may hold anything."""
+
+    def refuse(what: str, got: Any, expected: str) -> ValueError:
+        return ValueError(
+            f"{path}: {what} is a {type(got).__name__}; expected {expected}, as "
+            "torch.save(optimizer.state_dict()) writes it. Use another checkpoint."
+        )
+
+    if not isinstance(groups, list):
+        raise refuse("param_groups", groups, "a list of groups")
+    if not isinstance(state, Mapping):
+        raise refuse("state", state, "a mapping of parameters")
+    for entry in state.values():
+        if not isinstance(entry, Mapping):
+            raise refuse("an entry of state", entry, "a mapping of moments")
+    for group in groups:
+        if not isinstance(group, Mapping):
+            raise refuse("a parameter group", group, "a mapping")
+        params = group.get("params")
+        if not isinstance(params, list) or not all(isinstance(i, int | str) for i in params):
+            raise refuse("params of a parameter group", params, "a list of ids or names")
+        if len(set(params)) < len(params):
+            raise ValueError(
+                f"{path}: a parameter group names a parameter twice; expected each once. Use "
+                "another checkpoint."
+            )
+        names = group.get("param_names")
+        if names is not None and not (
+            isinstance(names, list) and all(isinstance(name, str) for name in names)
+        ):
+            raise refuse("param_names of a parameter group", names, "a list of names")
+        betas = group.get("betas", (0.0, 0.0))
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise refuse("betas of a parameter group", betas, "a pair of numbers")
+        numbers = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
+        numbers = {key: group.get(key, fine) for key, fine in numbers.items()}
+        for key, value in {**numbers, "betas[0]": betas[0], "betas[1]": betas[1]}.items():
+            if not _is_number(value):
+                raise refuse(f"{key} of a parameter group", value, "a number")
+
+
+def _is_number(value: Any) -> bool:
+    """A float, an int, or a tensor of one: of a capturable optimizer."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _kind(path: Path, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> str:
@@ -206,8 +265,8 @@ def _names(
 def _names_in_file(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> Groups | None:
     if all(isinstance(name, str) for group in groups for name in group["params"]):
         found = [list(group["params"]) for group in groups]
-    elif all("param_names" in group for group in groups):
-        found = [list(group["param_names"]) for group in groups]
+    elif all("param_names" in group for group in groups if group["params"]):
+        found = [list(group.get("param_names", [])) for group in groups]
     else:
         return None
     # A parameter tied to another may be stored under either name.
@@ -220,13 +279,11 @@ def _names_in_file(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> Gro
 
 
 def _names_beside(path: Path, sizes: Sequence[int]) -> Groups:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{path} is not valid JSON ({error}). Expected a list of parameter names, or one list "
-            "per group: write it again, or remove it to have the order inferred."
-        ) from error
+    found = read_json_value(
+        path,
+        advice="Expected a list of parameter names, or one list per group: write it again, or "
+        "remove it to have the order inferred",
+    )
     if isinstance(found, Mapping):
         found = found.get("param_names", list(found.values()))
     groups = found if isinstance(found, list) else [None]
@@ -312,15 +369,21 @@ def _entry(
             continue
         if key == "step":
             entry[key] = value.clone() if isinstance(value, Tensor) else value
-            if not (float(value) >= 0 and float(value).is_integer()):
+            if not _is_number(value) or not _is_count(value):
                 raise ValueError(
-                    f"{path}: step of {name!r} is {float(value):g}; expected a count of steps, 0 "
+                    f"{path}: step of {name!r} is {short(value, 40)}; expected a count of steps, 0 "
                     "or more. The file is damaged or was edited: use another checkpoint."
                 )
             continue
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"{path}: {key} of {name!r} is a {type(value).__name__}, not a tensor."
+            )
+        if not value.is_floating_point() or value.layout != torch.strided:
+            raise ValueError(
+                f"{path}: {key} of {name!r} has dtype {value.dtype} and layout {value.layout}; "
+                "expected plain floating point. The file is damaged or was edited: use another "
+                "checkpoint."
             )
         if not bool(torch.isfinite(value).all()):
             raise ValueError(

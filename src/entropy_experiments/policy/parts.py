@@ -56,6 +56,11 @@ def few_tokens(model: nn.Module) -> Tensor:
     return tokens_S[None]
 
 
+def passing_tokens(model: nn.Module) -> Tensor:
+    """Four rollouts of 64 tokens: what a pass takes shows in them."""
+    return few_tokens(model).repeat(1, -(-64 // FEW))[:, :64].repeat(4, 1)
+
+
 def some_rollouts(model: nn.Module) -> Rollouts:
     """Three of 17 random tokens: too many for a mixture's experts to get equal shares."""
     vocabulary = len(causal_lm(model).get_input_embeddings().weight)

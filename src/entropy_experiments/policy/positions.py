@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from entropy_experiments.numerics.forward_mode import values_list
 from entropy_experiments.types import Rollouts
 
 
@@ -96,7 +97,8 @@ class Contexts:
     def groups(self, rollouts: Rollouts) -> list[Tensor]:
         """Rows of rollouts that get the same factors, in one call."""
         kinds: dict[tuple[int, ...], list[int]] = {}
-        for row, length in enumerate(rollouts.attention_NS.sum(1).tolist() if self.rotary else ()):
+        lengths = values_list(rollouts.attention_NS.sum(1)) if self.rotary else ()
+        for row, length in enumerate(lengths):
             kinds.setdefault(tuple(one.kind(length) for one in self.rotary), []).append(row)
         if len(kinds) < 2:
             return [torch.arange(len(rollouts))]

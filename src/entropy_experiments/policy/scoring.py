@@ -31,6 +31,7 @@ from entropy_experiments.numerics.entropy import (
     response_support,
     token_scores,
 )
+from entropy_experiments.numerics.threads import choose_threads, timed_pass
 from entropy_experiments.policy.by_rollout import gradients_by_rollout
 from entropy_experiments.policy.called import CalledModel
 from entropy_experiments.policy.calling import (
@@ -87,6 +88,7 @@ class SequenceProcessor(CalledModel):
             raise ValueError(f"top_p is {top_p}; expected in (0, 1].")
         super().__init__(model, checkpointing=checkpointing, training_gradient=training_gradient)
         self.temperature, self.top_p, self.chunk = float(temperature), float(top_p), chunk
+        choose_threads(self._device, self.trial_pass, anew=True)
         if self._parts is not None and not self._head_makes_the_logits(self._parts):
             self._parts = None
         self._shares = self._sharing_changes_nothing()
@@ -113,6 +115,10 @@ class SequenceProcessor(CalledModel):
     def shares_prompts(self) -> bool:
         """Whether rollouts of one prompt go through the model together."""
         return self._shares
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.params.values())).device
 
     @property
     def repeatable(self) -> bool:
@@ -153,10 +159,13 @@ class SequenceProcessor(CalledModel):
                 for scores in zip(*apart, strict=True)
             ]
         packed = self._packed(rollouts)
-        if len(many) < 2 or not nothing_differentiated():
-            found = [self._reached(params, self._score(params, packed)) for params in many]
-        else:
-            found = self._score_together(many, packed, self._kept(), self._stack_size(packed))
+        tokens = len(many) * rollouts.tokens_NS.numel()
+        kind = (records_a_graph(), nothing_differentiated(), tokens.bit_length())
+        with timed_pass(kind, tokens, self._device, self.trial_pass):
+            if len(many) < 2 or not nothing_differentiated():
+                found = [self._reached(params, self._score(params, packed)) for params in many]
+            else:
+                found = self._score_together(many, packed, self._kept(), self._stack_size(packed))
         return [Scores(*map(packed.back, scores)) for scores in found]
 
     @property
@@ -212,6 +221,13 @@ class SequenceProcessor(CalledModel):
         return packed.back(found_NS)
 
     def _packed(self, rollouts: Rollouts) -> Packed:
+        words = len(causal_lm(self.model).get_input_embeddings().weight)
+        highest = int(rollouts.tokens_NS.max())
+        if highest >= words:
+            raise ValueError(
+                f"The rollouts have token id {highest}, and the model has {words} tokens; expected "
+                "ids below that. Were they drawn with another model or tokenizer?"
+            )
         packed = Packed.of(rollouts, self.device)
         # Beyond the original context a row would have to end with a rollout's last token.
         if not self._shares or self.contexts.beyond(packed.rollouts.tokens_NS.shape[1]):

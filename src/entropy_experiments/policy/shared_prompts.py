@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.numerics.forward_mode import values_list
 from entropy_experiments.policy.segments import BySegments, Segments
 from entropy_experiments.types import Rollouts
 
@@ -88,12 +89,12 @@ def shared_rows(
     """
     device = rollouts.tokens_NS.device
     # A rollout's last token is drawn and never looked from: it need not go in.
-    length_N = (rollouts.attention_NS.sum(1) - 1).tolist()
-    prompt_N = rollouts.response_NS.int().argmax(1).tolist()
+    length_N = values_list(rollouts.attention_NS.sum(1) - 1)
+    prompt_N = values_list(rollouts.response_NS.int().argmax(1))
     tokens_NS = rollouts.tokens_NS.cpu()
     mates: dict[tuple[int, ...], list[int]] = {}
     for i, tokens_S in enumerate(tokens_NS):
-        mates.setdefault(tuple(tokens_S[: prompt_N[i]].tolist()), []).append(i)
+        mates.setdefault(tuple(values_list(tokens_S[: prompt_N[i]])), []).append(i)
     if len(mates) == len(rollouts):
         return None
     groups = [(len(prompt), found) for prompt, found in mates.items()]

@@ -11,7 +11,46 @@ from entropy_experiments.influence.eventual import eventual
 from entropy_experiments.types import Attribution, Estimate, Rollouts, Scores, UpdateBatch
 from entropy_experiments.types.direction import BASELINE_PARTS
 from entropy_experiments.update.adamw import UpdateStats
-from entropy_experiments.update.certificate import StepCertificate
+from entropy_experiments.update.certificate import (
+    APART,
+    FingerprintCertificate,
+    StepCertificate,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeCheck:
+    """What is known about whether the step analysed is the one that training made."""
+
+    of_gradient: bool = False
+    """It is made of the gradient that training recorded, whatever its loss was."""
+    gradient_distance: float | None = None
+    """Of the gradient rebuilt from the batch from the recorded one, relative to that."""
+    altered: tuple[str, ...] = ()
+    """Facts of the loss for which the config asks for something else."""
+    reasons: tuple[str, ...] = ()
+    """Why a rebuilt step may be another than training's."""
+    unfollowed: tuple[str, ...] = ()
+    """Options of training's loss that a rebuilt step does not have."""
+
+    @property
+    def loss_differs(self) -> bool:
+        """The loss rebuilt from the batch is not the one that training had."""
+        return self.gradient_distance is not None and self.gradient_distance > APART
+
+    def doubt(self, certificate: StepCertificate | FingerprintCertificate | None) -> str:
+        """Why whole-step numbers are not trusted; empty: nothing here speaks against them."""
+        if certificate is not None and certificate.apart:
+            return (
+                "this is not the step that training made: it is "
+                f"{certificate.relative_error:.0%} away from it"
+            )
+        if certificate is None and not self.of_gradient and self.unfollowed and not self.altered:
+            return (
+                f"training had {'; '.join(self.unfollowed)}, which is not followed here, and "
+                "nothing was recorded to check the step by"
+            )
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +81,7 @@ class Findings:
     """By eta; the learning rate is among them."""
     real: bool
     """The update batch was recorded in training; otherwise it was drawn for the probe."""
-    certificate: StepCertificate | None
+    certificate: StepCertificate | FingerprintCertificate | None
     certificate_absent: str
     """Why there is none."""
     stats: UpdateStats
@@ -59,6 +98,7 @@ class Findings:
     notes: tuple[str, ...]
     timing: Mapping[str, float]
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    made: MadeCheck = field(default_factory=MadeCheck)
 
     @property
     def lr_changed(self) -> bool:
@@ -158,8 +198,14 @@ def results_of(found: Findings) -> dict[str, Any]:
         "notes": list(found.notes),
         "timing": dict(found.timing),
     }
-    if batch.reward_N is not None:
-        out["avg_reward"] = float(batch.reward_N.double().mean())
+    if found.real:
+        out["made_step"] = {
+            "of_recorded_gradient": found.made.of_gradient,
+            "gradient_distance": found.made.gradient_distance,
+            "reasons": list(found.made.reasons),
+        }
+    if batch.reward_N is not None and not bool(batch.reward_N.isnan().all()):
+        out["avg_reward"] = float(batch.reward_N.double().nanmean())
     estimates = {"H_orig": found.level}
     if found.predicted is not None:
         total = found.predicted.total
@@ -193,6 +239,7 @@ def results_of(found: Findings) -> dict[str, Any]:
     if found.certificate is not None:
         out["step_certificate"] = {
             "passed": found.certificate.passed,
+            "apart": found.certificate.apart,
             "share": found.certificate.share,
             "cosine": found.certificate.cosine,
             "relative_error": found.certificate.relative_error,

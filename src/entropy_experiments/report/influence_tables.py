@@ -78,14 +78,30 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
     if "checkpoint" not in summary:
         return []
     checkpoint, batch = summary["checkpoint"], summary["update"]
-    what = (
-        f"The update that training made after {checkpoint}"
-        if batch["real"]
-        else f"A hypothetical update from {checkpoint} (its batch was made for this study)"
-    )
-    return [
+    unchecked = (batch.get("certified") or {}).get("unchecked")
+    if not batch["real"]:
+        what = f"A hypothetical update from {checkpoint} (its batch was made for this study)"
+    elif unchecked:
+        what = f"The update that the batch recorded after {checkpoint} makes"
+    else:
+        what = f"The update that training made after {checkpoint}"
+    lines = [
         f"{what}, {batch['rollouts']} rollouts, {batch['tokens']} tokens, at learning rate "
         f"{summary['lr']:.3g}:"
+    ]
+    if unchecked:
+        lines.append(f"  not checked against the step that training made: {unchecked}")
+    return [*lines, *_assumed(summary)]
+
+
+def _assumed(summary: Mapping[str, Any]) -> list[str]:
+    """Beside the headline: what had to be assumed, and what it rests on."""
+    if not summary.get("assumed"):
+        return []
+    named = ", ".join(f"{name} = {value}" for name, value in summary["assumed"].items())
+    return [
+        "  ASSUMED, not read from any file (set them in the config, or in entropy_probe.json): "
+        f"{named}"
     ]
 
 
@@ -290,12 +306,6 @@ def printable(text: str) -> str:
 
 def _provenance(summary: Mapping[str, Any]) -> list[str]:
     lines = [f"Note: {note}." for note in summary.get("notes", ())]
-    if summary.get("assumed"):
-        told = ", ".join(f"{name} = {value}" for name, value in summary["assumed"].items())
-        lines.append(
-            "ASSUMED, not read from any file (set them in the config, or in entropy_probe.json): "
-            f"{told}."
-        )
     if summary.get("not_verifiable"):
         lines.append("Not verifiable from the files: " + "; ".join(summary["not_verifiable"]) + ".")
     return lines

@@ -19,7 +19,7 @@ def read_log(path: str | Path) -> dict[str, Any]:
     data = path.read_bytes()
     try:
         content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, RecursionError) as error:
         raise ValueError(
             f"{path} is no log, or cut short ({error}). Run the probe again."
         ) from None

@@ -20,7 +20,7 @@ def measurements_file(run: Path) -> Path | None:
         return None
     try:
         found = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if run.is_dir():
             raise ValueError(f"{path} is not JSON ({error}). {AGAIN}") from error
         return None  # whoever reads it as something else says what is wrong with it

@@ -59,7 +59,7 @@ class Files(ABC):
     def json(self, name: str) -> Any:
         try:
             return json.loads(self.read(name))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._damaged(name, "JSON", error) from error
 
     def array(self, name: str) -> np.ndarray:
@@ -201,17 +201,28 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}). Delete it. {AGAIN}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not the manifest of an influence study; expected format {FORMAT!r}. "
             "Give another folder."
         )
+    said = found.pop("digest", None)  # studies of earlier versions have none
+    if said is not None and said != manifest_digest(found):
+        raise DamagedFileError(
+            f"{path} is damaged or was changed: it does not have the digest it says. Delete it. "
+            f"{AGAIN}"
+        )
     files = found.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise ValueError(f"{path} does not list the study's files. Delete it. {AGAIN}")
     return found
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Of a manifest without its digest."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def described(data: bytes) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def read_trajectory(path: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"No file {path}; expected a {NAME} as write_trajectory makes it.")
     try:
         found = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}). Write it again.") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is no trajectory; expected format {FORMAT!r}. Give another file.")

@@ -34,16 +34,11 @@ WEIGHTS = {"snis": "whole-response", "per_decision": "per-decision"}
 
 
 def _headline(found: Findings) -> list[str]:
-    what = (
-        f"The update that training made after {found.checkpoint}"
-        if found.real
-        else f"A hypothetical update from {found.checkpoint} (its batch was drawn for this probe)"
-    )
     change = found.change or (found.predicted.total if found.predicted else None)
     rate = f"at learning rate {found.lr:.3g}"
     if found.lr_changed:
         rate += f" instead of {found.lr_stored:.3g}"
-    lines = [f"{what}, {rate}:"]
+    lines = [*_which_step(found, rate), *_assumed(found)]
     unit = found.level.estimand.unit
     lines.append(
         f"  entropy now      {found.level.value:.4f} nats per {unit}"
@@ -60,6 +55,49 @@ def _headline(found: Findings) -> list[str]:
     if change is not None and found.level.value > 0:
         lines.append(f"  that is          {change.value / found.level.value:+.2%} of the entropy")
     return lines
+
+
+def _which_step(found: Findings, rate: str) -> list[str]:
+    """The first sentence claims no more than was checked."""
+    after, made = found.checkpoint, found.made
+    if not found.real:
+        return [f"A hypothetical update from {after} (its batch was drawn for this probe), {rate}:"]
+    if made.altered:
+        return [
+            f"A hypothetical update from {after}: training's own batch with "
+            f"{', '.join(made.altered)}, {rate}:"
+        ]
+    certificate = found.certificate
+    why = f" ({'; '.join(made.reasons)})" if made.reasons else ""
+    if certificate is not None and certificate.apart:
+        return [
+            f"This is not the step that training made: after {after}, the step rebuilt from the "
+            f"recorded batch is {certificate.relative_error:.0%} away from it{why}. About the "
+            f"rebuilt step, {rate}:"
+        ]
+    lines = [f"The update that training made after {after}, {rate}:"]
+    if certificate is None and not made.of_gradient and not found.lr_changed:
+        lines = [
+            f"The update that the batch recorded after {after} makes, {rate} (not checked against "
+            "the step that training made):"
+        ]
+    if made.of_gradient and made.loss_differs:
+        lines.append(
+            f"  by the gradient that training recorded; the one rebuilt from its batch is "
+            f"{made.gradient_distance:.0%} away{why}, so there is no split by rollout or token"
+        )
+    return lines
+
+
+def _assumed(found: Findings) -> list[str]:
+    """What had to be assumed belongs beside what rests on it."""
+    if not found.assumed:
+        return []
+    named = ", ".join(f"{name} = {value}" for name, value in found.assumed.items())
+    return [
+        "  ASSUMED, not read from any file (set them in the config, or in entropy_probe.json): "
+        f"{named}"
+    ]
 
 
 def _comparison(found: Findings) -> list[str]:
@@ -207,13 +245,7 @@ def _trust(found: Findings) -> list[str]:
 
 def _provenance(found: Findings) -> list[str]:
     lines = [f"Note: {note}." for note in found.notes]
-    if found.assumed:
-        told = ", ".join(f"{name} = {value}" for name, value in found.assumed.items())
-        lines.append(
-            "ASSUMED, not read from any file (set them in the config, or in entropy_probe.json): "
-            f"{told}."
-        )
-    else:
+    if not found.assumed:
         lines.append("Every training fact was read or given; none is assumed.")
     if found.not_verifiable:
         lines.append("Not verifiable from the files: " + "; ".join(found.not_verifiable) + ".")

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from entropy_experiments.numerics.entropy import nucleus
+from entropy_experiments.numerics.threads import timed_pass
 from entropy_experiments.policy.parts import FAILURES, alike
 from entropy_experiments.policy.positions import counted, following, tokens_counted
 
@@ -73,7 +74,7 @@ class LastLogits:
     """
 
     def __init__(self, policy: Any) -> None:
-        self.model = policy.model
+        self.policy, self.model = policy, policy.model
         self.padding_index, self.contexts = policy.padding_index, policy.contexts
         inner = getattr(self.model, "get_base_model", None)
         self.lm: Any = inner() if callable(inner) else self.model
@@ -86,6 +87,10 @@ class LastLogits:
             self._weight = _full(self._head.weight.detach())
             bias = self._head.bias
             self._bias = None if bias is None else _full(bias.detach())
+
+    def trial_pass(self) -> object:
+        """A small pass of the policy, to be timed."""
+        return self.policy.trial_pass()
 
     def __call__(self, **inputs: Any) -> Tensor:
         if self._head is None:
@@ -174,13 +179,15 @@ class Cached:
         self._attention_NS = nn.functional.pad(self._attention_NS, (0, 1), value=1)
         token_N = torch.tensor(tokens, device=device)
         position_N, self._count_N = following(token_N, self._count_N, self._logits.padding_index)
-        return self._logits(
-            input_ids=token_N[:, None],
-            attention_mask=self._attention_NS,
-            position_ids=position_N[:, None],
-            past_key_values=self._cache,
-            use_cache=True,
-        )
+        count = len(token_N)
+        with timed_pass(("decode", count.bit_length()), count, device, self._logits.trial_pass):
+            return self._logits(
+                input_ids=token_N[:, None],
+                attention_mask=self._attention_NS,
+                position_ids=position_N[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+            )
 
     def _keep(self, rows_N: Tensor) -> None:
         cache: Any = self._cache  # its layers are of several kinds, by the model

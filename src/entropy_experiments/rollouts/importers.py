@@ -6,8 +6,12 @@ microbatch): tokens and advantages exactly as the loss saw them. `from_trl_compl
 what was lost on the way is reported. Engine log-probs are kept as behaviour only; the ratio's
 denominator is always scored by our own policy unless the trainer itself recorded it.
 
-What TRL multiplies into each token's policy loss (vLLM's importance ratio w >= 0) is folded into
-the advantage: -min(r A, clip(r) A) w = -min(r A w, clip(r) A w), and the KL term stays outside.
+What TRL multiplies into each token's policy loss (vLLM's importance ratio w >= 0, and the masks of
+top_entropy_quantile and off_policy_mask_threshold) is folded into the advantage:
+-min(r A, clip(r) A) w = -min(r A w, clip(r) A w), and the KL term stays outside.
+
+RLOOTrainer keeps one log-prob per response (`old_logps`), of which its loss uses nothing else: it
+is spread evenly over the response's tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +29,11 @@ __all__ = ["Imported", "from_jsonl", "from_trl_completions", "from_trl_inputs"]
 
 REQUIRED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "tool_mask")
-OTHER = ("num_items_in_batch", "importance_sampling_ratio")
+POLICY_FACTOR, REWARD, BY_FUNCTION = "policy_factor", "reward", "rewards_by_function"
+"""What `online.captures` adds: factors of each token's policy loss, the weighted reward of each
+rollout, and its reward by each function."""
+OTHER = ("num_items_in_batch", "importance_sampling_ratio", "old_logps")
+OTHER = (*OTHER, POLICY_FACTOR, REWARD, BY_FUNCTION)
 NO_PADDING = 1
 """TRL pads tool_mask with ones; the completion mask takes the padding away again."""
 
@@ -96,7 +104,8 @@ def from_trl_inputs(
     return UpdateBatch(
         rollouts=rollouts,
         advantage_NS=whole(torch.where(response_NT, _advantages(parts, width), 0.0)),
-        old_logprob_NS=scores("old_per_token_logps"),
+        reward_N=_rewards(parts),
+        old_logprob_NS=_spread_old(parts, whole(loss_NT), scores("old_per_token_logps")),
         ref_logprob_NS=scores("ref_per_token_logps"),
         microbatch_N=microbatch_N,
         loss_NS=None if torch.equal(loss_NT, response_NT) else whole(loss_NT),
@@ -107,8 +116,8 @@ def _check_keys(part: Mapping[str, Any]) -> None:
     missing = [key for key in REQUIRED if key not in part]
     if missing:
         raise ValueError(
-            f"TRL inputs lack {missing}; got {sorted(part)}. Expected an entry of "
-            "GRPOTrainer._buffered_inputs (trl 1.16), taken before the optimizer step."
+            f"TRL inputs lack {missing}; got {sorted(part)}. Expected an entry of _buffered_inputs "
+            "of a GRPOTrainer or RLOOTrainer (trl 1.16), taken before the optimizer step."
         )
     known = {*REQUIRED, *PER_TOKEN, *OTHER}
     unknown = sorted(key for key in part if key not in known and part[key] is not None)
@@ -156,10 +165,27 @@ def _advantages(parts: Sequence[Mapping[str, Any]], width: int) -> Tensor:
     rows = []
     for part in parts:
         advantage_NT = spread(part["advantages"])
-        if part.get("importance_sampling_ratio") is not None:
-            advantage_NT = advantage_NT * spread(part["importance_sampling_ratio"])
+        for key in ("importance_sampling_ratio", POLICY_FACTOR):
+            if part.get(key) is not None:
+                advantage_NT = advantage_NT * spread(part[key])
         rows.append(advantage_NT)
     return torch.cat(rows)
+
+
+def _rewards(parts: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    if any(part.get(REWARD) is None for part in parts):
+        return None
+    return torch.cat([part[REWARD].cpu().double() for part in parts])
+
+
+def _spread_old(
+    parts: Sequence[Mapping[str, Any]], counted_NS: Tensor, per_token_NS: Tensor | None
+) -> Tensor | None:
+    if per_token_NS is not None or any(part.get("old_logps") is None for part in parts):
+        return per_token_NS
+    old_N = torch.cat([part["old_logps"].cpu() for part in parts])
+    share_N = old_N / counted_NS.sum(1).clamp_min(1)
+    return torch.where(counted_NS, share_N[:, None], 0.0)
 
 
 def _check_items(parts: Sequence[Mapping[str, Any]], counted: int) -> None:

@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from entropy_experiments.input_errors import library_errors
 from entropy_experiments.numerics.ranks import current, is_shard
 from entropy_experiments.policy.calling import evaluating, math_attention
 from entropy_experiments.policy.scoring import SequenceProcessor
@@ -156,7 +157,8 @@ class SampleGenerator:
         texts = [self.text(rollout.tokens) for rollout in drawn]
         asked = [problem for problem in problems for _ in range(group)]
         # By one rank: a judge that is asked twice may answer twice.
-        result = current().told(lambda: reward(texts, asked))
+        ids = [rollout.tokens for rollout in drawn]
+        result = current().told(lambda: reward(texts, asked, completion_ids=ids))
         # Whether a group moves anything does not depend on the spread of the other groups.
         own = "group" if scale == "group" else "none"
         advantage_PG = group_advantages(result.total_N, group, own).view(-1, group)
@@ -221,7 +223,11 @@ class SampleGenerator:
         if ids is None:
             # A chat template has written the special tokens already.
             special = not problem.facts.get("chat")
-            ids = self.tokenizer(problem.prompt, add_special_tokens=special)["input_ids"]
+            with library_errors(
+                f"The prompt of problem {problem.id!r} cannot be tokenised",
+                "Expected text in Unicode: correct it, or leave the problem out.",
+            ):
+                ids = self.tokenizer(problem.prompt, add_special_tokens=special)["input_ids"]
         ids = tuple(ids)
         if not ids:
             raise ValueError(f"Problem {problem.id!r} has a prompt of no tokens; got an empty one.")
@@ -370,7 +376,14 @@ class _Group:
 def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Every id that ends a response: the generation config's and the tokenizer's, as in TRL."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = set() if found is None else {found} if isinstance(found, int) else set(found)
+    listed = found if isinstance(found, list | tuple) else [] if found is None else [found]
+    wrong = [x for x in listed if isinstance(x, bool) or not isinstance(x, int)]
+    if wrong:
+        raise ValueError(
+            f"eos_token_id of the generation config (or config.json) has {wrong[0]!r}; expected "
+            "token ids, which are whole numbers. Restore the file."
+        )
+    ids = set(listed)
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return tuple(sorted(ids))

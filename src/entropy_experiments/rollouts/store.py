@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
-from entropy_experiments.rollouts.whole_files import write_whole
+from entropy_experiments.rollouts.whole_files import hashed, hashed_body, write_changed, write_whole
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 FORMAT = "entropy_experiments.rollouts"
 SCHEMA = 2
 TENSORS, TEXT, MANIFEST = "rollouts.safetensors", "text.json", "manifest.json"
+UNIT = ".unit"
 
 _ROLLOUT_TENSORS = {
     "tokens_NS": True,
@@ -67,8 +69,9 @@ def save_rollouts(
 
 def load_rollouts(folder: str | Path) -> tuple[Rollouts, dict[str, Any]]:
     """(rollouts, meta). An update batch may be read as rollouts; the reverse may not."""
-    tensors, text, manifest = _load(Path(folder), ("rollouts", "update_batch"))
-    return _rollouts(tensors, text, manifest), manifest["meta"]
+    with _naming(Path(folder)):
+        tensors, text, manifest = _load(Path(folder), ("rollouts", "update_batch"))
+        return _rollouts(tensors, text, manifest), manifest["meta"]
 
 
 def save_update_batch(
@@ -81,14 +84,26 @@ def save_update_batch(
 
 def load_update_batch(folder: str | Path) -> tuple[UpdateBatch, dict[str, Any]]:
     """(batch, meta) as `save_update_batch` wrote them; every bit the same."""
-    tensors, text, manifest = _load(Path(folder), ("update_batch",))
-    update = {name: tensors.get(name) for name in _UPDATE_TENSORS}
-    advantage_NS = update.pop("advantage_NS")
-    assert advantage_NS is not None  # _load refuses a file without it
-    batch = UpdateBatch(
-        rollouts=_rollouts(tensors, text, manifest), advantage_NS=advantage_NS, **update
-    )
-    return batch, manifest["meta"]
+    with _naming(Path(folder)):
+        tensors, text, manifest = _load(Path(folder), ("update_batch",))
+        update = {name: tensors.get(name) for name in _UPDATE_TENSORS}
+        advantage_NS = update.pop("advantage_NS")
+        assert advantage_NS is not None  # _load refuses a file without it
+        batch = UpdateBatch(
+            rollouts=_rollouts(tensors, text, manifest), advantage_NS=advantage_NS, **update
+        )
+        return batch, manifest["meta"]
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """What is wrong with the tensors is said of the file that holds them."""
+    try:
+        yield
+    except ValueError as error:
+        if str(folder) in str(error):
+            raise
+        raise ValueError(f"{folder / TENSORS}: {error}") from error
 
 
 def recorded_meta(folder: str | Path) -> dict[str, Any]:
@@ -195,6 +210,11 @@ def _load(
     for name, facts in manifest["files"].items():
         contents[name] = _checked(folder / name, facts)
     tensors = _tensors(folder / TENSORS, contents[TENSORS])
+    if "tokens_NS" in tensors and tensors["tokens_NS"].dim() != 2:
+        raise ValueError(
+            f"{folder / TENSORS} has tokens_NS of shape {tuple(tensors['tokens_NS'].shape)}; "
+            "expected (rollouts, positions). Was it made by another program?"
+        )
     for name in _MASKS:
         if name in tensors and "tokens_NS" in tensors:
             tensors[name] = _mask(tensors[name], tensors["tokens_NS"], folder / TENSORS)
@@ -209,6 +229,10 @@ def _load(
         raise ValueError(
             f"{folder / TENSORS} does not hold a {manifest['kind']} of schema {SCHEMA}: missing "
             f"{missing}, unknown {unknown}. Was it made by another program?"
+        )
+    if tensors["tokens_NS"].is_floating_point() or tensors["tokens_NS"].dtype == torch.bool:
+        raise ValueError(
+            f"{folder / TENSORS} has tokens_NS of {tensors['tokens_NS'].dtype}; expected integers."
         )
     if bool((tensors["tokens_NS"] < 0).any()):
         raise ValueError(f"{folder / TENSORS} has negative token ids; expected ids of a tokenizer.")
@@ -232,7 +256,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         )
     try:
         manifest = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}). Make the rollouts again.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
@@ -287,7 +311,15 @@ def _rollouts(
     tensors: Mapping[str, Tensor], text: tuple[str, ...] | None, manifest: Mapping[str, Any]
 ) -> Rollouts:
     fields: dict[str, Any] = {name: tensors.get(name) for name in _ROLLOUT_TENSORS}
-    return Rollouts(**fields, text=text, share=manifest["share"])
+    rollouts = Rollouts(**fields, text=text, share=manifest["share"])
+    said = {"rollouts": len(rollouts), "fingerprint": rollouts.fingerprint}
+    for name, value in said.items():
+        if manifest.get(name, value) != value:
+            raise ValueError(
+                f"{MANIFEST} says {name} {manifest[name]!r}, and {TENSORS} beside it has "
+                f"{value!r}; expected the same. Copy the folder again, or make the rollouts again."
+            )
+    return rollouts
 
 
 class RolloutStore:
@@ -306,13 +338,13 @@ class RolloutStore:
         """Declare what the units of this folder depend on, or check that it is the same."""
         mine = json.loads(json.dumps(dict(identity), sort_keys=True))
         path = self.folder / self.IDENTITY
+        encoded = json.dumps(mine, indent=2, sort_keys=True).encode()
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(mine, indent=2, sort_keys=True).encode())
+            write_changed(path, encoded)
             return
         try:
             theirs = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON ({error}). Delete {self.folder}.") from error
         if not isinstance(theirs, dict):
             raise ValueError(f"{path} is no rollout store. Give an empty folder.")
@@ -328,6 +360,7 @@ class RolloutStore:
                 f"{self.folder} holds rollouts of another policy or of other settings: {listed}. "
                 "Give another folder, or delete this one to start over."
             )
+        write_changed(path, encoded)
 
     def holds(self, key: str) -> bool:
         return self._path(key).is_file()
@@ -337,25 +370,17 @@ class RolloutStore:
         path = self._path(key)
         if not path.is_file():
             return None
-        data = path.read_bytes()
-        digest, body = data[:64], data[64:]
-        if digest != hashlib.sha256(body).hexdigest().encode():
-            raise ValueError(
-                f"{path} is damaged: its contents do not have the hash it begins with. Delete it "
-                "and run again: this unit is then drawn anew, with the same result."
-            )
-        return _tensors(path, body)
+        return _tensors(path, hashed_body(path, path.read_bytes()))
 
     def put(self, key: str, unit: Mapping[str, Tensor]) -> None:
         body = dump_tensors({name: x.detach().cpu().contiguous() for name, x in unit.items()})
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path(key), hashlib.sha256(body).hexdigest().encode() + body)
+        write_whole(self._path(key), hashed(body))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.folder.glob("*.unit"))
+        return sum(1 for _ in self.folder.glob(f"*{UNIT}"))
 
     def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.unit"
+        return self.folder / f"{key}{UNIT}"
 
 
 def _short(value: Any) -> str:

@@ -24,7 +24,14 @@ from entropy_experiments.influence import whatif
 from entropy_experiments.influence.interventions import Objected
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.probe_inputs import ProbeInputs, timed
-from entropy_experiments.probe_sampling import Opened, PromptIds, Sampler, prompts_of
+from entropy_experiments.probe_sampling import (
+    Opened,
+    PromptIds,
+    Sampler,
+    prompt_ids,
+    prompts_of,
+    response_ids,
+)
 from entropy_experiments.rollouts.store import save_rollouts
 from entropy_experiments.study.given import FOREIGN_REWARDS, Given, Made, rewards_fit
 from entropy_experiments.study.requests import (
@@ -39,7 +46,8 @@ from entropy_experiments.study.requests import (
 )
 from entropy_experiments.study.workspace import save_workspace, workspace_sizes
 from entropy_experiments.tasks.datasets import Problem, load_problems
-from entropy_experiments.tasks.rewards import Reward, build_reward
+from entropy_experiments.tasks.rewards import Reward
+from entropy_experiments.training_facts import reward_of
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 
@@ -95,11 +103,15 @@ def gather_study(config: Config, probed: Opened, *, quiet: bool = True) -> Study
         config, probed, made.batch, real=made.real, what_if=with_kl
     )
     limits = probe_inputs.limits_of(probed.checkpoint, probed.facts, made.real)
+    recorded = made.real and config.influence.workspace.load_path is None
+    facts = probed.facts
+    if recorded:
+        facts = probe_inputs.with_divisor(facts, probed.checkpoint)
     probe = ProbeInputs(
         config=config,
         checkpoint=probed.checkpoint,
         policy=probed.policy,
-        facts=probed.facts,
+        facts=facts,
         optimizer=probed.optimizer,
         horizon=maker.sampler.horizon,
         evaluation=evaluations[0].rollouts,
@@ -107,8 +119,9 @@ def gather_study(config: Config, probed: Opened, *, quiet: bool = True) -> Study
         real=made.real,
         bound=made.bound,
         retries=maker.sampler.retries,
-        notes=(*config.notes, *probed.facts.notes, *made.notes, *limits),
+        notes=(*config.notes, *facts.notes, *made.notes, *maker.sampler.notes, *limits),
         timing=timing,
+        made=probe_inputs.made_step(probed.checkpoint) if recorded else None,
     )
     identity = maker.sampler.generator.identity()
     return StudyInputs(probe=probe, evaluations=evaluations, identity=identity)
@@ -219,6 +232,9 @@ class _Maker:
                 name=name, request=request, rollouts=rollouts, reward_N=reward_N, notes=notes
             )
         if isinstance(params, EvaluationDrawn):
+            again = probe_inputs.recorded_evaluation(self.config, self.probed.checkpoint)
+            if again is not None:
+                return self._probed_with(name, request, again, avoid)
             if self.config.rollouts.load is not None:
                 rollouts = self.sampler.evaluation(avoid)
                 note = f"evaluation rollouts reused from {self.config.rollouts.load}, unscored"
@@ -234,6 +250,48 @@ class _Maker:
         else:
             problems = _custom(params)
         return self._asked(name, request, problems, params.group, avoid, where)
+
+    def _probed_with(
+        self, name: str, request: BatchRequest, rollouts: Rollouts, avoid: set[PromptIds]
+    ) -> EvaluationBatch:
+        """The rollouts that this step was probed with in training."""
+        notes = ["evaluation rollouts are those that the step was probed with in training"]
+        shared = len(prompts_of(rollouts) & avoid)
+        if shared:
+            notes.append(
+                f"{shared} evaluation prompts are prompts of the update batch, which the update "
+                "moves most"
+            )
+        generator = self.sampler.generator
+        by_ids = {generator.prompt_ids(problem): problem for problem in self.sampler.all_problems()}
+        ids = response_ids(rollouts)
+        asked = [by_ids.get(prompt) for prompt in prompt_ids(rollouts)]
+        problems = [problem for problem in asked if problem is not None]
+        reward_N = None
+        if len(problems) == len(asked):
+            texts = [generator.text(tokens) for tokens in ids]
+            reward_N, absent = self._scored(texts, problems, ids)
+            notes += absent
+        else:
+            notes.append("no reward column: the rollouts' prompts are not among the recorded ones")
+        return EvaluationBatch(
+            name=name, request=request, rollouts=rollouts, reward_N=reward_N, notes=tuple(notes)
+        )
+
+    def _scored(
+        self, texts: Sequence[str], asked: Sequence[Problem], ids: Sequence[Sequence[int]]
+    ) -> tuple[Tensor | None, list[str]]:
+        """Rewards by the run's own functions, or why there are none."""
+        facts = self.probed.facts.values
+        if not self.config.influence.reward:
+            return None, []
+        if facts.get("reward_absent"):
+            return None, [f"no reward column: {facts['reward_absent']}"]
+        if "reward_sources" not in facts and not all(problem.answer for problem in asked):
+            return None, []
+        reward = self._reward()
+        found = current().told(lambda: reward(texts, asked, completion_ids=ids))
+        return found.total_N, []
 
     def _asked(
         self,
@@ -251,11 +309,9 @@ class _Maker:
             self._refuse_shared(avoid, asked, where)
         rollouts = self.sampler.generator.generate_evaluation_batch(problems, group=group)
         rollouts = replace(rollouts, behaviour_logprob_NS=None)
-        reward_N = None
-        if self.config.influence.reward and all(problem.answer for problem in problems):
-            texts, asked_of = list(rollouts.text or ()), [p for p in problems for _ in range(group)]
-            reward = self._reward()
-            reward_N = current().told(lambda: reward(texts, asked_of)).total_N
+        texts, asked_of = list(rollouts.text or ()), [p for p in problems for _ in range(group)]
+        reward_N, absent = self._scored(texts, asked_of, response_ids(rollouts))
+        notes = (*notes, *absent)
         if self.config.rollouts.save is not None:
             folder, meta = Path(self.config.rollouts.save) / name, self.sampler.meta
             current().told(lambda: save_rollouts(folder, rollouts, meta=meta))
@@ -324,8 +380,7 @@ class _Maker:
         return [found[i] for i in ids]
 
     def _reward(self) -> Reward:
-        facts = self.probed.facts
-        return build_reward(facts["reward_functions"], facts.values.get("reward_weights"))
+        return reward_of(self.probed.facts, self.config)
 
     def _refuse_shared(
         self, avoid: set[PromptIds], asked: Rollouts | set[PromptIds], where: str

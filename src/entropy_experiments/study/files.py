@@ -313,6 +313,7 @@ class StudyFiles:
                 "clip_factor": step["clip_factor"],
                 "norms": step["norms"],
                 "loss": step["loss"],
+                "certified": step.get("certified", {}),
                 "fingerprint": batch.rollouts.fingerprint,
             },
             "aggregate": first["aggregate"],
@@ -321,7 +322,7 @@ class StudyFiles:
             "notes": notes,
             "assumed": dict(probe.facts.assumed),
             "not_verifiable": list(probe.not_verifiable),
-            "timings": dict(study.timings),
+            "timings": dict(sorted(study.timings.items())),  # whatever was needed first
             "provenance": {
                 **provenance(),
                 "precision": step["precision"],

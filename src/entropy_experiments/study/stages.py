@@ -34,6 +34,7 @@ from entropy_experiments.influence.interventions import Place, Reweighted
 from entropy_experiments.influence.lines import line_directions, rollouts_by_line
 from entropy_experiments.numerics.derivatives import How
 from entropy_experiments.study.batches import StudyInputs
+from entropy_experiments.study.certified import certified_step
 from entropy_experiments.study.clock import Clock
 from entropy_experiments.study.packing import (
     pack_direction,
@@ -180,13 +181,15 @@ class Study:
     @cached_property
     def step_stage(self) -> Stage:
         def compute() -> Stage:
-            direction, stats = self.probe.step()
+            direction, stats = self.probe.step(of_batch=True)
+            certified = certified_step(self.probe, direction, stats)
             norms = {
                 **stats.part_norms,
                 "grad_norm": stats.grad_norm,
                 "clipped_norm": stats.clipped_norm,
             }
             facts = {"norms": norms, "loss": stats.loss, "precision": dict(stats.precision)}
+            facts["certified"] = certified
             return pack_direction(direction, stats.found.scores, facts)
 
         return self.stage("step", digest_of(self.key), self.cost / 2, compute)

@@ -10,14 +10,16 @@ files that people read are made from finished stages alone and written only wher
 differ, so a rerun of a finished study touches nothing:
 
     <run>/manifest.json                  written last: the study's key, sha256 of every file
+
+The manifest also lists what the files were made from (`stored`: rollouts and stages). A rerun looks
+at all of it, and makes again what is gone or damaged; a stage or a unit of rollouts whose contents
+do not have the hash it begins with is refused by name, as when it is read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,10 +41,19 @@ from entropy_experiments.report.run_files import (
     PAGE,
     SCHEMA,
     described,
+    manifest_digest,
     open_run,
     read_manifest,
 )
-from entropy_experiments.rollouts.whole_files import write_whole
+from entropy_experiments.rollouts.store import UNIT
+from entropy_experiments.rollouts.whole_files import (
+    hashed,
+    hashed_body,
+    is_partial,
+    sweep_partials,
+    write_changed,
+    write_whole,
+)
 from entropy_experiments.types import UpdateBatch
 
 __all__ = [
@@ -57,9 +68,9 @@ __all__ = [
     "open_run",
 ]
 
-STAGES = "stages"
+STAGES, ROLLOUTS = "stages", "rollouts"
+STAGE = ".stage"
 _JSON = "__json__"
-_PARTIAL = re.compile(r"\..+\.(\d+)\.partial")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,7 +133,7 @@ class StageStore:
         self.folder = Path(folder)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.folder.glob("*.stage"))
+        return sum(1 for _ in self.folder.glob(f"*{STAGE}"))
 
     def holds(self, name: str, key: str) -> bool:
         return self._path(name, key).is_file()
@@ -153,14 +164,8 @@ class StageStore:
         return path.read_bytes() if path.is_file() else None
 
     def _unpacked(self, path: Path, data: bytes) -> Stage:
-        digest, body = data[:64], data[64:]
-        if digest != hashlib.sha256(body).hexdigest().encode():
-            raise ValueError(
-                f"{path} is damaged: its contents do not have the hash it begins with. Delete it "
-                "and run again: this stage is then computed anew, with the same result."
-            )
         try:
-            tensors = load_tensors(body)
+            tensors = load_tensors(hashed_body(path, data))
         except SafetensorError as error:
             raise ValueError(f"{path} is not a stage of a study ({error}). Delete it.") from error
         said = json.loads(tensors.pop(_JSON).numpy().tobytes())
@@ -179,11 +184,11 @@ class StageStore:
         packed = {k: x.detach().cpu().clone().contiguous() for k, x in stage.tensors.items()}
         packed[_JSON] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         body = dump_tensors(packed)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path(name, key), hashlib.sha256(body).hexdigest().encode() + body)
+        self.folder.mkdir(exist_ok=True)
+        write_whole(self._path(name, key), hashed(body))
 
     def _path(self, name: str, key: str) -> Path:
-        return self.folder / f"{name}.{key[:24]}.stage"
+        return self.folder / f"{name}.{key[:24]}{STAGE}"
 
 
 class RunDirectory:
@@ -204,7 +209,7 @@ class RunDirectory:
                 "stages that both need are kept."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        sweep_partials(self.folder)
         if theirs != key:
             self._identify(key, replaces=self._earlier_files())
             (self.folder / MANIFEST).unlink(missing_ok=True)
@@ -212,7 +217,7 @@ class RunDirectory:
     def _identify(self, key: str, *, replaces: set[str]) -> None:
         """`replaces`: files of an earlier study, to be gone when this one is finished."""
         said = {"format": FORMAT, "schema": SCHEMA, "key": key, "replaces": sorted(replaces)}
-        self._write_changed(self.folder / IDENTITY, json.dumps(said, indent=1).encode())
+        write_changed(self.folder / IDENTITY, json.dumps(said, indent=1).encode())
 
     def _earlier_files(self) -> set[str]:
         path = self.folder / IDENTITY
@@ -224,11 +229,38 @@ class RunDirectory:
         manifest = self.manifest()
         if manifest is None or manifest.get("key") != key:
             return False
-        return all(
-            (self.folder / name).is_file()
-            and described((self.folder / name).read_bytes()) == {k: facts[k] for k in DESCRIBED}
-            for name, facts in manifest["files"].items()
-        )
+        listed = {**manifest["files"], **manifest.get("stored", {})}
+        if not all(self._as_described(name, facts) for name, facts in listed.items()):
+            return False
+        # Read, but not to the byte what was written: put right.
+        self._identify(str(self._bound_to()), replaces=set())
+        if "stored" in manifest:  # a study of an earlier version is left as it is
+            write_changed(self.folder / MANIFEST, _encoded(manifest))
+        return True
+
+    def _as_described(self, name: str, facts: Mapping[str, Any]) -> bool:
+        path = self.folder / name
+        if not path.is_file():
+            return False
+        data = path.read_bytes()
+        if facts.get("own_hash"):
+            hashed_body(path, data)
+            return True
+        return described(data) == {key: facts.get(key) for key in DESCRIBED}
+
+    def _stored(self) -> dict[str, dict[str, Any]]:
+        """What the study's files were made from: rollouts by their hashes.
+
+        Stages and units begin with their own; their bytes also hold how long they took.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for top in (ROLLOUTS, STAGES):
+            for path in sorted((self.folder / top).rglob("*")):
+                if path.is_file() and not is_partial(path.name):
+                    own = path.suffix in (UNIT, STAGE)
+                    name = path.relative_to(self.folder).as_posix()
+                    found[name] = {"own_hash": True} if own else described(path.read_bytes())
+        return found
 
     def manifest(self) -> dict[str, Any] | None:
         return read_manifest(self.folder)
@@ -255,8 +287,9 @@ class RunDirectory:
             "key": key,
             "files": {name: described(data) for name, data in sorted(files.items())},
             "arrays": dict(arrays),
+            "stored": self._stored(),
         }
-        encoded = json.dumps(manifest, indent=1, allow_nan=False).encode()
+        encoded = _encoded(manifest)
         stale = self._earlier_files() - set(files)
         gone = sorted(name for name in stale if (self.folder / name).is_file())
         bound = self._bound_to()
@@ -270,9 +303,9 @@ class RunDirectory:
         for name in stale:
             self._remove(self.folder / name)
         for name, data in files.items():
-            self._write_changed(self.folder / name, data)
+            write_changed(self.folder / name, data)
         self._identify(str(bound), replaces=set())
-        self._write_changed(path, encoded)
+        write_changed(path, encoded)
         return gone
 
     def _remove(self, path: Path) -> None:
@@ -285,17 +318,13 @@ class RunDirectory:
                 return
             folder.rmdir()
 
-    def _write_changed(self, path: Path, data: bytes) -> None:
-        if path.is_file() and path.read_bytes() == data:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data)
-
     def _bound_to(self) -> str | None:
         path = self.folder / IDENTITY
         if not path.is_file():
             others = [p.name for p in self.folder.iterdir()] if self.folder.is_dir() else []
-            strange = sorted(set(others) - {"rollouts", "logs", STAGES} - _partials(others))
+            strange = sorted(
+                set(others) - {ROLLOUTS, "logs", STAGES} - {n for n in others if is_partial(n)}
+            )
             if strange:
                 raise ValueError(
                     f"{self.folder} has files that are no study's ({', '.join(strange[:4])}); "
@@ -310,25 +339,7 @@ class RunDirectory:
             raise ValueError(f"{path} is not an influence study's. Give another folder.")
         return str(found.get("key"))
 
-    def _sweep(self) -> None:
-        """What a killed process was writing: nobody will finish it."""
-        for path in self.folder.rglob(".*.partial"):
-            match = _PARTIAL.fullmatch(path.name)
-            if match and not _alive(int(match[1])):
-                path.unlink(missing_ok=True)
 
-
-def _partials(names: list[str]) -> set[str]:
-    return {name for name in names if _PARTIAL.fullmatch(name)}
-
-
-def _alive(process: int) -> bool:
-    if process == os.getpid():
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _encoded(manifest: Mapping[str, Any]) -> bytes:
+    said = {**manifest, "digest": manifest_digest(manifest)}
+    return json.dumps(said, indent=1, allow_nan=False).encode()

@@ -6,11 +6,13 @@
     countdown             made from the seed, in the words of tasks/countdown.py
     countdown_r1_template the same in plain language and the <think>/<answer> template
     reasoning_gym:<task>  made by reasoning-gym (an extra), in the <think>/<answer> template
+    recorded              the prompts of a run with their columns, as the callback kept them
 
 The order depends on the seed alone, so asking for more gives the same ones first. A prompt never
 appears twice: evaluation and update prompts, split from one list, are different questions.
 `Problem.facts` holds what rewards need besides the answer: `style` ("tag", "hash" or "free": where
-a response states its answer), `opening` (what the prompt already wrote of the response), `chat`.
+a response states its answer), `opening` (what the prompt already wrote of the response), `chat`;
+of recorded prompts also `columns`, the tokens as `ids`, and a conversation's `messages`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.input_errors import library_errors, time_limit
+from entropy_experiments.policy.training_record import RECORDED
 from entropy_experiments.tasks.countdown import Countdown
 from entropy_experiments.tasks.countdown import problems as countdown_problems
 from entropy_experiments.tasks.jsonl import read_jsonl
@@ -48,7 +52,9 @@ MADE = ("countdown", "countdown_r1_template", "reasoning_gym:")
 MADE_SPLITS = ("train", "test")
 GSM8K_SPLITS = ("train", "test")
 GSM8K_LINE = '{"question": "...", "answer": "... #### 42"}'
+RECORDED_LINE = '{"prompt": "...", "_prompt_ids": [1, 2], ...}'
 PROMPT_LINE = '{"prompt": "...", "answer": "..."}'
+TEMPLATE_SECONDS = 2.0
 LARGEST_COUNT = 100_000
 """No probe asks for more; a count with three zeros too many would keep generators busy."""
 
@@ -82,6 +88,8 @@ def load_problems(
         problems = _shuffled(_gsm8k(name, path, split or "train"), seed, count)
     elif name == "jsonl":
         problems = _shuffled(_jsonl(path, split), seed, count)
+    elif name == RECORDED:
+        return _shuffled(_recorded(path, split), seed, count)  # in training's own words already
     elif name in ("countdown", "countdown_r1_template"):
         problems = _countdown(name, split or "train", seed, _needed(name, count))
     elif name.startswith("reasoning_gym:"):
@@ -241,6 +249,35 @@ def _jsonl(path: str | Path | None, split: str | None) -> Iterator[Problem]:
         )
 
 
+def _recorded(path: str | Path | None, split: str | None) -> Iterator[Problem]:
+    if path is None:
+        raise ValueError(
+            f"dataset {RECORDED!r} is what a run recorded, and no record names its prompts. Name "
+            "a dataset: batch_config.dataset_name."
+        )
+    file = _file(path, split)
+    for number, record in read_jsonl(file, RECORDED_LINE):
+        where = f"{file}:{number}"
+        ids = record.pop("_prompt_ids", None)
+        if not isinstance(ids, list) or "prompt" not in record:
+            raise ValueError(f"{where}: expected a line like {RECORDED_LINE}.")
+        prompt, answer = record["prompt"], record.get("answer", "")
+        facts = {"style": "free", "ids": tuple(ids), "columns": record}
+        if not isinstance(prompt, str):
+            facts["messages"] = prompt
+        yield Problem(
+            id=f"{file.stem}/{number}",
+            prompt=prompt if isinstance(prompt, str) else _conversation(prompt),
+            answer=answer if isinstance(answer, str) else str(answer),
+            facts=facts,
+        )
+
+
+def _conversation(messages: Any) -> str:
+    """A prompt of messages, as its reader sees it."""
+    return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
+
+
 def _countdown(name: str, split: str, seed: int, count: int) -> list[Problem]:
     def problem(made: Countdown) -> Problem:
         facts: dict[str, Any] = {"style": "tag", "numbers": made.numbers, "target": made.target}
@@ -305,9 +342,17 @@ def _in_chat(problem: Problem, tokenizer: Any) -> Problem:
     # What the plain prompt had opened for the assistant is opened again after the template.
     opening = problem.facts.get("opening", "")
     said = problem.prompt.removesuffix(f"\nAssistant: {opening}") if opening else problem.prompt
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True
-    )
+    where = f"The chat template of the tokenizer at {tokenizer.name_or_path}"
+    advice = "Repair it, or set batch_config.chat_template: false."
+    with (
+        library_errors(f"{where} fails on a prompt", advice),
+        time_limit(TEMPLATE_SECONDS, f"{where}, for one prompt,", advice),
+    ):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True
+        )
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{where} makes nothing of a prompt; expected text. {advice}")
     return replace(problem, prompt=text + opening, facts={**problem.facts, "chat": True})
 
 

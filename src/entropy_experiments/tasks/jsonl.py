@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.input_errors import short
+
 
 def read_jsonl(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of each line that is not blank; `expected` says what one looks like."""
@@ -19,9 +21,15 @@ def read_jsonl(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]
                 continue
             try:
                 record = json.loads(line)
+            except RecursionError:
+                raise ValueError(
+                    f"{path}:{number}: not JSON that can be read (nested too deeply). Expected a "
+                    f"line like {expected}."
+                ) from None
             except ValueError as error:
                 raise ValueError(
-                    f"{path}:{number}: not JSON ({error}). Expected a line like {expected}."
+                    f"{path}:{number}: not JSON ({short(error, 120)}). Expected a line like "
+                    f"{expected}."
                 ) from error
             if not isinstance(record, dict):
                 raise ValueError(

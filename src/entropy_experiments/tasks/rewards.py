@@ -5,19 +5,17 @@
     format          <think>...</think><answer>...</answer>, each tag once and nothing around
     countdown       the expression uses every number once and makes the target
     reasoning_gym   reasoning-gym's own scorer of the task
-    module:function your own: (completions, problems) -> one number per completion
+    module:function your own, one number per completion; also path/to/file.py:function
 
 The final answer is the content of the last <answer> tag; of "hash" problems what follows the last
 ####; of "free" problems (a JSONL file's own prompts) the tag if there is one, else everything.
-A function of one's own may name its parameters completions, problems, answers, prompts; it gets
-those by name (so TRL's reward functions work), otherwise (completions, problems) in this order.
+How functions of one's own are called, and what becomes of one that fails: tasks/own_rewards.py.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import math
 import re
 import threading
@@ -25,13 +23,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from entropy_experiments.input_errors import short
 from entropy_experiments.tasks.countdown import Countdown, solved
 from entropy_experiments.tasks.datasets import Problem
+from entropy_experiments.tasks.own_rewards import SECONDS, OwnReward, imported, recorded
 
 if TYPE_CHECKING:
     from torch import Tensor  # names are looked up, in a dry run, without it
 
 RewardFunction = Callable[[list[str], list[Problem]], list[float]]
+Ids = Sequence[Sequence[int]]
 
 VERIFY_SECONDS = 5
 LONGEST_ANSWER = 300
@@ -69,29 +70,59 @@ class RewardResult:
 class Reward:
     """A weighted sum of functions; calling it scores a list of completions."""
 
-    functions: Mapping[str, RewardFunction]
+    functions: Mapping[str, RewardFunction | OwnReward]
     weights: tuple[float, ...]
 
-    def __call__(self, completions: Sequence[str], problems: Sequence[Problem]) -> RewardResult:
+    @property
+    def own(self) -> bool:
+        """Whether a function is the user's: it may cost, or need what a trial does not have."""
+        return any(isinstance(function, OwnReward) for function in self.functions.values())
+
+    def __call__(
+        self,
+        completions: Sequence[str],
+        problems: Sequence[Problem],
+        *,
+        completion_ids: Ids | None = None,
+    ) -> RewardResult:
+        """`completion_ids`: the completions' tokens, for functions that read them."""
         if len(completions) != len(problems):
             raise ValueError(
                 f"{len(completions)} completions for {len(problems)} problems; expected one "
                 "problem per completion."
             )
+        texts, asked = list(completions), list(problems)
         by_function = {
-            name: _checked(name, function(list(completions), list(problems)), len(completions))
+            name: _checked(name, function(texts, asked, completion_ids), len(texts), optional=True)
+            if isinstance(function, OwnReward)
+            else _checked(name, function(texts, asked), len(texts))
             for name, function in self.functions.items()
         }
         import torch
 
-        total_N = torch.zeros(len(completions), dtype=torch.float64)
+        total_N = torch.zeros(len(texts), dtype=torch.float64)
         for weight, value_N in zip(self.weights, by_function.values(), strict=True):
-            total_N = total_N + weight * value_N
+            total_N = total_N + torch.where(value_N.isnan(), 0.0, weight * value_N)
+        silent_N = torch.stack(list(by_function.values())).isnan().all(0)
+        if bool(silent_N.any()):
+            raise ValueError(
+                f"Every reward function returned None for completion {int(silent_N.int().argmax())}"
+                f" ({', '.join(self.functions)}); expected a number from at least one."
+            )
         return RewardResult(total_N=total_N, by_function=by_function)
 
 
-def build_reward(functions: Sequence[str], weights: Sequence[float] | None = None) -> Reward:
-    """A reward from names (see the module's docstring); weights are 1 unless given."""
+def build_reward(
+    functions: Sequence[str],
+    weights: Sequence[float] | None = None,
+    *,
+    sources: Sequence[Mapping[str, Any]] | None = None,
+    seconds: float = SECONDS,
+) -> Reward:
+    """A reward from names (see the module's docstring); weights are 1 unless given.
+
+    `sources`: where a training record says that the functions of these names are.
+    """
     if isinstance(functions, str) or not functions:
         raise ValueError(
             f"reward.functions is {functions!r}; expected a list with at least one of "
@@ -107,7 +138,13 @@ def build_reward(functions: Sequence[str], weights: Sequence[float] | None = Non
         )
     if not all(map(math.isfinite, chosen)):
         raise ValueError(f"reward.weights is {list(chosen)}; expected finite numbers.")
-    return Reward(functions={name: _function(name) for name in functions}, weights=chosen)
+    found: dict[str, RewardFunction | OwnReward] = {}
+    for i, name in enumerate(functions):
+        if sources is not None:
+            found[name] = recorded(sources[i], seconds=seconds)
+        else:
+            found[name] = _function(name, seconds)
+    return Reward(functions=found, weights=chosen)
 
 
 def default_functions(dataset: str) -> tuple[str, ...]:
@@ -232,51 +269,28 @@ NAMED: dict[str, RewardFunction] = {
 }
 
 
-def _function(name: str) -> RewardFunction:
+def _function(name: str, seconds: float) -> RewardFunction | OwnReward:
     if name in NAMED:
         return NAMED[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
+    if ":" not in name:
         near = difflib.get_close_matches(name, NAMED, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"Unknown reward {name!r}; expected one of {', '.join(NAMED)}, or module:function of "
             f"your own.{hint}"
         )
+    return imported(name, seconds=seconds)
+
+
+def _shown(value: Any) -> str:
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module is the user's, and may fail in any way
-        raise ValueError(
-            f"Reward {name!r}: module {module_name!r} cannot be imported ({type(error).__name__}: "
-            f"{error}). Is its folder on PYTHONPATH?"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        what = "no such name" if function is None else f"a {type(function).__name__}"
-        raise ValueError(
-            f"Reward {name!r}: {module_name} has {what} under {function_name!r}; expected a "
-            "function (completions, problems) -> list of numbers."
-        )
-    return lambda completions, problems: _call(function, completions, problems)
+        return short(repr(value), 80)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a {type(value).__name__} too long to write"
 
 
-def _call(function: Callable[..., Any], completions: list[str], problems: list[Problem]) -> Any:
-    offered = {
-        "completions": completions,
-        "problems": problems,
-        "answers": [problem.answer for problem in problems],
-        "prompts": [problem.prompt for problem in problems],
-    }
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return function(**offered)
-    if parameters.keys() <= offered.keys():
-        return function(**{name: offered[name] for name in parameters})
-    return function(completions, problems)
-
-
-def _checked(name: str, values: Any, count: int) -> Tensor:
-    """[N] of finite numbers, whatever the function returned them in."""
+def _checked(name: str, values: Any, count: int, *, optional: bool = False) -> Tensor:
+    """[N] of finite numbers, whatever the function returned them in; `optional`: None is NaN."""
     import torch
 
     if isinstance(values, torch.Tensor):
@@ -295,13 +309,16 @@ def _checked(name: str, values: Any, count: int) -> Tensor:
             "each."
         )
     for row, value in enumerate(values):
+        if optional and value is None:
+            continue
         try:
             number = float(value) if not isinstance(value, str) else math.nan
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(
-                f"Reward {name!r} returned {value!r} for completion {row}; expected a finite "
+                f"Reward {name!r} returned {_shown(value)} for completion {row}; expected a finite "
                 "number."
             )
-    return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    numbers = [math.nan if value is None else float(value) for value in values]
+    return torch.tensor(numbers, dtype=torch.float64)

@@ -159,6 +159,10 @@ class Estimate:
     def trusted(self) -> bool:
         return not self.why_not
 
+    def doubted(self, reason: str) -> Estimate:
+        """The same number, not trusted for this reason."""
+        return replace(self, given_reasons=(*self.given_reasons, reason))
+
     @classmethod
     def build(
         cls,
@@ -306,6 +310,14 @@ class Attribution:
     def of(cls, total: Estimate, lines: Mapping[str, Estimate]) -> Attribution:
         rest = [(1.0, total), *((-1.0, line) for line in lines.values())]
         return cls(total=total, lines=dict(lines), unexplained=combine(rest))
+
+    def doubted(self, reason: str) -> Attribution:
+        """The same numbers, none of them trusted for this reason."""
+        return Attribution(
+            total=self.total.doubted(reason),
+            lines={name: line.doubted(reason) for name, line in self.lines.items()},
+            unexplained=self.unexplained.doubted(reason),
+        )
 
     def __str__(self) -> str:
         rows = {"total": self.total, **self.lines, "unexplained": self.unexplained}

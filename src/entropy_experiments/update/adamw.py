@@ -32,7 +32,7 @@ from entropy_experiments.types import (
 from entropy_experiments.types.direction import BASELINE_PARTS
 from entropy_experiments.update.gradient import LossGradient, clip_factor, loss_gradient
 from entropy_experiments.update.objective import Objective
-from entropy_experiments.update.optimizer import direction_like, members
+from entropy_experiments.update.optimizer import direction_like, direction_of, members
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,15 +71,40 @@ def compute_update_vector_adamw(
     direction = adamw_direction(
         policy.params, found.gradient, optimizer, max_grad_norm=max_grad_norm
     )
+    return (*_with_baseline(direction), _stats(policy, direction, found, optimizer))
+
+
+def update_of_gradient(
+    policy: Policy,
+    gradient: Params,
+    found: LossGradient,
+    optimizer: OptimizerState,
+) -> tuple[Direction, Direction, UpdateStats]:
+    """The same of a gradient that training used: clipped, averaged, whatever its loss was.
+
+    A parameter that `gradient` lacks had none, and torch's optimizers leave it alone. `found`: the
+    gradient rebuilt from the batch, whose loss and scores the statistics keep.
+    """
+    direction = direction_of(policy.params, gradient, optimizer, adamw_direction)
+    return (*_with_baseline(direction), _stats(policy, direction, found, optimizer))
+
+
+def _with_baseline(direction: Direction) -> tuple[Direction, Direction]:
     if all(norm(part) == 0 for part in direction.parts.values()):
         raise ValueError(
             "The update is zero: no token has an advantage (every group has equal rewards) and "
             "there is neither momentum nor weight decay. Draw rollouts until a group's rewards "
             "differ, or load the optimizer state."
         )
+    return direction, direction.only(*BASELINE_PARTS)
+
+
+def _stats(
+    policy: Policy, direction: Direction, found: LossGradient, optimizer: OptimizerState
+) -> UpdateStats:
     _, grad_norm = clip_factor(found.gradient, None)
     part_norms = {name: norm(part) for name, part in direction.parts.items()}
-    stats = UpdateStats(
+    return UpdateStats(
         loss=found.loss,
         step=max((float(entry.get("step", 0)) for entry in optimizer.state.values()), default=0.0),
         grad_norm=grad_norm,
@@ -101,7 +126,6 @@ def compute_update_vector_adamw(
         },
         found=found,
     )
-    return direction, direction.only(*BASELINE_PARTS), stats
 
 
 def adamw_direction(

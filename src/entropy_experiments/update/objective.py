@@ -8,11 +8,21 @@ masks alone and carry every normaliser, so a microbatch's share of the loss is e
     dr_grpo     c = w_i / max_completion_length     r = exp(l - l_old), per token, or per sequence
     dapo        c = w_i / sum_j w_j T_j               the mean log-ratio of the rollout
     bnpo        c = w_i / (microbatches * sum over i's microbatch of w_j T_j)
+    luspo       c = w_i                             as grpo
+    cispo       c as dapo                           loss_ik = -min(r, clip_high) A l, ratio detached
+    sapo        c as grpo                           loss_ik = -(4 / t) sigmoid(t (r - 1)) A, t by
+                                                      the sign of A: sapo_positive, sapo_negative
+    rloo        c as grpo                           as grpo with r the ratio of the whole rollout
     e = the c of bnpo, for every loss, as TRL does
 
-w_i is 1/N in life; T_i counts the tokens that the loss counts. Because nothing else depends on the
-model, PPO clipping, KL and the entropy bonus need no derivative of their own: `token_coefficients`
-differentiates two small arrays.
+With `kl_ratio` the KL of a token is r KL. `delta` bounds the ratio of min(r A, ...) from above,
+where r is not clipped otherwise. `divisor`
+replaces sum_j T_j of dapo and cispo: TRL counts the tokens of the whole generation batch, of which
+a step may learn from a part.
+
+w_i is 1/N in practice; T_i counts the tokens that the loss counts. Because nothing else depends on
+the model, PPO clipping, KL and the entropy bonus need no derivative of their own:
+`token_coefficients` differentiates two small arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +35,9 @@ from torch import Tensor
 
 from entropy_experiments.types import Scores, UpdateBatch
 
-Loss = Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo"]
+Loss = Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "rloo"]
+UNCLIPPED = ("reinforce", "cispo", "sapo")
+"""Losses in which no token's coefficient is zero for its ratio."""
 KL = Literal["k1", "k2", "k3"]
 Ratio = Literal["token", "sequence"]
 
@@ -49,8 +61,18 @@ class Objective:
     ratio: Ratio = "token"
     beta: float = 0.0
     kl: KL = "k3"
+    kl_ratio: bool = False
+    """The KL term is multiplied by the ratio (TRL's use_bias_correction_kl): another gradient even
+    where the ratio is 1."""
     entropy_coef: float = 0.0
     max_completion_length: int | None = None
+    delta: float | None = None
+    """Two-sided clipping: no ratio counts for more than this."""
+    sapo_positive: float = 1.0
+    sapo_negative: float = 1.05
+    """Temperatures of sapo's soft gate, by the sign of the advantage; TRL's defaults."""
+    divisor: float | None = None
+    """Tokens that dapo and cispo divide by, if not those of the batch."""
 
     def __post_init__(self) -> None:
         for name, kind in (("loss", Loss), ("kl", KL), ("ratio", Ratio)):
@@ -59,6 +81,10 @@ class Objective:
                     f"Objective.{name} is {getattr(self, name)!r}; expected one of "
                     f"{get_args(kind)}."
                 )
+        for name in ("delta", "divisor", "sapo_positive", "sapo_negative"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"Objective.{name} is {value}; expected a number above 0.")
         if self.loss == "dr_grpo" and not self.max_completion_length:
             raise ValueError(
                 "dr_grpo divides by max_completion_length, which was not given: set "
@@ -73,15 +99,18 @@ class Objective:
         weight_N, counted_NS = batch.rollouts.weight_N, batch.counted_NS
         tokens_N = counted_NS.sum(1).to(weight_N.dtype)
         share_N = _microbatch_share(batch, tokens_N)
-        if self.loss == "reinforce":
+        if self.loss in ("reinforce", "luspo"):
             per_token_N = weight_N
-        elif self.loss == "grpo":
+        elif self.loss in ("grpo", "sapo", "rloo"):
             per_token_N = weight_N / tokens_N.clamp_min(1.0)
         elif self.loss == "dr_grpo":
             assert self.max_completion_length is not None  # checked at construction
             per_token_N = weight_N / self.max_completion_length
-        elif self.loss == "dapo":
-            per_token_N = weight_N / (weight_N * tokens_N).sum()
+        elif self.loss in ("dapo", "cispo"):
+            mean = (weight_N * tokens_N).sum()
+            if self.divisor is not None:
+                mean = torch.full_like(mean, self.divisor) * batch.rollouts.share / len(weight_N)
+            per_token_N = weight_N / mean
         else:
             per_token_N = share_N
 
@@ -99,14 +128,30 @@ class Objective:
         advantage_NS = _inside(batch.advantage_NS, counted_NS, dtype)
         if self.loss == "reinforce":
             token_loss_NS = -advantage_NS * logprob_NS
+        elif self.loss == "cispo":
+            ratio_NS = self._ratio(logprob_NS, batch, dtype).detach()
+            if self.clip_high is not None:
+                ratio_NS = ratio_NS.clamp(max=self.clip_high)
+            token_loss_NS = -ratio_NS * advantage_NS * logprob_NS
+        elif self.loss == "sapo":
+            ratio_NS = self._ratio(logprob_NS, batch, dtype)
+            heat_NS = torch.where(advantage_NS > 0, self.sapo_positive, self.sapo_negative)
+            heat_NS = heat_NS.to(dtype)
+            gate_NS = torch.sigmoid(heat_NS * (ratio_NS - 1)) * 4 / heat_NS
+            token_loss_NS = -gate_NS * advantage_NS
         else:
             ratio_NS = self._ratio(logprob_NS, batch, dtype)
             low = None if self.clip_low is None else 1 - self.clip_low
             high = None if self.clip_high is None else 1 + self.clip_high
             clipped_NS = ratio_NS if low is None and high is None else ratio_NS.clamp(low, high)
+            if self.delta is not None:
+                ratio_NS = ratio_NS.clamp(max=self.delta)
             token_loss_NS = -torch.min(ratio_NS * advantage_NS, clipped_NS * advantage_NS)
         if self.beta:
-            token_loss_NS = token_loss_NS + self.beta * self._kl(logprob_NS, batch, dtype)
+            kl_NS = self._kl(logprob_NS, batch, dtype)
+            if self.kl_ratio:
+                kl_NS = kl_NS * self._ratio(logprob_NS, batch, dtype)
+            token_loss_NS = token_loss_NS + self.beta * kl_NS
         loss = (policy_NS * token_loss_NS).sum()
         if self.entropy_coef:
             bonus_NS = entropy_NS * _inside(scores.entropy_NS, counted_NS, dtype)
@@ -119,7 +164,9 @@ class Objective:
         else:
             old_NS = _inside(batch.old_logprob_NS, batch.counted_NS, dtype)
         logratio_NS = logprob_NS - old_NS
-        if self.ratio == "sequence":
+        if self.loss == "rloo":
+            logratio_NS = logratio_NS.sum(1, keepdim=True).expand_as(logratio_NS)
+        elif self.ratio == "sequence":
             tokens_N1 = batch.counted_NS.sum(1, keepdim=True).clamp_min(1).to(dtype)
             logratio_NS = (logratio_NS.sum(1, keepdim=True) / tokens_N1).expand_as(logratio_NS)
         return logratio_NS.exp()
@@ -139,7 +186,7 @@ class Objective:
 
 
 def token_coefficients(objective: Objective, scores: Scores, batch: UpdateBatch) -> Scores:
-    """dL/dl_ik and dL/dh_ik: what each token's log-prob and entropy are worth to the loss."""
+    """dL/dl_ik and dL/dh_ik: how the loss changes with each token's log-prob and entropy."""
     leaves = Scores(*(x_NS.detach().requires_grad_() for x_NS in scores))
     with torch.enable_grad():
         loss = objective(leaves, batch)

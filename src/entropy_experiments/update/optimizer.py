@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from entropy_experiments.types import (
 )
 from entropy_experiments.types.direction import check_finite
 
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 SGD_KEYS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
 
@@ -131,3 +133,45 @@ def direction_like(
         preconditioner=cast(preconditioner),
         clip_factor=factor,
     )
+
+
+def direction_of(
+    params: Params,
+    gradient: Params,
+    state: OptimizerState,
+    build: Callable[[Params, Params, OptimizerState], Direction],
+) -> Direction:
+    """The step of a gradient; parameters that it lacks are left alone, as torch does."""
+    moving = {name: params[name] for name in gradient}
+    found = build(moving, gradient, moving_part(state, moving))
+
+    def whole(part: Params) -> Params:
+        return {name: part.get(name, torch.zeros_like(p)) for name, p in params.items()}
+
+    return Direction(
+        parts={name: whole(part) for name, part in found.parts.items()},
+        lr=found.lr,
+        preconditioner=None if found.preconditioner is None else whole(found.preconditioner),
+        clip_factor=found.clip_factor,
+    )
+
+
+def moving_part(state: OptimizerState, moving: Params) -> OptimizerState:
+    """The part of the optimizer that will move."""
+    groups: list[Any] = []
+    entries = {}
+    for group in state.groups:
+        kept = tuple(name for name in group.names if name in moving)
+        if kept:
+            groups.append(replace(group, names=kept))
+        for name in kept:
+            entry = state.state.get(name)
+            if entry is None and state.state and isinstance(group, AdamGroup):
+                # It gets its first gradient now, steps after the others: it starts from zero.
+                zero = torch.zeros_like(moving[name])
+                entry = {"step": 0.0, **dict.fromkeys(ADAM_MOMENTS, zero)}
+            if entry is not None:
+                entries[name] = entry
+    # A direction is per unit of the first group's rate: one that is 0 (a warm-up) cannot be it.
+    groups.sort(key=lambda group: group.lr == 0)
+    return OptimizerState(groups=tuple(groups), state=entries)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
@@ -21,12 +22,14 @@ from entropy_experiments.config.training_batch import (
     plan_line,
     ranks_of_job,
 )
+from entropy_experiments.numerics.threads import choose_threads, chosen_threads
 from entropy_experiments.online.train.callbacks import (
     ProgressLines,
     TaskFacts,
     UnwatchedProbe,
     looking_away,
 )
+from entropy_experiments.online.train.equal_rewards import EqualRewards
 from entropy_experiments.online.train.folder import (
     last_whole_checkpoint,
     refuse_begun,
@@ -43,7 +46,9 @@ from entropy_experiments.online.train.trainer import (
     build_trainer,
     load_policy,
 )
-from gradient_doctor.hf import DoctorCallback
+from entropy_experiments.policy.calling import evaluating
+from entropy_experiments.policy.parts import passing_tokens
+from gradient_doctor.hf import DoctorCallback, GradientError
 
 RECORD = "record"
 DOCTOR_FILE = "doctor.json"
@@ -75,13 +80,24 @@ def train(
     if rank == 0 and not quiet:
         _tell([*_opening(config, plan, task, checkpoint, resume), *notes])
     probe, doctor, callbacks = _watchers(config, task, out, quiet=quiet)
+    equal = EqualRewards(task.functions, group=config.num_generations)
+    if not config.beta and not config.trl.get("entropy_coef"):  # which have a gradient of their own
+        callbacks.append(equal)
     trainer = _built(config, plan, task, policy, out, callbacks)
+    equal.trainer = trainer
     trainer.unwatched = lambda: looking_away(doctor)
     if rank == 0:
         write_config(out, config)
-    result: Any = trainer.train(
-        resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
-    )
+    with chosen_threads():
+        choose_threads(*_trial_pass(trainer.model), anew=True)
+        try:
+            result: Any = trainer.train(
+                resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
+            )
+        except GradientError:
+            equal.refuse(cut_short=True)  # the reason of what the doctor found
+            raise
+    equal.refuse()
     summary = run_summary(
         trainer,
         out,
@@ -96,6 +112,17 @@ def train(
         if doctor is not None and summary["doctor"]["findings"] and not quiet:
             _tell(["", doctor.report()])
     return summary
+
+
+def _trial_pass(model: Any) -> tuple[torch.device, Callable[[], object]]:
+    """Where the model is, and a small pass of it."""
+    tokens_NS = passing_tokens(model)
+
+    def trial() -> object:
+        with evaluating(model):  # dropout would draw from the training's random numbers
+            return model(input_ids=tokens_NS)
+
+    return tokens_NS.device, trial
 
 
 def _watchers(

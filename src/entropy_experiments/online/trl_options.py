@@ -1,0 +1,117 @@
+"""Options of a TRL trainer that change its loss or its sampling, and which of them are followed."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any, get_args
+
+from entropy_experiments.update.objective import Loss
+
+LOSS_METHODS = (
+    "compute_loss",
+    "_compute_loss",
+    "training_step",
+    "_get_per_token_logps_and_entropies",
+)
+"""A subclass that has its own is one whose loss nobody here knows."""
+LAST_ENTROPY = "_last_world_entropy"
+"""Where an adaptive entropy bonus keeps the entropy that it compares with its target."""
+OPTIONS = (
+    *("loss_type", "scale_rewards", "epsilon", "epsilon_high", "delta", "beta"),
+    *("importance_sampling_level", "top_entropy_quantile", "mask_truncated_completions"),
+    *("sapo_temperature_pos", "sapo_temperature_neg", "use_bias_correction_kl"),
+    *("entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold"),
+    *("multi_objective_aggregation", "normalize_advantages", "reward_clip_range"),
+    *("num_iterations", "num_generations", "steps_per_generation"),
+    *("gradient_accumulation_steps", "per_device_train_batch_size", "world_size"),
+    *("max_grad_norm", "max_completion_length", "bf16", "fp16", "disable_dropout"),
+    *("gradient_checkpointing", "neftune_noise_alpha", "use_vllm", "use_liger_kernel"),
+    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"),
+    *("chat_template_kwargs", "sync_ref_model", "router_aux_loss_coef"),
+)
+"""Recorded as they stand, whether this program follows them or not."""
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "generation_kwargs": (None, {}),
+}
+"""Options of the sampling distribution, and where they leave it as it is."""
+
+
+def recorded_options(args: Any) -> dict[str, Any]:
+    found = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
+    return {name: value if _plain(value) else str(value) for name, value in found.items()}
+
+
+def recorded_trainer(trainer: Any) -> dict[str, Any]:
+    kind = type(trainer)
+    return {
+        "class": kind.__name__,
+        "module": kind.__module__,
+        "trl": version("trl"),
+        "transformers": version("transformers"),
+    }
+
+
+def is_rloo(trainer: Any) -> bool:
+    return any(base.__name__ == "RLOOTrainer" for base in type(trainer).__mro__)
+
+
+def unfollowed(trainer: Any) -> list[str]:
+    """What makes this trainer's loss another than the one that is rebuilt from its batch."""
+    args, found = trainer.args, []
+    if (name := own_loss(trainer)) is not None:
+        found.append(f"{type(trainer).__name__} has a {name} of its own")
+    loss = getattr(args, "loss_type", "grpo")
+    if loss not in get_args(Loss):
+        found.append(f"loss_type = {loss}")
+    quantile = getattr(args, "top_entropy_quantile", 1.0)
+    if quantile < 1 and _has_bonus(trainer):
+        found.append(f"top_entropy_quantile = {quantile:g} together with an entropy bonus")
+    if getattr(trainer, "aux_loss_enabled", False):
+        found.append("the router's auxiliary loss")
+    if getattr(args, "neftune_noise_alpha", None):
+        found.append(f"neftune_noise_alpha = {args.neftune_noise_alpha}")
+    return found
+
+
+def sampled_otherwise(args: Any) -> list[str]:
+    """Options that make the sampling distribution another than the policy's own."""
+    found = [
+        f"{name} = {getattr(args, name)}"
+        for name, harmless in HARMLESS.items()
+        if getattr(args, name, None) not in harmless
+    ]
+    top_p = getattr(args, "top_p", 1.0)
+    return [*([f"top_p = {top_p:g}"] if top_p is not None and top_p < 1 else []), *found]
+
+
+def own_loss(trainer: Any) -> str | None:
+    """The method by which a subclass replaces TRL's loss."""
+    for kind in type(trainer).__mro__:
+        if kind.__module__.partition(".")[0] in ("trl", "transformers"):
+            return None
+        for name in LOSS_METHODS:
+            if name in vars(kind):
+                return name
+    return None
+
+
+def entropy_coef(trainer: Any) -> float:
+    """As the next step applies it: an adaptive one changes from step to step."""
+    args = trainer.args
+    coef = getattr(trainer, "entropy_coef", getattr(args, "entropy_coef", None)) or 0.0
+    if getattr(args, "use_adaptive_entropy", False):
+        seen = getattr(trainer, LAST_ENTROPY, float("inf"))  # before the first step: none
+        coef = coef if seen <= args.entropy_target else 0.0
+    return float(coef)
+
+
+def _has_bonus(trainer: Any) -> bool:
+    return bool(getattr(trainer, "_entropy_bonus_enabled", False))
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | list | dict)

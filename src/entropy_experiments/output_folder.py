@@ -1,0 +1,116 @@
+"""Whose folder `--out` is: results of two settings in one folder would look like one run's.
+
+    <out>/run.json    the verb and its settings, from the moment the command begins
+
+The same command again continues. Another verb or other settings are refused, unless they are to
+replace what is there. A command that ends before anything else is in the folder leaves no claim.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.config import Config
+from entropy_experiments.numerics.ranks import current
+from entropy_experiments.rollouts.whole_files import sweep_partials, write_changed
+
+CLAIM = "run.json"
+FORMAT = "entropy_experiments.run"
+NOT_RESULTS = ("detailed_logging", "output", "rollouts.save")
+"""Sections and keys that say where things go, and how much of them."""
+LISTED = 3
+
+
+@contextmanager
+def claimed(
+    out: Path | None, config: Config, *, verb: str, overwrite: bool = False
+) -> Iterator[None]:
+    """Inside, the folder is this command's; None: results go nowhere in particular.
+
+    Args:
+        out: The folder, made if it is missing.
+        config: What the command was asked for.
+        verb: `run` or `measure`.
+        overwrite: Whether results of other settings may be replaced.
+    """
+    if out is None:
+        yield
+        return
+    new = current().told(lambda: _claim(out, _settings(config), verb, overwrite))
+    new = new and current().first
+    try:
+        yield
+    except BaseException:
+        if new:
+            _let_go(out)  # on the rank that made it; the others may be gone
+        raise
+
+
+def _claim(out: Path, settings: dict[str, Any], verb: str, overwrite: bool) -> bool:
+    """Whether the claim is new."""
+    path = out / CLAIM
+    mine = {"format": FORMAT, "verb": verb, "settings": settings}
+    if path.is_file() and not overwrite:
+        _refuse_other(path, mine)
+    new = not path.is_file()
+    sweep_partials(out)
+    write_changed(path, json.dumps(mine, indent=1, sort_keys=True).encode())
+    return new
+
+
+def _refuse_other(path: Path, mine: dict[str, Any]) -> None:
+    try:
+        theirs = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not JSON ({error}). Delete it, or give another --out."
+        ) from error
+    if not isinstance(theirs, dict) or theirs.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} was not written by `entropy-probe`; expected an empty or a new folder, or one "
+            "of an earlier run. Give another --out."
+        )
+    if theirs.get("verb") != mine["verb"]:
+        raise ValueError(
+            f"{path.parent} holds results of `entropy-probe {theirs.get('verb')}`. Give another "
+            "--out, or let this command replace them with --overwrite."
+        )
+    there, here = theirs.get("settings"), mine["settings"]
+    there = there if isinstance(there, dict) else {}
+    keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
+    if keys:
+        listed = "; ".join(
+            f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in keys[:LISTED]
+        )
+        more = f" (and {len(keys) - LISTED} more)" if len(keys) > LISTED else ""
+        raise ValueError(
+            f"{path.parent} holds results of other settings: {listed}{more}. Give another --out, "
+            "or let this command replace them with --overwrite."
+        )
+
+
+def _let_go(out: Path) -> None:
+    """Nothing but the claim is there: nothing was computed."""
+    if out.is_dir() and [path.name for path in out.iterdir()] == [CLAIM]:
+        (out / CLAIM).unlink()
+        out.rmdir()
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, key: str) -> None:
+        if key in NOT_RESULTS:
+            return
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                walk(inner, f"{key}.{name}" if key else str(name))
+        else:
+            flat[key] = value
+
+    walk(json.loads(json.dumps(config.model_dump(mode="json"))), "")
+    return flat
