@@ -115,10 +115,12 @@ class DeltaEntropyTrue:
         config = self._configured(cfg)
         own = config.importance.clip_c
         changes = self._changes(E_batch, v_named_list, [float(eta)], (own,), config, details=True)
-        found = [changes[Case(NAME.format(i), float(eta), own)] for i in range(len(v_named_list))]
-        for change in found:
+        estimates = [
+            changes[Case(NAME.format(i), float(eta), own)] for i in range(len(v_named_list))
+        ]
+        for change in estimates:
             self._say(change, eta)
-        return [change_details(change) for change in found]
+        return [change_details(change) for change in estimates]
 
     def _configured(self, cfg: Mapping[str, Any] | None) -> Config:
         if not cfg:
@@ -151,9 +153,9 @@ class DeltaEntropyTrue:
 
     def _base_scores(self, rollouts: Rollouts, config: Config) -> Scores:
         weights = _weights(self.policy.params)
-        kept = self._base.get(rollouts)
-        if kept is not None and kept[0] == weights:
-            return kept[1]
+        cached = self._base.get(rollouts)
+        if cached is not None and cached[0] == weights:
+            return cached[1]
         microbatch = config.forward_batch_size
         scores = score_all(self.policy, self.policy.params, rollouts, microbatch=microbatch)
         self._base[rollouts] = (weights, scores)

@@ -193,5 +193,5 @@ def _temperature(cfg: Mapping[str, Any] | None) -> float:
     cfg = cfg or {}
     inner = cfg.get("generation")
     nested = inner.get("temperature") if isinstance(inner, Mapping) else None
-    found = cfg.get("temperature", nested)
-    return 1.0 if found is None else float(found)
+    temperature = cfg.get("temperature", nested)
+    return 1.0 if temperature is None else float(temperature)

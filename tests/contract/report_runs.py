@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 from entropy_experiments import BatchRequest, EntropyInfluencePlan, EntropyInfluenceRunner
 from entropy_experiments import WorkspaceSpec as Workspace
-from entropy_experiments.report.run_files import described
+from entropy_experiments.report.run_files import described, manifest_digest
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -55,6 +55,7 @@ def changed(run: Path, to: Path, files: dict[str, bytes | None]) -> Path:
     """A copy with these files in place of its own (None: without it), and a manifest that fits."""
     shutil.copytree(run, to, ignore=shutil.ignore_patterns("stages", "rollouts", "report.html"))
     manifest = json.loads((to / "manifest.json").read_text())
+    manifest.pop("digest")
     for name, data in files.items():
         if data is None:
             (to / name).unlink()
@@ -62,7 +63,8 @@ def changed(run: Path, to: Path, files: dict[str, bytes | None]) -> Path:
         else:
             (to / name).write_bytes(data)
             manifest["files"][name] = described(data)
-    (to / "manifest.json").write_text(json.dumps(manifest))
+    digest = manifest_digest(manifest)
+    (to / "manifest.json").write_text(json.dumps({**manifest, "digest": digest}))
     return to
 
 

@@ -457,6 +457,14 @@ def test_the_probes_script_from_the_root(root):
     assert len(list((root / "logs").glob("*/entropy_probe_*_step_13*"))) == 3
 
 
+@pytest.mark.slow
+def test_the_import_of_document_002s_troubleshooting():
+    """`Run from project root`."""
+    code = "from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe"
+    found = start("-c", code, cwd=ROOT)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
 # Document 003: the ARC trainer -------------------------------------------------------------------
 
 FIXED = (

@@ -5,6 +5,7 @@ seconds each. That a process of its own works as well is for test_cli, test_docu
 tests that kill one.
 """
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from entropy_experiments.cli import app
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "entropy_experiments"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_AGAIN = {"make test", "make test-all", "make demo"}  # this very suite; test_demo_as_it_is
@@ -153,6 +155,19 @@ def test_migration_table_names_exist():
     assert len(names) >= 15
     for name in names:
         assert callable(getattr(entropy_experiments, name))
+
+
+def test_the_earlier_paths_of_the_migration_table_import():
+    """Under the package, or under its `utils`, as documents 002 and 004 have them."""
+    earlier = [row.split("`")[1] for row in migration_rows(ROOT / "docs" / "migration.md")]
+    paths = [name for name in earlier if "/" not in name and not name.endswith((".py", ".yaml"))]
+    assert len(paths) >= 17
+    for path in paths:
+        module, *names = path.split(".")
+        place = "" if (PACKAGE / f"{module}.py").is_file() else "utils."
+        found = importlib.import_module(f"entropy_experiments.{place}{module}")
+        for name in names:
+            found = getattr(found, name)
 
 
 def test_the_readme_has_the_first_rows_of_the_migration_table():

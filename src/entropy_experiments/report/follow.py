@@ -55,11 +55,11 @@ def _signature(run: Path, folder: Path) -> tuple[tuple[str, int, int], ...]:
     rows = run / NAME if run.is_dir() else run
     files = [rows, folder / STATE, *sorted(folder.glob(f"checkpoint-*/{STATE}"))]
     files += sorted(folder.glob("entropy_probe_ledgers/step_*/summary.json"))
-    found = []
+    signature = []
     for path in files:
         try:
             facts = path.stat()
         except OSError:
             continue
-        found.append((str(path), facts.st_size, facts.st_mtime_ns))
-    return tuple(found)
+        signature.append((str(path), facts.st_size, facts.st_mtime_ns))
+    return tuple(signature)

@@ -28,7 +28,7 @@ def trainer_state(folder: Path) -> dict[str, Any]:
             state["log_history"][:0]  # a list, or not a trainer's file
         except (OSError, ValueError, KeyError, TypeError):
             continue  # absent or being written: steps are told where they are known
-    return max(states, key=lambda found: found[:2], default=(0, "", {}))[2]
+    return max(states, key=lambda state: state[:2], default=(0, "", {}))[2]
 
 
 def logged(state: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
@@ -50,7 +50,7 @@ def ended(state: Mapping[str, Any]) -> bool:
 
 def ledgers(folder: Path) -> list[dict[str, Any]]:
     """Run directories of single steps, with what they predicted and measured."""
-    found = []
+    studies = []
     for place in (folder / LEDGERS).glob("step_*"):
         try:
             summary = json.loads((place / "summary.json").read_bytes())
@@ -60,7 +60,7 @@ def ledgers(folder: Path) -> list[dict[str, Any]]:
         except (OSError, ValueError, KeyError, IndexError, TypeError):
             continue  # not finished yet
         page = next(n for n in ("report.html", "summary.json") if (place / n).is_file())
-        found.append(
+        studies.append(
             {
                 "step": step,
                 "folder": place.relative_to(folder).as_posix(),
@@ -69,4 +69,4 @@ def ledgers(folder: Path) -> list[dict[str, Any]]:
                 "measured": measured,
             }
         )
-    return sorted(found, key=lambda one: one["step"])
+    return sorted(studies, key=lambda study: study["step"])

@@ -197,9 +197,9 @@ def _white(matrix_EN: np.ndarray, drawn: np.ndarray) -> str:
     """What the white part of the drawing is."""
     rollouts = matrix_EN.shape[1]
     none = int((matrix_EN == 0).all(0).sum())
-    said = "White is no influence."
+    sentence = "White is no influence."
     if none:
-        said = (
+        sentence = (
             f"White is no influence: {none} of {rollouts} update rollouts have none at all, since "
             "their advantage is 0 (all responses to their prompt got the same reward) or the loss "
             "does not count them."
@@ -207,11 +207,11 @@ def _white(matrix_EN: np.ndarray, drawn: np.ndarray) -> str:
     sizes = np.sort(np.abs(drawn), axis=None)
     full, other = sizes[min(len(sizes) - 1, int(FULL * len(sizes)))], sizes[sizes > 0]
     if len(other):
-        said += (
+        sentence += (
             f" Of the other cells {(other < FAINT * full).mean():.0%} are nearly white: below a "
             "twentieth of the full colour, which one cell in a hundred exceeds."
         )
-    return said
+    return sentence
 
 
 def _other(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,5 +70,5 @@ def term(key: str, shown: str | None = None) -> Any:
     """One term, to be pointed at."""
     from markupsafe import Markup
 
-    said = Markup('<span class="term" tabindex="0" title="{}">{}</span>')
-    return said.format(TERMS[key], shown or key)
+    element = Markup('<span class="term" tabindex="0" title="{}">{}</span>')
+    return element.format(TERMS[key], shown or key)
