@@ -58,8 +58,12 @@ def test_pinned_versions_are_within_the_bounds():
         assert requirement.specifier.contains(pinned[requirement.name]), str(requirement)
 
 
-def test_python_is_refused_below_what_is_tried():
-    assert PROJECT["requires-python"] == ">=3.11"
+def test_the_page_on_installing_names_these_bounds():
+    page = (versions.ROOT / "docs" / "install.md").read_text()
+    rows = dict(re.findall(r"^\| (\w+)(?: \(extra\))? \| ([\d.]+)[^|]* \| [\d.]+ \|$", page, re.M))
+    assert PROJECT["requires-python"] == f">={rows.pop('Python')}"
+    lowest = dict(pin.split("==") for pin in versions.pins("lowest"))
+    assert rows == {name: lowest[name] for name in versions.NAMED}
 
 
 def test_files_and_tools_are_there():
