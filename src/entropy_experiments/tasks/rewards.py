@@ -246,8 +246,9 @@ def _function(name: str) -> RewardFunction:
             f"your own.{hint}"
         )
     with users_code(
-        f"Reward {name!r}: module {module_name!r} cannot be imported: it",
+        f"Reward {name!r}: module {module_name!r}",
         "Is its folder on PYTHONPATH?",
+        failed="cannot be imported",
     ):
         module = importlib.import_module(module_name)
     function = getattr(module, function_name, None)
