@@ -123,7 +123,7 @@ def time_limit(seconds: float, what: str, advice: str) -> Iterator[None]:
 
 
 @contextmanager
-def users_code(what: str, advice: str) -> Iterator[None]:
+def users_code(what: str, advice: str, *, failed: str = "failed") -> Iterator[None]:
     """Code of the user's, such as a reward: what it raises, sys.exit too, becomes one sentence.
 
     It may change the working directory only of its own: that would move every relative path of the
@@ -136,7 +136,7 @@ def users_code(what: str, advice: str) -> Iterator[None]:
         os.chdir(before)
         if isinstance(error, TimeLimitError):
             raise
-        what_it_did = "called sys.exit" if isinstance(error, SystemExit) else "failed"
+        what_it_did = "called sys.exit" if isinstance(error, SystemExit) else failed
         raise InputError(f"{what} {what_it_did} ({words_of(error)}). {advice}") from error
     if (after := Path.cwd()) != before:
         os.chdir(before)

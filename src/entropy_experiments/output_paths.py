@@ -11,9 +11,11 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from entropy_experiments.input_errors import InputError
+
 
 def try_folder(folder: str | Path) -> None:
-    """Raise OSError, with the path, if nothing can be written below `folder`."""
+    """Raise OSError or InputError, with the path, if nothing can be written below `folder`."""
     folder = Path(folder).expanduser()
     made: list[Path] = []
     try:
@@ -22,7 +24,9 @@ def try_folder(folder: str | Path) -> None:
                 place.mkdir()
                 made.append(place)
         if not folder.is_dir():
-            raise NotADirectoryError(20, os.strerror(20), str(folder))
+            raise InputError(
+                f"{folder} is a file; expected a folder to write into. Choose another place."
+            )
         trial = folder / f".{os.getpid()}.trial"
         try:
             with open(trial, "wb") as file:

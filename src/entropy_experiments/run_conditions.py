@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from entropy_experiments.config import Config
+from entropy_experiments.input_errors import short
 from entropy_experiments.numerics.derivatives import full_precision
 from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.threads import chosen_threads
@@ -86,9 +87,13 @@ def careful() -> Iterator[None]:
     try:
         with full_precision(), chosen_threads():
             yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        # On a CPU it is a plain RuntimeError, or numpy's MemoryError.
+        on_cpu = not isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if on_cpu and "can't allocate memory" not in str(error):
+            raise
         raise MemoryError(
-            f"Out of memory: {error}. Lower memory_config.microbatch_size, influence.block_mb and "
-            "influence.grad_chunk_size (and generation.gen_batch_size), then batch_config.B_E, B_U "
-            "and G; or set memory_config.gradient_checkpointing: true."
+            f"Out of memory: {short(error)}. Lower memory_config.microbatch_size, "
+            "influence.block_mb and influence.grad_chunk_size (and generation.gen_batch_size), "
+            "then batch_config.B_E, B_U and G; or set memory_config.gradient_checkpointing: true."
         ) from error

@@ -157,7 +157,7 @@ def test_extras_of_the_install_page_are_those_of_the_package():
 def test_exit_codes_of_the_page():
     rows = re.findall(r"^\| (\d+) \|", (DOCS / "exit_codes.md").read_text(), re.M)
     known = {0, 3, endings.UNEXPECTED, endings.BAD_INPUT, endings.INTERRUPTED}
-    known |= {endings.TERMINATED}
+    known |= {endings.TERMINATED, endings.HUNG_UP}
     assert set(map(int, rows)) == known
 
 

@@ -28,10 +28,10 @@ EXIT_CODES = {
     DONE: "done",
     UNEXPECTED: "an unexpected error, with its traceback; doctor: the script crashed",
     BAD_INPUT: "bad input: the message says what to change",
-    FINDINGS: "doctor, train: findings of warning or above; arc: a gradient contract is broken",
+    FINDINGS: "doctor: findings of warning or above; arc, train: no gradient where one must be",
+    HUNG_UP: "ended by SIGHUP, a closed terminal's: go on as after 130",
     INTERRUPTED: "interrupted: the message says what is kept, and how to go on",
-    HUNG_UP: "ended by SIGHUP, as when a terminal is closed: go on as after 130",
-    TERMINATED: "ended by SIGTERM: go on as after 130 (under torchrun the unit in work is stored)",
+    TERMINATED: "ended by SIGTERM: go on as after 130; torchrun's units in work are stored",
 }
 """Of every verb; docs/exit_codes.md says more."""
 PACKAGE = Path(entropy_experiments.__file__).parent

@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from entropy_experiments.config.aliases import shown
 from entropy_experiments.config.fields import (
-    LARGEST_COUNT,
     Count,
+    Countable,
     Dtype,
     Many,
     Names,
@@ -18,6 +18,7 @@ from entropy_experiments.config.fields import (
     Positive,
     Section,
     Some,
+    TorchSeed,
 )
 
 SWEEP = (1 / 8, 1 / 2, 1.0, 2.0, 4.0)
@@ -29,7 +30,7 @@ BatchKind = Literal[
 ]
 
 
-Index = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+Index = Annotated[int, Field(ge=0), Countable]
 
 
 def _rollouts(value: Any) -> Any:
@@ -49,7 +50,7 @@ class ProbeRework(Section):
 
     compute_delta_h1: bool = True
     """false skips phases 1 to 3, the prediction."""
-    master_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    master_seed: TorchSeed = 0
     """Every random number of a run follows from this."""
 
 
@@ -230,7 +231,7 @@ class Influence(Section):
     fisher_centred: bool = False
     """Subtract the mean gradient of either side from the kernel and its cosines: the noise that all
     pairs share."""
-    folds: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 2
+    folds: Annotated[int, Field(ge=2), Countable] = 2
     """Parts of the evaluation prompts that give each token its standard error and its sign. At most
     one for each prompt; with one prompt nothing is ranked."""
     block_mb: Count = 256

@@ -54,9 +54,24 @@ Number = Annotated[float, BeforeValidator(_exponent)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 LARGEST_COUNT = 2**31 - 1
-Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
+def at_most(limit: int) -> AfterValidator:
+    """Not a limit of the schema: it would stand at every count, and no count comes near it."""
+
+    def check(value: int) -> int:
+        if value > limit:
+            raise ValueError(f"got {value}, expected at most {limit}.")
+        return value
+
+    return AfterValidator(check)
+
+
+Countable = at_most(LARGEST_COUNT)
+Count = Annotated[int, Field(ge=1), Countable]
+Seed = Annotated[int, Field(ge=0), at_most(2**32 - 1)]
 """As numpy takes them."""
+TorchSeed = Annotated[int, Field(ge=0), at_most(2**63 - 1)]
 Text = Annotated[str, Field(min_length=1)]
 Path = Annotated[Text, AfterValidator(_path)]
 Many = Annotated[tuple[T, ...], BeforeValidator(_tuple)]

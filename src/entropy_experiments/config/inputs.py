@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from entropy_experiments.config.fields import (
-    LARGEST_COUNT,
     Count,
+    Countable,
     Dtype,
     Names,
     NotNegative,
@@ -68,12 +68,12 @@ class BatchConfig(Section):
     """Split of the update prompts."""
     chat_template: bool = False
     """Wrap each prompt in the tokenizer's chat template."""
-    B_E: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 64
+    B_E: Annotated[int, Field(ge=2), Countable] = 64
     """Evaluation prompts, one response each; intervals are over these prompts. A recorded run
     with fewer prompts has all that are left."""
     B_U: Count = 16
     """Update prompts, G responses each; never the same prompts as E."""
-    G: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 8
+    G: Annotated[int, Field(ge=2), Countable] = 8
     """Responses per update prompt: the group that advantages compare."""
     evaluation: Literal["drawn", "recorded"] = "drawn"
     """recorded: the very rollouts that the callback probed this step with, instead of new ones."""
@@ -81,7 +81,7 @@ class BatchConfig(Section):
     """Draw another prompt for a group whose rewards are all equal."""
     advantage_filter_tol: NotNegative = 1e-8
     """Advantages below this count as zero for the filter."""
-    max_resample_attempts: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 5
+    max_resample_attempts: Annotated[int, Field(ge=0), Countable] = 5
     """How many times the filter draws again before it warns and goes on."""
 
 

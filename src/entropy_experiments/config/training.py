@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from entropy_experiments.config.fields import (
-    LARGEST_COUNT,
     Count,
+    Countable,
     Names,
     NotNegative,
     Number,
@@ -163,7 +163,7 @@ class TrainingConfig(Section):
     reward_weights: Some[Number] | None = None
     """One weight per function. null: all 1."""
 
-    num_generations: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 8
+    num_generations: Annotated[int, Field(ge=2), Countable] = 8
     """Responses per prompt: the group that advantages compare."""
     buffer_size: Count | None = None
     """Prompts per optimizer step, over all ranks. null: 16, unless gradient_accumulation_steps
@@ -215,7 +215,7 @@ class TrainingConfig(Section):
     """Peak learning rate."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
     """How the learning rate goes on from there."""
-    warmup_steps: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 0
+    warmup_steps: Annotated[int, Field(ge=0), Countable] = 0
     """Steps of the rise to it."""
     weight_decay: NotNegative = 0.0
     """AdamW's decay."""

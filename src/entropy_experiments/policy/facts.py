@@ -171,9 +171,9 @@ def _own(path: Path, _known: tuple[str, ...]) -> dict[str, Any]:
     if unknown:
         near = get_close_matches(unknown[0], KNOWN, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
+        rest = f" ({len(unknown)} in all)" if len(unknown) > 5 else ""
         raise ValueError(
-            f"{path} has unknown keys {unknown[:5]} ({len(unknown)} in all).{hint} Known keys: "
-            f"{', '.join(KNOWN)}."
+            f"{path} has unknown keys {unknown[:5]}{rest}.{hint} Known keys: {', '.join(KNOWN)}."
         )
     facts = {n: _valid(path, n, n, value) for n, value in found.items() if value is not None}
     _refuse_code(path, facts.get("reward_functions", ()))

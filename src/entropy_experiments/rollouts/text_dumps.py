@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.input_errors import short
 from entropy_experiments.rollouts.advantages import Scale, group_advantages, weighted_rewards
 from entropy_experiments.tasks.jsonl import read_jsonl
 from entropy_experiments.types import Rollouts, UpdateBatch
@@ -114,6 +115,13 @@ def from_jsonl(
     """A line per rollout; also verl's `rollout_data_dir` dumps {input, output, score, step}."""
     path = Path(path)
     named = [(f"{path}:{number}", record) for number, record in read_jsonl(path, LINE)]
+    for where, record in named:
+        made_at = record.get("step")
+        if made_at is not None and (isinstance(made_at, bool) or not isinstance(made_at, int)):
+            raise ValueError(
+                f"{where}: step is {short(repr(made_at), 60)}; expected a whole number. Correct "
+                "the line, or leave the step out."
+            )
     steps = sorted({record["step"] for _, record in named if record.get("step") is not None})
     if step is not None:
         named = [(where, record) for where, record in named if record.get("step") == step]

@@ -96,7 +96,7 @@ def imported(name: str, *, seconds: float = SECONDS) -> OwnReward:
     """`module:function` or `path/to/file.py:function`."""
     where, _, function = name.rpartition(":")
     hint = "Is the path right?" if where.endswith(".py") else "Is its folder on PYTHONPATH?"
-    with users_code(f"Reward {name!r}: module {where!r} cannot be imported: it", hint):
+    with users_code(f"Reward {name!r}: module {where!r}", hint):
         module = _from_file(Path(where)) if where.endswith(".py") else _module(where)
     return OwnReward(name=name, function=_callable(module, function, name), seconds=seconds)
 
