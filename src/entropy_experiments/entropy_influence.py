@@ -10,8 +10,8 @@ folder, a study that was killed goes on from its last finished stage, and a fini
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,26 +134,50 @@ class EntropyInfluenceRunner:
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)
             ranks.told(lambda: run.bind(study_key, overwrite=overwrite))
-            finished, inputs = ranks.told(lambda: run.finished(key)), None
-            if not finished or asked.workspace.save_path is not None:  # which may be new
-                inputs = gather_study(config, probed, quiet=self._quiet)
-            if inputs is not None and not finished:
-                study = Study(inputs, run.stages, say=say)
-                with closing(study.clock):
-                    files, arrays, summary = StudyFiles(study).made(key)
-
-                def write() -> None:
-                    before = run.answers()
-                    gone = run.write(files, key, arrays)
-                    if say is not None:
-                        for line in told_removed(before, summary, gone, run.folder):
-                            say(line)
-
-                ranks.told(write)
-            elif say is not None:
-                say(f"{run.folder}: finished already, nothing was computed")
-        summary = ranks.told(lambda: open_run(run.folder).summary())
+            with _released_unused(run):
+                summary = self._studied(config, probed, run, key, say)
         return InfluenceSummary({**summary, "run_directory": str(run.folder)})
+
+    def _studied(
+        self,
+        config: Config,
+        probed: Opened,
+        run: RunDirectory,
+        key: str,
+        say: Callable[[str], None] | None,
+    ) -> dict[str, Any]:
+        """Compute what is not there yet; returns summary.json."""
+        asked, ranks = config.influence, current()
+        finished, inputs = ranks.told(lambda: run.finished(key)), None
+        if not finished or asked.workspace.save_path is not None:  # which may be new
+            inputs = gather_study(config, probed, quiet=self._quiet)
+        if inputs is not None and not finished:
+            study = Study(inputs, run.stages, say=say)
+            with closing(study.clock):
+                files, arrays, summary = StudyFiles(study).made(key)
+
+            def write() -> None:
+                before = run.answers()
+                gone = run.write(files, key, arrays)
+                if say is not None:
+                    for line in told_removed(before, summary, gone, run.folder):
+                        say(line)
+
+            ranks.told(write)
+        elif say is not None:
+            say(f"{run.folder}: finished already, nothing was computed")
+        return ranks.told(lambda: open_run(run.folder).summary())
+
+
+@contextmanager
+def _released_unused(run: RunDirectory) -> Iterator[None]:
+    """A study that failed before it computed anything does not claim its folder."""
+    try:
+        yield
+    except BaseException:
+        if current().first:
+            run.release()
+        raise
 
 
 def what_if_from(

@@ -118,6 +118,8 @@ def training_facts(
             values[name], where[name] = ASSUMED[name], ""
     if values["beta"] and "kl_ratio" not in values:
         values["kl_ratio"], where["kl_ratio"] = True, ""  # TRL's default, which beta = 0 hides
+    if "reward_absent" in values:
+        values["reward_functions"], where["reward_functions"] = [], where["reward_absent"]
     if "reward_functions" not in values:
         values["reward_functions"] = list(default_functions(values["dataset_name"]))
         where["reward_functions"] = ""

@@ -101,3 +101,21 @@ def test_every_step_has_its_fingerprint_and_they_fit_together(run):
     )
     total = sum((step.change for step in made[STEP:] if step.change is not None), torch.zeros(64))
     assert float((after - before - total).norm() / total.norm()) < 1e-6
+
+
+def test_a_study_that_is_refused_does_not_claim_its_folder(run, tmp_path):
+    from entropy_experiments import EntropyInfluenceRunner
+
+    out = tmp_path / "study"
+    config = {
+        "checkpoint": {"base": str(run / "base")},
+        "batch_config": {"evaluation": "recorded"},
+        "detailed_logging": {"output_directory": str(tmp_path / "logs")},
+        "influence": {"run_directory": str(out)},
+    }
+    with pytest.raises(ValueError, match="is not the step that training made"):
+        EntropyInfluenceRunner(config, quiet=True).run(
+            checkpoint_path=run / "run" / f"checkpoint-{STEP}"
+        )
+    assert not out.exists() or not (out / "identity.json").exists()
+    assert not out.exists() or not any(out.iterdir())

@@ -96,6 +96,7 @@ def test_its_numbers_reach_the_trackers_the_history_and_a_file(tmp_path):
     for told in (logged, tracker.seen):
         for row in rows:
             seen = told[row["step"]]
+            assert seen[PREFIX + "step"] == row["step"]  # as files and reports count it
             for name in ("predicted", "measured", "measured_low", "direct", "state", "overhead"):
                 assert seen[PREFIX + name] == pytest.approx(row[name], rel=1e-3)
             for alias, name in ALIASES.items():

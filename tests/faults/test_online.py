@@ -197,6 +197,27 @@ def test_another_kind_of_trainer_is_refused_by_name():
         trl_batch.refuse_unsupported(OtherTrainer())
 
 
+def test_throttling_is_announced_once_with_the_way_to_change_it(tmp_path, caplog):
+    callback = EntropyProbeCallback(max_overhead=1e-6, prompts=6)
+    _trained(tmp_path, callback, max_steps=4)
+    assert [row["step"] for row in callback.rows] == [0]
+    said = [r.getMessage() for r in caplog.records if "are not probed" in r.getMessage()]
+    assert len(said) == 1
+    assert "From step 1 on some steps are not probed: probing takes" in said[0]
+    assert "max_overhead is 1e-06. At least every 10 steps one is." in said[0]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_ten_steps_without_any_advantage_are_one_warning(equal, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(trl, "IDLE_STEPS", 3)
+    callback = EntropyProbeCallback(max_overhead=None, prompts=6, every=100)
+    more = {"rewards": lambda completions, **_: [1.0] * len(completions)} if equal else {}
+    _trained(tmp_path, callback, max_steps=5, **more)
+    said = [r.getMessage() for r in caplog.records if "has an advantage" in r.getMessage()]
+    assert len(said) == (1 if equal else 0)
+    assert all("In the 3 steps up to step 2 no rollout has an advantage" in text for text in said)
+
+
 def test_another_optimizer_is_refused_by_name_when_training_begins(tmp_path):
     with torch.random.fork_rng(devices=[]):
         callback = EntropyProbeCallback(max_overhead=None, prompts=6)

@@ -206,7 +206,8 @@ def prepared(
 
 def own(facts: TrainingFacts) -> bool:
     """Whether prompts and reward are those that the run recorded."""
-    return facts["dataset_name"] == RECORDED and "reward_sources" in facts.values
+    known = "reward_sources" in facts.values or "reward_absent" in facts.values
+    return facts["dataset_name"] == RECORDED and known
 
 
 def _check_records(config: Config, layouts: Sequence[Layout], facts: TrainingFacts) -> None:

@@ -274,6 +274,8 @@ class OnlineProbe:
                 ranks=self.ranks,
             )
         seen = change(pending.base, scores, pending.rollouts, self.estimand)
+        if (coarse := _coarse(after)) is not None:
+            seen = seen.doubted(f"the weights are {coarse}, whose rounding the interval has not")
         found = StepMeasurement(
             prediction=pending.prediction,
             change=_corrected(seen, pending),
@@ -345,6 +347,14 @@ class OnlineProbe:
         """This step is not probed; what was begun for it is forgotten."""
         self._pending = None
         self.step += 1
+
+
+def _coarse(params: Params) -> str | None:
+    """The dtype of weights with fewer digits than fp32, if there are any."""
+    for value in params.values():
+        if torch.finfo(value.dtype).eps > torch.finfo(torch.float32).eps:
+            return str(value.dtype).removeprefix("torch.")
+    return None
 
 
 def _mismatch(moved: float, missed: float) -> float | None:

@@ -29,14 +29,15 @@ NEVER_MADE = (
     "a step was predicted, and no weight changed: it was never made, or is lost in the weights' "
     "rounding"
 )
-NOT_PLOTTED = ("step", "why_not", "missing")
+SKIPPED = "no weight changed: the optimizer made no step"
+NOT_PLOTTED = ("why_not", "missing")
 SCHEMA = 1
 
 
 def row_of(found: StepMeasurement, *, step: int, probed_steps: int, overhead: float) -> dict:
     """All that is known of one step; `step` is the trainer's own count before it."""
     prediction, weights = found.prediction, found.change.diagnostics["weights"]
-    never = (NEVER_MADE,) if found.never_made else ()
+    never = (NEVER_MADE,) if found.never_made else (SKIPPED,) if found.skipped else ()
     row: dict[str, Any] = {"schema": SCHEMA, "step": step}
     for name, estimate in (
         ("entropy", prediction.entropy),
@@ -62,7 +63,7 @@ def row_of(found: StepMeasurement, *, step: int, probed_steps: int, overhead: fl
         "step_norm": found.moved,
         "step_mismatch": found.mismatch,
         "skipped": float(found.skipped),
-        "trusted": float(found.change.trusted and prediction.best.trusted and not found.never_made),
+        "trusted": float(found.change.trusted and prediction.best.trusted and not found.skipped),
         "rollouts": prediction.rollouts,
         "probed_steps": probed_steps,
         "overhead": overhead,

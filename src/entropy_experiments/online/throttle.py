@@ -40,6 +40,8 @@ class Throttle:
         self._clock, self._began = clock, clock()
         self.seconds, self.asked_seconds, self.probed = 0.0, 0.0, 0
         self._last: int | None = None
+        self.throttled: float | None = None
+        """The overhead at which a step was first skipped to save time."""
 
     @contextmanager
     def timing(self, *, asked: bool = False) -> Iterator[None]:
@@ -74,7 +76,10 @@ class Throttle:
         if step + self.every - self._last > max(self.every, FARTHEST):
             return True  # the next turn would come too late
         cost = self.seconds / max(self.probed, 1)
-        return self.seconds + cost <= self.max_overhead * self.training
+        affordable = self.seconds + cost <= self.max_overhead * self.training
+        if not affordable and self.throttled is None:
+            self.throttled = self.overhead
+        return affordable
 
     def note(self, step: int) -> None:
         """This step is being probed."""

@@ -22,6 +22,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.numerics.ranks import Ranks
 from entropy_experiments.online.arguments import check_counts, check_order
@@ -52,6 +55,7 @@ from entropy_experiments.online.trl_batch import (
     token_divisor,
     unwrapped_optimizer,
     update_batch,
+    used_now,
     without_autocast,
 )
 from entropy_experiments.online.trl_noise import (
@@ -80,6 +84,8 @@ except ImportError as missing:
 
 _TELLS = "_entropy_probe_tells"
 KINDS = ("fresh", "half", "batch")
+IDLE_STEPS = 10
+"""Steps without any advantage, after which one warning says so."""
 
 
 class EntropyProbeCallback(TrainerCallback):
@@ -151,6 +157,7 @@ class EntropyProbeCallback(TrainerCallback):
             None if record is None else Recorder(Path(record), self.facts, gradient=record_gradient)
         )
         self._captures: Captures | None = None
+        self._idle, self._said_idle = 0, False
         self.ledger_every, self.noise_scale = ledger_every, noise_scale
         self.noise_window = noise_window
         self.ledgers: list[Path] = []
@@ -230,6 +237,7 @@ class EntropyProbeCallback(TrainerCallback):
             self._aside(lambda: self._close_noise(noise, step), f"adding up the noise of {step}")
 
         def record() -> None:
+            self._notice_no_advantage(step)
             if self._recorder is not None:
                 self._recorder.record(
                     self.trainer,
@@ -309,6 +317,27 @@ class EntropyProbeCallback(TrainerCallback):
             lambda: recorder.resumed(self.trainer, checkpoint, watch.ranks),
             doing="finding the checkpoint that training was resumed from",
         )
+
+    def _notice_no_advantage(self, step: int) -> None:
+        """Counts steps in which no rollout of any rank has an advantage."""
+        ranks, trainer = self._begun().ranks, self.trainer
+
+        def local() -> list[Tensor]:
+            used, _ = used_now(trainer)
+            found = (trainer._buffered_inputs[place]["advantages"] for place in used)
+            return [torch.tensor(sum(int((a != 0).sum()) for a in found))]
+
+        self._idle = 0 if int(ranks.summed(local)[0]) else self._idle + 1
+        if self._idle == IDLE_STEPS and not self._said_idle and ranks.rank == 0:
+            self._said_idle = True
+            LOG.warning(
+                "In the %d steps up to step %d no rollout has an advantage: every group's rewards "
+                "are equal, nothing can be learned from them, and only momentum and weight decay "
+                "move the weights. Look at the reward function and at num_generations, or choose "
+                "prompts that the policy sometimes solves. (Said once.)",
+                IDLE_STEPS,
+                step,
+            )
 
     def _refuse_unknown_loss(self) -> None:
         """Where the loss is rebuilt from its batch, it must be one that is known here."""

@@ -91,8 +91,11 @@ def sampled_otherwise(args: Any) -> list[str]:
 def own_loss(trainer: Any) -> str | None:
     """The method by which a subclass replaces TRL's loss."""
     for kind in type(trainer).__mro__:
-        if kind.__module__.partition(".")[0] in ("trl", "transformers"):
+        package = kind.__module__.partition(".")[0]
+        if package in ("trl", "transformers"):
             return None
+        if package == "entropy_experiments":  # `train`'s own, whose loss is TRL's in parts
+            continue
         for name in LOSS_METHODS:
             if name in vars(kind):
                 return name

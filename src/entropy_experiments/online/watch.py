@@ -19,7 +19,7 @@ from entropy_experiments.numerics.ranks import ALONE, Ranks
 from entropy_experiments.online.guard import LOG, Guard
 from entropy_experiments.online.probe import OnlineProbe
 from entropy_experiments.online.rows import RowFile, row_of
-from entropy_experiments.online.throttle import Throttle
+from entropy_experiments.online.throttle import FARTHEST, Throttle
 
 ROWS = "entropy_probe.jsonl"
 PATIENCE = timedelta(minutes=30)
@@ -39,7 +39,7 @@ class Watch:
         self._begun = False
         self.also_forget: Callable[[], None] = lambda: None
         """What an adapter holds besides the probe, to be let go with it."""
-        self._said_nonfinite = self._said_never_made = False
+        self._said_nonfinite = self._said_never_made = self._said_throttled = False
 
     def set_up(self, build: Callable[[], OnlineProbe], rows: Path | None) -> None:
         """Make the probe; rows are appended to this file, if one is given."""
@@ -71,6 +71,7 @@ class Watch:
             self._begun = False
             always()
             if not self.ranks.agree(word=int(asked is not None or self.throttle.wants(step))):
+                self._say_throttled(step)
                 return
             if not any(group["lr"] for group in optimizer().param_groups):
                 LOG.info("Step %d has learning rate 0: it moves nothing and is not probed.", step)
@@ -143,6 +144,22 @@ class Watch:
             return [torch.tensor(bad)]
 
         return bool(self.ranks.summed(local)[0])
+
+    def _say_throttled(self, step: int) -> None:
+        throttle = self.throttle
+        if throttle.throttled is None or self._said_throttled or self.ranks.rank:
+            return
+        LOG.warning(
+            "From step %d on some steps are not probed: probing takes %.0f %% of the training "
+            "time, and max_overhead is %g. At least every %d steps one is. To probe more of them "
+            "set max_overhead higher, or None for all; to make a probe cheaper, lower prompts or "
+            "group. (Said once.)",
+            step,
+            100 * throttle.throttled,
+            throttle.max_overhead,
+            max(throttle.every, FARTHEST),
+        )
+        self._said_throttled = True
 
     def _say_never_made(self, step: int) -> None:
         if not self._said_never_made:

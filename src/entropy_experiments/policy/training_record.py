@@ -78,12 +78,14 @@ class TrainingRecord:
             found["dataset_absent"] = self.content["prompts"].get("why_not") or "no reason is given"
         rewards, run = self.content["rewards"], self._folders
         reasons = [why for one in rewards["functions"] if (why := code_refused(one, run))]
-        found["reward_functions"] = [one["name"] for one in rewards["functions"]]
-        found["reward_sources"] = list(rewards["functions"])
-        found["reward_weights"] = list(rewards["weights"])
-        if reasons:
-            found["reward_absent"] = "; ".join(reasons)
-        return found
+        if reasons:  # a file beside weights names no code that cannot be vouched for
+            return {**found, "reward_absent": "; ".join(reasons)}
+        return {
+            **found,
+            "reward_functions": [one["name"] for one in rewards["functions"]],
+            "reward_sources": list(rewards["functions"]),
+            "reward_weights": list(rewards["weights"]),
+        }
 
     @property
     def _folders(self) -> tuple[Path, ...]:

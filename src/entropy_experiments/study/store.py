@@ -214,6 +214,18 @@ class RunDirectory:
             self._identify(key, replaces=self._earlier_files())
             (self.folder / MANIFEST).unlink(missing_ok=True)
 
+    def release(self) -> None:
+        """The folder is nobody's again, if nothing was computed in it. Nothing else is deleted."""
+        stages = self.stages.folder
+        if self.manifest() is not None or (stages.is_dir() and any(stages.iterdir())):
+            return
+        if self._earlier_files():
+            return
+        (self.folder / IDENTITY).unlink(missing_ok=True)
+        for folder in (stages, self.folder):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
     def _identify(self, key: str, *, replaces: set[str]) -> None:
         """`replaces`: files of an earlier study, to be gone when this one is finished."""
         said = {"format": FORMAT, "schema": SCHEMA, "key": key, "replaces": sorted(replaces)}

@@ -96,7 +96,7 @@ def imported(name: str, *, seconds: float = SECONDS) -> OwnReward:
     """`module:function` or `path/to/file.py:function`."""
     where, _, function = name.rpartition(":")
     hint = "Is the path right?" if where.endswith(".py") else "Is its folder on PYTHONPATH?"
-    with users_code(f"Reward {name!r}: module {where!r}", hint):
+    with users_code(f"Reward {name!r}: module {where!r}", hint, failed="cannot be imported"):
         module = _from_file(Path(where)) if where.endswith(".py") else _module(where)
     return OwnReward(name=name, function=_callable(module, function, name), seconds=seconds)
 
@@ -105,8 +105,9 @@ def recorded(source: Mapping[str, Any], *, seconds: float = SECONDS) -> OwnRewar
     """A function of a training record, which was looked at before: `training_record`."""
     name, file, module = source["name"], Path(source["file"]), source.get("module")
     with users_code(
-        f"The run's reward {name!r} cannot be imported from {file}: it",
+        f"The run's reward {name!r} in {file}",
         "Run from the folder that training ran in, or name another: reward.functions.",
+        failed="cannot be imported",
     ):
         same = module is not None and module_is_file(module, file)
         found = _module(module) if same and module is not None else _from_file(file)
