@@ -94,6 +94,7 @@ def test_run_speaks_of_the_step_that_training_made(run, tmp_path):
     assert found["avg_reward"] == pytest.approx(float(batch.reward_N.mean()))
 
 
+@pytest.mark.slow
 def test_run_draws_the_run_s_own_prompts(run, tmp_path):
     folder, _ = run
     out = tmp_path / "out"
@@ -105,6 +106,7 @@ def test_run_draws_the_run_s_own_prompts(run, tmp_path):
     assert json.loads(log.read_text())
 
 
+@pytest.mark.slow
 def test_influence_splits_the_same_step(run, tmp_path):
     folder, callback = run
     out = tmp_path / "study"
@@ -200,6 +202,16 @@ def test_a_swapped_base_is_refused(run, tmp_path):
     assert "is not the one that training used" in said
 
 
+def test_a_reward_that_fails_ends_the_command_with_a_sentence(run, tmp_path):
+    folder, _ = run
+    (tmp_path / "bad.py").write_text("def fails(completions, **_):\n    return 1 / 0\n")
+    options = ("--reward", f"{tmp_path / 'bad.py'}:fails", "--samples", "1", "--prompts", "2")
+    checkpoint = folder / "run" / f"checkpoint-{STEP}"
+    said = _command("evaluate", checkpoint, "--out", tmp_path / "out", *options, code=2)
+    assert "failed: ZeroDivisionError: division by zero" in said.replace("\n", " ")
+    assert "Traceback" not in said
+
+
 def test_missing_prompts_are_no_reason_for_other_ones(run, tmp_path):
     import shutil
 
@@ -210,6 +222,7 @@ def test_missing_prompts_are_no_reason_for_other_ones(run, tmp_path):
     assert "there is no such file. Copy the record's folder" in said.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_a_reward_that_changed_is_not_called(run, tmp_path, monkeypatch):
     folder, _ = run
     record = json.loads((folder / "run" / f"checkpoint-{STEP}" / RECORD_FILE).read_text())

@@ -27,6 +27,7 @@ class Case:
     online: Online = "right"
     run: Run = "right"
     split: Split = "right"
+    ranks: int = 1
     why: str = ""
     """Of a refusal or a doubt: words that the message has."""
 
@@ -50,8 +51,11 @@ def kinds() -> dict[str, Any]:
     return {"RLOOTrainer": RLOOTrainer, "OwnLoss": OwnLoss}
 
 
+KNOWN = ("online", "run", "split", "why", "ranks")
+
+
 def _case(name: str, setting: str, /, **more: Any) -> Case:
-    known = {key: more.pop(key) for key in ("online", "run", "split", "why") if key in more}
+    known = {key: more.pop(key) for key in KNOWN if key in more}
     return Case(name=name, setting=setting, changes=more, **known)
 
 
@@ -162,6 +166,13 @@ CASES = (
         run="-",
         split="-",
         why="optimizer Adafactor",
+    ),
+    _case("two ranks", "two ranks (DDP, gloo)", ranks=2),
+    _case(
+        "two ranks, quantile",
+        "two ranks, `top_entropy_quantile` 0.3",
+        ranks=2,
+        top_entropy_quantile=0.3,
     ),
     _case("rloo", "`RLOOTrainer`", kind="RLOOTrainer"),
     _case("rloo beta", "`RLOOTrainer`, `beta` 0.1", kind="RLOOTrainer", beta=0.1),

@@ -141,10 +141,13 @@ def _verdict(
         points.append(f"The straight line holds within 10 % up to eta {log['linear_range']:.2g}.")
     certificate = log.get("step_certificate")
     if certificate is not None:
-        points.append(
-            f"Step certificate {'passed' if certificate['passed'] else 'FAILED'}: "
-            f"{certificate['share']:.2%} of the elements to rounding."
+        share = certificate["share"]
+        how = (
+            f"{certificate['relative_error']:.2g} away by the recorded fingerprint"
+            if share is None
+            else f"{share:.2%} of the elements to rounding"
         )
+        points.append(f"Step certificate {'passed' if certificate['passed'] else 'FAILED'}: {how}.")
     known = [one["trusted"] for one in (predicted, measured) if one and one["trusted"] is not None]
     return {
         "sentence": words.of_probe(log, predicted, measured, unit),
@@ -166,7 +169,9 @@ def log_report(path: str | Path) -> list[str]:
 
 def _report(log: Mapping[str, Any], unit: str) -> list[str]:
     estimates = log.get("estimates") or {}
-    update = words.made_by(log["checkpoint"], log["update"] == "recorded")
+    update = words.made_by(
+        log["checkpoint"], log["update"] == "recorded", certificate=log.get("step_certificate")
+    )
     lines = [f"{update}, at learning rate {log['learning_rate']:.3g}:"]
     shown = (
         ("entropy now", "H_orig"),

@@ -47,7 +47,11 @@ def of_probe(
     if change is None:
         return f"Neither predicted nor measured: only the entropy of {results['checkpoint']}."
     return sentence(
-        update=made_by(results["checkpoint"], results["update"] == "recorded"),
+        update=made_by(
+            results["checkpoint"],
+            results["update"] == "recorded",
+            certificate=results.get("step_certificate"),
+        ),
         change=change,
         level=results["H_orig"],
         unit=unit,
@@ -65,7 +69,10 @@ def with_bar(found: Numbers, digits: int = 3) -> str:
     return number(found["value"], digits) + ("" if bar is None else f" (95 % {ends(bar)})")
 
 
-def made_by(checkpoint: str, real: bool) -> str:
+def made_by(checkpoint: str, real: bool, *, certificate: Mapping[str, Any] | None = None) -> str:
+    """Which update: never called training's where the certificate says that it is another."""
+    if certificate is not None and certificate.get("apart"):
+        return f"A rebuilt update, not the step that training made after {checkpoint}"
     return (
         f"The update that training made after {checkpoint}"
         if real
