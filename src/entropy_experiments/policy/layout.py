@@ -277,8 +277,8 @@ def _weight_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...]:
     if not first.name.endswith(".index.json"):
         return (first,)
     shards = read_json(first).get("weight_map", {})
-    names_given = set(shards.values()) if isinstance(shards, dict) else {None}
-    strange = sorted(str(name) for name in names_given if not _plain_name(name))
+    names_given = list(shards.values()) if isinstance(shards, dict) else [None]
+    strange = sorted({str(name) for name in names_given if not _plain_name(name)})
     if strange:
         raise ValueError(
             f"{first} names the shards {strange[:3]}; expected a weight_map to names of files "
