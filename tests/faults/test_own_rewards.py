@@ -132,7 +132,7 @@ def test_none_is_no_opinion_and_somebody_must_have_one(file):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fails", r"Reward '.*fails' failed \(ZeroDivisionError: division by zero\)\. It was called"),
+        ("fails", r"'.*fails' failed \(ZeroDivisionError: division by zero\)\. It was called"),
         ("nan", r"returned nan for completion 1; expected a finite number"),
         ("short", r"returned 1 values for 2 completions; expected one each"),
         ("number", r"returned float; expected a list of 2 numbers"),
