@@ -249,6 +249,17 @@ def runs(tmp_path):
     return tmp_path / "runs", task
 
 
+def test_checkpoints_of_the_package_have_their_short_names(tmp_path):
+    words = ["embedded/checkpoint-13", "--prompts", "2", "--samples", "2", "--k", "1", "--json"]
+    told = invoke(*words, "--out", tmp_path / "short")
+    assert told.exit_code == 0, told.output
+    (found,) = json.loads(told.stdout)["checkpoints"]
+    assert found["label"] == "step_13"
+    result = invoke("embedded/checkpoint-99", "--out", tmp_path / "none")
+    assert result.exit_code == 2
+    assert "the run in the package has embedded/checkpoint-0 to" in result.stderr
+
+
 def test_a_folder_of_a_run_and_a_jsonl_task(runs, tmp_path):
     folder, task = runs
     options = ["--prompts", 6, "--samples", 2, "--out", tmp_path / "out", "--json", "--quiet"]

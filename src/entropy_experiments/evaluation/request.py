@@ -40,7 +40,7 @@ from entropy_experiments.training_facts import (
     reward_of,
     training_facts,
 )
-from entropy_experiments.trajectory import embedded_trajectory, steps_of
+from entropy_experiments.trajectory import embedded_trajectory, of_the_package, steps_of
 
 SCHEMA = 2
 """Of rows and settings: numbers of another one are made again."""
@@ -229,12 +229,12 @@ def _expanded(config: Config, checkpoints: Sequence[str | Path]) -> list[Path]:
     if not checkpoints:
         asked = config.checkpoint.checkpoint_path or config.checkpoint.adapter_path
         if asked is not None:
-            return [Path(asked)]
+            return [of_the_package(asked)]
         steps = steps_of(embedded_trajectory())
         last = len(steps) - 1
         return [steps[round(i * last / (DEFAULT_COUNT - 1))] for i in range(DEFAULT_COUNT)]
     out: list[Path] = []
-    for given in map(Path, checkpoints):
+    for given in map(of_the_package, checkpoints):
         inside = steps_of(given)
         own = any((given / name).is_file() for name in (ADAPTER_CONFIG, MODEL_CONFIG))
         out += [given] if own or not inside else inside
