@@ -207,7 +207,9 @@ def _everything(thorough: bool) -> dict[str, Any]:
     out["what if"] = [confirmed.frozen, confirmed.recomputed, confirmed.measured]
     own = OwnBatch(batch=w.batch, objective=w.objective)
     gradient = stats.found.gradient
-    out["own batch"] = list(own_slopes(w.trained, own, direction, gradient, microbatch=MICROBATCH))
+    out["own batch"] = list(
+        own_slopes(w.trained, own, direction, gradient, mode="jvp", microbatch=MICROBATCH)
+    )
     narrow: Any = TransformerPolicy(5, prompts=PROMPTS, horizon=3, top_p=0.9)
     support = Support(narrow, rollouts, MICROBATCH)
     out["support"] = [support._here_NS]
