@@ -14,6 +14,7 @@ import yaml
 from scipy import stats
 from typer.testing import CliRunner
 
+from contract.report_runs import read
 from contract.test_file_formats import at, names, rows
 from entropy_experiments import EntropyMeasurements, ExperimentPlan
 from entropy_experiments.cli import app
@@ -100,7 +101,7 @@ def test_the_report_reads_the_folder(experiment):
     assert shown.stdout.startswith("\n".join(measurement_report(results)))
     page = folder / "report.html"
     assert f"Report: {page}" in shown.stdout
-    assert "Mean over 3 repeats of 6 fresh prompts each" in page.read_text(encoding="utf-8")
+    assert "Mean over 3 repeats of 6 fresh prompts each" in read(page.read_text(encoding="utf-8"))
     page.unlink()
 
     data = gather(folder)
@@ -166,7 +167,7 @@ def test_what_was_not_computed_is_said(experiment, tmp_path, only, words):
     assert data["curve"] is None
     assert (data["measured"] is None) == (only != "compute_true")
     assert (data["predicted"] is None) == (only != "compute_linear")
-    text = write_report(tmp_path).read_text(encoding="utf-8")
+    text = read(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "the policy’s entropy by" in text
 
 

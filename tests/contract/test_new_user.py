@@ -208,7 +208,7 @@ def test_a_reward_that_fails_ends_the_command_with_a_sentence(run, tmp_path):
     options = ("--reward", f"{tmp_path / 'bad.py'}:fails", "--samples", "1", "--prompts", "2")
     checkpoint = folder / "run" / f"checkpoint-{STEP}"
     said = _command("evaluate", checkpoint, "--out", tmp_path / "out", *options, code=2)
-    assert "failed: ZeroDivisionError: division by zero" in said.replace("\n", " ")
+    assert "failed (ZeroDivisionError: division by zero)" in said.replace("\n", " ")
     assert "Traceback" not in said
 
 

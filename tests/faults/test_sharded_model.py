@@ -138,7 +138,7 @@ def with_bitsandbytes(monkeypatch):
 
 def _stored(monkeypatch: pytest.MonkeyPatch, quantization: Any) -> None:
     config = SimpleNamespace(quantization_config=quantization)
-    monkeypatch.setattr(load, "model_config", lambda _: config)
+    monkeypatch.setattr(load, "model_config", lambda _, **__: config)
 
 
 @pytest.mark.usefixtures("with_bitsandbytes")
