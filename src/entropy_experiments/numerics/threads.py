@@ -3,8 +3,8 @@
 Small operations on several threads wait for the slowest of them at every barrier. Where another
 process holds a core, that is a turn of the scheduler each time, and a pass on all threads takes
 many times as long as on one; large products want every thread there is. So passes are timed, with
-all threads, with half as many and so on, as long as fewer are quicker; and once more when passes
-have become much slower than they were.
+all threads, with half as many and so on, as long as fewer are not slower; again when passes have
+become much slower than they were, and now and then, since a machine is busy by chance.
 
 Nothing is chosen unless somebody asks (`chosen_threads`: every command, and the probe inside a
 training, which gets its own number back), nor where OMP_NUM_THREADS or --threads say a number.
@@ -21,10 +21,15 @@ from time import perf_counter
 import torch
 from torch._C._functorch import get_interpreter_stack
 
-PASSES = 3
-"""Timed with each number of threads, after one that warms up: the median counts."""
-QUICKER = 0.97
-"""Fewer threads must take less than this share of the time: below it the clock decides nothing."""
+PASSES = 4
+"""Timed with each number of threads, after one that warms up. Their mean counts: on a busy machine
+most passes on several threads are quick, and the others a hundred times as long."""
+AS_QUICK = 1.05
+"""Times as long as on more threads: a tie goes to fewer, which a neighbour disturbs less."""
+AGAIN = 5.0
+"""Seconds until passes are timed again,"""
+SHARE = 50
+"""and no sooner than this many times as long as that took: two percent of the time at most."""
 MUCH_SLOWER = 3.0
 TWICE = 2
 """Passes in a row that are much slower: one alone may have met a hiccup."""
@@ -39,25 +44,29 @@ class Threads:
     def __init__(self, most: int, *, clock: Callable[[], float] = perf_counter) -> None:
         self.most, self._clock = most, clock
         self.count: int | None = None
+        self._next = 0.0
         self._seconds: dict[Hashable, list[float]] = {}
         self._slow = 0
 
     @property
     def due(self) -> bool:
-        """Whether passes should be timed: never yet, or they are much slower than they were."""
-        return self.count is None or self._slow >= TWICE
+        """Whether passes should be timed: never yet, long ago, or they have become much slower."""
+        return self.count is None or self._slow >= TWICE or self._clock() >= self._next
 
     def choose(self, work: Callable[[], object]) -> int:
         """Time `work` with all threads, half as many, ...; the quickest is set and returned."""
+        began = self._clock()
         count = best = self.most
         least = self._timed(work, count)
         while count > 1:
             count //= 2
             seconds = self._timed(work, count)
-            if seconds >= QUICKER * least:
+            if seconds > AS_QUICK * least:
                 break
-            best, least = count, seconds
+            best, least = count, min(seconds, least)
         torch.set_num_threads(best)
+        now = self._clock()
+        self._next = now + max(AGAIN, SHARE * (now - began))
         self.count, self._slow = best, 0
         self._seconds.clear()
         return best
@@ -79,12 +88,10 @@ class Threads:
     def _timed(self, work: Callable[[], object], count: int) -> float:
         torch.set_num_threads(count)
         work()
-        seconds = []
+        start = self._clock()
         for _ in range(PASSES):
-            start = self._clock()
             work()
-            seconds.append(self._clock() - start)
-        return median(seconds)
+        return (self._clock() - start) / PASSES
 
 
 _current: Threads | None = None
