@@ -24,6 +24,8 @@ from torch._C._functorch import get_interpreter_stack
 PASSES = 4
 """Timed with each number of threads, after one that warms up. Their mean counts: on a busy machine
 most passes on several threads are quick, and the others a hundred times as long."""
+ENOUGH = 0.5
+"""Seconds of passes that tell enough: of a large model, or on a busy machine, one or two."""
 AS_QUICK = 1.05
 """Times as long as on more threads: a tie goes to fewer, which a neighbour disturbs less."""
 AGAIN = 5.0
@@ -88,10 +90,11 @@ class Threads:
     def _timed(self, work: Callable[[], object], count: int) -> float:
         torch.set_num_threads(count)
         work()
-        start = self._clock()
-        for _ in range(PASSES):
+        start, done = self._clock(), 0
+        while done < PASSES and (done == 0 or self._clock() - start < ENOUGH):
             work()
-        return (self._clock() - start) / PASSES
+            done += 1
+        return (self._clock() - start) / done
 
 
 _current: Threads | None = None
