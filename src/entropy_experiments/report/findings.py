@@ -203,6 +203,7 @@ def results_of(found: Findings) -> dict[str, Any]:
             "of_recorded_gradient": found.made.of_gradient,
             "gradient_distance": found.made.gradient_distance,
             "reasons": list(found.made.reasons),
+            "altered": list(found.made.altered),
         }
     if batch.reward_N is not None and not bool(batch.reward_N.isnan().all()):
         out["avg_reward"] = float(batch.reward_N.double().nanmean())

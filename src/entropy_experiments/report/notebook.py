@@ -42,7 +42,7 @@ class InfluenceSummary(dict[str, Any]):
         found = self["evaluations"][0]
         ledger = found["ledger"]["entropy"]
         said = words.sentence(
-            update=words.made_by(self["checkpoint"], self["update"]["real"]),
+            update=words.made_by_study(self),
             change=ledger["measured"],
             level=found["level"]["value"],
             unit=(found.get("estimand") or {}).get("unit", "token"),

@@ -169,10 +169,9 @@ def log_report(path: str | Path) -> list[str]:
 
 def _report(log: Mapping[str, Any], unit: str) -> list[str]:
     estimates = log.get("estimates") or {}
-    update = words.made_by(
-        log["checkpoint"], log["update"] == "recorded", certificate=log.get("step_certificate")
-    )
-    lines = [f"{update}, at learning rate {log['learning_rate']:.3g}:"]
+    lines = [
+        f"{words.made_by_training(log).rstrip(',')}, at learning rate {log['learning_rate']:.3g}:"
+    ]
     shown = (
         ("entropy now", "H_orig"),
         ("predicted change", "deltaH1"),

@@ -121,7 +121,8 @@ def _verdict(
 ) -> dict[str, Any]:
     repeats, lr = found["repeats"], found["learning_rate"]
     count, here = len(repeats), measured or at.measured or predicted or at.mean("linquad")
-    update = words.made_by(found["checkpoint"], repeats[0]["update"] == "recorded")
+    real = repeats[0]["update"] == "recorded"
+    update = words.made_by(found["checkpoint"], real=real, checked=False)
     if at.eta != lr and here is not predicted:
         update += f", at η {at.eta:g} instead of the learning rate {lr:g},"
     assert here is not None  # a plan computes at least one of the three

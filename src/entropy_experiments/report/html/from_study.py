@@ -105,7 +105,7 @@ def _verdict(summary: Mapping[str, Any], found: Mapping[str, Any], unit: str) ->
         points.append(f"Reliability of single tokens {tokens:.2f} (two halves of E){advice}.")
     return {
         "sentence": words.sentence(
-            update=words.made_by(summary["checkpoint"], summary["update"]["real"]),
+            update=words.made_by_study(summary),
             change=measured,
             level=found["level"]["value"],
             unit=unit,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Numbers = Mapping[str, Any]
@@ -47,11 +47,7 @@ def of_probe(
     if change is None:
         return f"Neither predicted nor measured: only the entropy of {results['checkpoint']}."
     return sentence(
-        update=made_by(
-            results["checkpoint"],
-            results["update"] == "recorded",
-            certificate=results.get("step_certificate"),
-        ),
+        update=made_by_training(results),
         change=change,
         level=results["H_orig"],
         unit=unit,
@@ -69,15 +65,54 @@ def with_bar(found: Numbers, digits: int = 3) -> str:
     return number(found["value"], digits) + ("" if bar is None else f" (95 % {ends(bar)})")
 
 
-def made_by(checkpoint: str, real: bool, *, certificate: Mapping[str, Any] | None = None) -> str:
-    """Which update: never called training's where the certificate says that it is another."""
-    if certificate is not None and certificate.get("apart"):
-        return f"A rebuilt update, not the step that training made after {checkpoint}"
-    return (
-        f"The update that training made after {checkpoint}"
-        if real
-        else f"A hypothetical update from {checkpoint}"
+def made_by_training(results: Mapping[str, Any]) -> str:
+    """Which update `results`, of `entropy-probe run` or of a log of it, are about."""
+    made, certificate = results.get("made_step") or {}, results.get("step_certificate") or {}
+    return made_by(
+        results["checkpoint"],
+        real=results["update"] == "recorded",
+        checked=bool(certificate) or bool(made.get("of_recorded_gradient")),
+        apart=bool(certificate.get("apart")),
+        altered=made.get("altered") or (),
     )
+
+
+def made_by_study(summary: Mapping[str, Any]) -> str:
+    """The same of an influence study, whose step is refused where it is apart."""
+    update = summary["update"]
+    checked = "unchecked" not in (update.get("certified") or {})
+    return made_by(summary["checkpoint"], real=update["real"], checked=checked)
+
+
+def made_by(
+    checkpoint: str,
+    *,
+    real: bool,
+    checked: bool,
+    apart: bool = False,
+    altered: Sequence[str] = (),
+) -> str:
+    """Which update: called training's only where that was checked.
+
+    Args:
+        checkpoint: Its name.
+        real: Whether the batch is the one that training recorded.
+        checked: Whether the step was compared with the one made, or is of its recorded gradient.
+        apart: Whether they are two different steps.
+        altered: What the config asks for instead of training's own loss.
+    """
+    if not real:
+        return f"A hypothetical update from {checkpoint}"
+    if altered:
+        return f"A hypothetical update from {checkpoint}, training’s batch with another loss,"
+    if apart:
+        return f"A rebuilt update, not the step that training made after {checkpoint},"
+    if not checked:
+        return (
+            f"The update that the batch recorded after {checkpoint} makes (not checked against "
+            "the step that training made)"
+        )
+    return f"The update that training made after {checkpoint}"
 
 
 def number(x: float | None, digits: int = 3) -> str:
