@@ -96,23 +96,33 @@ def library_errors(what: str, advice: str) -> Iterator[None]:
         raise InputError(f"{what} ({words_of(error)}). {advice}") from error
 
 
+class _Expired(BaseException):
+    """Not an Exception: code that catches those must not catch its own time limit."""
+
+
+def can_interrupt() -> bool:
+    """Whether `time_limit` works here: signals reach the main thread alone."""
+    main = threading.current_thread() is threading.main_thread()
+    return main and hasattr(signal, "setitimer")
+
+
 @contextmanager
 def time_limit(seconds: float, what: str, advice: str) -> Iterator[None]:
-    """Raise TimeLimitError if the block takes longer. Main thread only, as all signals are."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(
-        signal, "setitimer"
-    ):
+    """Raise TimeLimitError if the block takes longer; no limit where nothing `can_interrupt`."""
+    if not can_interrupt():
         yield
         return
 
     def expired(*_: Any) -> None:
-        raise TimeLimitError(f"{what} takes more than {seconds:g} s. {advice}")
+        raise _Expired
 
     started = time.monotonic()
     before = signal.signal(signal.SIGALRM, expired)
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
+    except _Expired:
+        raise TimeLimitError(f"{what} takes more than {seconds:g} s. {advice}") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)  # None: not set from Python

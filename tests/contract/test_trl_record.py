@@ -11,8 +11,8 @@ import torch
 
 from entropy_experiments import compute_update_vector_adamw, first_order, step_certificate
 from entropy_experiments.config import Config
+from entropy_experiments.input_files import sha256
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.policy.base import sha256
 from entropy_experiments.policy.load import load_checkpoint
 from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.rollouts.store import load_rollouts, load_update_batch, recorded_meta

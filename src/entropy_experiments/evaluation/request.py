@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.config import Config
+from entropy_experiments.input_files import sha256
 from entropy_experiments.policy.adapter import read_adapter_config
 from entropy_experiments.policy.base import (
     check_safetensors,
     deciding_files,
     find_base,
-    sha256,
 )
 from entropy_experiments.policy.facts import read_facts
 from entropy_experiments.policy.layout import (

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.input_files import sha256
 from entropy_experiments.numerics.ranks import Ranks
 from entropy_experiments.numerics.sketch import Fingerprint, sketch
 from entropy_experiments.online.captures import Captures
@@ -44,7 +45,6 @@ from entropy_experiments.online.trl_options import (
     sampled_otherwise,
     unfollowed,
 )
-from entropy_experiments.policy.base import sha256
 from entropy_experiments.policy.facts import FACTS_FILE
 from entropy_experiments.policy.layout import find_checkpoint
 from entropy_experiments.policy.made_step import base_fingerprint, gradient_bytes, made_step_json

@@ -7,7 +7,6 @@ cache folder. Weights are never loaded with `trust_remote_code`, and every tenso
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -34,7 +33,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from entropy_experiments.input_errors import InputError, library_errors
-from entropy_experiments.input_files import expanded, refuse_special_files
+from entropy_experiments.input_files import expanded, refuse_special_files, sha256
 from entropy_experiments.policy.layout import (
     ADAPTER_CONFIG,
     GENERATION_CONFIG,
@@ -422,11 +421,6 @@ def from_gguf(file: Path) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def model_config(location: str, *, revision: str | None = None, words: str | None = None) -> Any:

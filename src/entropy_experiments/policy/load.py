@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from entropy_experiments.input_errors import short
+from entropy_experiments.input_files import sha256
 from entropy_experiments.policy.adapter import (
     adapter_notes,
     load_adapter,
@@ -35,7 +36,6 @@ from entropy_experiments.policy.base import (
     load_causal_lm,
     load_tokenizer,
     model_config,
-    sha256,
 )
 from entropy_experiments.policy.facts import read_facts
 from entropy_experiments.policy.layout import (

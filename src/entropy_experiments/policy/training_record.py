@@ -17,13 +17,13 @@ from a file outside of the run's folders that has the recorded sha256, and only 
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.input_files import sha256
 from entropy_experiments.policy.layout import read_json
 
 RECORD_FILE = "entropy_probe_record.json"
@@ -110,7 +110,7 @@ class TrainingRecord:
                     "file. Copy the record's folder with the checkpoints, or name other prompts: "
                     "batch_config.dataset_name and batch_config.dataset_path."
                 )
-            if _sha256(file) != known["sha256"]:
+            if sha256(file) != known["sha256"]:
                 raise ValueError(
                     f"{file} is not the file that training recorded (its sha256 is another). Copy "
                     "it again, or name other prompts: batch_config.dataset_name and "
@@ -165,7 +165,7 @@ def code_refused(reward: Mapping[str, Any], run: tuple[Path, ...]) -> str:
             f"reward function {name!r}: its file {file} lies in the run's own folder, from which "
             "no code is run (it may be a download); keep it outside"
         )
-    if _sha256(file) != reward.get("sha256"):
+    if sha256(file) != reward.get("sha256"):
         return f"reward function {name!r}: {file} has changed since training"
     return ""
 
@@ -177,8 +177,3 @@ def module_is_file(module: str, file: Path) -> bool:
     except (ImportError, ValueError, AttributeError):
         return False
     return found is not None and found.origin is not None and Path(found.origin) == file
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,18 +18,21 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from entropy_experiments.input_errors import users_code
+from entropy_experiments.input_errors import (
+    TimeLimitError,
+    can_interrupt,
+    time_limit,
+    users_code,
+)
 from entropy_experiments.policy.training_record import module_is_file
 from entropy_experiments.tasks.datasets import Problem
 
@@ -62,15 +65,18 @@ class OwnReward:
             f"It was called with {', '.join(keywords) or 'completions, problems'} for "
             f"{len(completions)} completions; expected a list with one number for each."
         )
-        try:
-            with users_code(f"Reward {self.name!r}", advice):
-                return _limited(call, self.seconds)
-        except _Late:
-            raise ValueError(
-                f"Reward {self.name!r} did not return within {self.seconds:g} seconds for "
-                f"{len(completions)} completions. Is it waiting for something? Raise "
-                "reward.seconds if it needs longer."
-            ) from None
+        with users_code(f"Reward {self.name!r}", advice):
+            return self._in_time(call, len(completions))
+
+    def _in_time(self, call: Callable[[], Any], count: int) -> Any:
+        what = f"Reward {self.name!r}, for {count} completions,"
+        advice = "Is it waiting for something? Raise reward.seconds if it needs longer."
+        if can_interrupt():
+            with time_limit(self.seconds, what, advice):
+                return call()
+        return _in_a_thread(
+            call, self.seconds, late=f"{what} takes more than {self.seconds:g} s. {advice}"
+        )
 
     def _arguments(
         self,
@@ -188,35 +194,8 @@ def _nothing(*_: Any, **__: Any) -> None:
     """TRL's log_extra and log_metric: there is no table here."""
 
 
-class _Late(BaseException):
-    """Not an Exception: a function that catches those must not catch its own time limit."""
-
-
-def _limited(call: Callable[[], Any], seconds: float) -> Any:
-    """`call()`, given up after so many seconds."""
-    if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
-        with _alarm(seconds):
-            return call()
-    return _in_a_thread(call, seconds)
-
-
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """A signal interrupts what a thread could only stop waiting for."""
-
-    def ring(*_: Any) -> None:
-        raise _Late
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _in_a_thread(call: Callable[[], Any], seconds: float) -> Any:
+def _in_a_thread(call: Callable[[], Any], seconds: float, *, late: str) -> Any:
+    """Where nothing interrupts it, it can only be waited for no longer."""
     found: list[Any] = []
     failed: list[BaseException] = []
 
@@ -230,7 +209,7 @@ def _in_a_thread(call: Callable[[], Any], seconds: float) -> Any:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise _Late
+        raise TimeLimitError(late)
     if failed:
         raise failed[0]
     return found[0]
