@@ -33,10 +33,10 @@ from entropy_experiments.estimate.level import level_of_scores
 from entropy_experiments.estimate.measured import change, even_part
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import shifted
-from entropy_experiments.probe_inputs import gather
-from entropy_experiments.probe_sampling import Sampler, opened
-from entropy_experiments.tasks import countdown
-from entropy_experiments.tasks.datasets import Problem
+from entropy_experiments.pipelines.probe_inputs import gather
+from entropy_experiments.pipelines.probe_sampling import Sampler, opened
+from entropy_experiments.sampling import countdown
+from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.types import Estimand, Estimate, Rollouts, Scores
 
 SEED = 21

@@ -43,11 +43,11 @@ from benchmarks.counting import flops
 from benchmarks.models import PROMPTS, problem
 from benchmarks.scoring import MICROBATCH
 from benchmarks.tables import alternately, conditions, options, ratio, seconds, spread, told, write
+from entropy_experiments.attribution.jacobian import score_slopes
 from entropy_experiments.estimate.first_order import first_order, scores_along
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.influence.jacobian import score_slopes
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Direction, Params, Rollouts, Scores
 
 ETAS = (1e-4, 2e-4, 4e-4)

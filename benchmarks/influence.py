@@ -33,15 +33,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.counting import flops, peak_bytes, timed
+from entropy_experiments.attribution.folds import prompt_folds
+from entropy_experiments.attribution.matrix import InfluenceMatrix, influence_matrix
+from entropy_experiments.attribution.terms import line_directions, rollouts_by_line
+from entropy_experiments.attribution.tokens import token_influence
 from entropy_experiments.config import load_config
 from entropy_experiments.estimate.first_order import slope_estimand
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.influence.folds import prompt_folds
-from entropy_experiments.influence.lines import line_directions, rollouts_by_line
-from entropy_experiments.influence.matrix import InfluenceMatrix, influence_matrix
-from entropy_experiments.influence.tokens import token_influence
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.probe_inputs import gather
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.pipelines.probe_inputs import gather
 from entropy_experiments.types import Direction, Estimate, Params, Rollouts, Scores, UpdateBatch
 from entropy_experiments.update.adamw import adamw_direction
 from entropy_experiments.update.gradient import loss_gradient

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entropy_experiments.policy.calling import causal_lm
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.models.calling import causal_lm
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Rollouts
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "train_1000.jsonl"
@@ -25,7 +25,7 @@ PROMPT_TOKENS, RESPONSE_TOKENS = (50, 100), (20, 64)
 
 def smollm2(*, upper_half: bool = False) -> tuple[SequenceProcessor, Any]:
     """The policy and its tokenizer; adapters on all layers, or on the upper half of them."""
-    from entropy_experiments.policy.base import (
+    from entropy_experiments.checkpoints.base import (
         from_gguf,
         load_causal_lm,
         load_tokenizer,

@@ -122,7 +122,7 @@ def _stages(spent: dict[str, float]) -> Iterator[None]:
     """CPU seconds of the probe's stages, and of all of it, while the block runs."""
     from entropy_experiments.online import probe as core
     from entropy_experiments.online import trl
-    from entropy_experiments.rollouts.sample import SampleGenerator
+    from entropy_experiments.sampling.generate import SampleGenerator
 
     places = [
         ("all", trl.EntropyProbeCallback, "on_train_begin"),

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.estimators import Work
 from benchmarks.models import PROMPTS, problem
 from benchmarks.tables import conditions, options, write
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Rollouts
 
 MOST = 12

@@ -26,11 +26,11 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.models import problem
 from benchmarks.tables import MODELS, alternately, conditions, options, ratio, spread, told, write
+from entropy_experiments.distributed import ALONE, Ranks, across
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.numerics.ranks import ALONE, Ranks, across
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Direction, Rollouts
 
 MICROBATCH, ETA = 8, 1e-4

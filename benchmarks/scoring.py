@@ -29,7 +29,7 @@ from benchmarks.models import PROMPTS, problem
 from benchmarks.products import Products
 from benchmarks.tables import alternately, conditions, options, ratio, spread, told, write
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Rollouts, Scores
 
 MICROBATCH = 16

@@ -17,9 +17,12 @@ import os
 from pathlib import Path
 
 from entropy_experiments.config import load_config
-from entropy_experiments.entropy_influence import EntropyInfluencePlan, EntropyInfluenceRunner
-from entropy_experiments.entropy_trajectory import TrajectoryStep, probe_trajectory
-from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
+from entropy_experiments.pipelines.influence.runner import (
+    EntropyInfluencePlan,
+    EntropyInfluenceRunner,
+)
+from entropy_experiments.pipelines.probe import OfflineEntropyProbe
+from entropy_experiments.pipelines.trajectory import TrajectoryStep, probe_trajectory
 from entropy_experiments.report.curves import HEADING, step_line
 from entropy_experiments.report.figures.write import write_figures
 from entropy_experiments.report.html.page import write_report

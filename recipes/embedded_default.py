@@ -33,15 +33,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE
 from entropy_experiments.config import load_preset
 from entropy_experiments.config.training_reading import replaced
 from entropy_experiments.online.record import UPDATE
 from entropy_experiments.online.train.run import RECORD, train
 from entropy_experiments.online.train.task import Task
-from entropy_experiments.policy.facts import FACTS_FILE
-from entropy_experiments.rollouts.store import load_update_batch, save_update_batch
-from entropy_experiments.tasks import countdown
-from entropy_experiments.tasks.datasets import Problem
+from entropy_experiments.sampling import countdown
+from entropy_experiments.sampling.datasets import Problem
+from entropy_experiments.sampling.rollout_files import load_update_batch, save_update_batch
 from entropy_experiments.types import UpdateBatch
 
 PACKAGE = Path(__file__).parents[1] / "src" / "entropy_experiments"

@@ -20,7 +20,7 @@ import typer
 from entropy_experiments.cli.endings import ending
 from entropy_experiments.entropy_influence import EntropyInfluencePlan, EntropyInfluenceRunner
 from entropy_experiments.fisher_kernel import BatchRequest, WorkspaceSpec
-from entropy_experiments.probe_sampling import opened
+from entropy_experiments.pipelines.probe_sampling import opened
 from entropy_experiments.report.influence_tables import influence_report
 
 # Step sizes; the first is the reference of the delta matrix. None: the learning rate of the

@@ -147,7 +147,7 @@ def _tiny() -> tuple[nn.Module, Any, str]:
 
 
 def _stored(name: str | Path) -> tuple[nn.Module, Any, str]:
-    from entropy_experiments.policy.base import (
+    from entropy_experiments.checkpoints.base import (
         check_finite_weights,
         check_loaded,
         check_safetensors,
@@ -232,6 +232,6 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _config(model: nn.Module) -> Any:
-    from entropy_experiments.policy.calling import causal_lm
+    from entropy_experiments.models.calling import causal_lm
 
     return causal_lm(model).config

@@ -1,4 +1,4 @@
-"""Document 002's `distributed_helpers`; the home is `numerics.ranks`.
+"""Document 002's `distributed_helpers`; the home is `distributed`.
 
 Sums travel, never means of ratios: a token mean over ranks is the sum of entropies over the sum of
 tokens.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from entropy_experiments.numerics.ranks import ALONE, PATIENCE, RankError, Ranks, across, current
+from entropy_experiments.distributed import ALONE, PATIENCE, RankError, Ranks, across, current
 
 __all__ = [
     "ALONE",

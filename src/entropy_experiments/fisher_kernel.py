@@ -1,18 +1,18 @@
 """Document 004's `fisher_kernel`: what a study is asked for, and the kernel itself.
 
-`WorkspaceSpec` and `BatchRequest` live in `config.estimates`, the kernel in `influence.fisher`.
+`WorkspaceSpec` and `BatchRequest` live in `config.estimates`, the kernel in `attribution.fisher`.
 """
 
-from entropy_experiments.config.estimates import BatchKind, BatchRequest
-from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
-from entropy_experiments.entropy_influence import EntropyInfluencePlan
-from entropy_experiments.influence.fisher import (
+from entropy_experiments.attribution.fisher import (
     Contributor,
     Kernel,
     fisher_blocks,
     fisher_kernel,
     top_contributors,
 )
+from entropy_experiments.config.estimates import BatchKind, BatchRequest
+from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
+from entropy_experiments.pipelines.influence.runner import EntropyInfluencePlan
 
 __all__ = [
     "BatchKind",

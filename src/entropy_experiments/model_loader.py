@@ -1,4 +1,4 @@
-"""Document 002's `model_loader` (document 004: `utils.model_loader`); the home is `policy.load`."""
+"""Document 002's `model_loader`, 004's `utils.model_loader`; the home is `checkpoints.load`."""
 
 from entropy_experiments.utils.model_loader import (
     Checkpoint,

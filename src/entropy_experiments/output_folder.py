@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.config import Config
-from entropy_experiments.numerics.ranks import current
-from entropy_experiments.rollouts.whole_files import sweep_partials, write_changed
+from entropy_experiments.distributed import current
+from entropy_experiments.sampling.whole_files import sweep_partials, write_changed
 
 CLAIM = "run.json"
 FORMAT = "entropy_experiments.run"

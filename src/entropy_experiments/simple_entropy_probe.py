@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from entropy_experiments.distributed import Ranks, across
 from entropy_experiments.estimate.gradient import entropy_gradient
 from entropy_experiments.estimate.ratio import estimand_of
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import full_precision
-from entropy_experiments.numerics.ranks import Ranks, across
-from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 

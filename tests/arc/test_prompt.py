@@ -12,7 +12,7 @@ from arc_refine.batch import collate
 from arc_refine.data import Episode
 from arc_refine.language import load_language_model, pooled_states, token_ids
 from arc_refine.prompt import PromptEncoder
-from entropy_experiments.policy.precision import low_precision_operations, true_float64
+from entropy_experiments.models.precision import low_precision_operations, true_float64
 
 E = 16
 

@@ -5,8 +5,8 @@ import pytest
 from contract.report_runs import small_study
 from entropy_experiments import EntropyInfluenceRunner
 from entropy_experiments.config import parse_config
-from entropy_experiments.probe_sampling import opened
-from entropy_experiments.study.batches import gather_study
+from entropy_experiments.pipelines.influence.batches import gather_study
+from entropy_experiments.pipelines.probe_sampling import opened
 from oracles.small_study import EVERYTHING, plan, settings_in
 
 

@@ -24,8 +24,8 @@ from benchmarks.products import Products
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from entropy_experiments.policy.calling import hooked
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.models.calling import hooked
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Scores
 from oracles.tiny_models import tiny_lora
 from tolerances import SCORES_FP32

@@ -162,7 +162,7 @@ class Probe:
 
 @pytest.fixture
 def probe(monkeypatch):
-    module = types.ModuleType("entropy_experiments.offline_entropy_probe")
+    module = types.ModuleType("entropy_experiments.pipelines.probe")
     module.OfflineEntropyProbe = Probe
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(Probe, "made", [])

@@ -138,8 +138,8 @@ import time
 from pathlib import Path
 
 from entropy_experiments.cli import main
-from entropy_experiments.rollouts.sample import SampleGenerator
-from entropy_experiments.rollouts.units import unit_key
+from entropy_experiments.sampling.generate import SampleGenerator
+from entropy_experiments.sampling.units import unit_key
 
 MARKS, DECODE = Path(os.environ["MARKS"]), SampleGenerator._decode
 

@@ -14,8 +14,8 @@ import pytest
 
 from contract.test_cli_ranks import NOT_NUMBERS, command, done, files, options
 from entropy_experiments.config import parse_config
-from entropy_experiments.probe_sampling import opened
-from entropy_experiments.run_conditions import refuse_sharding
+from entropy_experiments.pipelines.probe_sampling import opened
+from entropy_experiments.pipelines.run_conditions import refuse_sharding
 
 SHARDED = "checkpoint.sharding=fsdp"
 WIDE = ("checkpoint.dtype=float64", "approx_delta_h.variance=false")

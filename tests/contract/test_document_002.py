@@ -18,10 +18,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from entropy_experiments.checkpoints.runs import default_checkpoint
 from entropy_experiments.config import load_config, parse_config
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
 from entropy_experiments.report.logs import DetailedLogger, read_log
-from entropy_experiments.trajectory import default_checkpoint
 
 QUICK_START = r"""
 # Basic entropy probe run with ground truth comparison

@@ -26,11 +26,11 @@ import yaml
 from typer.testing import CliRunner
 
 import entropy_experiments
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.runs import default_checkpoint
 from entropy_experiments.config import load_config, parse_config
 from entropy_experiments.config.training_reading import load_training
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.study.clock import Clock
-from entropy_experiments.trajectory import default_checkpoint
+from entropy_experiments.pipelines.influence.clock import Clock
 from oracles.tiny_models import save_tiny_checkpoint, tiny_rollouts
 
 ROOT = Path(__file__).parents[2]
@@ -120,8 +120,8 @@ def test_it_wins_for_a_script_and_for_pytest_in_the_root(root):
 
 def test_document_000(here):
     """`run_mixed_probe() -> compute_delta_h1_from_batches() -> accumulate_sum_X()`, no crash."""
+    from entropy_experiments.pipelines.probe_inputs import gather
     from entropy_experiments.probe_components import ProbeComponents
-    from entropy_experiments.probe_inputs import gather
 
     config = load_config("entropy_experiments/configs/test_deltaH1.yaml")
     config = parse_config({**config.dump(), **yaml.safe_load(SMALL)})

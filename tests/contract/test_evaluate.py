@@ -13,19 +13,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from entropy_experiments import checkpoint_evaluation, parse_config
-from entropy_experiments.checkpoint_evaluation import evaluate_checkpoints
+from entropy_experiments import parse_config
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.runs import embedded_trajectory
 from entropy_experiments.cli import app
 from entropy_experiments.estimate.level import entropy_level
-from entropy_experiments.evaluation.measures import measures
-from entropy_experiments.evaluation.request import EvaluationRequest
-from entropy_experiments.evaluation.rollout_rows import rollout_rows
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.sample import SampleGenerator
-from entropy_experiments.tasks.datasets import load_problems
-from entropy_experiments.tasks.rewards import build_reward
-from entropy_experiments.trajectory import embedded_trajectory
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.pipelines import evaluate as checkpoint_evaluation
+from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
+from entropy_experiments.pipelines.evaluation.measures import measures
+from entropy_experiments.pipelines.evaluation.request import EvaluationRequest
+from entropy_experiments.pipelines.evaluation.rollout_rows import rollout_rows
+from entropy_experiments.sampling.datasets import load_problems
+from entropy_experiments.sampling.generate import SampleGenerator
+from entropy_experiments.sampling.rewards import build_reward
 from oracles.tiny_models import save_tiny_checkpoint
 from tolerances import assert_exact
 

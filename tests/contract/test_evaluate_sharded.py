@@ -10,12 +10,12 @@ import pyarrow.parquet
 import pytest
 
 from contract.test_cli_ranks import command, done, files, options
-from entropy_experiments.checkpoint_evaluation import evaluate_checkpoints
+from entropy_experiments.checkpoints.runs import embedded_trajectory
 from entropy_experiments.config import Config, parse_config
-from entropy_experiments.evaluation.request import EvaluationRequest, prepared
-from entropy_experiments.numerics.ranks import Ranks, across
-from entropy_experiments.run_conditions import check_sharding
-from entropy_experiments.trajectory import embedded_trajectory
+from entropy_experiments.distributed import Ranks, across
+from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
+from entropy_experiments.pipelines.evaluation.request import EvaluationRequest, prepared
+from entropy_experiments.pipelines.run_conditions import check_sharding
 from tolerances import EXACT
 
 TWO = [embedded_trajectory() / f"checkpoint-{n}" for n in (0, 40)]

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from contract.report_runs import HOSTILE, changed, hostile_run, large_run, read, rows_of
 from entropy_experiments.cli import app
 from entropy_experiments.config import load_config
-from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
+from entropy_experiments.pipelines.influence.texts import pieces_of
+from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 from entropy_experiments.report.html import page
 from entropy_experiments.report.html.charts import figures
 from entropy_experiments.report.html.data import gather
@@ -31,7 +32,6 @@ from entropy_experiments.report.html.packing import packed, unpacked
 from entropy_experiments.report.html.page import embedded, render, slim, write_report
 from entropy_experiments.report.logs import read_log
 from entropy_experiments.report.trajectory_file import read_trajectory, write_trajectory
-from entropy_experiments.study.texts import pieces_of
 from entropy_experiments.types import Estimand, Estimate
 
 LARGEST_MB, LONGEST_S = 20, 60

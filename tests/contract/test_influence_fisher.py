@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from entropy_experiments import EntropyInfluenceRunner
+from entropy_experiments.attribution.fisher import fisher_kernel
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.influence.fisher import fisher_kernel
 from entropy_experiments.numerics.derivatives import pushforward, shifted
 from entropy_experiments.report.html.page import write_report
 from entropy_experiments.report.influence_tables import influence_report
@@ -147,7 +147,7 @@ def test_what_a_later_command_removes_is_told(study, tmp_path, capsys):
 
 def test_an_optimizer_that_maximizes_has_no_kernel(study, tmp_path, monkeypatch):
     """The rest of the study is there."""
-    from entropy_experiments.study import questions
+    from entropy_experiments.pipelines.influence import questions
 
     folder, _, _ = study
     copy = tmp_path / "copy"

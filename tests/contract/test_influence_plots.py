@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from entropy_experiments import EntropyInfluenceRunner
+from entropy_experiments.pipelines.influence import files
 from entropy_experiments.report.figures import style
 from entropy_experiments.report.figures.ledger import ledger_figure
 from entropy_experiments.report.figures.samples import plot_grad_delta_samples
 from entropy_experiments.report.figures.study import study_plots
 from entropy_experiments.report.html.books import study_books
 from entropy_experiments.report.run_files import open_run
-from entropy_experiments.study import files
 from oracles.small_study import EVERYTHING, plan, settings_in
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -20,16 +20,16 @@ from entropy_experiments import (
     EntropyInfluenceRunner,
     what_if_from,
 )
+from entropy_experiments.attribution.finite import contributions
 from entropy_experiments.cli import app
 from entropy_experiments.config import ConfigError, load_config, parse_config
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.influence.finite import contributions
 from entropy_experiments.numerics.derivatives import shifted
+from entropy_experiments.pipelines.influence.clock import in_words
+from entropy_experiments.pipelines.influence.stages import Study
+from entropy_experiments.pipelines.influence.store import RunDirectory, Stage, StageStore
 from entropy_experiments.report.influence_tables import influence_report
-from entropy_experiments.study.clock import in_words
-from entropy_experiments.study.stages import Study
-from entropy_experiments.study.store import RunDirectory, Stage, StageStore
 from entropy_experiments.update.objective import token_coefficients
 from oracles.small_study import ETAS, EVERYTHING, ROWS, SETTINGS, WHAT_IF, array, plan, settings_in
 from tolerances import INVARIANT
@@ -109,7 +109,7 @@ def test_measured_changes_are_those_of_measured(study):
         assert float(shared_N.sum()) == pytest.approx(found.value, rel=1e-4, abs=1e-9)
         return shared_N.numpy()
 
-    from entropy_experiments.influence.matrix import update_directions
+    from entropy_experiments.attribution.matrix import update_directions
 
     stack = update_directions(probe.policy, probe.update, coefficient, direction, rows=[row])
     own = {name: value[0] for name, value in stack.items()}
@@ -206,7 +206,7 @@ def test_what_ifs_from_the_saved_table_need_no_model(study, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("entropy_experiments.entropy_influence.opened", refuse)
+    monkeypatch.setattr("entropy_experiments.pipelines.influence.runner.opened", refuse)
     found = what_if_from(folder, WHAT_IF, entropy_budget=summary["ledger"]["predicted"]["value"])
     for saved, evaluation in zip(found["evaluations"], summary["evaluations"], strict=True):
         for one, other in zip(saved["what_if"], evaluation["what_if"], strict=True):
@@ -231,7 +231,7 @@ def test_a_rerun_changes_nothing_and_computes_nothing(study, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("something was computed")
 
-    monkeypatch.setattr("entropy_experiments.entropy_influence.gather_study", refuse)
+    monkeypatch.setattr("entropy_experiments.pipelines.influence.runner.gather_study", refuse)
     again = EntropyInfluenceRunner(settings_in(folder), quiet=True).run(plan(folder, **EVERYTHING))
     assert again == summary
     assert snapshot(folder) == before
@@ -411,7 +411,7 @@ def runner(monkeypatch):
             self.overwrite = overwrite
             return {"evaluations": [], "run_directory": "here"}
 
-    module = types.ModuleType("entropy_experiments.entropy_influence")
+    module = types.ModuleType("entropy_experiments.pipelines.influence.runner")
     module.EntropyInfluenceRunner = Runner
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return Runner
@@ -570,7 +570,7 @@ def test_a_clip_is_that_of_every_measured_change(tmp_path):
 def test_a_question_without_an_answer_costs_no_study(study, tmp_path, monkeypatch):
     import shutil
 
-    from entropy_experiments.influence import whatif
+    from entropy_experiments.attribution import whatif
 
     folder, summary, _ = study
     copy = tmp_path / "copy"
@@ -625,8 +625,8 @@ def test_a_question_without_an_answer_costs_no_study(study, tmp_path, monkeypatc
 
 
 def test_keys_know_what_their_stages_read(study, tmp_path):
-    from entropy_experiments.study import ledgers, questions
-    from entropy_experiments.study.evaluation import evaluations_of
+    from entropy_experiments.pipelines.influence import ledgers, questions
+    from entropy_experiments.pipelines.influence.evaluation import evaluations_of
 
     _, _, inputs = study
 

@@ -11,11 +11,11 @@ import torch
 
 from contract.test_smollm2 import QUESTIONS, _example, _need_smollm2
 from entropy_experiments import Objective, entropy_gradient, first_order
+from entropy_experiments.attribution.tokens import TokenInfluence, token_influence
 from entropy_experiments.estimate.first_order import slope_estimand
-from entropy_experiments.influence.tokens import TokenInfluence, token_influence
+from entropy_experiments.models.precision import true_float64
 from entropy_experiments.numerics.derivatives import dot, pullback
-from entropy_experiments.policy.precision import true_float64
-from entropy_experiments.probe_inputs import ProbeInputs, gather
+from entropy_experiments.pipelines.probe_inputs import ProbeInputs, gather
 from entropy_experiments.update.adamw import compute_update_vector_adamw
 
 JVP_FP32, CENTRAL_FP32, SUM_FP32, SUM_FP64 = 1e-5, 1e-3, 1e-4, 1e-9

@@ -205,7 +205,7 @@ def test_a_folder_with_two_answers_asks_which(log, tmp_path):
         ("entropy_probe_x.json", {"schema": 1, "level": "standard"}),
         (
             "trajectory.json",
-            {"format": "entropy_experiments.trajectory", "schema": 1, "steps": [{"step": 0}]},
+            {"format": "entropy_experiments.checkpoints.runs", "schema": 1, "steps": [{"step": 0}]},
         ),
         ("results.json", {"format": "entropy_experiments.measurements", "schema": 1}),
     ],

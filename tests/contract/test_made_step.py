@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contract.test_trl_matrix import probed, trained
-from entropy_experiments.policy.made_step import read_made_step
-from entropy_experiments.policy.training_record import MADE_STEP
+from entropy_experiments.checkpoints.made_step import read_made_step
+from entropy_experiments.checkpoints.training_record import MADE_STEP
 from oracles.trl_matrix import CASES, STEP, STEPS
 
 SUBCLASS = next(case for case in CASES if case.name == "subclass")
@@ -91,9 +91,9 @@ def test_every_step_has_its_fingerprint_and_they_fit_together(run):
     made = [step for step in steps if step is not None]
     assert [step.step for step in made] == list(range(STEPS))
     assert all(step.change is not None and bool(step.change.any()) for step in made)
+    from entropy_experiments.checkpoints.load import load_checkpoint
+    from entropy_experiments.models.scoring import SequenceProcessor
     from entropy_experiments.numerics.sketch import sketch
-    from entropy_experiments.policy.load import load_checkpoint
-    from entropy_experiments.policy.scoring import SequenceProcessor
 
     before, after = (
         sketch(SequenceProcessor(load_checkpoint(path, base=run / "base").model).params)

@@ -19,8 +19,8 @@ from contract.test_file_formats import at, names, rows
 from entropy_experiments import EntropyMeasurements, ExperimentPlan
 from entropy_experiments.cli import app
 from entropy_experiments.config import load_config, parse_config
-from entropy_experiments.entropy_experiment_runner import measurement_report
-from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
+from entropy_experiments.pipelines.measure import measurement_report
+from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 from entropy_experiments.report.compare import compare
 from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.page import write_report
@@ -215,7 +215,7 @@ def test_it_is_saved_and_a_rerun_changes_nothing(experiment, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("something was drawn")
 
-    target = "entropy_experiments.entropy_experiment_runner.gather_study"
+    target = "entropy_experiments.pipelines.measure.gather_study"
     monkeypatch.setattr(target, refuse)
     again = EntropyMeasurements(settings(folder), quiet=True).run_experiments(plan)
     assert again == results
@@ -269,7 +269,7 @@ def test_repeats_of_loaded_rollouts_are_refused(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("entropy_experiments.entropy_experiment_runner.opened", refuse)
+    monkeypatch.setattr("entropy_experiments.pipelines.measure.opened", refuse)
     config = settings(tmp_path, rollouts={"load": str(tmp_path)}, experiment={"repeats": 2})
     with pytest.raises(ValueError, match=r"experiment.repeats is 2 with rollouts.load .*same roll"):
         EntropyMeasurements(config, quiet=True).run_experiments()
@@ -300,7 +300,7 @@ def measurements(monkeypatch):
             print("a library prints this")
             return {"summary": [1.5]}
 
-    module = types.ModuleType("entropy_experiments.entropy_experiment_runner")
+    module = types.ModuleType("entropy_experiments.pipelines.measure")
     module.EntropyMeasurements = Measurements
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(

@@ -16,10 +16,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from entropy_experiments.checkpoints.training_record import RECORD_FILE
 from entropy_experiments.cli import app
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.policy.training_record import RECORD_FILE
-from entropy_experiments.rollouts.store import load_update_batch, recorded_meta
+from entropy_experiments.sampling.rollout_files import load_update_batch, recorded_meta
 from oracles.new_user import STEPS, imported, trainer_of, written
 
 STEP = 5

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from entropy_experiments.config import load_config
-from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
-from entropy_experiments.rollouts.progress import Progress, ProgressBar
-from entropy_experiments.tasks.datasets import load_problems
-from entropy_experiments.training_facts import with_learning_rate
+from entropy_experiments.pipelines.probe import OfflineEntropyProbe
+from entropy_experiments.pipelines.step_facts import with_learning_rate
+from entropy_experiments.sampling.datasets import load_problems
+from entropy_experiments.sampling.progress import Progress, ProgressBar
 from entropy_experiments.types import OptimizerState
 from entropy_experiments.types.direction import AdamGroup
 
@@ -61,7 +61,7 @@ def test_own_questions_are_in_the_format_of_gsm8k():
 
 
 def test_lessons_are_what_the_reward_wants():
-    from entropy_experiments.tasks.rewards import build_reward
+    from entropy_experiments.sampling.rewards import build_reward
 
     example = _example()
     lessons = example.short_lessons(QUESTIONS, 12)

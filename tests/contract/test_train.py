@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.runs import embedded_trajectory
 from entropy_experiments.cli import app
 from entropy_experiments.config import (
     TRAINING_TEMPLATES,
@@ -37,10 +39,8 @@ from entropy_experiments.online.rows import read_rows
 from entropy_experiments.online.train import summary
 from entropy_experiments.online.train.task import load_task, reward_functions
 from entropy_experiments.online.train.trainer import PartwiseGRPOTrainer
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.rollouts.store import load_update_batch
-from entropy_experiments.training_facts import training_facts
-from entropy_experiments.trajectory import embedded_trajectory
+from entropy_experiments.pipelines.step_facts import training_facts
+from entropy_experiments.sampling.rollout_files import load_update_batch
 
 SMALL = """\
 lora: {r: 2, alpha: 8, target_modules: [q_proj, v_proj]}

@@ -21,11 +21,11 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.config import load_preset
 from entropy_experiments.config.training_reading import replaced
 from entropy_experiments.online.rows import read_rows
 from entropy_experiments.online.train import run
-from entropy_experiments.policy.load import load_checkpoint
 
 STEPS, HUNDRED = 300, 100
 GROWTH = 4 * 2**20

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from entropy_experiments.policy.base import from_gguf, quiet_transformers, smollm2_gguf
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.policy.optimizer_state import trainer_order
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.checkpoints.base import from_gguf, quiet_transformers, smollm2_gguf
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.optimizer_state import trainer_order
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.update.optimizer import read_state
 from oracles.tiny_models import (
     save_tiny_checkpoint,

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from entropy_experiments.rollouts.advantages import group_advantages, weighted_rewards
-from entropy_experiments.rollouts.importers import from_trl_completions, from_trl_inputs
-from entropy_experiments.rollouts.sample import end_tokens
-from entropy_experiments.rollouts.store import load_update_batch, save_update_batch
+from entropy_experiments.sampling.advantages import group_advantages, weighted_rewards
+from entropy_experiments.sampling.generate import end_tokens
+from entropy_experiments.sampling.importers import from_trl_completions, from_trl_inputs
+from entropy_experiments.sampling.rollout_files import load_update_batch, save_update_batch
 from oracles.tiny_models import EOS, PAD, tiny_model, tiny_tokenizer
 from tolerances import TRL_ADVANTAGE
 

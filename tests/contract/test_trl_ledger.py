@@ -17,7 +17,7 @@ from entropy_experiments.cli import app
 from entropy_experiments.online import trl
 from entropy_experiments.online.step_ledger import LEDGERS
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.rollouts.store import load_rollouts
+from entropy_experiments.sampling.rollout_files import load_rollouts
 from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 

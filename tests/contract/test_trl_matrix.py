@@ -13,9 +13,9 @@ import torch
 from entropy_experiments import OfflineEntropyProbe
 from entropy_experiments.config import parse_config
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.probe_inputs import gather
-from entropy_experiments.run_conditions import careful
-from entropy_experiments.study.certified import certified_step
+from entropy_experiments.pipelines.influence.certified import certified_step
+from entropy_experiments.pipelines.probe_inputs import gather
+from entropy_experiments.pipelines.run_conditions import careful
 from oracles.tiny_grpo import grpo
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 from oracles.trl_matrix import CASES, STEP, STEPS, Case, kinds, record_folder, table

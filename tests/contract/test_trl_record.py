@@ -10,13 +10,17 @@ import pytest
 import torch
 
 from entropy_experiments import compute_update_vector_adamw, first_order, step_certificate
+from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.config import Config
 from entropy_experiments.input_files import sha256
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.store import load_rollouts, load_update_batch, recorded_meta
-from entropy_experiments.training_facts import training_facts
+from entropy_experiments.pipelines.step_facts import training_facts
+from entropy_experiments.sampling.rollout_files import (
+    load_rollouts,
+    load_update_batch,
+    recorded_meta,
+)
 from oracles.tiny_grpo import grpo
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 

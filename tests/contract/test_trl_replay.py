@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from entropy_experiments import Objective, compute_update_vector_adamw, step_certificate
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.importers import from_trl_inputs
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.sampling.importers import from_trl_inputs
 from oracles.tiny_models import EOS, PAD, tiny_model, tiny_tokenizer
 
 STEPS, LR, MAX_GRAD_NORM = 4, 5e-3, 0.05

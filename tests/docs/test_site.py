@@ -23,7 +23,7 @@ from entropy_experiments.config import (
     template_names,
 )
 from entropy_experiments.config.aliases import ALIASES, RETIRED
-from entropy_experiments.tasks.datasets import load_problems
+from entropy_experiments.sampling.datasets import load_problems
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

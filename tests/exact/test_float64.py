@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from entropy_experiments.models.precision import low_precision_operations, true_float64
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import pushforward
-from entropy_experiments.policy.precision import low_precision_operations, true_float64
-from entropy_experiments.policy.scoring import SequenceProcessor
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
 from tolerances import INVARIANT, SLOPES_FP64
 

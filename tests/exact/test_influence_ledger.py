@@ -22,13 +22,13 @@ from entropy_experiments import (
     read_state,
     token_coefficients,
 )
+from entropy_experiments.attribution import ledger as ledger_module
+from entropy_experiments.attribution import terms as lines_module
+from entropy_experiments.attribution.eventual import momentum_of
+from entropy_experiments.attribution.ledger import LINES, entropy_ledger, reward_ledger
+from entropy_experiments.attribution.matrix import influence_matrix
+from entropy_experiments.attribution.terms import line_coefficients, line_directions
 from entropy_experiments.estimate.reward import reward_slope, reward_slope_by_prompt
-from entropy_experiments.influence import ledger as ledger_module
-from entropy_experiments.influence import lines as lines_module
-from entropy_experiments.influence.eventual import momentum_of
-from entropy_experiments.influence.ledger import LINES, entropy_ledger, reward_ledger
-from entropy_experiments.influence.lines import line_coefficients, line_directions
-from entropy_experiments.influence.matrix import influence_matrix
 from entropy_experiments.numerics.derivatives import norm
 from entropy_experiments.types import AdamGroup, OptimizerState, SGDGroup
 from entropy_experiments.types.direction import sum_of

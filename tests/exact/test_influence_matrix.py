@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments import AdamGroup, Objective, OptimizerState, UpdateBatch
-from entropy_experiments.influence.matrix import influence_matrix, update_directions
+from entropy_experiments.attribution.matrix import influence_matrix, update_directions
 from entropy_experiments.types import Direction, Estimand, Params, Rollouts
 from entropy_experiments.update.adamw import adamw_direction
 from entropy_experiments.update.gradient import loss_gradient

@@ -24,9 +24,9 @@ from entropy_experiments import (
     adamw_direction,
     loss_gradient,
 )
+from entropy_experiments.attribution import tokens as tokens_module
+from entropy_experiments.attribution.tokens import of_coefficients, token_influence
 from entropy_experiments.estimate.first_order import slope_estimand
-from entropy_experiments.influence import tokens as tokens_module
-from entropy_experiments.influence.tokens import of_coefficients, token_influence
 from entropy_experiments.types import Scores
 from entropy_experiments.update.objective import token_coefficients
 from oracles.cases import KINDS

@@ -15,15 +15,12 @@ import pytest
 import torch
 
 from entropy_experiments import Objective, UpdateBatch
-from entropy_experiments.estimate.first_order import slope_estimand
-from entropy_experiments.estimate.gradient import entropy_coefficients
-from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.influence.counterfactual import Recorded
-from entropy_experiments.influence.folds import prompt_folds
-from entropy_experiments.influence.interventions import applied
-from entropy_experiments.influence.token_rows import token_rows
-from entropy_experiments.influence.tokens import token_influence
-from entropy_experiments.influence.whatif import (
+from entropy_experiments.attribution.counterfactual import Recorded
+from entropy_experiments.attribution.folds import prompt_folds
+from entropy_experiments.attribution.interventions import applied
+from entropy_experiments.attribution.token_rows import token_rows
+from entropy_experiments.attribution.tokens import token_influence
+from entropy_experiments.attribution.whatif import (
     Confirmation,
     Prediction,
     TokenTable,
@@ -34,7 +31,10 @@ from entropy_experiments.influence.whatif import (
     parse,
     repredict,
 )
-from entropy_experiments.study.facts import budget_facts, confirmation_facts
+from entropy_experiments.estimate.first_order import slope_estimand
+from entropy_experiments.estimate.gradient import entropy_coefficients
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.pipelines.influence.facts import budget_facts, confirmation_facts
 from entropy_experiments.types import AdamGroup, Estimand, Estimate, OptimizerState, Rollouts
 from entropy_experiments.types.estimate import Influence
 from entropy_experiments.update.adamw import compute_update_vector_adamw

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.policy.optimizer_state import refuse_zero_lr
-from entropy_experiments.trajectory import of_the_package
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.optimizer_state import refuse_zero_lr
+from entropy_experiments.checkpoints.runs import of_the_package
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

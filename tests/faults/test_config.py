@@ -135,7 +135,7 @@ def test_refused_with_file_and_key(name, tmp_path):
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_command_stops_before_the_probe_is_imported(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "entropy_experiments.offline_entropy_probe", None)
+    monkeypatch.setitem(sys.modules, "entropy_experiments.pipelines.probe", None)
     file = written(tmp_path, BROKEN[name][0])
     result = CliRunner().invoke(app, ["run", "--config", str(file)])
     assert result.exit_code == 2
@@ -144,7 +144,7 @@ def test_the_command_stops_before_the_probe_is_imported(name, tmp_path, monkeypa
 
 
 def test_the_import_guard_has_teeth(monkeypatch):
-    monkeypatch.setitem(sys.modules, "entropy_experiments.offline_entropy_probe", None)
+    monkeypatch.setitem(sys.modules, "entropy_experiments.pipelines.probe", None)
     assert CliRunner().invoke(app, ["run"]).exit_code == 1
 
 

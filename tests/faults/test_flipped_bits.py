@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
-from entropy_experiments.policy.optimizer_state import load_safely
-from entropy_experiments.trajectory import embedded_trajectory
+from entropy_experiments.checkpoints.optimizer_state import load_safely
+from entropy_experiments.checkpoints.runs import embedded_trajectory
 
 FILE = embedded_trajectory() / "checkpoint-13" / "optimizer.pt"
 FLIPS = 200

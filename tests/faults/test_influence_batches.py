@@ -13,12 +13,16 @@ from typer.testing import CliRunner
 
 from entropy_experiments.cli import app
 from entropy_experiments.config import ConfigError, parse_config
-from entropy_experiments.entropy_influence import EntropyInfluenceRunner, what_if_from
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.probe_sampling import opened, prompts_of
-from entropy_experiments.rollouts.store import load_update_batch, save_rollouts, save_update_batch
-from entropy_experiments.study.batches import check_requests, gather_study
-from entropy_experiments.study.given import rewards_fit
+from entropy_experiments.pipelines.influence.batches import check_requests, gather_study
+from entropy_experiments.pipelines.influence.rollout_sources import rewards_fit
+from entropy_experiments.pipelines.influence.runner import EntropyInfluenceRunner, what_if_from
+from entropy_experiments.pipelines.probe_sampling import opened, prompts_of
+from entropy_experiments.sampling.rollout_files import (
+    load_update_batch,
+    save_rollouts,
+    save_update_batch,
+)
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 SMALL = {

@@ -12,14 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 from entropy_experiments import Objective, UpdateBatch
+from entropy_experiments.attribution.counterfactual import Recorded
+from entropy_experiments.attribution.interventions import applied
+from entropy_experiments.attribution.token_table import NEEDED, TokenTable
+from entropy_experiments.attribution.whatif import entropy_budget, parse, recomputed_direction
+from entropy_experiments.attribution.whatif_grammar import FORMS, SELECTORS
+from entropy_experiments.attribution.whatif_text import COLUMNS, PARSERS
+from entropy_experiments.attribution.whatif_text import WORDS as SELECTOR_WORDS
 from entropy_experiments.cli import app
-from entropy_experiments.influence.counterfactual import Recorded
-from entropy_experiments.influence.interventions import applied
-from entropy_experiments.influence.token_table import NEEDED, TokenTable
-from entropy_experiments.influence.whatif import entropy_budget, parse, recomputed_direction
-from entropy_experiments.influence.whatif_grammar import FORMS, SELECTORS
-from entropy_experiments.influence.whatif_text import COLUMNS, PARSERS
-from entropy_experiments.influence.whatif_text import WORDS as SELECTOR_WORDS
 from entropy_experiments.types import Direction, Rollouts, Scores
 
 DOCS = Path(__file__).parents[2] / "docs"

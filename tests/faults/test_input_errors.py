@@ -15,6 +15,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from entropy_experiments.checkpoints.adapter_checks import check_adapter_config, check_patterns
+from entropy_experiments.checkpoints.sizes import check_config_file, check_size
 from entropy_experiments.cli import app
 from entropy_experiments.cli.endings import ending, signals_interrupt
 from entropy_experiments.config import ConfigError, parse_training
@@ -31,9 +33,7 @@ from entropy_experiments.input_errors import (
 )
 from entropy_experiments.input_files import check_regular, expanded, parse_json
 from entropy_experiments.output_paths import try_file, try_folder
-from entropy_experiments.policy.adapter_checks import check_adapter_config, check_patterns
-from entropy_experiments.policy.sizes import check_config_file, check_size
-from entropy_experiments.run_conditions import careful
+from entropy_experiments.pipelines.run_conditions import careful
 from entropy_experiments.torchrun import ranks_of_job
 
 PATH = Path("adapter_config.json")
@@ -200,7 +200,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
 
 @pytest.mark.parametrize("verb", ["run", "measure", "influence"])
 def test_outputs_are_tried_before_anything_is_computed(verb, tmp_path, monkeypatch):
-    from entropy_experiments.policy import load
+    from entropy_experiments.checkpoints import load
 
     def never(*_, **__):
         raise AssertionError("a checkpoint was loaded")
@@ -297,7 +297,7 @@ def test_what_peft_writes_is_accepted():
 
 
 def test_patterns_end(monkeypatch):
-    from entropy_experiments.policy import adapter_checks
+    from entropy_experiments.checkpoints import adapter_checks
 
     monkeypatch.setattr(adapter_checks, "PATTERN_SECONDS", 0.1)
     trap = adapter(target_modules=r"(?:(?:.?.?.?)*)*(?:.*.*.*.*)*Z")
@@ -324,10 +324,10 @@ def test_a_config_larger_than_its_weights_is_not_made(tmp_path):
 
 def test_a_recorded_revision_is_the_one_that_is_loaded(tmp_path, monkeypatch):
     """And where none is recorded, the report names the commit."""
-    from entropy_experiments.policy import base
-    from entropy_experiments.policy.base import load_tokenizer, model_config
-    from entropy_experiments.policy.layout import find_checkpoint
-    from entropy_experiments.trajectory import embedded_trajectory
+    from entropy_experiments.checkpoints import base
+    from entropy_experiments.checkpoints.base import load_tokenizer, model_config
+    from entropy_experiments.checkpoints.layout import find_checkpoint
+    from entropy_experiments.checkpoints.runs import embedded_trajectory
 
     layout = find_checkpoint(embedded_trajectory() / "checkpoint-13")
     found = base.find_base(

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from entropy_experiments.numerics.ranks import RankError
+from entropy_experiments.distributed import RankError
 from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
 from oracles.trl_ranks import on_trl_ranks
 

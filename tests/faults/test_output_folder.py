@@ -6,8 +6,8 @@ import pytest
 
 from entropy_experiments.config import parse_config
 from entropy_experiments.output_folder import CLAIM, claimed
-from entropy_experiments.rollouts.store import RolloutStore
-from entropy_experiments.study.store import RunDirectory, Stage
+from entropy_experiments.pipelines.influence.store import RunDirectory, Stage
+from entropy_experiments.sampling.rollout_files import RolloutStore
 
 
 def config(**changes):

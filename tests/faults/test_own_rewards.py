@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from entropy_experiments.checkpoints.training_record import code_refused
 from entropy_experiments.online.reward_paths import recorded_rewards, reward_path
-from entropy_experiments.policy.training_record import code_refused
-from entropy_experiments.tasks.datasets import Problem
-from entropy_experiments.tasks.own_rewards import OwnReward, recorded
-from entropy_experiments.tasks.rewards import build_reward
+from entropy_experiments.sampling.datasets import Problem
+from entropy_experiments.sampling.own_rewards import OwnReward, recorded
+from entropy_experiments.sampling.rewards import build_reward
 from oracles.tiny_grpo import reward as of_a_module
 
 CODE = """

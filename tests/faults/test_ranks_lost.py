@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from entropy_experiments.cli import job
-from entropy_experiments.numerics.ranks import LostRankError, Ranks, announced
+from entropy_experiments.distributed import LostRankError, Ranks, announced
 
 
 def two_ranks() -> Any:

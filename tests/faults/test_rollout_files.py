@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from entropy_experiments.rollouts.advantages import group_advantages, weighted_rewards
-from entropy_experiments.rollouts.importers import from_jsonl, from_trl_completions
-from entropy_experiments.rollouts.store import (
+from entropy_experiments.sampling.advantages import group_advantages, weighted_rewards
+from entropy_experiments.sampling.importers import from_jsonl, from_trl_completions
+from entropy_experiments.sampling.rollout_files import (
     RolloutStore,
     load_rollouts,
     load_update_batch,

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from entropy_experiments.policy.layout import find_checkpoint
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.policy.sharded_files import read_sharded
-from entropy_experiments.policy.sharded_state import sharded_optimizer, sharded_weights
-from entropy_experiments.policy.stored_weights import load_sharded_causal_lm, stored_weights
+from entropy_experiments.checkpoints.layout import find_checkpoint
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.sharded_files import read_sharded
+from entropy_experiments.checkpoints.sharded_state import sharded_optimizer, sharded_weights
+from entropy_experiments.checkpoints.stored_weights import load_sharded_causal_lm, stored_weights
 from oracles.dcp_pieces import read_metadata, save_dcp, write_metadata, write_pieces
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model
 

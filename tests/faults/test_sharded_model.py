@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from entropy_experiments.numerics.ranks import LostRankError, Ranks, announced
-from entropy_experiments.policy import load
-from entropy_experiments.policy.base import Base
-from entropy_experiments.policy.shardable import NEEDED, check_torch
-from entropy_experiments.policy.sharded import ShardedModel, _Scored
+from entropy_experiments.checkpoints import load
+from entropy_experiments.checkpoints.base import Base
+from entropy_experiments.distributed import LostRankError, Ranks, announced
+from entropy_experiments.models.shardable import NEEDED, check_torch
+from entropy_experiments.models.sharded import ShardedModel, _Scored
 from entropy_experiments.types import Scores
 
 

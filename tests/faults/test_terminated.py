@@ -9,12 +9,12 @@ import torch
 import typer
 
 from entropy_experiments.cli import job
-from entropy_experiments.numerics.ranks import ALONE
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.finishing import Terminated, finishing_units, unit_in_work
-from entropy_experiments.rollouts.sample import SampleGenerator
-from entropy_experiments.rollouts.store import RolloutStore
-from entropy_experiments.tasks.datasets import Problem
+from entropy_experiments.distributed import ALONE
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.sampling.datasets import Problem
+from entropy_experiments.sampling.finishing import Terminated, finishing_units, unit_in_work
+from entropy_experiments.sampling.generate import SampleGenerator
+from entropy_experiments.sampling.rollout_files import RolloutStore
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
 PROBLEMS = [Problem(id=str(i), prompt="12345678"[: 1 + i % 7] + "=", answer="") for i in range(12)]

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from entropy_experiments.policy import facts as module
-from entropy_experiments.policy.facts import read_facts
-from entropy_experiments.tasks.datasets import DATASETS
-from entropy_experiments.tasks.rewards import NAMED
+from entropy_experiments.checkpoints import training_facts as module
+from entropy_experiments.checkpoints.training_facts import read_facts
+from entropy_experiments.sampling.datasets import DATASETS
+from entropy_experiments.sampling.rewards import NAMED
 
 
 def own(folder, **values):

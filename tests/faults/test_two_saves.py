@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from entropy_experiments.policy.load import load_checkpoint
+from entropy_experiments.checkpoints.load import load_checkpoint
 from oracles.dcp_pieces import save_dcp
 from oracles.tiny_models import TinyCheckpoint, save_tiny_checkpoint
 

@@ -28,8 +28,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from entropy_experiments.checkpoints.runs import embedded_trajectory
 from entropy_experiments.cli import app
-from entropy_experiments.trajectory import embedded_trajectory
 
 SECONDS = 30
 GIGABYTES = 2

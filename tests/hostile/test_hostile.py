@@ -124,7 +124,7 @@ def test_the_judge_sees_canaries_and_halves(box):
 
 def test_a_bug_of_ours_is_still_a_traceback(tmp_path, monkeypatch):
     """The boundaries turn what libraries raise into sentences, and nothing that our lines raise."""
-    from entropy_experiments.policy import base
+    from entropy_experiments.checkpoints import base
 
     def broken(*_, **__):
         return {}["a bug of ours"]

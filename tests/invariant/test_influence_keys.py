@@ -10,8 +10,8 @@ import pytest
 
 from entropy_experiments import EntropyMeasurements, ExperimentPlan
 from entropy_experiments.config import parse_config
-from entropy_experiments.entropy_influence import _study_key
-from entropy_experiments.probe_sampling import opened
+from entropy_experiments.pipelines.influence.runner import _study_key
+from entropy_experiments.pipelines.probe_sampling import opened
 
 SMALL = {
     "batch_config": {"B_E": 4, "B_U": 2, "G": 4},

@@ -125,7 +125,7 @@ def test_killed_at_a_random_moment(undisturbed, tmp_path, moment):
 
 
 def test_what_a_killed_writer_left_is_swept_away(tmp_path):
-    from entropy_experiments.study.store import RunDirectory
+    from entropy_experiments.pipelines.influence.store import RunDirectory
 
     run = RunDirectory(tmp_path)
     run.bind("0" * 64)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from entropy_experiments.config import load_config
-from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
+from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 
 PROMPTS, AT_ONCE = 80, 4
 OVERRIDES = (

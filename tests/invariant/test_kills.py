@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from entropy_experiments.rollouts.whole_files import hashed_body
+from entropy_experiments.sampling.whole_files import hashed_body
 
 SMALL = ("batch_config.B_E=8", "generation.gen_batch_size=4")
 DRAWN = ("update.batch=drawn", "batch_config.B_U=2", "batch_config.G=4")

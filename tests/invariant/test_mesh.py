@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from entropy_experiments.numerics.ranks import Ranks, shards_of
-from entropy_experiments.policy import mesh
+from entropy_experiments.distributed import Ranks, shards_of
+from entropy_experiments.models import mesh
 from oracles.processes import PATIENCE, on_ranks
 
 HOURS = timedelta(hours=12)

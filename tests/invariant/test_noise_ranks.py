@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from entropy_experiments.numerics.ranks import Ranks
+from entropy_experiments.distributed import Ranks
 from entropy_experiments.online.noise_scale import NoiseScale, adam_preconditioner
 from entropy_experiments.online.trl_noise import StepNoise
 from oracles.processes import on_ranks

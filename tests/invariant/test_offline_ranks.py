@@ -27,6 +27,14 @@ from entropy_experiments import (
     first_order,
     first_order_by_part,
 )
+from entropy_experiments.attribution import whatif
+from entropy_experiments.attribution.finite import finite_columns
+from entropy_experiments.attribution.fisher import fisher_blocks
+from entropy_experiments.attribution.ledger import entropy_ledger
+from entropy_experiments.attribution.matrix import influence_matrix
+from entropy_experiments.attribution.terms import line_directions
+from entropy_experiments.attribution.tokens import token_influence
+from entropy_experiments.distributed import ALONE, RankError, Ranks, across, announced
 from entropy_experiments.estimate.first_order import slope_estimand
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured_many
@@ -34,19 +42,11 @@ from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.estimate.reward import reward_curvature, reward_slope
 from entropy_experiments.estimate.support import Support
-from entropy_experiments.influence import whatif
-from entropy_experiments.influence.finite import finite_columns
-from entropy_experiments.influence.fisher import fisher_blocks
-from entropy_experiments.influence.ledger import entropy_ledger
-from entropy_experiments.influence.lines import line_directions
-from entropy_experiments.influence.matrix import influence_matrix
-from entropy_experiments.influence.tokens import token_influence
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import norm
-from entropy_experiments.numerics.ranks import ALONE, RankError, Ranks, across, announced
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.sample import SampleGenerator
-from entropy_experiments.rollouts.store import RolloutStore
-from entropy_experiments.tasks.datasets import Problem
+from entropy_experiments.sampling.datasets import Problem
+from entropy_experiments.sampling.generate import SampleGenerator
+from entropy_experiments.sampling.rollout_files import RolloutStore
 from entropy_experiments.types import Rollouts, Scores
 from oracles.enumeration import all_rollouts
 from oracles.processes import on_ranks
@@ -397,6 +397,6 @@ def test_a_share_is_computed_alone():
 
 
 def _current_size() -> int:
-    from entropy_experiments.numerics.ranks import current
+    from entropy_experiments.distributed import current
 
     return current().size

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from entropy_experiments.numerics.ranks import ALONE, RankError, Ranks
+from entropy_experiments.distributed import ALONE, RankError, Ranks
 from entropy_experiments.online.buffers import Fresh
 from entropy_experiments.online.guard import Guard
 from entropy_experiments.online.probe import OnlineProbe

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.sample import SampleGenerator
-from entropy_experiments.rollouts.store import RolloutStore
-from entropy_experiments.tasks.datasets import Problem
-from entropy_experiments.tasks.rewards import Reward
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.sampling.datasets import Problem
+from entropy_experiments.sampling.generate import SampleGenerator
+from entropy_experiments.sampling.rewards import Reward
+from entropy_experiments.sampling.rollout_files import RolloutStore
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
 PROBLEMS = [Problem(id=str(i), prompt="12345678"[: 1 + i % 7] + "=", answer="") for i in range(12)]
@@ -162,7 +162,7 @@ sys.path[:0] = {path!r}
 import torch
 torch.set_num_threads(1)
 from invariant import test_sampling_resume as t
-from entropy_experiments.rollouts.store import RolloutStore
+from entropy_experiments.sampling.rollout_files import RolloutStore
 def slow(told):
     print(told.rollouts, flush=True)
     import time; time.sleep(0.05)

@@ -24,19 +24,19 @@ from entropy_experiments import (
     first_order,
     first_order_by_part,
 )
-from entropy_experiments.estimate.measured import measured_many
-from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.numerics.derivatives import dot, norm, pullback
-from entropy_experiments.numerics.ranks import (
+from entropy_experiments.distributed import (
     LostRankError,
     RankError,
     Ranks,
     across,
     announced,
 )
-from entropy_experiments.policy.precision import true_float64
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.policy.sharded import ShardedModel, ShardedPolicy, decoder_layers
+from entropy_experiments.estimate.measured import measured_many
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedModel, ShardedPolicy, decoder_layers
+from entropy_experiments.numerics.derivatives import dot, norm, pullback
 from entropy_experiments.types import Direction, Rollouts, Scores
 from oracles.processes import on_ranks
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts

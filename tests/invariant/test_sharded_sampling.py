@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from entropy_experiments.numerics.ranks import RankError, Ranks, across, announced
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.policy.sharded import ShardedModel, ShardedPolicy
-from entropy_experiments.rollouts import decode as decoding
-from entropy_experiments.rollouts.decode import Draw, Drawn, LastLogits, Step, decode
-from entropy_experiments.rollouts.sample import SampleGenerator, model_hash
-from entropy_experiments.tasks.datasets import Problem
+from entropy_experiments.distributed import RankError, Ranks, across, announced
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedModel, ShardedPolicy
+from entropy_experiments.sampling import decode as decoding
+from entropy_experiments.sampling.datasets import Problem
+from entropy_experiments.sampling.decode import Draw, Drawn, LastLogits, Step, decode
+from entropy_experiments.sampling.generate import SampleGenerator, model_hash
 from oracles.processes import on_ranks
 from oracles.tiny_models import EOS, tiny_model, tiny_tokenizer
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from entropy_experiments import probe_sampling
-from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.rollouts.sample import model_hash
-from entropy_experiments.trajectory import embedded_trajectory
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.runs import embedded_trajectory
+from entropy_experiments.pipelines import probe_sampling
+from entropy_experiments.pipelines.probe import OfflineEntropyProbe
+from entropy_experiments.sampling.generate import model_hash
 
 TRAINING = ("base_model.model.model.layers.1", "base_model.model.lm_head")
 """Parts that a user might have left in training mode."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
+from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 
 BATCHES = {"batch_config": {"B_E": 8, "B_U": 2, "G": 4}, "memory_config": {"microbatch_size": 16}}
 

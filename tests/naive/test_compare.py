@@ -223,7 +223,7 @@ def test_what_cannot_be_compared_is_refused(three, probed, tmp_path):
     one = {"value": -0.1, "interval": None, "stderr": None, "trusted": True}
     step = {"step": 0, "level": {**one, "value": 0.3}, "predicted_sum": one, "measured_sum": one}
     content = {
-        "format": "entropy_experiments.trajectory",
+        "format": "entropy_experiments.checkpoints.runs",
         "schema": 1,
         "unit": "token",
         "steps": [{**step, "predicted": one, "measured": one, "reward": None}],

@@ -19,9 +19,9 @@ from entropy_experiments.estimate.curvature import curvature
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.reward import reward_curvature
 from entropy_experiments.estimate.stencil import WIDTHS_AGREE
+from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import pullback, shifted
-from entropy_experiments.policy.precision import true_float64
-from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.types import Direction, Estimate, Params, Rollouts
 from oracles.tiny_models import own_seed
 from tolerances import CURVATURE_FP32

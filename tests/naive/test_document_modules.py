@@ -20,8 +20,8 @@ from entropy_experiments.distributed_helpers import (
     count_global,
     get_dist_info,
 )
-from entropy_experiments.policy.precision import true_float64
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.probe_components import ProbeComponents
 from entropy_experiments.simple_entropy_probe import (
     SimpleEntropyProbe,

@@ -2,8 +2,8 @@
 
 import torch
 
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.decode import Draw, LastLogits, decode
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.sampling.decode import Draw, LastLogits, decode
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
 

@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from entropy_experiments import step_certificate
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.runs import embedded_trajectory, following, steps_of
 from entropy_experiments.config import load_config
-from entropy_experiments.entropy_trajectory import fresh_level, probe_trajectory
-from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.probe_inputs import gather
-from entropy_experiments.rollouts.advantages import group_advantages
-from entropy_experiments.rollouts.store import load_update_batch
-from entropy_experiments.tasks import countdown
-from entropy_experiments.trajectory import embedded_trajectory, following, steps_of
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.pipelines.probe import OfflineEntropyProbe
+from entropy_experiments.pipelines.probe_inputs import gather
+from entropy_experiments.pipelines.trajectory import fresh_level, probe_trajectory
+from entropy_experiments.sampling import countdown
+from entropy_experiments.sampling.advantages import group_advantages
+from entropy_experiments.sampling.rollout_files import load_update_batch
 
 MEGABYTES = 8
 SWEEP = (1 / 8, 1 / 2, 1.0, 2.0, 4.0)

@@ -61,7 +61,7 @@ def test_most_types_are_tried():
 
 def test_the_comparison_has_teeth(monkeypatch):
     """A plain loop of a model that is one position off is not equal."""
-    from entropy_experiments.policy.scoring import SequenceProcessor
+    from entropy_experiments.models.scoring import SequenceProcessor
 
     count = SequenceProcessor._count_as_the_model_does
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from entropy_experiments.models import called
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics import forward_mode
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
-from entropy_experiments.policy import called
-from entropy_experiments.policy.scoring import SequenceProcessor
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
 
 MODELS = {

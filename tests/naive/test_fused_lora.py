@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from entropy_experiments.models.lora import fused_adapters, plain_lora_layers
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards, shifted
-from entropy_experiments.policy.lora import fused_adapters, plain_lora_layers
-from entropy_experiments.policy.scoring import SequenceProcessor
 from oracles.tiny_models import LORA, tiny_lora, tiny_model, tiny_rollouts
 from tolerances import SCORES_FP32
 

@@ -18,8 +18,8 @@ from entropy_experiments import (
     UpdateBatch,
     compute_update_vector_adamw,
 )
-from entropy_experiments.influence import by_rollout, fisher
-from entropy_experiments.influence.fisher import (
+from entropy_experiments.attribution import by_rollout, fisher
+from entropy_experiments.attribution.fisher import (
     fisher_blocks,
     fisher_kernel,
     logprob_changes,
@@ -28,8 +28,8 @@ from entropy_experiments.influence.fisher import (
     rollout_coefficients,
     top_contributors,
 )
+from entropy_experiments.models.precision import true_float64
 from entropy_experiments.numerics.derivatives import pullback
-from entropy_experiments.policy.precision import true_float64
 from entropy_experiments.types import Params, Scores
 from entropy_experiments.update.objective import token_coefficients
 from oracles.cases import arbitrary_weights

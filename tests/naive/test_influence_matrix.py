@@ -23,18 +23,18 @@ from entropy_experiments import (
     first_order,
     measured,
 )
+from entropy_experiments.attribution import by_rollout, matrix
+from entropy_experiments.attribution.by_rollout import fitting, unstacked
+from entropy_experiments.attribution.finite import finite_columns
+from entropy_experiments.attribution.leave_one_out import leave_one_out
+from entropy_experiments.attribution.matrix import influence_matrix, update_directions
+from entropy_experiments.attribution.tokens import token_influence
 from entropy_experiments.estimate.gradient import entropy_coefficients, entropy_gradient
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.influence import by_rollout, matrix
-from entropy_experiments.influence.by_rollout import fitting, unstacked
-from entropy_experiments.influence.finite import finite_columns
-from entropy_experiments.influence.leave_one_out import leave_one_out
-from entropy_experiments.influence.matrix import influence_matrix, update_directions
-from entropy_experiments.influence.tokens import token_influence
+from entropy_experiments.models.precision import true_float64
 from entropy_experiments.numerics.by_rollout import weighted_sum
 from entropy_experiments.numerics.derivatives import dot, norm, pullback
-from entropy_experiments.policy.precision import true_float64
-from entropy_experiments.rollouts.advantages import EPSILON, group_advantages
+from entropy_experiments.sampling.advantages import EPSILON, group_advantages
 from entropy_experiments.types import Estimand, Rollouts
 from entropy_experiments.update.objective import token_coefficients
 from oracles.tabular import TabularPolicy

@@ -22,17 +22,17 @@ from entropy_experiments import (
     observed,
     read_state,
 )
+from entropy_experiments.attribution.folds import fold_stderr, prompt_folds, split_half
+from entropy_experiments.attribution.groups import grouped, ranked
+from entropy_experiments.attribution.jacobian import score_slopes
+from entropy_experiments.attribution.token_rows import token_rows
+from entropy_experiments.attribution.tokens import TokenInfluence, token_influence
 from entropy_experiments.config import load_config
 from entropy_experiments.estimate.first_order import slope_estimand
-from entropy_experiments.influence.folds import fold_stderr, prompt_folds, split_half
-from entropy_experiments.influence.groups import grouped, ranked
-from entropy_experiments.influence.jacobian import score_slopes
-from entropy_experiments.influence.token_rows import token_rows
-from entropy_experiments.influence.tokens import TokenInfluence, token_influence
+from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import dot, pullback, pushforward
-from entropy_experiments.policy.precision import true_float64
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.probe_inputs import ProbeInputs, gather
+from entropy_experiments.pipelines.probe_inputs import ProbeInputs, gather
 from oracles.markov import MarkovPolicy
 from oracles.tiny_models import (
     VOCABULARY,

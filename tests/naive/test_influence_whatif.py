@@ -16,12 +16,9 @@ import pytest
 import torch
 
 from entropy_experiments import Objective
-from entropy_experiments.config import load_config
-from entropy_experiments.estimate.first_order import first_order, slope_estimand
-from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.influence.token_rows import token_rows
-from entropy_experiments.influence.tokens import TokenInfluence, token_influence
-from entropy_experiments.influence.whatif import (
+from entropy_experiments.attribution.token_rows import token_rows
+from entropy_experiments.attribution.tokens import TokenInfluence, token_influence
+from entropy_experiments.attribution.whatif import (
     TokenTable,
     confirm,
     facts,
@@ -29,9 +26,12 @@ from entropy_experiments.influence.whatif import (
     recomputed_direction,
     repredict,
 )
-from entropy_experiments.policy.precision import true_float64
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.probe_inputs import ProbeInputs, gather
+from entropy_experiments.config import load_config
+from entropy_experiments.estimate.first_order import first_order, slope_estimand
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.pipelines.probe_inputs import ProbeInputs, gather
 from entropy_experiments.types import Direction, Scores, UpdateBatch
 from entropy_experiments.update.adamw import compute_update_vector_adamw
 from entropy_experiments.update.gradient import loss_gradient

@@ -9,10 +9,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from entropy_experiments.policy.facts import read_facts
-from entropy_experiments.policy.layout import find_checkpoint
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.checkpoints.layout import find_checkpoint
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.training_facts import read_facts
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import AdamGroup
 from entropy_experiments.update.optimizer import read_state
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model, tiny_rollouts

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from entropy_experiments.models.positions import Contexts
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import dot, pullback, pushforward
-from entropy_experiments.policy.positions import Contexts
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.decode import Draw, LastLogits, decode
+from entropy_experiments.sampling.decode import Draw, LastLogits, decode
 from entropy_experiments.types import Rollouts
 from oracles.sweep import direction_of
 from oracles.tiny_models import VOCABULARY, tiny_model

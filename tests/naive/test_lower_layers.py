@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.policy.lower_layers import Below, lower_layers
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.models.lower_layers import Below, lower_layers
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Scores
 from naive.test_shared_prompts import groups
 from naive.test_stacked_settings import gap, one_by_one, passes, settings_of

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.online.buffers import Fixed
 from entropy_experiments.online.probe import OnlineProbe, named_gradients
 from entropy_experiments.online.rows import row_of
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.policy.precision import true_float64
-from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.types import Rollouts
 from oracles.tiny_grpo import grpo
 from oracles.tiny_models import tiny_lora, tiny_rollouts

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from entropy_experiments.models.own_call import UnsupportedModelError
+from entropy_experiments.models.positions import counted, following, tokens_counted
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import dot, pullback, pushforward
-from entropy_experiments.policy.own_call import UnsupportedModelError
-from entropy_experiments.policy.positions import counted, following, tokens_counted
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.decode import Draw, LastLogits, decode
+from entropy_experiments.sampling.decode import Draw, LastLogits, decode
 from entropy_experiments.types import Rollouts
 from oracles.every_causal_lm import small_config, small_model
 from oracles.plain_loop import scored
@@ -112,7 +112,7 @@ def test_a_soft_cap_is_seen_though_logits_are_tiny():
 
 
 def test_the_cap_matters_so_the_test_above_has_teeth(monkeypatch):
-    monkeypatch.setattr("entropy_experiments.policy.scoring.HIGH", 1e-2)
+    monkeypatch.setattr("entropy_experiments.models.scoring.HIGH", 1e-2)
     model = tiny_logits()
     policy = SequenceProcessor(model)
     assert policy.logits_path == "head"

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import dot, pullback, pushforward
-from entropy_experiments.policy.precision import true_float64
-from entropy_experiments.policy.scoring import SequenceProcessor
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
 
 END = 5

@@ -6,13 +6,13 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.entropy import nucleus
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.advantages import advantages_by_prompt, group_advantages
-from entropy_experiments.rollouts.decode import inverse_cdf
-from entropy_experiments.rollouts.sample import SampleGenerator, end_tokens
-from entropy_experiments.tasks.datasets import Problem
-from entropy_experiments.tasks.rewards import Reward
+from entropy_experiments.sampling.advantages import advantages_by_prompt, group_advantages
+from entropy_experiments.sampling.datasets import Problem
+from entropy_experiments.sampling.decode import inverse_cdf
+from entropy_experiments.sampling.generate import SampleGenerator, end_tokens
+from entropy_experiments.sampling.rewards import Reward
 from oracles.tiny_models import EOS, VOCABULARY, tiny_lora, tiny_model, tiny_tokenizer
 from tolerances import FALSE_ALARM, INVARIANT, SAMPLED_LOGPROB
 

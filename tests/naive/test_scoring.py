@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.ratio import check_repeatable
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import dot, pullback, pushforward, shifted
 from entropy_experiments.numerics.entropy import nucleus
-from entropy_experiments.policy.scoring import SequenceProcessor
 from entropy_experiments.types import NucleusPolicy, Rollouts, Scores
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
 from tolerances import INVARIANT, SCORES_FP32, SLOPES_FP32

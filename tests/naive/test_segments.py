@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
+from entropy_experiments.models import scoring, segments, shared_prompts
+from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.segments import Segments
+from entropy_experiments.models.shared_prompts import Rows, shared_rows
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
-from entropy_experiments.policy import scoring, segments, shared_prompts
-from entropy_experiments.policy.precision import true_float64
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.policy.segments import Segments
-from entropy_experiments.policy.shared_prompts import Rows, shared_rows
 from naive.test_scoring import direction, made
 from naive.test_shared_prompts import groups
 from oracles.tiny_models import tiny_lora, tiny_model

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from entropy_experiments.policy import sharded_files
-from entropy_experiments.policy.layout import find_checkpoint
-from entropy_experiments.policy.load import load_checkpoint
-from entropy_experiments.policy.sharded_files import read_sharded
-from entropy_experiments.policy.sharded_state import sharded_weights
-from entropy_experiments.policy.stored_weights import load_sharded_causal_lm
+from entropy_experiments.checkpoints import sharded_files
+from entropy_experiments.checkpoints.layout import find_checkpoint
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.sharded_files import read_sharded
+from entropy_experiments.checkpoints.sharded_state import sharded_weights
+from entropy_experiments.checkpoints.stored_weights import load_sharded_causal_lm
 from naive.test_loading import ADAPTERS, assert_same_model, assert_same_optimizer
 from oracles.dcp_pieces import save_dcp, write_pieces
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from entropy_experiments.policy.layout import find_checkpoint
-from entropy_experiments.policy.load import load_checkpoint
+from entropy_experiments.checkpoints.layout import find_checkpoint
+from entropy_experiments.checkpoints.load import load_checkpoint
 from naive.test_loading import assert_same_model, assert_same_optimizer
 from oracles.dcp_pieces import save_dcp
 from oracles.tiny_models import TinyCheckpoint, save_tiny_checkpoint, tiny_model

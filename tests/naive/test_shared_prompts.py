@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from entropy_experiments.models import scoring, shared_prompts
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.segments import Segments
+from entropy_experiments.models.shared_prompts import KNOWN, shared_rows
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
-from entropy_experiments.policy import scoring, shared_prompts
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.policy.segments import Segments
-from entropy_experiments.policy.shared_prompts import KNOWN, shared_rows
 from entropy_experiments.types import Rollouts, Scores
 from naive.test_scoring import MODELS, assert_scores, direction, made, one_at_a_time
 from oracles.tiny_models import tiny_model

@@ -12,14 +12,14 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from entropy_experiments.attribution.finite import finite_columns
 from entropy_experiments.estimate import measured
 from entropy_experiments.estimate.measured import measured_many
-from entropy_experiments.influence.finite import finite_columns
+from entropy_experiments.models import lora, scoring
+from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.shared_prompts import shared_rows
 from entropy_experiments.numerics.derivatives import shifted
-from entropy_experiments.policy import lora, scoring
-from entropy_experiments.policy.precision import true_float64
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.policy.shared_prompts import shared_rows
 from entropy_experiments.types import Direction, Estimand, Rollouts, Scores
 from naive.test_fused_lora import FUSED
 from naive.test_shared_prompts import groups

@@ -6,15 +6,15 @@ import threading
 import pytest
 import torch
 
-from entropy_experiments.tasks import datasets as tasks
-from entropy_experiments.tasks.countdown import Countdown, attempts
-from entropy_experiments.tasks.datasets import (
+from entropy_experiments.sampling import datasets as tasks
+from entropy_experiments.sampling.countdown import Countdown, attempts
+from entropy_experiments.sampling.datasets import (
     Problem,
     load_problems,
     split_problems,
     without,
 )
-from entropy_experiments.tasks.rewards import build_reward, default_functions, final_answer
+from entropy_experiments.sampling.rewards import build_reward, default_functions, final_answer
 
 GSM8K = [
     {"question": f"Ann has {n} pens and buys {n}. How many?", "answer": f"<<{n}+{n}=0>>\n#### {a}"}

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from entropy_experiments.numerics import threads
-from entropy_experiments.numerics.threads import (
+from entropy_experiments import threads
+from entropy_experiments.threads import (
     AGAIN,
     KNOWN,
     MUCH_SLOWER,

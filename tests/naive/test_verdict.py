@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from entropy_experiments import probe_sampling
+from entropy_experiments.checkpoints.runs import embedded_trajectory
 from entropy_experiments.config import load_config, parse_config
-from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.probe_inputs import gather
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.pipelines import probe_sampling
+from entropy_experiments.pipelines.probe import OfflineEntropyProbe
+from entropy_experiments.pipelines.probe_inputs import gather
+from entropy_experiments.pipelines.step_facts import ASSUMED, training_facts
 from entropy_experiments.report.findings import Findings
 from entropy_experiments.report.verdict import verdict
-from entropy_experiments.rollouts.store import save_rollouts
-from entropy_experiments.training_facts import ASSUMED, training_facts
-from entropy_experiments.trajectory import embedded_trajectory
+from entropy_experiments.sampling.rollout_files import save_rollouts
 
 FACTS = {"batch_config.dataset_name": "countdown", "generation.max_new_tokens": 30}
 OFF = {"probe_rework.compute_delta_h1": False, "importance.enabled": False}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from entropy_experiments.influence.eventual import momentum_of
+from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.report.verdict import _agreement
 from entropy_experiments.types import AdamGroup, OptimizerState, Rollouts, UpdateBatch
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from entropy_experiments.policy.precision import true_float64
+from entropy_experiments.models.precision import true_float64
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPTS = ["1+2=", "12*3=", "4-1=", "(1+2)*34=", "9=", "8/4=", "7+7=", "2*(3-1)="]

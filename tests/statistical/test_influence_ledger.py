@@ -19,7 +19,7 @@ from entropy_experiments import (
     compute_update_vector_adamw,
     read_state,
 )
-from entropy_experiments.influence.ledger import entropy_ledger, reward_ledger
+from entropy_experiments.attribution.ledger import entropy_ledger, reward_ledger
 from entropy_experiments.numerics.derivatives import shifted
 from oracles.markov import EOS, MarkovPolicy
 from tolerances import FALSE_ALARM

@@ -104,8 +104,8 @@ def evaluate(
         if threshold is not None:
             options["threshold"] = threshold
 
-        from entropy_experiments.checkpoint_evaluation import evaluate_checkpoints
-        from entropy_experiments.evaluation.request import EvaluationRequest
+        from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
+        from entropy_experiments.pipelines.evaluation.request import EvaluationRequest
         from entropy_experiments.report.evaluation_tables import evaluation_report
 
         request = EvaluationRequest(**options)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from entropy_experiments.attribution.whatif_grammar import help_lines
 from entropy_experiments.cli.job import shared_ending
 from entropy_experiments.cli.options import (
     AsJson,
@@ -23,7 +24,6 @@ from entropy_experiments.cli.options import (
     tell_notes,
     try_to_write,
 )
-from entropy_experiments.influence.whatif_grammar import help_lines
 
 if TYPE_CHECKING:
     from entropy_experiments.config import Config
@@ -107,7 +107,7 @@ def influence(
         tell_notes(found, quiet=quiet)
         try_to_write(found, found.influence.run_directory)
 
-        from entropy_experiments.entropy_influence import EntropyInfluenceRunner
+        from entropy_experiments.pipelines.influence.runner import EntropyInfluenceRunner
         from entropy_experiments.report.influence_tables import influence_report
 
         with library_aside(as_json=as_json):
@@ -139,7 +139,7 @@ def _from_saved(
     if not what_if and entropy_budget is None:
         raise ValueError("--from has no question; expected --what-if or --entropy-budget.")
 
-    from entropy_experiments.entropy_influence import what_if_from
+    from entropy_experiments.pipelines.influence.runner import what_if_from
 
     found = what_if_from(folder, what_if, entropy_budget=entropy_budget)
     tell(found, lambda: _answers(found), as_json=as_json)

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 -m entropy_experiments.cli run
 
-Every process runs the whole command; the loops inside are dealt out (`numerics.ranks`). Rank 0
+Every process runs the whole command; the loops inside are dealt out (`distributed`). Rank 0
 alone prints and writes. What goes wrong on one rank ends all of them: the lowest rank that failed
 gives the message, the others leave without a word once it has been given. A rank that is ended by
-SIGTERM, because another is lost, stores the unit in work first (`rollouts.finishing`).
+SIGTERM, because another is lost, stores the unit in work first (`sampling.finishing`).
 
 What has nothing to deal out (ONE_PROCESS) is done by rank 0 alone; the others leave at once.
 
@@ -42,7 +42,7 @@ from entropy_experiments.input_errors import library_errors
 from entropy_experiments.torchrun import ranks_of_job, variable
 
 if TYPE_CHECKING:
-    from entropy_experiments.numerics.ranks import Ranks
+    from entropy_experiments.distributed import Ranks
 
 LAST_WORDS = timedelta(seconds=5)
 """For the message of the rank that failed: torchrun ends the others with the first that leaves."""
@@ -105,8 +105,8 @@ def shared_ending(
             yield True
         return
 
-    from entropy_experiments.numerics.ranks import across
-    from entropy_experiments.rollouts.finishing import finishing_units
+    from entropy_experiments.distributed import across
+    from entropy_experiments.sampling.finishing import finishing_units
 
     with ending(debug=debug):
         ranks = _joined()
@@ -128,7 +128,7 @@ def on_threads(threads: int | None) -> AbstractContextManager[None]:
     if threads is None:  # torch takes a second to import; bad input is refused before that
         return nullcontext()
 
-    from entropy_experiments.numerics.threads import fixed_threads
+    from entropy_experiments.threads import fixed_threads
 
     return fixed_threads(threads)
 
@@ -137,7 +137,7 @@ def _joined() -> Ranks:
     import torch
     import torch.distributed as dist
 
-    from entropy_experiments.numerics.ranks import PATIENCE, Ranks
+    from entropy_experiments.distributed import PATIENCE, Ranks
 
     variable("LOCAL_RANK", 0)
     if torch.cuda.is_available():
@@ -167,8 +167,8 @@ def _left() -> None:
 @contextmanager
 def _one_voice(ranks: Ranks) -> Iterator[None]:
     """An error passes on one rank only; on the others it is an exit code."""
-    from entropy_experiments.numerics.ranks import LostRankError, RankError, announced
-    from entropy_experiments.rollouts.finishing import Terminated
+    from entropy_experiments.distributed import LostRankError, RankError, announced
+    from entropy_experiments.sampling.finishing import Terminated
 
     try:
         yield

@@ -64,8 +64,8 @@ def measure(
         tell_notes(found, quiet=quiet)
         try_to_write(found)
 
-        from entropy_experiments.entropy_experiment_runner import EntropyMeasurements
         from entropy_experiments.output_folder import claimed
+        from entropy_experiments.pipelines.measure import EntropyMeasurements
         from entropy_experiments.report.measurements import measurement_report
 
         with (

@@ -62,8 +62,8 @@ def run(
         tell_notes(found, quiet=quiet)
         try_to_write(found)
 
-        from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
         from entropy_experiments.output_folder import claimed
+        from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 
         with (
             library_aside(as_json=as_json),

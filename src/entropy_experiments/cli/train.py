@@ -117,8 +117,8 @@ def train(
 
 def _check_names(config: TrainingConfig) -> None:
     """Refuse a task or rewards that there are not; no data is read."""
-    from entropy_experiments.tasks.datasets import check_dataset
-    from entropy_experiments.tasks.rewards import build_reward, default_functions
+    from entropy_experiments.sampling.datasets import check_dataset
+    from entropy_experiments.sampling.rewards import build_reward, default_functions
 
     check_dataset(config.dataset_name)
     functions = config.reward_functions or default_functions(config.dataset_name)
@@ -168,7 +168,7 @@ def _configured(
 
 def _refuse_unknown_run(begun_with: Path) -> None:
     """Checkpoints that do not say how they were trained are not continued by the default."""
-    from entropy_experiments.trajectory import steps_of
+    from entropy_experiments.checkpoints.runs import steps_of
 
     if steps_of(begun_with.parent):
         raise ValueError(

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from entropy_experiments.distributed import current
 from entropy_experiments.estimate.central import led_by_reverse
 from entropy_experiments.estimate.first_order import SlopeForm, slope_estimand
 from entropy_experiments.estimate.gradient import entropy_gradient
@@ -40,7 +41,6 @@ from entropy_experiments.estimate.stencil import (
     stencil_of,
 )
 from entropy_experiments.numerics.derivatives import How, dot
-from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.second_order import SecondOrder, pushforward2
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import (

@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from entropy_experiments.distributed import Ranks, current
 from entropy_experiments.estimate.baseline import cross_fitted_baseline
 from entropy_experiments.estimate.central import led_by_reverse
 from entropy_experiments.estimate.gradient import Term, entropy_gradient
@@ -47,7 +48,6 @@ from entropy_experiments.numerics.derivatives import (
     pushforwards,
     require_full_precision,
 )
-from entropy_experiments.numerics.ranks import Ranks, current
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import (
     Attribution,
@@ -319,7 +319,7 @@ def scores_along(
 
     By jvp one pass gives all; central takes one pass at theta and two for each direction, about
     `lr` away.
-    `ranks`: None are the current ones, of `numerics.ranks.across`.
+    `ranks`: None are the current ones, of `distributed.across`.
     """
     ranks = ranks or current()
     whole(rollouts)

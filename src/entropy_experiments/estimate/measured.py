@@ -17,6 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from entropy_experiments.distributed import current, local_part
 from entropy_experiments.estimate.noise import REPACKINGS, repackings_of
 from entropy_experiments.estimate.ratio import (
     check_repeatable,
@@ -36,7 +37,6 @@ from entropy_experiments.numerics.derivatives import (
     shifted,
     square_sum,
 )
-from entropy_experiments.numerics.ranks import current, local_part
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.numerics.weights import diagnose
 from entropy_experiments.types import (

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from entropy_experiments.distributed import Ranks, current
 from entropy_experiments.estimate.ratio import no_scores
 from entropy_experiments.numerics.derivatives import (
     GradientSum,
@@ -29,7 +30,6 @@ from entropy_experiments.numerics.derivatives import (
     pullback_sum,
     pushforward,
 )
-from entropy_experiments.numerics.ranks import Ranks, current
 from entropy_experiments.types import Direction, Params, Policy, Scores, UpdateBatch
 from entropy_experiments.update.gradient import as_trained
 from entropy_experiments.update.objective import Objective, TokenWeights

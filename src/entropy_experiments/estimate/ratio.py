@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from entropy_experiments.distributed import Ranks, current, local_part
 from entropy_experiments.numerics.derivatives import norm, require_full_precision
-from entropy_experiments.numerics.ranks import Ranks, current, local_part
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.numerics.weights import (
     diagnose,
@@ -141,7 +141,7 @@ def score_all(
 ) -> Scores:
     """Scores of every rollout in fp64, without gradients. The pass that others share.
 
-    `ranks`: None are the current ones, of `numerics.ranks.across`.
+    `ranks`: None are the current ones, of `distributed.across`.
     """
     (scores,) = score_each(policy, [params], rollouts, microbatch=microbatch, ranks=ranks)
     return scores

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from entropy_experiments.distributed import current
 from entropy_experiments.estimate.ratio import check_scores, drawn_with
 from entropy_experiments.estimate.stencil import COLUMNS, stencil_columns
 from entropy_experiments.numerics.derivatives import How, difference_step, pushforward
-from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.second_order import SecondOrder, pushforward2
 from entropy_experiments.numerics.weights import snis_logweights
 from entropy_experiments.types import Params, Policy, Rollouts, Scores

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from entropy_experiments.numerics.ranks import current
+from entropy_experiments.distributed import current
 from entropy_experiments.types import NucleusPolicy, Params, Policy, Rollouts
 
 

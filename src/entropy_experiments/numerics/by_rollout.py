@@ -3,7 +3,7 @@
     g_n = d/dtheta sum_k [ worth_l_nk l_nk + worth_h_nk h_nk ]
 
 One forward and one backward per rollout: right for any policy. Where the model allows it,
-`policy.by_rollout` gives the same numbers for a whole microbatch at once.
+`models.rollout_gradients` gives the same numbers for a whole microbatch at once.
 """
 
 from __future__ import annotations

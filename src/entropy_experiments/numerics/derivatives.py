@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.func import jvp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from entropy_experiments.numerics.ranks import current, local_part, shards_of
+from entropy_experiments.distributed import current, local_part, shards_of
 from entropy_experiments.types import Params, check_params
 
 How = Literal["jvp", "double_backward", "central"]

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from entropy_experiments.rollouts.advantages import weighted_rewards
-from entropy_experiments.rollouts.importers import BY_FUNCTION, POLICY_FACTOR, REWARD
+from entropy_experiments.sampling.advantages import weighted_rewards
+from entropy_experiments.sampling.importers import BY_FUNCTION, POLICY_FACTOR, REWARD
 
 LOG = logging.getLogger("entropy_experiments.online")
 T = TypeVar("T")

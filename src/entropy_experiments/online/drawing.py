@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from entropy_experiments.numerics.ranks import ALONE, Ranks
-from entropy_experiments.rollouts.sample import SampleGenerator
-from entropy_experiments.tasks.datasets import Problem
+from entropy_experiments.distributed import ALONE, Ranks
+from entropy_experiments.sampling.datasets import Problem
+from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.types import Rollouts
 
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from entropy_experiments.numerics.ranks import ALONE, RankError, Ranks, announced
+from entropy_experiments.distributed import ALONE, RankError, Ranks, announced
 
 LOG = logging.getLogger("entropy_experiments.online")
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from entropy_experiments.numerics.ranks import Ranks
+from entropy_experiments.distributed import Ranks
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.online.arguments import (
     check_bare,
     check_counts,
@@ -33,8 +34,7 @@ from entropy_experiments.online.drawing import chosen_rows, drawer
 from entropy_experiments.online.probe import OnlineProbe, named_gradients
 from entropy_experiments.online.throttle import Throttle
 from entropy_experiments.online.watch import PATIENCE, Watch
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.sample import SampleGenerator
+from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.types import Rollouts
 
 

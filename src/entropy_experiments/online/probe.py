@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from entropy_experiments.distributed import ALONE, Ranks, across
 from entropy_experiments.estimate.curvature import LINEAR_TOLERANCE
 from entropy_experiments.estimate.first_order import (
     SlopeForm,
@@ -47,10 +48,9 @@ from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
 from entropy_experiments.numerics.derivatives import How, full_precision, norm, shifted
-from entropy_experiments.numerics.ranks import ALONE, Ranks, across
-from entropy_experiments.numerics.threads import chosen_threads
 from entropy_experiments.online.arguments import check_order
 from entropy_experiments.online.buffers import Buffer
+from entropy_experiments.threads import chosen_threads
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
 from entropy_experiments.types.direction import BASELINE_PARTS
 from entropy_experiments.update.live import live_direction

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.online.drawing import chosen_rows
-from entropy_experiments.rollouts.whole_files import write_whole
+from entropy_experiments.sampling.whole_files import write_whole
 
 PROMPTS = "prompts"
 IDS = "_prompt_ids"

@@ -6,7 +6,7 @@
     DIR/step_N/made_step        fingerprints of the gradient that was used and of the step made
     DIR/prompts                 the prompts of training and evaluation, with every column
     DIR/entropy_probe.json      the training facts
-    DIR/entropy_probe_record.json   trainer, options, rewards, prompts: see `policy.training_record`
+    DIR/entropy_probe_record.json   trainer, options, rewards, prompts (`training_record`)
     checkpoint-N/...            all but the prompts, beside each checkpoint that the trainer saves,
                                 and beside the one that it was resumed from; there, where it is
                                 small enough or asked for, the gradient itself
@@ -26,8 +26,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.checkpoints.layout import find_checkpoint
+from entropy_experiments.checkpoints.made_step import (
+    base_fingerprint,
+    gradient_bytes,
+    made_step_json,
+)
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE
+from entropy_experiments.checkpoints.training_record import (
+    FINGERPRINT_FILE,
+    GRADIENT_FILE,
+    MADE_STEP,
+    RECORD_FILE,
+    SCHEMA,
+)
+from entropy_experiments.distributed import Ranks
 from entropy_experiments.input_files import sha256
-from entropy_experiments.numerics.ranks import Ranks
 from entropy_experiments.numerics.sketch import Fingerprint, sketch
 from entropy_experiments.online.captures import Captures
 from entropy_experiments.online.facts_file import refuse_unknown, write_facts
@@ -45,19 +59,9 @@ from entropy_experiments.online.trl_options import (
     sampled_otherwise,
     unfollowed,
 )
-from entropy_experiments.policy.facts import FACTS_FILE
-from entropy_experiments.policy.layout import find_checkpoint
-from entropy_experiments.policy.made_step import base_fingerprint, gradient_bytes, made_step_json
-from entropy_experiments.policy.training_record import (
-    FINGERPRINT_FILE,
-    GRADIENT_FILE,
-    MADE_STEP,
-    RECORD_FILE,
-    SCHEMA,
-)
-from entropy_experiments.rollouts.importers import BY_FUNCTION
-from entropy_experiments.rollouts.store import save_rollouts, save_update_batch
-from entropy_experiments.rollouts.whole_files import write_whole
+from entropy_experiments.sampling.importers import BY_FUNCTION
+from entropy_experiments.sampling.rollout_files import save_rollouts, save_update_batch
+from entropy_experiments.sampling.whole_files import write_whole
 from entropy_experiments.types import Params, Rollouts
 
 EVALUATION, UPDATE = "evaluation", "update_batch"

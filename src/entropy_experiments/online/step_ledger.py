@@ -25,23 +25,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.checkpoints.load import Checkpoint
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE
 from entropy_experiments.config import Config, parse_config
 from entropy_experiments.config.estimates import BatchRequest
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import norm, shifted
 from entropy_experiments.online.facts_file import facts_of
-from entropy_experiments.policy.facts import FACTS_FILE
-from entropy_experiments.policy.load import Checkpoint
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.probe_inputs import ProbeInputs, limits_of
-from entropy_experiments.probe_sampling import prompts_of
-from entropy_experiments.run_conditions import careful
-from entropy_experiments.study.batches import EvaluationBatch, StudyInputs, folded
-from entropy_experiments.study.evaluation import evaluations_of
-from entropy_experiments.study.files import StudyFiles
-from entropy_experiments.study.ledgers import ledgers
-from entropy_experiments.study.stages import Study
-from entropy_experiments.study.store import RunDirectory, digest_of, digest_of_tensors
-from entropy_experiments.training_facts import training_facts
+from entropy_experiments.pipelines.influence.batches import EvaluationBatch, StudyInputs, folded
+from entropy_experiments.pipelines.influence.evaluation import evaluations_of
+from entropy_experiments.pipelines.influence.files import StudyFiles
+from entropy_experiments.pipelines.influence.ledgers import ledgers
+from entropy_experiments.pipelines.influence.stages import Study
+from entropy_experiments.pipelines.influence.store import RunDirectory, digest_of, digest_of_tensors
+from entropy_experiments.pipelines.probe_inputs import ProbeInputs, limits_of
+from entropy_experiments.pipelines.probe_sampling import prompts_of
+from entropy_experiments.pipelines.run_conditions import careful
+from entropy_experiments.pipelines.step_facts import training_facts
 from entropy_experiments.types import Direction, Rollouts, UpdateBatch
 from entropy_experiments.update.live import live_direction, live_state
 

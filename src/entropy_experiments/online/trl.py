@@ -25,8 +25,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
-from entropy_experiments.numerics.ranks import Ranks
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.online.arguments import check_counts, check_order
 from entropy_experiments.online.buffers import Buffer, Fixed, Fresh, Given
 from entropy_experiments.online.captures import Captures
@@ -69,8 +70,7 @@ from entropy_experiments.online.trl_noise import (
 )
 from entropy_experiments.online.trl_options import sampled_otherwise, unfollowed
 from entropy_experiments.online.watch import PATIENCE, ROWS, Watch
-from entropy_experiments.policy.scoring import SequenceProcessor
-from entropy_experiments.rollouts.sample import SampleGenerator
+from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.types import Rollouts
 from entropy_experiments.types.estimate import MIN_PROMPTS
 

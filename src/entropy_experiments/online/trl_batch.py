@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
-from entropy_experiments.numerics.ranks import Ranks
 from entropy_experiments.online.captures import Captures
 from entropy_experiments.online.drawing import chosen_rows
 from entropy_experiments.online.trl_options import entropy_coef, is_rloo
-from entropy_experiments.rollouts.importers import from_trl_inputs
+from entropy_experiments.sampling.importers import from_trl_inputs
 from entropy_experiments.types import Rollouts, UpdateBatch
 from entropy_experiments.update.objective import Objective
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.numerics.ranks import Ranks
+from entropy_experiments.distributed import Ranks
 from entropy_experiments.online.guard import LOG
 from entropy_experiments.online.noise_ratio import METRICS
 from entropy_experiments.online.noise_scale import NoiseScale, adam_preconditioner

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.distributed import ALONE, Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
-from entropy_experiments.numerics.ranks import ALONE, Ranks
 from entropy_experiments.online.guard import LOG, Guard
 from entropy_experiments.online.probe import OnlineProbe
 from entropy_experiments.online.rows import RowFile, row_of

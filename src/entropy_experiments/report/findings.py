@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from entropy_experiments.influence.eventual import eventual
+from entropy_experiments.attribution.eventual import eventual
 from entropy_experiments.types import Attribution, Estimate, Rollouts, Scores, UpdateBatch
 from entropy_experiments.types.direction import BASELINE_PARTS
 from entropy_experiments.update.adamw import UpdateStats

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from entropy_experiments.rollouts.whole_files import write_whole
+from entropy_experiments.sampling.whole_files import write_whole
 
 if TYPE_CHECKING:
     from entropy_experiments.report.curves import Step
     from entropy_experiments.types import Estimate
 
-FORMAT = "entropy_experiments.trajectory"
+FORMAT = "entropy_experiments.checkpoints.runs"
 SCHEMA = 1
 NAME = "trajectory.json"
 CHANGES = ("predicted", "second_order", "measured")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.distributed import current
 from entropy_experiments.numerics.derivatives import norm, pullback_sum, require_full_precision
-from entropy_experiments.numerics.ranks import current
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import Params, Policy, Rollouts, Scores, UpdateBatch
 from entropy_experiments.types.direction import check_finite

@@ -1,4 +1,4 @@
-"""Document 004's `utils.model_loader`; the home is `policy.load`.
+"""Document 004's `utils.model_loader`; the home is `checkpoints.load`.
 
 `load_checkpoint` reads backbone, adapter, tokenizer and Adam state together and refuses what does
 not fit; the two other functions have the shapes of the earlier ones.
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from entropy_experiments.policy.load import Checkpoint, load_checkpoint
-from entropy_experiments.policy.optimizer_state import read_optimizer_state
+from entropy_experiments.checkpoints.load import Checkpoint, load_checkpoint
+from entropy_experiments.checkpoints.optimizer_state import read_optimizer_state
 from entropy_experiments.types import OptimizerState
 
 __all__ = [

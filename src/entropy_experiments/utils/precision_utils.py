@@ -1,4 +1,4 @@
-"""Document 004's `utils.precision_utils`: dtypes, TF32, gradients; fp64 is in `policy.precision`.
+"""Document 004's `utils.precision_utils`: dtypes, TF32, gradients; fp64 is in `models.precision`.
 
 The commands set all of this themselves; these are for scripts of your own.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from entropy_experiments.policy.load import DTYPES
-from entropy_experiments.policy.precision import low_precision_operations, true_float64
+from entropy_experiments.checkpoints.load import DTYPES
+from entropy_experiments.models.precision import low_precision_operations, true_float64
 
 __all__ = [
     "apply_global_precision",

@@ -1,5 +1,5 @@
-"""Document 004's `utils.sample_generator`; the home is `rollouts.sample`."""
+"""Document 004's `utils.sample_generator`; the home is `sampling.generate`."""
 
-from entropy_experiments.rollouts.sample import SampleGenerator, UpdateBatchDraw
+from entropy_experiments.sampling.generate import SampleGenerator, UpdateBatchDraw
 
 __all__ = ["SampleGenerator", "UpdateBatchDraw"]

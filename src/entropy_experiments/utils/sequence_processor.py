@@ -1,5 +1,5 @@
-"""Document 004's `utils.sequence_processor`; the home is `policy.scoring`."""
+"""Document 004's `utils.sequence_processor`; the home is `models.scoring`."""
 
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.models.scoring import SequenceProcessor
 
 __all__ = ["SequenceProcessor"]

@@ -12,8 +12,8 @@ from bergson import IndexConfig
 from bergson.score.output_influence import output_token_influence, query_directions
 from torch import nn
 
-from entropy_experiments.influence.jacobian import score_slopes
-from entropy_experiments.policy.scoring import SequenceProcessor
+from entropy_experiments.attribution.jacobian import score_slopes
+from entropy_experiments.models.scoring import SequenceProcessor
 from oracles.tiny_models import tiny_model, tiny_rollouts
 
 PROMPT = 5

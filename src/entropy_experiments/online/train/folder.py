@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.checkpoints.runs import steps_of
 from entropy_experiments.config.aliases import shown
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_reading import load_training, training_yaml
-from entropy_experiments.rollouts.whole_files import write_whole
-from entropy_experiments.trajectory import steps_of
+from entropy_experiments.sampling.whole_files import write_whole
 
 CONFIG_FILE = "entropy_probe_train.yaml"
 STATE_FILE = "trainer_state.json"

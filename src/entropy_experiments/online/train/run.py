@@ -22,7 +22,8 @@ from entropy_experiments.config.training_batch import (
     plan_line,
     ranks_of_job,
 )
-from entropy_experiments.numerics.threads import choose_threads, chosen_threads
+from entropy_experiments.models.calling import evaluating
+from entropy_experiments.models.parts import passing_tokens
 from entropy_experiments.online.train.callbacks import (
     ProgressLines,
     TaskFacts,
@@ -46,8 +47,7 @@ from entropy_experiments.online.train.trainer import (
     build_trainer,
     load_policy,
 )
-from entropy_experiments.policy.calling import evaluating
-from entropy_experiments.policy.parts import passing_tokens
+from entropy_experiments.threads import choose_threads, chosen_threads
 from gradient_doctor.hf import DoctorCallback, GradientError
 
 RECORD = "record"

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.checkpoints.runs import steps_of
 from entropy_experiments.online.record import UPDATE
 from entropy_experiments.online.rows import read_rows
 from entropy_experiments.online.step_ledger import LEDGERS
 from entropy_experiments.online.train.folder import CONFIG_FILE, steps_made, whole
 from entropy_experiments.online.trl import ROWS
 from entropy_experiments.online.trl_noise import NOISE_ROWS
-from entropy_experiments.rollouts.whole_files import write_whole
-from entropy_experiments.trajectory import steps_of
+from entropy_experiments.sampling.whole_files import write_whole
 from gradient_doctor.findings import Severity
 
 SUMMARY_FILE = "train_summary.json"

@@ -15,8 +15,8 @@ from typing import Any
 
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_batch import BatchPlan
-from entropy_experiments.tasks.datasets import Problem, load_problems
-from entropy_experiments.tasks.rewards import build_reward, default_functions
+from entropy_experiments.sampling.datasets import Problem, load_problems
+from entropy_experiments.sampling.rewards import build_reward, default_functions
 
 MOST_MADE = 4096
 """Problems that are made here, unless dataset_size says more; then they come again."""

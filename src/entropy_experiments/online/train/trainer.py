@@ -19,10 +19,7 @@ from typing import Any
 import torch
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-from entropy_experiments.config.training import TrainingConfig
-from entropy_experiments.config.training_batch import BatchPlan
-from entropy_experiments.online.train.task import Task, reward_functions, trl_datasets
-from entropy_experiments.policy.base import (
+from entropy_experiments.checkpoints.base import (
     BACKBONES,
     check_finite_weights,
     check_loaded,
@@ -31,7 +28,10 @@ from entropy_experiments.policy.base import (
     load_tokenizer,
     smollm2_gguf,
 )
-from entropy_experiments.trajectory import EMBEDDED, embedded_trajectory
+from entropy_experiments.checkpoints.runs import EMBEDDED, embedded_trajectory
+from entropy_experiments.config.training import TrainingConfig
+from entropy_experiments.config.training_batch import BatchPlan
+from entropy_experiments.online.train.task import Task, reward_functions, trl_datasets
 
 try:
     from trl.trainer.grpo_config import GRPOConfig

@@ -1,0 +1,1 @@
+"""Who changed the entropy: tokens, rollouts and terms of the optimizer; and what if."""

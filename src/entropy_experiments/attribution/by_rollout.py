@@ -1,0 +1,79 @@
+"""The gradient of each rollout on its own, and stacks of them under a memory budget.
+
+Stacks are dicts of [n, *shape] tensors by parameter name: n gradients or n directions. A block of
+directions and a microbatch of gradients are in memory together, each under half the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.distributed import current
+from entropy_experiments.numerics.by_rollout import one_by_one
+from entropy_experiments.types import BatchedPolicy, Params, Policy, Rollouts, Scores
+
+BLOCK_BYTES = 256 << 20
+
+
+def rollout_gradients(
+    policy: Policy, part: Rollouts, worths: Sequence[Scores]
+) -> list[dict[str, Tensor]]:
+    """For each worth, the gradients of sum_k (worth_l l + worth_h h) of every rollout of a part."""
+    if isinstance(policy, BatchedPolicy):
+        return policy.gradients_by_rollout(policy.params, part, worths)
+    return one_by_one(policy.score, policy.params, part, worths)
+
+
+def fitting(params: Params, block_bytes: int, *, each: int = 1) -> int:
+    """How many rollouts with `each` gradients fit in half of the budget; at least one."""
+    if block_bytes < 1:
+        raise ValueError(f"block_bytes is {block_bytes}; expected a positive number of bytes.")
+    # Half-precision gradients are stacked in fp32.
+    size = sum(value.numel() * max(value.element_size(), 4) for value in params.values())
+    return max(1, block_bytes // 2 // (each * size))
+
+
+def products(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
+    """[n, m] inner products of two stacks in fp64, one parameter at a time."""
+    parts = (x.flatten(1).double() @ right[name].flatten(1).double().mT for name, x in left.items())
+    return sum(parts, torch.zeros((), dtype=torch.float64))
+
+
+def stacked_rows(
+    params: Params,
+    rollouts: Rollouts,
+    gradients: Callable[[Tensor, slice, Rollouts], Mapping[str, Tensor]],
+    microbatch: int,
+) -> dict[str, Tensor]:
+    """[N, *shape] of all rollouts, each rank computing its own microbatches; all have all."""
+    ranks = current()
+
+    def local() -> list[Tensor]:
+        # Half-precision gradients are stacked in fp32.
+        out = {
+            name: torch.zeros(
+                (len(rollouts), *theta.shape),
+                dtype=torch.promote_types(theta.dtype, torch.float32),
+                device=theta.device,
+            )
+            for name, theta in params.items()
+        }
+        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+            for name, g in gradients(rows_N, columns, part).items():
+                out[name][rows_N.to(g.device)] = g
+        return list(out.values())
+
+    return dict(zip(params, ranks.summed(local), strict=True))
+
+
+def stacked(directions: Sequence[Params]) -> dict[str, Tensor]:
+    return {name: torch.stack([v[name] for v in directions]) for name in directions[0]}
+
+
+def unstacked(stack: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Single directions, as views of the stack."""
+    count = len(next(iter(stack.values())))
+    return [{name: values[i] for name, values in stack.items()} for i in range(count)]

@@ -1,0 +1,1 @@
+"""What training left on disk: weights, optimizer state, and what is recorded of the step."""

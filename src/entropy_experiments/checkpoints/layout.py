@@ -1,0 +1,404 @@
+"""Which files make up a checkpoint, whoever wrote it.
+
+| writer | weights | optimizer |
+|---|---|---|
+| HF Trainer, TRL | `checkpoint-N/` | `checkpoint-N/optimizer.pt` |
+| older runs of this project | `step_N/model/` | `step_N/optimizer.pt` |
+| Accelerate | `model.safetensors`, often without config.json | `optimizer.bin` |
+| both, under FSDP | `pytorch_model_fsdp_0/` (DCP) or `pytorch_model_fsdp.bin` | `optimizer_0/` |
+| torch.distributed.checkpoint | a folder with `.metadata`, or one inside | the same folder |
+
+Nothing but the table of contents of DCP shards is loaded here. Formats that only unsafe pickle can
+read (DeepSpeed, verl) are refused with the command that converts them; training_args.bin is never
+looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from entropy_experiments.input_files import expanded, read_json_value, refuse_special_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+GENERATION_CONFIG = "generation_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+MODEL_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+SHARDED_OPTIMIZERS = ("optimizer_0", "optimizer", "optim")
+FSDP_WEIGHTS = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
+PARAM_NAMES = "optimizer_param_names.json"
+TRAINER_STATE = "trainer_state.json"
+RECORDED = "update_batch"
+INSIDE = ("model", "adapter", "adapter_model")
+STEP = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d+)$")
+EXPECTED = (
+    f"{ADAPTER_CONFIG} with {ADAPTER_WEIGHTS[0]} (LoRA), or {MODEL_CONFIG} with {MODEL_WEIGHTS[0]} "
+    "(full), here or in model/"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where everything is; paths that are not None exist."""
+
+    given: Path
+    """As the user named it, for messages."""
+    root: Path
+    """The checkpoint's folder, resolved: step_N also where step_N/model was named."""
+    weights: Path
+    """The folder with the weights."""
+    config: Path
+    """The folder with their config: `weights`, but FSDP's may be in the run's folder."""
+    kind: Literal["lora", "full"]
+    files: tuple[Path, ...]
+    """Weight files, all shards."""
+    sharded: Path | None = None
+    """Where the weights are if an FSDP trainer saved them: DCP's folder, or one file of names."""
+    stored: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
+    """These by name, each read when it is asked for: the table of contents is read once."""
+    optimizer: Path | None
+    """A file, or DCP's folder."""
+    param_names: Path | None
+    step: int | None
+    recorded: Path | None
+
+    @property
+    def name(self) -> str:
+        return self.root.name if self.step is None else f"step_{self.step}"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where to look for facts, nearest first. What changes from one checkpoint to the next
+        (step, optimizer, recorded batch) is never the run's, which comes last."""
+        return tuple(dict.fromkeys((self.weights, self.root, self.root.parent)))
+
+
+def find_checkpoint(
+    path: Path | str,
+    *,
+    adapter_path: Path | str | None = None,
+    optimizer_path: Path | str | None = None,
+) -> Layout:
+    given = expanded(path, "The checkpoint")
+    if given.is_file():
+        given = given.parent
+    if not given.is_dir():
+        raise FileNotFoundError(
+            f"Checkpoint not found: {given} is not a folder. Expected one with {EXPECTED}."
+        )
+    # Not of the root: what was converted into model/ lies below the shards it came from.
+    _refuse_foreign(given)
+    root, inside = _root(given)
+    sharded = None if adapter_path is not None else _sharded_weights(given)
+    if sharded is not None:
+        sharded = (inside or root) / sharded.relative_to(given)
+        weights = sharded if sharded.is_dir() else sharded.parent
+    elif adapter_path is not None:
+        weights = _weights_folder(given, adapter_path).resolve()
+    else:
+        weights = (inside or root) / _weights_folder(given, None).relative_to(given)
+    for folder in dict.fromkeys((weights, root)):
+        refuse_special_files(folder)
+    _refuse_half_written(weights)
+    _refuse_half_written(root)
+    stored = None
+    if sharded is not None:
+        from entropy_experiments.checkpoints.stored_weights import stored_weights
+
+        stored = stored_weights(sharded)
+        kind = "lora" if any("lora_" in name for name in stored) else "full"
+        config = _config_folder(weights, root, ADAPTER_CONFIG if kind == "lora" else MODEL_CONFIG)
+    else:
+        kind = "lora" if (weights / ADAPTER_CONFIG).is_file() else "full"
+        config = weights
+    optimizer = _optimizer((given, root), weights, optimizer_path)
+    if optimizer is None and stored is not None:
+        from entropy_experiments.checkpoints.sharded_state import holds_optimizer
+
+        optimizer = sharded if holds_optimizer(stored) else None
+    # Of one DCP folder that is the whole checkpoint, the run's folder is not "beside".
+    beside = root if optimizer is None or optimizer == root else optimizer.parent
+    return Layout(
+        given=given,
+        root=root,
+        weights=weights,
+        config=config,
+        kind=kind,
+        files=files_of(sharded)
+        if sharded is not None
+        else _weight_files(weights, ADAPTER_WEIGHTS if kind == "lora" else MODEL_WEIGHTS),
+        sharded=sharded,
+        stored=stored,
+        optimizer=optimizer,
+        param_names=_first(folder / PARAM_NAMES for folder in (beside, root, weights)),
+        step=_step(root, weights),
+        recorded=_first(
+            (
+                weights / RECORDED,
+                root / RECORDED,
+                root.parent / "update_batches" / root.name,
+            )
+        ),
+    )
+
+
+def missing_optimizer(layout: Layout) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"No optimizer state for {layout.given}: expected {' or '.join(OPTIMIZERS)} (FSDP: "
+        f"{SHARDED_OPTIMIZERS[0]}/) there or by the weights. Without it there is no momentum and "
+        "the step is another one: set checkpoint.optimizer_path to the file, or save checkpoints "
+        "without `save_only_model`."
+    )
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether torch.distributed.checkpoint wrote it, whole or in part."""
+    return folder.is_dir() and ((folder / ".metadata").exists() or any(folder.glob("*.distcp")))
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """A file, or the files of a DCP folder."""
+    return (*sorted(path.glob("*.distcp")), path / ".metadata") if path.is_dir() else (path,)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    found = read_json_value(
+        path,
+        advice="The file was truncated or edited by hand: restore it, or use an earlier checkpoint",
+    )
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}; expected a JSON object.")
+    return found
+
+
+def _root(given: Path) -> tuple[Path, Path | None]:
+    """(the checkpoint's folder, the weights' if that one was named), as `.` and links resolve."""
+    # First unresolved: step_N/model may be a link to weights kept elsewhere.
+    for folder in (given.absolute(), given.resolve()):
+        parent = folder.parent.resolve()
+        if folder.name in (*INSIDE, FSDP_WEIGHTS[0]) and _is_outer(parent, is_sharded(folder)):
+            return parent, parent / folder.name
+    return given.resolve(), None
+
+
+def _is_outer(folder: Path, around_shards: bool) -> bool:
+    """Whether a folder is a checkpoint around its weights, rather than the parent of many."""
+    # Beside shards, the adapter's config is theirs.
+    own = (*(() if around_shards else (ADAPTER_CONFIG,)), *ADAPTER_WEIGHTS, *MODEL_WEIGHTS)
+    if _first(folder / name for name in own):
+        return False  # It has weights of its own: those inside are others.
+    kept = (*OPTIMIZERS, SHARDED_OPTIMIZERS[0], PARAM_NAMES, TRAINER_STATE, RECORDED)
+    return bool(STEP.search(folder.name)) or bool(_first(folder / name for name in kept))
+
+
+def _weights_folder(root: Path, adapter_path: Path | str | None) -> Path:
+    if adapter_path is not None:
+        folder = _as_folder(adapter_path, root)
+        if not _has_weights(folder):
+            raise FileNotFoundError(
+                f"Checkpoint not found: checkpoint.adapter_path is {folder}, which has none of the "
+                f"expected files. Expected {EXPECTED}."
+            )
+        return folder
+    for folder in (root, *(root / name for name in INSIDE)):
+        if _has_weights(folder):
+            return folder
+    inside = sorted(p.name for p in root.iterdir() if p.is_dir() and STEP.search(p.name))
+    hint = f" It holds {', '.join(inside[:8])}: give one of those." if inside else ""
+    raise FileNotFoundError(
+        f"Checkpoint not found: {root} has none of the expected files. Expected {EXPECTED}.{hint}"
+    )
+
+
+def _sharded_weights(given: Path) -> Path | None:
+    """What an FSDP trainer saved, where nothing else is there to read (or see `two_saves`)."""
+    plain = (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS)
+    if _first(folder / n for folder in (given, *(given / i for i in INSIDE)) for n in plain):
+        return None
+    if is_sharded(given):
+        return given
+    named = [given / name for name in FSDP_WEIGHTS if (given / name).exists()]
+    if len(named) > 1:
+        raise ValueError(
+            f"{given} holds the weights twice, in {FSDP_WEIGHTS[0]}/ and {FSDP_WEIGHTS[1]}; "
+            "expected one of them: they may be of two saves. Move the one that you do not mean "
+            f"elsewhere, or give {named[0]} for the shards."
+        )
+    if named:
+        return named[0]
+    found = [p for p in sorted(given.iterdir()) if is_sharded(p)]
+    others = [p for p in found if p.name not in SHARDED_OPTIMIZERS]
+    if len(others) > 1:
+        raise ValueError(
+            f"{given} holds DCP shards in {', '.join(p.name for p in others)}; expected one folder "
+            "with the model. Name that one, and its optimizer as checkpoint.optimizer_path."
+        )
+    return others[0] if others else None
+
+
+def _config_folder(weights: Path, root: Path, name: str) -> Path:
+    """Sharded weights have no config of their own; it is beside them, or in the run's folder."""
+    found = _first(folder / name for folder in (weights, root, root.parent))
+    return root if found is None else found.parent
+
+
+def _has_weights(folder: Path) -> bool:
+    config = folder / ADAPTER_CONFIG
+    if config.is_file():
+        if not any((folder / name).is_file() for name in ADAPTER_WEIGHTS):
+            raise FileNotFoundError(
+                f"Checkpoint not found: {folder} has {ADAPTER_CONFIG} but no weights. Expected "
+                f"{ADAPTER_WEIGHTS[0]} beside it; the folder is half-written or was pruned."
+            )
+        return True
+    adapter = _first(folder / name for name in ADAPTER_WEIGHTS)
+    if adapter is not None:
+        raise FileNotFoundError(
+            f"Checkpoint not found: {adapter} has no {ADAPTER_CONFIG} beside it. Expected both: "
+            "rank and alpha are in the config alone."
+        )
+    return any((folder / name).is_file() for name in MODEL_WEIGHTS)
+
+
+def _weight_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...]:
+    first = next(folder / name for name in names if (folder / name).is_file())
+    if not first.name.endswith(".index.json"):
+        return (first,)
+    shards = read_json(first).get("weight_map", {})
+    names_given = list(shards.values()) if isinstance(shards, dict) else [None]
+    strange = sorted({str(name) for name in names_given if not _plain_name(name)})
+    if strange:
+        raise ValueError(
+            f"{first} names the shards {strange[:3]}; expected a weight_map to names of files "
+            "beside it. Nothing outside the folder is read: copy the checkpoint again."
+        )
+    files = tuple(folder / name for name in sorted(set(shards.values())))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise FileNotFoundError(
+            f"{first} names {len(files)} shards of which {missing} are missing. Expected all of "
+            "them beside it; the folder is half-written or was copied in part."
+        )
+    return files
+
+
+def _plain_name(name: Any) -> bool:
+    """Of a file in the same folder; what other systems use to separate folders counts too."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def _refuse_half_written(folder: Path) -> None:
+    """The Trainer writes trainer_state.json last, and its folders are not atomic."""
+    if not re.fullmatch(r"checkpoint-\d+", folder.name):
+        return
+    state = folder / TRAINER_STATE
+    if not state.is_file():
+        raise FileNotFoundError(
+            f"{folder} is half-written: {TRAINER_STATE}, which the Trainer writes last, is "
+            "missing. Training stopped while saving: use an earlier checkpoint."
+        )
+    step, named = read_json(state).get("global_step"), int(folder.name.partition("-")[2])
+    if isinstance(step, int) and step != named:
+        raise ValueError(
+            f"{state} says global_step {step}, and its folder is {folder.name}; expected the same "
+            "step. Files of two checkpoints were mixed, or the folder was renamed: copy the "
+            f"checkpoint again, or name it checkpoint-{step}."
+        )
+
+
+def _refuse_foreign(root: Path) -> None:
+    for folder in (root, root / "actor"):
+        if not folder.is_dir():
+            continue
+        if any(folder.glob("model_world_size_*_rank_*.pt")):
+            raise ValueError(
+                f"{folder} holds verl shards (model_world_size_*_rank_*.pt), which only unsafe "
+                "pickle can read. Convert them: python -m verl.model_merger merge --backend fsdp "
+                f"--local_dir {folder} --target_dir {folder}/hf, and give {folder}/hf."
+            )
+    shards = _first(
+        path
+        for pattern in ("zero_pp_rank_*", "mp_rank_*", "*/zero_pp_rank_*", "global_step*")
+        for path in root.glob(pattern)
+        if not (path / "actor").is_dir()  # verl names its folders so, too
+    )
+    # A Trainer under DeepSpeed may leave readable weights beside shards; both are then needed.
+    readable = _first(root / name for name in (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS))
+    if shards is not None and not (readable and _first(root / name for name in OPTIMIZERS)):
+        raise ValueError(
+            f"{root} holds DeepSpeed shards ({shards.name}), which only unsafe pickle can read. "
+            f"Convert the weights: python {root}/zero_to_fp32.py {root} {root}/model "
+            "--safe_serialization; the optimizer: python -m deepspeed.checkpoint.ds_to_universal "
+            f"--input_folder {root} --output_folder {root}/universal, collected by name into one "
+            "optimizer.pt."
+        )
+    alone = _first(root.glob("pytorch_model_fsdp*_rank*.bin"))
+    if alone is not None:
+        raise ValueError(
+            f"{root} holds one file of each rank's own ({alone.name}), which only that rank can "
+            "read. Save with state_dict_type SHARDED_STATE_DICT through DCP (use_dcp, the default) "
+            "or FULL_STATE_DICT."
+        )
+
+
+def _optimizer(folders: tuple[Path, Path], weights: Path, given: Path | str | None) -> Path | None:
+    """`folders`: the one named and the checkpoint's own."""
+    if given is not None:
+        path = expanded(given, "checkpoint.optimizer_path")
+        if not path.exists():
+            path = _first(folder / path for folder in folders) or path
+        found = path if path.is_file() else _optimizer_in([path])
+        if found is None and is_sharded(path):
+            found = path
+        if found is None:
+            raise FileNotFoundError(
+                f"Optimizer not found: checkpoint.optimizer_path is {path}. Expected a file, or a "
+                f"folder with {', '.join(OPTIMIZERS)} or {SHARDED_OPTIMIZERS[0]}/ (FSDP's shards)."
+            )
+        return found
+    searched = [weights, folders[1]]
+    if weights.name in INSIDE and weights.parent != folders[1].parent:
+        searched.append(weights.parent)
+    return _optimizer_in(searched)
+
+
+def _optimizer_in(folders: list[Path]) -> Path | None:
+    files = (folder / name for folder in folders for name in OPTIMIZERS)
+    shards = (folder / name for folder in folders for name in SHARDED_OPTIMIZERS)
+    return _first(files) or _first(path for path in shards if is_sharded(path))
+
+
+def _as_folder(path: Path | str, root: Path) -> Path:
+    folder = expanded(path, "checkpoint.adapter_path")
+    if not folder.exists() and (root / folder).exists():
+        folder = root / folder
+    return folder.parent if folder.is_file() else folder
+
+
+def _step(root: Path, weights: Path) -> int | None:
+    state = _first(folder / TRAINER_STATE for folder in (weights, root))
+    if state is not None:
+        step = read_json(state).get("global_step")
+        if isinstance(step, int):
+            return step
+    for folder in (root, weights.resolve(), weights.resolve().parent):
+        match = STEP.search(folder.name)
+        if match:
+            return int(match[1])
+    return None
+
+
+def _first(paths: Iterator[Path] | tuple[Path, ...] | Any) -> Path | None:
+    return next((path for path in paths if path.exists()), None)

@@ -1,0 +1,403 @@
+"""A checkpoint on disk becomes a model, a tokenizer, an optimizer's memory and what is known.
+
+Anything that would silently be another model is refused before any compute: NaN, missing, extra or
+misshapen tensors, unknown config keys, an optimizer that does not fit. What the files cannot tell
+is listed in `not_verifiable`. Loading leaves the global RNG and default dtype as they were.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from entropy_experiments.checkpoints.adapter import (
+    adapter_notes,
+    load_adapter,
+    read_adapter_config,
+)
+from entropy_experiments.checkpoints.base import (
+    Base,
+    check_finite_weights,
+    check_index,
+    check_loaded,
+    check_safetensors,
+    deciding_files,
+    find_base,
+    generation_config,
+    load_causal_lm,
+    load_tokenizer,
+    model_config,
+)
+from entropy_experiments.checkpoints.layout import (
+    MODEL_CONFIG,
+    Layout,
+    files_of,
+    find_checkpoint,
+    missing_optimizer,
+)
+from entropy_experiments.checkpoints.made_step import refuse_other_base
+from entropy_experiments.checkpoints.optimizer_state import load_safely, read_optimizer_state
+from entropy_experiments.checkpoints.sharded_files import newer_shards
+from entropy_experiments.checkpoints.stored_weights import load_sharded_causal_lm, take_base
+from entropy_experiments.checkpoints.training_facts import read_facts
+from entropy_experiments.checkpoints.training_record import TrainingRecord, read_record
+from entropy_experiments.checkpoints.two_saves import unread_forms
+from entropy_experiments.distributed import Ranks
+from entropy_experiments.input_errors import short
+from entropy_experiments.input_files import sha256
+from entropy_experiments.models.mesh import mesh_of
+from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.shardable import check_torch, in_one_process
+from entropy_experiments.models.sharded import ShardedModel
+from entropy_experiments.types import OptimizerState
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """Everything read from a checkpoint; `model` is in eval mode, and what training moves requires
+    a gradient."""
+
+    model: Any
+    tokenizer: Any
+    kind: Literal["lora", "full"]
+    step: int | None
+    path: Path
+    name: str
+    """For log files: step_N, or the folder's name."""
+    base: str
+    """Which base, and in which precision, in words."""
+    optimizer: OptimizerState | None
+    lr: float | None
+    """The stored rate of the *next* step; 0 after the last step of a schedule."""
+    facts: Mapping[str, Any]
+    fact_sources: Mapping[str, str]
+    coverage: Mapping[str, Any]
+    not_verifiable: tuple[str, ...]
+    recorded: Path | None
+    """Folder of a recorded update batch."""
+    optimizer_path: Path | None
+    hashes: Mapping[str, str]
+    """sha256 of every file read."""
+    record: TrainingRecord | None = None
+    """What the run recorded about itself, if it did."""
+
+
+def load_checkpoint(
+    path: Path | str,
+    *,
+    base: str | Path | None = None,
+    backbone: str | None = None,
+    adapter_path: Path | str | None = None,
+    optimizer_path: Path | str | None = None,
+    dtype: str = "auto",
+    device_map: Any = "auto",
+    need_optimizer: bool = True,
+    read_optimizer: bool = True,
+    quantise: bool = True,
+) -> Checkpoint:
+    """`read_optimizer=False`: for those who need the weights alone; it may be twice their size.
+
+    `quantise=False`: a base that training had in 4 or 8 bit is loaded in floating point all the
+    same, since a model cut over ranks cannot be quantised.
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(
+            f"checkpoint.dtype is {dtype!r}; expected auto, {', '.join(DTYPES)}. Choose one."
+        )
+    _check_device(device_map)
+    layout = find_checkpoint(path, adapter_path=adapter_path, optimizer_path=optimizer_path)
+    if not read_optimizer:
+        layout = replace(layout, optimizer=None, param_names=None)
+    elif need_optimizer and layout.optimizer is None:
+        raise missing_optimizer(layout)
+    facts, sources, fact_files = read_facts(layout.folders)
+    given = None if base is None else str(base)
+    cuda = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=cuda):
+        build = partial(_lora, quantise=quantise) if layout.kind == "lora" else _full
+        model, found, words, notes = build(layout, given, backbone, dtype, device_map, facts)
+        if dtype == "float64":
+            true_float64(model)
+    model.eval()
+    record = read_record(layout.folders)
+    hashes = _hashes(layout, found, fact_files)
+    if record is not None and record.path.parent == layout.root:
+        record.refuse_changed(hashes)
+    if record is not None and record.base is not None and layout.kind == "lora":
+        unlike = refuse_other_base(model, record.base, words)
+        notes = notes if unlike is None else (*notes, unlike)
+    # With shards a trainer leaves no tokenizer: the run's comes before the base's.
+    folders = (layout.weights, layout.root) if layout.sharded is None else layout.folders
+    tokenizer = load_tokenizer(
+        [*folders, *([found.location] if found else [])],
+        model,
+        revision=None if found is None else found.revision,
+    )
+    optimizer, coverage = None, {}
+    if layout.optimizer is not None:
+        optimizer, coverage = read_optimizer_state(
+            layout.optimizer,
+            model,
+            names_path=layout.param_names,
+            stored_weights=layout.stored,
+        )
+    return Checkpoint(
+        model=model,
+        tokenizer=tokenizer,
+        kind=layout.kind,
+        step=layout.step,
+        path=layout.root,
+        name=layout.name,
+        base=words,
+        optimizer=optimizer,
+        lr=None if optimizer is None else optimizer.lr,
+        facts=facts,
+        fact_sources=sources,
+        coverage={k: v for k, v in coverage.items() if k != "not_verifiable"},
+        not_verifiable=(
+            *notes,
+            *_save_notes(layout),
+            *unread_forms(layout, adapter_path=adapter_path, optimizer_path=optimizer_path),
+            *coverage.get("not_verifiable", ()),
+        ),
+        recorded=layout.recorded,
+        optimizer_path=layout.optimizer,
+        hashes=hashes,
+        record=record,
+    )
+
+
+def _lora(
+    layout: Layout,
+    base: str | None,
+    backbone: str | None,
+    dtype: str,
+    device_map: Any,
+    facts: Mapping[str, Any],
+    *,
+    quantise: bool,
+) -> tuple[Any, Base, str, tuple[str, ...]]:
+    config = read_adapter_config(layout.config)
+    check_safetensors(layout.files)
+    found = find_base(
+        layout,
+        base=base,
+        backbone=backbone,
+        recorded=config.get("base_model_name_or_path"),
+        revision=config.get("revision"),
+    )
+    files = sorted(found.folder.glob("*.safetensors")) if found.folder else []
+    check_safetensors(files)
+    quantization, words = _quantization(found, facts, device_map, quantise)
+    plain, info = load_causal_lm(
+        found.location,
+        dtype=_dtype(dtype, device_map),
+        device_map=_device_map(device_map),
+        quantization=quantization,
+        revision=found.revision,
+    )
+    words += _commit(found, plain)
+    # A base may carry heads of other tasks; what its language model needs must be there.
+    check_loaded(found.location, info, extra_allowed=True)
+    check_finite_weights(found.location, plain, files)
+    model = load_adapter(plain, layout, config)
+    base_saved = (
+        layout.sharded is not None
+        and layout.stored is not None
+        and take_base(model, layout.sharded, layout.stored)
+    )
+    if base_saved:
+        words += ", with the weights saved beside the adapter"
+    notes = adapter_notes(config, base_saved=base_saved)
+    return model, found, f"{found.words}, {_precision(plain)}{words}", notes
+
+
+def _full(
+    layout: Layout,
+    base: str | None,
+    backbone: str | None,
+    dtype: str,
+    device_map: Any,
+    facts: Mapping[str, Any],
+) -> tuple[Any, Base | None, str, tuple[str, ...]]:
+    check_index(layout, check_safetensors(layout.files))
+    for file in layout.files if layout.sharded is None else ():
+        if file.suffix == ".bin":
+            load_safely(file)
+    found, config, generation = None, None, None
+    own = (layout.config / MODEL_CONFIG).is_file()
+    if not own or base is not None or backbone is not None:
+        # Accelerate saves weights alone.
+        found = find_base(layout, base=base, backbone=backbone, recorded=None)
+    if not own or layout.sharded is not None:
+        known = found.location if found is not None and not own else str(layout.config)
+        config = model_config(known)
+        generation = generation_config((layout.weights, layout.root, known), config)
+    wanted = _dtype(dtype, device_map)
+    # All of a full fine-tune is trained, and what is trained is fp32 unless asked otherwise.
+    kind = torch.float32 if isinstance(wanted, str) else wanted
+    more: dict[str, Any] = {"dtype": kind, "device_map": _device_map(device_map)}
+    more |= {"config": config, "generation": generation}
+    if layout.sharded is not None:
+        model = load_sharded_causal_lm(layout.sharded, stored=layout.stored, **more)
+    else:
+        model, info = load_causal_lm(layout.weights, **more)
+        check_loaded(_weights_name(layout), info, extra_allowed=False)
+        check_finite_weights(_weights_name(layout), model, layout.files)
+    model.requires_grad_(True)
+    words = f"none: a full fine-tune, {_precision(model)}"
+    if found is not None and not own:
+        words = f"none: a full fine-tune, with the config of {found.words}, {_precision(model)}"
+    return model, found, words, ()
+
+
+def _commit(found: Base, model: Any) -> str:
+    """Which commit of a hub's repository was loaded: a name alone may mean another one tomorrow."""
+    commit = getattr(model.config, "_commit_hash", None)
+    return "" if found.folder is not None or not commit else f", commit {commit[:12]}"
+
+
+def _weights_name(layout: Layout) -> Path:
+    return layout.files[0] if len(layout.files) == 1 else layout.weights
+
+
+def _check_device(device_map: Any) -> None:
+    """Refuse a device that this machine does not have, before anything is read."""
+    if device_map in (None, "auto", "balanced", "balanced_low_0", "sequential"):
+        return
+    named = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    for one in named:
+        try:
+            device = torch.device(one)
+            if device.type == "meta":
+                raise RuntimeError("numbers on the meta device have no values")
+            torch.empty(0, device=device)
+        except (RuntimeError, TypeError, AssertionError, NotImplementedError, ValueError) as error:
+            raise ValueError(
+                f"checkpoint.device_map has {one!r}, which cannot be used on this machine "
+                f"({short(error, 120)}). Expected auto, cpu, or one of its "
+                f"{torch.cuda.device_count()} CUDA devices, such as cuda:0."
+            ) from error
+
+
+def _on_cuda(device_map: Any) -> bool:
+    return torch.cuda.is_available() and device_map != "cpu"
+
+
+def _dtype(dtype: str, device_map: Any) -> torch.dtype | str:
+    if dtype == "auto":
+        return "auto" if _on_cuda(device_map) else torch.float32
+    # fp64 is made of fp32 after loading, by true_float64.
+    return torch.float32 if dtype == "float64" else DTYPES[dtype]
+
+
+def _device_map(device_map: Any) -> Any:
+    if device_map in ("cpu", None) or (device_map == "auto" and not torch.cuda.is_available()):
+        return None
+    if device_map == "auto" and torch.cuda.device_count() == 1:
+        return {"": "cuda:0"}
+    return device_map
+
+
+def _quantization(
+    found: Base, facts: Mapping[str, Any], device_map: Any, quantise: bool
+) -> tuple[Any, str]:
+    """Settings for a 4- or 8-bit base where training had one and this machine can; and words."""
+    config = model_config(found.location, revision=found.revision, words=found.words)
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None and not quantise:
+        raise ValueError(
+            f"The base {found.location} is stored quantised; expected floating point, which can be "
+            "cut over ranks. Set checkpoint.base to the unquantised model (the result then says "
+            "that the base is not the one training used), or checkpoint.sharding: none."
+        )
+    able = (
+        quantise and _on_cuda(device_map) and importlib.util.find_spec("bitsandbytes") is not None
+    )
+    if stored is not None and not able:
+        raise ValueError(
+            f"The base {found.location} is stored quantised, which needs a GPU and bitsandbytes; "
+            "this machine offers neither or one of them. Set checkpoint.base to the unquantised "
+            "model: the result then says that the base is not the one training used."
+        )
+    bits = 4 if facts.get("load_in_4bit") else 8 if facts.get("load_in_8bit") else None
+    if stored is not None or bits is None:
+        return None, ", quantised as stored" if stored is not None else ""
+    if not able:
+        return None, f" and unquantised, though training used it in {bits} bit"
+    from transformers import BitsAndBytesConfig
+
+    settings = (
+        # TRL's defaults; the files do not say more.
+        BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        if bits == 4
+        else BitsAndBytesConfig(load_in_8bit=True)
+    )
+    return settings, f", quantised to {bits} bit"
+
+
+def _precision(model: Any) -> str:
+    kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    return "/".join(sorted(kinds))
+
+
+def _save_notes(layout: Layout) -> tuple[str, ...]:
+    folders = dict.fromkeys((layout.sharded, layout.optimizer))
+    return tuple(
+        note
+        for folder in folders
+        if folder is not None and folder.is_dir()
+        for note in newer_shards(folder)
+    )
+
+
+def _hashes(layout: Layout, found: Base | None, fact_files: list[Path]) -> dict[str, str]:
+    own, of_base = deciding_files(layout, found)
+    files = [*own, *of_base, *fact_files]
+    for path in (layout.optimizer, layout.param_names):
+        files += [] if path is None else files_of(path)
+    return {
+        os.path.relpath(file, layout.root): sha256(file)
+        for file in dict.fromkeys(files)
+        if file.is_file()
+    }
+
+
+def load_sharded(
+    load: Callable[[], Checkpoint], ranks: Ranks, device: str
+) -> tuple[Checkpoint, ShardedModel]:
+    """A checkpoint whose model and optimizer are cut over the ranks.
+
+    Each rank in its turn reads the whole of it into host memory and keeps its shards: of all ranks
+    on a machine one holds a whole model for a moment, and a device holds its shards and one layer.
+    """
+    if ranks.group is None:
+        raise in_one_process()
+    check_torch()
+    mesh = mesh_of(ranks, device)
+
+    def read() -> tuple[Checkpoint, ShardedModel]:
+        checkpoint = load()
+        sharded = ShardedModel(checkpoint.model, ranks, mesh=mesh)
+        optimizer = checkpoint.optimizer and sharded.cut_state(checkpoint.optimizer)
+        return replace(checkpoint, optimizer=optimizer), sharded
+
+    return ranks.in_turn(read)

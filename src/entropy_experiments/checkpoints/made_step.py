@@ -1,0 +1,151 @@
+"""The step that training really made, as far as it is recorded: fingerprints, maybe the gradient.
+
+made_step/fingerprint.json      step, learning rate, and sketches (`numerics.sketch`) of g, as
+                                the optimizer saw it, and of theta_after - theta_before
+made_step/gradient.safetensors  g itself, where it is small enough or was asked for
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as dump_tensors
+from torch import Tensor
+
+from entropy_experiments.checkpoints.layout import read_json
+from entropy_experiments.checkpoints.training_record import FINGERPRINT_FILE, GRADIENT_FILE
+from entropy_experiments.numerics.sketch import BUCKETS, Fingerprint, sketch
+from entropy_experiments.types import Params
+
+SCHEMA = 1
+GRADIENT_TOLERANCE = 1e-6
+"""The gradient beside a fingerprint must be the one that it is of."""
+BASE_ELEMENTS = 4096
+"""Of each frozen parameter, spread over it: enough to tell one base from another."""
+BASE_TOLERANCE = 0.01
+"""Rounding of the whole base to bf16 is 0.2 %; another base is 100 %."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MadeStep:
+    folder: Path
+    step: int
+    lr: float
+    gradient: Fingerprint
+    without_gradient: tuple[str, ...]
+    """Parameters that had none: the optimizer left them alone."""
+    change: Tensor | None
+    """Sketch of theta_after - theta_before; None: the run ended before it was known."""
+
+    @property
+    def has_gradient(self) -> bool:
+        return (self.folder / GRADIENT_FILE).is_file()
+
+    def load_gradient(self, params: Params) -> dict[str, Tensor]:
+        """g by the policy's names, on its devices; refused if it is not the fingerprint's."""
+        file = self.folder / GRADIENT_FILE
+        try:
+            found = load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{file} cannot be read ({error}). Copy it again, or delete it."
+            ) from (error)
+        expected = {n: tuple(p.shape) for n, p in params.items() if n not in self.without_gradient}
+        got = {name: tuple(value.shape) for name, value in found.items()}
+        if got != expected:
+            odd = sorted({*got.items()} ^ {*expected.items()})[:4]
+            raise ValueError(
+                f"{file} does not hold the gradient of this policy: {odd} differ. It belongs to "
+                "another model; delete it to go on without it."
+            )
+        apart = Fingerprint.of(found).distance(self.gradient)
+        if not apart <= GRADIENT_TOLERANCE:
+            raise ValueError(
+                f"{file} is not the gradient that was recorded: it is {apart:.2g} of its size away "
+                f"from its fingerprint in {FINGERPRINT_FILE}. Copy it again, or delete it."
+            )
+        return {name: value.to(params[name].device) for name, value in found.items()}
+
+
+def read_made_step(folder: Path) -> MadeStep | None:
+    """What is beside a recorded batch; None: nothing."""
+    file = folder / FINGERPRINT_FILE
+    if not file.is_file():
+        return None
+    found = read_json(file)
+    if found.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{file} has schema {found.get('schema')!r}; this version reads {SCHEMA}. Delete "
+            f"{folder} to go on without the fingerprint."
+        )
+    change = found.get("change")
+    return MadeStep(
+        folder=folder,
+        step=int(found["step"]),
+        lr=float(found["lr"]),
+        gradient=Fingerprint.from_json(found["gradient"]),
+        without_gradient=tuple(found["without_gradient"]),
+        change=None if change is None else torch.tensor(change, dtype=torch.float64),
+    )
+
+
+def made_step_json(
+    *,
+    step: int,
+    lr: float,
+    gradient: Fingerprint,
+    without_gradient: list[str],
+    change: Tensor | None,
+) -> bytes:
+    content = {
+        "schema": SCHEMA,
+        "step": step,
+        "lr": lr,
+        "gradient": gradient.as_json(),
+        "without_gradient": without_gradient,
+        "change": None if change is None else change.tolist(),
+    }
+    return json.dumps(content, indent=1, allow_nan=False).encode()
+
+
+def gradient_bytes(gradient: Params) -> bytes:
+    return dump_tensors({n: g.detach().cpu().contiguous() for n, g in gradient.items()})
+
+
+def base_fingerprint(model: Any) -> dict[str, Any] | None:
+    """Of the frozen weights, by an even sample of each; None: nothing is frozen, or quantised."""
+    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    if not frozen or not all(p.is_floating_point() for p in frozen.values()):
+        return None
+    return {"elements": sum(p.numel() for p in frozen.values()), "sketch": _sampled(frozen)}
+
+
+def _sampled(frozen: Mapping[str, Tensor]) -> list[float]:
+    sampled = {}
+    for name, value in frozen.items():
+        flat = value.detach().reshape(-1)
+        sampled[name] = flat[:: max(1, flat.numel() // BASE_ELEMENTS)]
+    return sketch(sampled).tolist()
+
+
+def refuse_other_base(model: Any, recorded: Mapping[str, Any], words: str) -> str | None:
+    """Why the base cannot be compared; an error if it is another than training's."""
+    found = base_fingerprint(model)
+    if found is None or found["elements"] != recorded["elements"]:
+        return "base: its frozen weights cannot be compared with the record's fingerprint"
+    theirs, ours = (torch.tensor(x["sketch"], dtype=torch.float64) for x in (recorded, found))
+    assert len(theirs) == BUCKETS
+    apart = float((ours - theirs).norm() / theirs.norm()) if bool(theirs.any()) else 0.0
+    if apart > BASE_TOLERANCE:
+        raise ValueError(
+            f"The base under this adapter ({words}) is not the one that training used: their "
+            f"weights are {apart:.0%} apart. Set checkpoint.base to the base of the training."
+        )
+    return None

@@ -1,0 +1,321 @@
+"""What training was like, as far as files beside a checkpoint say.
+
+`entropy_probe.json` is this project's own: a flat object of the names below, others refused, values
+held to the config's own rules. A TRL YAML (the file given to `trl grpo --config`) has hundreds of
+keys; those that decide the step are translated, or noted in `facts["note"]` where this program does
+not follow them, and the rest are not ours to judge. `entropy_probe_record.json` is what the
+callback saw: the run's own prompts and rewards, and the options that are not followed. The JSON
+wins over the record, and the record over the YAML.
+
+All may come with a download, so none can name code to run; but for the record, which may name code
+that is already on this machine, under the conditions that `training_record` states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from entropy_experiments.checkpoints.layout import read_json
+from entropy_experiments.checkpoints.training_record import RECORD_FILE, read_record
+from entropy_experiments.config.aliases import shown
+from entropy_experiments.config.fields import Names, Text
+from entropy_experiments.config.inputs import BatchConfig, Generation, Reward, Update
+from entropy_experiments.config.reading import LARGEST_FILE
+from entropy_experiments.config.yaml_dialect import parse_text
+from entropy_experiments.input_errors import short
+from entropy_experiments.input_files import check_regular
+
+FACTS_FILE = "entropy_probe.json"
+TRL_FILES = ("trl.yaml", "trl_config.yaml", "grpo.yaml", "training.yaml", "train.yaml")
+
+KNOWN = (
+    "loss",
+    "advantage",
+    "clip_low",
+    "clip_high",
+    "ratio",
+    "beta",
+    "kl_ratio",
+    "entropy_coef",
+    "delta",
+    "sapo_positive",
+    "sapo_negative",
+    "max_grad_norm",
+    "max_completion_length",
+    "num_iterations",
+    "lr",
+    "amp_dtype",
+    "temperature",
+    "top_p",
+    "stop",
+    "dataset_name",
+    "dataset_path",
+    "split",
+    "B_U",
+    "G",
+    "reward_functions",
+    "reward_weights",
+    "load_in_4bit",
+    "load_in_8bit",
+    "note",
+)
+
+
+DATASETS = ("gsm8k_r1_template", "gsm8k", "jsonl", "countdown", "countdown_r1_template")
+GYM = "reasoning_gym:"
+REWARDS = ("math_verify", "answer_exact", "format", "countdown", "reasoning_gym")
+"""Those of the tasks, a layer above this one; a test holds them together."""
+
+FIELDS: dict[str, Any] = {
+    "reward_functions": (Reward, "functions"),
+    "reward_weights": (Reward, "weights"),
+    **{name: (Generation, name) for name in ("temperature", "top_p", "stop")},
+    **{name: (BatchConfig, name) for name in ("dataset_path", "split", "B_U", "G")},
+}
+"""Whose rules a fact obeys, where it is not `update`'s."""
+OTHERS: dict[str, Any] = {"dataset_name": Text, "note": Names, "load_in_4bit": bool}
+OTHERS["load_in_8bit"] = bool
+
+NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "generation_kwargs": ({},),
+    "mask_truncated_completions": (False,),
+    "top_entropy_quantile": (1,),
+}
+"""TRL's keys that change the step in ways this program does not rebuild, and where they do not."""
+OF_THE_LOSS = ("top_entropy_quantile",)
+"""Those that make the step rebuilt from a recorded batch another one."""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _number(value: Any) -> float:
+    """YAML 1.1 reads 1e-6 as text; a bool is no number."""
+    if isinstance(value, bool):
+        raise ValueError("a bool")
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    number = _number(value)
+    if not number.is_integer():
+        raise ValueError("not whole")
+    return int(number)
+
+
+def _scale(value: Any) -> Any:
+    """TRL's scale_rewards: true and "group", false and "none" mean the same."""
+    return {True: "group", False: "none", "true": "group", "false": "none"}.get(value, value)
+
+
+FROM_TRL: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "loss_type": ("loss", _same),
+    "scale_rewards": ("advantage", _scale),
+    "epsilon": ("clip_low", _number),
+    "epsilon_high": ("clip_high", _number),
+    "importance_sampling_level": ("ratio", _same),
+    "beta": ("beta", _number),
+    "entropy_coef": ("entropy_coef", _number),
+    "delta": ("delta", _number),
+    "use_bias_correction_kl": ("kl_ratio", _same),
+    "sapo_temperature_pos": ("sapo_positive", _number),
+    "sapo_temperature_neg": ("sapo_negative", _number),
+    "max_grad_norm": ("max_grad_norm", _number),
+    "max_completion_length": ("max_completion_length", _whole),
+    "num_iterations": ("num_iterations", _whole),
+    "learning_rate": ("lr", _number),
+    "temperature": ("temperature", _number),
+    "top_p": ("top_p", _number),
+    "num_generations": ("G", _whole),
+    "dataset_name": ("dataset_name", _same),
+    "reward_funcs": ("reward_functions", _same),
+    "reward_weights": ("reward_weights", _same),
+    "load_in_4bit": ("load_in_4bit", _same),
+    "load_in_8bit": ("load_in_8bit", _same),
+}
+
+
+def read_facts(folders: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str], list[Path]]:
+    """(facts, where each was read, files read), from the nearest folder that has the file."""
+    facts: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    files: list[Path] = []
+    for names, read in (((FACTS_FILE,), _own), ((RECORD_FILE,), _recorded), (TRL_FILES, _trl)):
+        path = next((f / n for f in folders for n in names if (f / n).is_file()), None)
+        if path is None:
+            continue
+        files.append(path)
+        found = read(path, tuple(facts))
+        if "note" in found and "note" in facts:
+            facts["note"] += found["note"]
+            sources["note"] += f", {path.name}"
+        for name, value in found.items():
+            if name not in facts:
+                facts[name], sources[name] = value, path.name
+    return facts, sources, files
+
+
+def _own(path: Path, _known: tuple[str, ...]) -> dict[str, Any]:
+    found = read_json(path)
+    unknown = [name for name in found if name not in KNOWN]
+    if unknown:
+        near = get_close_matches(unknown[0], KNOWN, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        rest = f" ({len(unknown)} in all)" if len(unknown) > 5 else ""
+        raise ValueError(
+            f"{path} has unknown keys {unknown[:5]}{rest}.{hint} Known keys: {', '.join(KNOWN)}."
+        )
+    facts = {n: _valid(path, n, n, value) for n, value in found.items() if value is not None}
+    _refuse_code(path, facts.get("reward_functions", ()))
+    for name in facts.get("reward_functions", ()):
+        if name not in REWARDS:
+            raise _wrong(path, "reward_functions", name, f"one of {', '.join(REWARDS)}")
+    dataset = facts.get("dataset_name")
+    if dataset is not None and not _is_dataset(dataset):
+        raise _wrong(path, "dataset_name", dataset, f"one of {', '.join(DATASETS)}, {GYM}<task>")
+    if "reward_weights" in facts:
+        functions, weights = facts.get("reward_functions", []), facts["reward_weights"]
+        if len(functions) != len(weights):
+            expected = f"one for each of the {len(functions)} reward_functions"
+            raise _wrong(path, "reward_weights", weights, expected)
+    return facts
+
+
+GROUPS = (
+    ("dataset_name", "dataset_path", "split", "E_split", "U_split", "dataset_absent"),
+    ("reward_functions", "reward_weights", "reward_sources", "reward_absent"),
+)
+"""Facts that belong together: of two files that speak, all of a group come from one."""
+
+
+def _recorded(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
+    record = read_record((path.parent,))
+    assert record is not None  # the caller has seen the file
+    facts: dict[str, Any] = record.facts()
+    for group in GROUPS:
+        if any(name in known for name in group):
+            facts = {name: value for name, value in facts.items() if name not in group}
+    return {**facts, "unfollowed": list(record.unfollowed), "sampling": list(record.sampling)}
+
+
+def _trl(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
+    """Its facts but for what is `known` already."""
+    check_regular(path, most=LARGEST_FILE)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8. Repair or remove it.") from error
+    found, _ = parse_text(text, source=str(path))
+    facts: dict[str, Any] = {}
+    for key, (name, convert) in FROM_TRL.items():
+        if found.get(key) is None or name in ("dataset_name", "reward_functions", "reward_weights"):
+            continue
+        try:
+            value = convert(found[key])
+        except (TypeError, ValueError, OverflowError) as error:
+            what = "a whole number" if convert is _whole else "a number"
+            raise _wrong(path, key, found[key], what) from error
+        # Losses and ratios of TRL's that are not rebuilt are refused where they are used, unless
+        # the config says otherwise; and its epsilon may exceed 1, which clips nothing below.
+        free = name in ("loss", "advantage", "ratio", "clip_low")
+        facts[name] = value if free else _valid(path, key, name, value)
+    # TRL's own default: the upper bound is the lower one unless it is given.
+    if "clip_low" in facts:
+        facts.setdefault("clip_high", facts["clip_low"])
+    if "bf16" in found or "fp16" in found:
+        half = "bfloat16" if found.get("bf16") else "float16" if found.get("fp16") else "float32"
+        facts["amp_dtype"] = half
+    named, notes = _trl_task(path, found, known)
+    if "unfollowed" in known:  # a record has seen what became of these
+        return {**facts, **named, **({"note": tuple(notes)} if notes else {})}
+    odd = [
+        key
+        for key, harmless in NOT_FOLLOWED.items()
+        if found.get(key) is not None and found[key] not in harmless
+    ]
+    notes += [
+        f"{path.name}: training had {key} = {shown(found[key])}, which this program does not follow"
+        for key in odd
+    ]
+    of_loss = [f"{key} = {shown(found[key])}" for key in odd if key in OF_THE_LOSS]
+    return {
+        **facts,
+        **named,
+        **({"note": tuple(notes)} if notes else {}),
+        **({"unfollowed": of_loss} if of_loss else {}),
+    }
+
+
+def _trl_task(
+    path: Path, found: Mapping[str, Any], known: tuple[str, ...]
+) -> tuple[dict[str, Any], list[str]]:
+    """Its dataset and rewards if they are this program's too; others are left unread, and noted."""
+    facts: dict[str, Any] = {}
+    unread: list[str] = []
+    dataset = found.get("dataset_name")
+    dataset = "gsm8k" if dataset == "openai/gsm8k" else dataset
+    if isinstance(dataset, str) and _is_dataset(dataset):
+        facts["dataset_name"] = dataset
+    elif dataset is not None and "dataset_name" not in known:
+        unread.append(f"dataset_name = {short(dataset, 80)}")
+    rewards = found.get("reward_funcs")
+    names = [rewards] if isinstance(rewards, str) else rewards
+    if "reward_functions" in known:
+        pass  # Weights belong to functions: those of another file would be of others.
+    elif isinstance(names, list) and names and all(name in REWARDS for name in names):
+        facts["reward_functions"] = names
+        weights = found.get("reward_weights")
+        if weights is not None:
+            facts["reward_weights"] = _valid(path, "reward_weights", "reward_weights", weights)
+    elif rewards is not None:
+        unread.append(f"reward_funcs = {short(rewards, 80)}")
+    return facts, [f"{path.name}: {one} is none of this program's; left unread" for one in unread]
+
+
+def _is_dataset(name: str) -> bool:
+    return name in DATASETS or (name.startswith(GYM) and name != GYM)
+
+
+def _refuse_code(path: Path, functions: Any) -> None:
+    code = [name for name in functions if ":" in name]
+    if code:
+        raise ValueError(
+            f"{path}: reward_functions has {code[0]!r}; expected names among {', '.join(REWARDS)}. "
+            "A checkpoint's file cannot have code imported, and nothing of it was: remove it there "
+            "and set reward.functions in the config."
+        )
+
+
+def _valid(path: Path, key: str, name: str, value: Any) -> Any:
+    """The value as the config would read it, lists as lists and notes as a tuple."""
+    if name in OTHERS:
+        kind = OTHERS[name]
+    else:
+        section, field_name = FIELDS.get(name, (Update, name))
+        field = section.model_fields[field_name]
+        kind = field.annotation
+        for rule in field.metadata:
+            kind = Annotated[kind, rule]
+    rules = ConfigDict(strict=True, allow_inf_nan=False)
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=rules)  # type: ignore[arg-type]
+    try:
+        valid = adapter.validate_python(value)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"].replace("a valid tuple", "a list")
+        expected = re.sub(r"^(Input|Value|Tuple) should (be |have )", "", said)
+        raise _wrong(path, key, value, expected) from error
+    return list(valid) if isinstance(valid, tuple) and name != "note" else valid
+
+
+def _wrong(path: Path, key: str, got: Any, expected: str) -> ValueError:
+    return ValueError(f"{path}: {key} is {shown(got)}; expected {expected}. Repair the file.")

@@ -1,0 +1,179 @@
+"""`entropy_probe_record.json`: what a recorded run says about itself; read before all assumptions.
+
+The callback writes it beside every checkpoint (and once into the record's folder):
+
+    trainer     class, module and versions
+    options     every trainer option that changes the loss or the sampling
+    unfollowed  those of them that this program does not rebuild, in words
+    sampling    those that shape the sampling distribution beyond temperature and top_p, in words
+    rewards     the reward functions: where each can be imported from, or why it cannot
+    prompts     where the prompts are, with every column of the dataset, and their sha256
+    files       sha256 of every file of the checkpoint as the trainer saved it
+    base        a fingerprint of the frozen weights below a LoRA adapter
+
+A reward function is the user's code, and a record may come with a download. So code is run only
+from a file outside of the run's folders that has the recorded sha256, and only as TRL calls it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.checkpoints.layout import read_json
+from entropy_experiments.input_files import sha256
+
+RECORD_FILE = "entropy_probe_record.json"
+SCHEMA = 1
+MADE_STEP = "made_step"
+"""Folder beside a recorded batch: fingerprint.json and perhaps gradient.safetensors."""
+FINGERPRINT_FILE, GRADIENT_FILE = "fingerprint.json", "gradient.safetensors"
+RECORDED = "recorded"
+"""Name of the dataset whose problems are the run's own prompts."""
+SETS = ("train", "eval")
+REQUIRED = ("schema", "trainer", "options", "unfollowed", "sampling", "rewards", "prompts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecord:
+    path: Path
+    content: Mapping[str, Any]
+
+    @property
+    def unfollowed(self) -> tuple[str, ...]:
+        return tuple(self.content["unfollowed"])
+
+    @property
+    def sampling(self) -> tuple[str, ...]:
+        return tuple(self.content["sampling"])
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        return self.content.get("files") or {}
+
+    @property
+    def base(self) -> Mapping[str, Any] | None:
+        return self.content.get("base")
+
+    @property
+    def prompts_folder(self) -> Path | None:
+        folder = self.content["prompts"].get("folder")
+        return None if folder is None else (self.path.parent / folder).resolve()
+
+    @property
+    def sets(self) -> Mapping[str, Mapping[str, Any]]:
+        return self.content["prompts"].get("sets") or {}
+
+    def facts(self) -> dict[str, Any]:
+        """Dataset and rewards, under the names of the training facts."""
+        found: dict[str, Any] = {"dataset_name": RECORDED}
+        if self.sets:
+            found["dataset_path"] = str(self.prompts_folder)
+            found["E_split"] = "eval" if "eval" in self.sets else "train"
+            found["U_split"] = "train" if "train" in self.sets else "eval"
+        else:
+            found["dataset_absent"] = self.content["prompts"].get("why_not") or "no reason is given"
+        rewards, run = self.content["rewards"], self._folders
+        reasons = [why for one in rewards["functions"] if (why := code_refused(one, run))]
+        if reasons:  # a file beside weights names no code that cannot be vouched for
+            return {**found, "reward_absent": "; ".join(reasons)}
+        return {
+            **found,
+            "reward_functions": [one["name"] for one in rewards["functions"]],
+            "reward_sources": list(rewards["functions"]),
+            "reward_weights": list(rewards["weights"]),
+        }
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        """The run's own: nothing in them is imported."""
+        own = self.path.parent.resolve()
+        in_checkpoint = own.name.startswith(("checkpoint-", "step_"))
+        prompts = self.prompts_folder
+        return (
+            own.parent if in_checkpoint else own,
+            *(() if prompts is None else (prompts.parent,)),
+        )
+
+    def check_prompts(self) -> None:
+        """Refuse prompts that are missing, or are not those that were recorded."""
+        for name, known in self.sets.items():
+            folder = self.prompts_folder
+            assert folder is not None  # sets are written with their folder
+            file = folder / f"{name}.jsonl"
+            if not file.is_file():
+                raise FileNotFoundError(
+                    f"{self.path} says that the run's prompts are in {file}, and there is no such "
+                    "file. Copy the record's folder with the checkpoints, or name other prompts: "
+                    "batch_config.dataset_name and batch_config.dataset_path."
+                )
+            if sha256(file) != known["sha256"]:
+                raise ValueError(
+                    f"{file} is not the file that training recorded (its sha256 is another). Copy "
+                    "it again, or name other prompts: batch_config.dataset_name and "
+                    "batch_config.dataset_path."
+                )
+
+    def changed(self, present: Mapping[str, str]) -> list[str]:
+        """Of these files (name: sha256), those that are not as the trainer saved them."""
+        return [
+            name
+            for name, digest in present.items()
+            if name in self.files and self.files[name] != digest
+        ]
+
+    def refuse_changed(self, present: Mapping[str, str]) -> None:
+        changed = self.changed(present)
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)} in {self.path.parent} is not the file that training saved: "
+                f"its sha256 differs from the one in {RECORD_FILE}. Copy the checkpoint again. If "
+                "the change is meant, delete that record: the result then speaks of the changed "
+                "files, and of no recorded step."
+            )
+
+
+def read_record(folders: tuple[Path, ...]) -> TrainingRecord | None:
+    """The record of the nearest folder that has one."""
+    path = next((f / RECORD_FILE for f in folders if (f / RECORD_FILE).is_file()), None)
+    if path is None:
+        return None
+    content = read_json(path)
+    missing = [name for name in REQUIRED if name not in content]
+    if missing or content["schema"] != SCHEMA:
+        raise ValueError(
+            f"{path} has schema {content.get('schema')!r} and lacks {missing}; expected schema "
+            f"{SCHEMA}, as EntropyProbeCallback(record=...) writes it. Restore it, or delete it to "
+            "go on without the record."
+        )
+    return TrainingRecord(path=path, content=content)
+
+
+def code_refused(reward: Mapping[str, Any], run: tuple[Path, ...]) -> str:
+    """Why this recorded function cannot be called here; empty: it can."""
+    name = reward.get("name")
+    if reward.get("why_not"):
+        return f"reward function {name!r}: {reward['why_not']}"
+    file = Path(str(reward.get("file")))
+    if not file.is_file():
+        return f"reward function {name!r}: its file {file} is not on this machine"
+    if any(file.resolve().is_relative_to(folder) for folder in run):
+        return (
+            f"reward function {name!r}: its file {file} lies in the run's own folder, from which "
+            "no code is run (it may be a download); keep it outside"
+        )
+    if sha256(file) != reward.get("sha256"):
+        return f"reward function {name!r}: {file} has changed since training"
+    return ""
+
+
+def module_is_file(module: str, file: Path) -> bool:
+    """Whether importing `module` here means running this very file."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError, AttributeError):
+        return False
+    return found is not None and found.origin is not None and Path(found.origin) == file

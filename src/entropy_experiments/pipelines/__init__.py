@@ -1,0 +1,1 @@
+"""Whole analyses, from a checkpoint to files: thin, resumable, and the only ones that write."""

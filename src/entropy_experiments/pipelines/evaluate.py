@@ -1,0 +1,239 @@
+"""Checkpoints on a task: pass rate, pass@k, format, length, entropy; side by side and over steps.
+
+Each checkpoint answers the same prompts with the same seeds. A checkpoint that is finished is on
+disk, rollouts of one under way too, so a killed evaluation continues where it was. Nothing is
+loaded until every checkpoint's files, the task and its rewards have been looked at.
+
+A model cut over the processes (`checkpoint.sharding`) draws and scores like a whole one, with all
+processes in step.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.checkpoints.load import Checkpoint, load_checkpoint
+from entropy_experiments.checkpoints.runs import provenance
+from entropy_experiments.config import Config, parse_config
+from entropy_experiments.distributed import current
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedPolicy
+from entropy_experiments.pipelines.evaluation.measures import (
+    differences,
+    length_quantiles,
+    measures,
+)
+from entropy_experiments.pipelines.evaluation.request import (
+    Candidate,
+    Evaluation,
+    EvaluationRequest,
+    digest,
+    prepared,
+)
+from entropy_experiments.pipelines.evaluation.rollout_rows import (
+    check_reward,
+    high_entropy_tokens,
+    rollout_rows,
+)
+from entropy_experiments.pipelines.evaluation.store import (
+    FORMAT,
+    SCHEMA,
+    UNITS,
+    EvaluationStore,
+    Finished,
+)
+from entropy_experiments.pipelines.run_conditions import careful, check_sharding, loaded
+from entropy_experiments.report.figures.style import NEEDED, can_draw
+from entropy_experiments.report.findings import numbers
+from entropy_experiments.sampling.datasets import Problem
+from entropy_experiments.sampling.generate import SampleGenerator
+from entropy_experiments.sampling.rollout_files import RolloutStore, write_whole
+
+RESULTS = Path("results") / "evaluations"
+PLOT = "evaluation.png"
+Say = Callable[[str], None]
+
+
+def evaluate_checkpoints(
+    checkpoints: Sequence[str | Path] = (),
+    config: Config | None = None,
+    *,
+    request: EvaluationRequest | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """The contents of evaluation.json; a run's folder among `checkpoints` stands for its steps.
+
+    Without `out`: a folder below results/evaluations, the same for the same question.
+    """
+    ranks = current()
+    say: Say = (lambda line: None) if quiet or not ranks.first else _on_stderr
+    config = config or parse_config({})
+    asked = prepared(config, checkpoints, request or EvaluationRequest())
+    check_reward(asked.reward, asked.problems)
+    for note in asked.notes:
+        say(f"note: {note}")
+    store = EvaluationStore(out or _usual_folder(asked))
+    keys = {one.label: asked.key(one) for one in asked.candidates}
+    if not overwrite:
+        ranks.told(lambda: store.refuse_others(asked.settings, keys))
+    done = ranks.told(lambda: {label: store.get(label, key) for label, key in keys.items()})
+    with careful():
+        pending = [one for one in asked.candidates if done[one.label] is None]
+        if pending:
+            check_sharding(config, top_p=asked.law["top_p"])
+        # What is wrong with the last one should not be told after hours of the others. Of a model
+        # that is cut, every process would read the whole once more: its files have been looked at.
+        for one in pending if len(pending) > 1 and config.checkpoint.sharding == "none" else ():
+            _opened(asked, one)
+            gc.collect()
+        ranks.told(lambda: store.bind(asked.settings))
+        for one in asked.candidates:
+            if one in pending:
+                rows, facts = _evaluated(asked, one, store, quiet=quiet)
+                label = one.label
+                done[label] = ranks.told(lambda: store.put(label, keys[label], rows, facts))
+                gc.collect()  # a module holds itself in cycles; the next one needs its memory
+                say(f"{one.label}: evaluated in {facts['seconds']:.1f} s")
+            else:
+                say(f"{one.label}: found in {store.folder}")
+    result = _result(asked, store, {name: one for name, one in done.items() if one is not None})
+
+    def write() -> dict[str, Any]:
+        result["plot"] = _plotted(result, store, say)
+        store.finish(result)
+        return result
+
+    return ranks.told(write)
+
+
+def _usual_folder(asked: Evaluation) -> Path:
+    task = "".join(c if c.isalnum() else "_" for c in asked.settings["dataset"])
+    return RESULTS / f"{task}_{digest([asked.key(one) for one in asked.candidates])[:12]}"
+
+
+def _opened(
+    asked: Evaluation, candidate: Candidate, *, quiet: bool = True
+) -> tuple[Checkpoint, SampleGenerator, list[Problem]]:
+    """A checkpoint that can be asked, and the problems in its words; or an error that says why."""
+    settings, config = asked.settings, asked.config
+    load = partial(
+        load_checkpoint,
+        candidate.layout.given,
+        base=config.checkpoint.base,
+        backbone=config.checkpoint.backbone,
+        dtype=config.checkpoint.dtype,
+        read_optimizer=False,
+    )
+    checkpoint, sharded = loaded(config, load)
+    if sharded is None:
+        policy = SequenceProcessor(
+            checkpoint.model, temperature=settings["temperature"], top_p=settings["top_p"]
+        )
+    else:
+        policy = ShardedPolicy(sharded, temperature=settings["temperature"])
+    generator = SampleGenerator(
+        policy,
+        checkpoint.tokenizer,
+        max_new_tokens=asked.horizon,
+        stop=settings["stop"],
+        batch_size=config.generation.gen_batch_size,
+        master_seed=settings["seed"],
+        progress=not quiet and current().first,
+    )
+    problems = asked.problems_for(checkpoint.tokenizer)
+    for problem in problems:
+        generator.prompt_ids(problem)  # refuses prompts that the model has no room for
+    return checkpoint, generator, problems
+
+
+def _evaluated(
+    asked: Evaluation, candidate: Candidate, store: EvaluationStore, *, quiet: bool
+) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """(rows, facts) of one checkpoint."""
+    begun, settings = time.perf_counter(), asked.settings
+    checkpoint, generator, problems = _opened(asked, candidate, quiet=quiet)
+    generator.store = RolloutStore(store.folder / UNITS / digest(generator.identity())[:16])
+    policy, samples = generator.policy, settings["samples"]
+    rollouts = generator.generate_evaluation_batch(problems, group=samples)
+    microbatch = asked.config.forward_batch_size
+    scores = score_all(policy, policy.params, rollouts, microbatch=microbatch)
+    # By one rank: a judge that is asked twice may answer twice.
+    rows = current().told(
+        lambda: rollout_rows(
+            rollouts,
+            scores,
+            problems,
+            asked.reward,
+            samples=samples,
+            threshold=settings["threshold"],
+        )
+    )
+    count = len(rollouts)
+    label = {"checkpoint": [candidate.label] * count, "step": [checkpoint.step] * count}
+    facts = {
+        "label": candidate.label,
+        "step": checkpoint.step,
+        "kind": checkpoint.kind,
+        "base": checkpoint.base,
+        "files": dict(checkpoint.hashes),
+        "high_entropy_tokens": high_entropy_tokens(rollouts, scores, checkpoint.tokenizer.decode),
+        "seconds": time.perf_counter() - begun,
+    }
+    return {**label, **rows}, facts
+
+
+def _result(asked: Evaluation, store: EvaluationStore, done: dict[str, Finished]) -> dict[str, Any]:
+    options = {"samples": asked.settings["samples"], "ks": asked.request.k, "law": asked.law}
+    found = {label: measures(one.rows, **options) for label, one in done.items()}
+    first, *others = found
+    return {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "folder": str(store.folder),
+        "settings": dict(asked.settings),
+        "k": list(asked.request.k),
+        "notes": list(asked.notes),
+        "provenance": provenance(),
+        "checkpoints": [
+            {
+                **{k: v for k, v in one.facts.items() if k not in ("key", "rows_sha256")},
+                "rows": store.name_of(label),
+                "measures": {name: numbers(x) for name, x in found[label].items()},
+                "length_quantiles": length_quantiles(one.rows),
+            }
+            for label, one in done.items()
+        ],
+        "differences": [
+            {
+                "label": label,
+                "from": first,
+                "measures": {
+                    name: numbers(x) for name, x in differences(found[label], found[first]).items()
+                },
+            }
+            for label in others
+        ],
+    }
+
+
+def _plotted(result: dict[str, Any], store: EvaluationStore, say: Say) -> str | None:
+    if not can_draw():
+        say(f"no plot: {NEEDED}")
+        return None
+    from entropy_experiments.report.figures.evaluation import evaluation_image
+
+    write_whole(store.folder / PLOT, evaluation_image(result))
+    return PLOT
+
+
+def _on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

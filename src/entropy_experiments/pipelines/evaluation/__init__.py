@@ -1,0 +1,1 @@
+"""Checkpoints on a task: pass rate, pass@k, format, length, entropy."""

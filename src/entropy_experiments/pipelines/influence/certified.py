@@ -1,0 +1,86 @@
+"""How far the step of an influence study is from the one that training made.
+
+A study splits the step that is rebuilt from the recorded batch. Where that is another step than
+training's, shares of it would be shares of a step that nobody made: it is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.runs import following
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.pipelines.probe_inputs import ProbeInputs
+from entropy_experiments.pipelines.run_conditions import own_device
+from entropy_experiments.types import Direction
+from entropy_experiments.update.adamw import UpdateStats
+from entropy_experiments.update.certificate import (
+    FingerprintCertificate,
+    StepCertificate,
+    fingerprint_certificate,
+    step_certificate,
+)
+
+
+def certified_step(probe: ProbeInputs, direction: Direction, stats: UpdateStats) -> dict[str, Any]:
+    """JSON: `step_distance` relative to the step made, or `unchecked`, why it is not known."""
+    if not probe.real:
+        return {}
+    if probe.checkpoint.recorded is None:  # an online ledger, which compares with the live step
+        return {}
+    found: dict[str, Any] = {"gradient_distance": probe.gradient_distance(stats)}
+    certificate, absent = certificate_of(probe, direction)
+    if certificate is None:
+        return {**found, "unchecked": absent}
+    if certificate.apart:
+        reasons = "; ".join(probe.reasons) or "no reason is known"
+        raise ValueError(
+            f"{str(certificate).capitalize()} ({reasons}). Its split into rollouts and tokens "
+            "would be of a step that nobody made. `entropy-probe run` analyses the whole step, by "
+            "the gradient that training recorded; update.batch: drawn splits a hypothetical one."
+        )
+    return {**found, "step_distance": certificate.relative_error}
+
+
+def certificate_of(
+    probe: ProbeInputs, direction: Direction
+) -> tuple[StepCertificate | FingerprintCertificate | None, str]:
+    """The step against the checkpoint that followed, or against its recorded fingerprint."""
+    if not probe.real:
+        return None, "the update is hypothetical, nobody made this step"
+    if probe.altered:
+        return None, f"the config asks for another loss ({'; '.join(probe.altered)})"
+    if probe.lr_stored > 0 and probe.lr != probe.lr_stored:
+        return None, f"update.lr is {probe.lr:.3g}, and the step was made at {probe.lr_stored:.3g}"
+    if probe.config.checkpoint.sharding != "none":
+        return None, "the model is cut over the processes, and so is the rebuilt step"
+    later = following(probe.checkpoint.path)
+    if later is None:
+        return _by_fingerprint(probe, direction)
+    asked = probe.config.checkpoint
+    try:
+        after = load_checkpoint(
+            later,
+            base=asked.base,
+            backbone=asked.backbone,
+            dtype=asked.dtype,
+            device_map=own_device(asked.device_map),
+            need_optimizer=False,
+            read_optimizer=False,
+        )
+        params = SequenceProcessor(after.model).params
+        return step_certificate(direction, probe.policy.params, params), ""
+    except (ValueError, OSError) as error:  # half-written, say: the probe itself is done
+        return None, f"the checkpoint one step later cannot be used ({error})"
+
+
+def _by_fingerprint(
+    probe: ProbeInputs, direction: Direction
+) -> tuple[FingerprintCertificate | None, str]:
+    made = probe.made
+    if made is None:
+        return None, "the checkpoint one step later is not beside this one, nor is a fingerprint"
+    if made.change is None or not bool(made.change.any()):
+        return None, "training ended before this step was made, or it moved nothing"
+    return fingerprint_certificate(direction, made.change), ""

@@ -1,0 +1,130 @@
+"""Estimates, ledgers and counterfactuals as JSON: what stages keep and summary.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from entropy_experiments.attribution import whatif
+from entropy_experiments.attribution.fisher import top_contributors
+from entropy_experiments.attribution.ledger import Ledger
+from entropy_experiments.pipelines.influence.store import Stage
+from entropy_experiments.report.findings import finite, numbers, weights_of
+from entropy_experiments.types import Estimate
+
+CONTRIBUTORS = 5
+"""Update rollouts named for each evaluation rollout whose log-prob they moved."""
+
+
+def changes(found: Mapping[str, Estimate]) -> Stage:
+    """Measured changes: numbers and weights as JSON, contributions by evaluation rollout.
+
+    Contributions are those of `attribution.finite`: split as the first-order matrix is.
+    """
+    return Stage(
+        facts={name: numbers(change) | weights_of(change) for name, change in found.items()},
+        tensors={name: change.diagnostics["contribution_N"] for name, change in found.items()},
+    )
+
+
+def ledger_facts(found: Ledger) -> dict[str, Any]:
+    return {
+        "quantity": found.quantity,
+        "lines": {
+            name: {
+                "this_step": line.value,
+                "eventual": found.eventual[name].value,
+                "stderr": line.stderr,
+                "interval": None if line.interval is None else list(line.interval),
+                "trusted": line.trusted,
+                "why_not": list(line.why_not),
+            }
+            for name, line in found.lines.items()
+        },
+        "predicted": numbers(found.predicted),
+        "curvature": None if found.curvature is None else numbers(found.curvature),
+        "measured": numbers(found.measured),
+        "unexplained": None if found.unexplained is None else numbers(found.unexplained),
+        "predicted_by_prompt": None
+        if found.predicted_by_prompt is None
+        else numbers(found.predicted_by_prompt),
+        "notes": list(found.notes),
+    }
+
+
+def fisher_facts(stage: Stage) -> dict[str, Any]:
+    """Of every evaluation rollout the change predicted and measured, and who made most of it."""
+    share_EN, measured_E = stage.tensors["contribution_EN"], stage.tensors["measured_E"]
+    predicted_E = share_EN.sum(1)
+    size, gap = (float(x_E.norm()) for x_E in (measured_E, predicted_E - measured_E))
+    both = torch.stack([predicted_E, measured_E])
+    varied = len(measured_E) > 1 and bool((both.std(1) > 0).all())
+    return {
+        **stage.facts,
+        "correlation": float(torch.corrcoef(both)[0, 1]) if varied else None,
+        "relative_gap": gap / size if size else None,
+        "rollouts": [
+            {
+                "rollout": i,
+                "predicted": float(predicted_E[i]),
+                "measured": float(measured_E[i]),
+                "contributors": [
+                    one._asdict() for one in top_contributors(share_EN[i], CONTRIBUTORS)
+                ],
+            }
+            for i in range(len(measured_E))
+        ],
+    }
+
+
+def prediction_facts(found: whatif.Prediction) -> dict[str, Any]:
+    return {
+        "total": found.total,
+        "change": found.change,
+        "gradient": found.gradient,
+        "baseline": dict(found.baseline),
+        "recorded": found.recorded,
+        "stderr": found.stderr,
+        "change_stderr": found.change_stderr,
+        "lr": found.lr,
+        "changed_tokens": found.tokens,
+        "notes": list(found.notes),
+    }
+
+
+def confirmation_facts(found: whatif.Confirmation) -> dict[str, Any]:
+    return {
+        "frozen": numbers(found.frozen),
+        "recomputed": numbers(found.recomputed),
+        "curvature": None if found.curvature is None else numbers(found.curvature),
+        "measured": numbers(found.measured),
+        "change": numbers(found.change),
+        "effect_agrees": found.effect_agrees,
+        "explained": {name: numbers(part) for name, part in found.explained.items()},
+        "rest": numbers(found.rest),
+        "clip_factors": list(found.clip_factors),
+        "agrees": found.agrees,
+        "accounted": found.accounted,
+        "beyond_linear": found.beyond_linear,
+        "confirmed": found.confirmed,
+        "effect": found.effect_in_words,
+        "text": str(found),
+    }
+
+
+def budget_facts(ledger: Mapping[str, Any], lr: float, budget: float) -> dict[str, Any]:
+    """The learning rate that changes the entropy by so much, from a ledger's numbers."""
+    slope = ledger["predicted"]["value"] / lr
+    bend = None if ledger["curvature"] is None else 2 * ledger["curvature"]["value"] / lr**2
+    found = whatif.entropy_budget(slope, bend, budget)
+    return {
+        "budget": budget,
+        "linear": found.linear,
+        "curved": found.curved,
+        "linear_range": finite(found.linear_range),
+        "curvature_known": bend is not None,
+        "notes": list(found.notes),
+        "text": str(found),
+    }

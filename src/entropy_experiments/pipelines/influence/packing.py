@@ -1,0 +1,218 @@
+"""Results of a study's stages, to tensors and back: what is on disk is what was computed.
+
+A direction, a token table and a matrix are read back bit by bit, so a study that was interrupted
+goes on with the very numbers it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.attribution.matrix import Column, InfluenceMatrix
+from entropy_experiments.attribution.tokens import TokenInfluence
+from entropy_experiments.numerics.weights import WeightDiagnostics
+from entropy_experiments.pipelines.influence.store import Stage
+from entropy_experiments.types import (
+    Direction,
+    Estimand,
+    Estimate,
+    Params,
+    Rollouts,
+    Scores,
+    UpdateBatch,
+)
+from entropy_experiments.types.estimate import Influence
+from entropy_experiments.update.objective import Objective
+
+_BETWEEN = "|"
+_ESTIMATE, _WEIGHTS = "estimate", "logweight_N"
+_UNITS = ("value_C", "prompt_C", "stratum_C")
+
+
+def packed(groups: Mapping[str, Params]) -> dict[str, Tensor]:
+    """Named sets of parameters under flat names."""
+    return {
+        f"{group}{_BETWEEN}{name}": value
+        for group, params in groups.items()
+        for name, value in params.items()
+    }
+
+
+def unpacked(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, dict[str, Tensor]]:
+    out: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for key, value in tensors.items():
+        group, between, name = key.partition(_BETWEEN)
+        if between and group in out:
+            out[group][name] = value
+    return out
+
+
+def pack_direction(direction: Direction, scores: Scores, facts: Mapping[str, Any]) -> Stage:
+    assert direction.preconditioner is not None  # an AdamW step has one
+    groups = {**direction.parts, "preconditioner": direction.preconditioner}
+    return Stage(
+        facts={
+            **facts,
+            "parts": list(direction.parts),
+            "lr": direction.lr,
+            "clip_factor": direction.clip_factor,
+        },
+        tensors={**packed(groups), **pack_scores(scores)},
+    )
+
+
+def unpack_direction(stage: Stage, device: torch.device) -> Direction:
+    parts = stage.facts["parts"]
+    groups = unpacked(stage.tensors, [*parts, "preconditioner"])
+    groups = {g: {n: x.to(device) for n, x in params.items()} for g, params in groups.items()}
+    return Direction(
+        parts={part: groups[part] for part in parts},
+        lr=stage.facts["lr"],
+        preconditioner=groups["preconditioner"],
+        clip_factor=stage.facts["clip_factor"],
+    )
+
+
+def pack_scores(scores: Scores) -> dict[str, Tensor]:
+    return {"logprob_NS": scores.logprob_NS, "entropy_NS": scores.entropy_NS}
+
+
+def unpack_scores(stage: Stage) -> Scores:
+    return Scores(stage.tensors["logprob_NS"], stage.tensors["entropy_NS"])
+
+
+def pack_estimate(found: Estimate) -> Stage:
+    """A measured change with its influence values, so that others can be paired with it."""
+    (units,) = found.influences  # of one sample of rollouts
+    weights = asdict(found.diagnostics["weights"])
+    logweight_N = weights.pop(_WEIGHTS)
+    infinite = [name for name, x in weights.items() if x == float("inf")]
+    said = {
+        "value": found.value,
+        "noise_floor": found.noise_floor,
+        "given_reasons": list(found.given_reasons),
+        "sample": units.sample,
+        "weights": {name: x for name, x in weights.items() if name not in infinite},
+        "infinite": infinite,  # JSON has no infinity
+    }
+    tensors = {f"{_ESTIMATE}{_BETWEEN}{name}": getattr(units, name) for name in _UNITS}
+    return Stage(
+        facts={_ESTIMATE: said},
+        tensors={**tensors, f"{_ESTIMATE}{_BETWEEN}{_WEIGHTS}": logweight_N},
+    )
+
+
+def unpack_estimate(stage: Stage, estimand: Estimand) -> Estimate:
+    said = stage.facts[_ESTIMATE]
+    tensors = unpacked(stage.tensors, [_ESTIMATE])[_ESTIMATE]
+    weights = {**said["weights"], **dict.fromkeys(said["infinite"], float("inf"))}
+    units = Influence(**{name: tensors[name] for name in _UNITS}, sample=said["sample"])
+    return Estimate.build(
+        value=said["value"],
+        estimand=estimand,
+        influences=[units],
+        noise_floor=said["noise_floor"],
+        diagnostics={"weights": WeightDiagnostics(**weights, logweight_N=tensors[_WEIGHTS])},
+        why_not=said["given_reasons"],
+    )
+
+
+def pack_tokens(found: TokenInfluence) -> Stage:
+    assert found.share_K is not None
+    return Stage(
+        facts={
+            "baseline": dict(found.baseline),
+            "modules": {name: dict(parts) for name, parts in found.modules.items()},
+            "module_folds": {
+                name: {part: value_K.tolist() for part, value_K in parts.items()}
+                for name, parts in found.module_folds.items()
+            },
+            "doubts": list(found.doubts),
+        },
+        tensors={
+            **pack_scores(found.scores),
+            "coefficient_logprob_NS": found.coefficient.logprob_NS,
+            "coefficient_entropy_NS": found.coefficient.entropy_NS,
+            "slope_logprob_KNS": found.slope_K.logprob_NS,
+            "slope_entropy_KNS": found.slope_K.entropy_NS,
+            "share_K": found.share_K,
+        },
+    )
+
+
+def unpack_tokens(
+    stage: Stage,
+    batch: UpdateBatch,
+    objective: Objective,
+    direction: Direction,
+    estimand: Estimand,
+) -> TokenInfluence:
+    """All but g_H, which nothing after the table reads."""
+    facts, tensors = stage.facts, stage.tensors
+    return TokenInfluence(
+        batch=batch,
+        objective=objective,
+        scores=unpack_scores(stage),
+        coefficient=Scores(tensors["coefficient_logprob_NS"], tensors["coefficient_entropy_NS"]),
+        slope_K=Scores(tensors["slope_logprob_KNS"], tensors["slope_entropy_KNS"]),
+        lr=direction.lr,
+        clip_factor=direction.clip_factor,
+        estimand=estimand,
+        baseline=facts["baseline"],
+        modules=facts["modules"],
+        g_H={},
+        module_folds={
+            name: {p: torch.tensor(x_K, dtype=torch.float64) for p, x_K in parts.items()}
+            for name, parts in facts["module_folds"].items()
+        },
+        share_K=tensors["share_K"],
+        doubts=tuple(facts["doubts"]),
+    )
+
+
+def pack_matrix(found: InfluenceMatrix) -> Stage:
+    return Stage(
+        facts={
+            "extra": [column for column in found.columns_C if isinstance(column, str)],
+            "update_rollouts": found.update_rollouts,
+            "doubts": list(found.doubts),
+            "passes": found.passes,
+            "folds": len(found.g_K),
+        },
+        tensors={
+            **packed({f"g_{k}": g for k, g in enumerate(found.g_K)}),
+            "top_N": found.top_N,
+            "bottom_N": found.bottom_N,
+            "dtop_NC": found.dtop_NC,
+            "dbottom_NC": found.dbottom_NC,
+        },
+    )
+
+
+def unpack_matrix(
+    stage: Stage, evaluation: Rollouts, estimand: Estimand, lr: float, device: torch.device
+) -> InfluenceMatrix:
+    names = [f"g_{k}" for k in range(stage.facts["folds"])]
+    folds = unpacked(stage.tensors, names)
+    columns: tuple[Column, ...] = (
+        *range(stage.facts["update_rollouts"]),
+        *stage.facts["extra"],
+    )
+    return InfluenceMatrix(
+        evaluation=evaluation,
+        estimand=estimand,
+        lr=lr,
+        columns_C=columns,
+        doubts=tuple(stage.facts["doubts"]),
+        passes=stage.facts["passes"],
+        g_K=tuple({key: g.to(device) for key, g in folds[name].items()} for name in names),
+        top_N=stage.tensors["top_N"],
+        bottom_N=stage.tensors["bottom_N"],
+        dtop_NC=stage.tensors["dtop_NC"],
+        dbottom_NC=stage.tensors["dbottom_NC"],
+    )

@@ -1,0 +1,185 @@
+"""Rollouts that are not drawn here: saved by this package, dumped by a trainer, or typed in.
+
+What they were drawn from must be the policy that is probed, or be known: rollouts of other weights
+are refused unless they carry the log-probs of the policy that drew them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from entropy_experiments.pipelines.influence.requests import File, Sequences
+from entropy_experiments.pipelines.probe_inputs import refuse_foreign
+from entropy_experiments.pipelines.probe_sampling import Opened
+from entropy_experiments.sampling import text_dumps
+from entropy_experiments.sampling.importers import Imported, from_jsonl, from_trl_completions
+from entropy_experiments.sampling.rollout_files import MANIFEST, load_rollouts, load_update_batch
+from entropy_experiments.types import Rollouts, UpdateBatch
+
+FOREIGN_REWARDS = (
+    "the update batch's rewards contradict its advantages (a better rollout of a group has the "
+    "smaller advantage): they were recorded in another order, and nothing is said by them"
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Made:
+    """An update batch, and how it came about."""
+
+    batch: UpdateBatch
+    real: bool = False
+    bound: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Given:
+    """Reads rollouts for one opened checkpoint."""
+
+    probed: Opened
+    model: str
+    """Hash of the weights that are probed."""
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.probed.checkpoint.tokenizer
+
+    def update(self, params: Sequences | File, where: str) -> Made:
+        """The update batch that a workspace of kind custom_sequence or from_file names."""
+        if isinstance(params, Sequences):
+            return self._imported(self._sequences(params, where), f"{where}.sequences")
+        return self._update_file(params)
+
+    def folder(self, path: Path, where: str) -> Made:
+        """An update batch that was recorded in training, drawn, or saved by an earlier study."""
+        batch, meta = load_update_batch(path)
+        at = meta.get("model") or (meta.get("identity") or {}).get("model")
+        if at is not None and at != self.model:
+            raise ValueError(
+                f"{where}: {path} was saved for other weights ({at[:12]}... there, "
+                f"{self.model[:12]}... here). Load the checkpoint it was made with, or leave "
+                f"{where} out."
+            )
+        refuse_foreign(batch, meta, self.probed.checkpoint, f"{path} ({where})")
+        # Recorded: of the step that training made from these weights. Saved: as it was then.
+        recorded = meta.get("weights") is not None
+        return Made(
+            batch=batch,
+            real=recorded or bool(meta.get("real", False)),
+            bound=recorded or bool(meta.get("bound", False)),
+            notes=(f"update rollouts reused from {path}",),
+        )
+
+    def _update_file(self, params: File) -> Made:
+        path = Path(params.path)
+        if not path.is_dir():
+            return self._imported(self._dump(params), str(path), real=True)
+        return self.folder(path, "influence.workspace.params.path")
+
+    def _imported(self, found: Imported, where: str, *, real: bool = False) -> Made:
+        if found.batch is None:
+            raise ValueError(
+                f"{where} has neither rewards nor advantages; an update batch needs one of them "
+                "for each rollout. Add a 'reward' or an 'advantage'."
+            )
+        self._refuse_tokens(found.rollouts, where)
+        return Made(
+            batch=found.batch, real=real, notes=(f"update batch from {where}", *found.notes)
+        )
+
+    def rollouts(
+        self, params: Sequences | File, where: str
+    ) -> tuple[Rollouts, Tensor | None, tuple[str, ...]]:
+        """Rollouts that are not drawn here: (rollouts, rewards, notes)."""
+        if isinstance(params, File) and Path(params.path).is_dir():
+            path = Path(params.path)
+            rollouts, meta = load_rollouts(path)
+            reward_N, notes = None, (f"rollouts from {path}",)
+            if _holds_update(path):
+                batch, _ = load_update_batch(path)
+                fits = rewards_fit(batch)
+                notes = notes if fits else (*notes, FOREIGN_REWARDS)
+                if fits and batch.reward_N is not None:
+                    reward_N = batch.reward_N.double()
+            at = (meta.get("identity") or {}).get("model")
+            here = self.model
+            if at == here:  # drawn from this very policy: no weights are needed
+                rollouts = replace(rollouts, behaviour_logprob_NS=None)
+            elif at is not None and rollouts.behaviour_logprob_NS is None:
+                raise ValueError(
+                    f"{where}.path: {path} was drawn from other weights ({at[:12]}... there, "
+                    f"{here[:12]}... here) and has no log-probs of the policy that drew it. Draw "
+                    "new rollouts, or save them with behaviour_logprob_NS."
+                )
+        else:
+            file = isinstance(params, File)
+            found = self._dump(params) if file else self._sequences(params, where)
+            rollouts, notes = found.rollouts, found.notes
+            reward_N = None if found.batch is None else found.batch.reward_N
+        if rollouts.behaviour_logprob_NS is None:
+            notes = (*notes, "taken as drawn from the policy that is probed")
+        self._refuse_tokens(rollouts, where)
+        return rollouts, reward_N, notes
+
+    def _dump(self, params: File) -> Imported:
+        path = Path(params.path)
+        scale, longest = self.probed.facts["advantage"], params.max_completion_length
+        options = {"append_eos": params.append_eos, "scale": scale}
+        if path.suffix == ".parquet":
+            return from_trl_completions(
+                path, self.tokenizer, max_completion_length=longest, **options
+            )
+        if path.suffix not in (".jsonl", ".json"):
+            raise ValueError(
+                f"from_file: cannot tell what {path} is; expected a folder of save_rollouts or "
+                "save_update_batch, a TRL completions .parquet, or a .jsonl dump."
+            )
+        return from_jsonl(
+            path, self.tokenizer, step=params.step, max_completion_length=longest, **options
+        )
+
+    def _sequences(self, params: Sequences, where: str) -> Imported:
+        named = [(f"{where}.sequences[{i}]", row) for i, row in enumerate(params.sequences)]
+        return text_dumps.imported(
+            named,
+            self.tokenizer,
+            None,
+            params.append_eos,
+            self.probed.facts["advantage"],
+            [],
+            Path(where),
+        )
+
+    def _refuse_tokens(self, rollouts: Rollouts, where: str) -> None:
+        rows = self.probed.checkpoint.model.get_input_embeddings().weight.shape[0]
+        highest = int(rollouts.tokens_NS[rollouts.attention_NS].max())
+        if highest >= rows:
+            raise ValueError(
+                f"{where} has token id {highest}; the model has {rows} tokens. It was made with "
+                "another model."
+            )
+
+
+def rewards_fit(batch: UpdateBatch) -> bool:
+    """Whether rewards and advantages of every group are in the same order."""
+    if batch.reward_N is None:
+        return True
+    first_N1 = batch.counted_NS.int().argmax(1, keepdim=True)
+    advantage_N = batch.advantage_NS.gather(1, first_N1).squeeze(1).double()
+    for prompt in batch.rollouts.prompt_N.unique():
+        rows = batch.rollouts.prompt_N == prompt
+        reward_N, order = batch.reward_N[rows].double(), batch.reward_N[rows].argsort(stable=True)
+        rises_N = reward_N[order].diff() > 0
+        falls_N = advantage_N[rows][order].diff() < 0
+        if bool((rises_N & falls_N).any()):
+            return False
+    return True
+
+
+def _holds_update(folder: Path) -> bool:
+    return json.loads((folder / MANIFEST).read_bytes())["kind"] == "update_batch"

@@ -1,0 +1,250 @@
+"""Who moved the entropy: a whole study of one update, from a plan to a run directory.
+
+    runner = EntropyInfluenceRunner(config)
+    summary = runner.run(EntropyInfluencePlan(etas=[4e-3], evaluation_requests=[BatchRequest()]))
+
+The run directory is found by what was asked: the same plan for the same checkpoint gives the same
+folder, a study that was killed goes on from its last finished stage, and a finished one is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.attribution import whatif
+from entropy_experiments.checkpoints.runs import provenance
+from entropy_experiments.config import Config, load_config, parse_config
+from entropy_experiments.config.estimates import BatchRequest
+from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
+from entropy_experiments.distributed import current
+from entropy_experiments.pipelines.influence.batches import check_requests, gather_study
+from entropy_experiments.pipelines.influence.facts import budget_facts, prediction_facts
+from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFiles
+from entropy_experiments.pipelines.influence.removed import told_removed
+from entropy_experiments.pipelines.influence.stages import Study, to_stderr
+from entropy_experiments.pipelines.influence.store import SCHEMA, RunDirectory, digest_of, open_run
+from entropy_experiments.pipelines.probe_sampling import Opened, contents, opened
+from entropy_experiments.pipelines.run_conditions import careful
+from entropy_experiments.report.figures.style import can_draw
+from entropy_experiments.report.notebook import InfluenceSummary, WhatIfAnswers
+
+__all__ = [
+    "BatchRequest",
+    "EntropyInfluencePlan",
+    "EntropyInfluenceRunner",
+    "WorkspaceSpec",
+    "what_if_from",
+]
+
+RESULTS = Path("results") / "entropy_influence"
+NOT_RESULTS = ("detailed_logging", "output", "training", "experiment")
+"""Sections that change no number of a study."""
+QUESTIONS = (
+    *("what_if", "confirm", "entropy_budget", "ranked_tokens"),
+    *("fisher", "fisher_centred", "plots"),
+)
+"""Asked of a study that is there: its arrays stay, and beside them are the last command's answers.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyInfluencePlan:
+    """What to study; None: what the configuration's `influence` section says."""
+
+    workspace: WorkspaceSpec | None = None
+    evaluation_requests: Sequence[BatchRequest] | None = None
+    etas: Sequence[float] | None = None
+    """The first is the reference eta of the matrix."""
+    per_sequence_etas: Sequence[float] | None = None
+    grad_chunk_size: int | None = None
+    microbatch_size: int | None = None
+    measured_rollouts: int | Sequence[int] | None = None
+    finite: bool | None = None
+    leave_one_out: Sequence[int] | None = None
+    fisher: bool | None = None
+    fisher_centred: bool | None = None
+    what_if: Sequence[str] | None = None
+    confirm: bool | None = None
+    entropy_budget: float | None = None
+    plots: bool | None = None
+    run_directory: str | Path | None = None
+
+    def applied(self, config: Config) -> Config:
+        """The configuration with this plan in place of its own; checked as a file would be."""
+        changes: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if value is not None:
+                changes[f"influence.{name}"] = _plain(value)
+        return config.replaced(changes, where="plan") if changes else config
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, WorkspaceSpec | BatchRequest):
+        return value.model_dump(mode="json")
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+class EntropyInfluenceRunner:
+    """Runs studies; the model, the optimizer's state and the random state stay as they are."""
+
+    def __init__(
+        self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
+    ) -> None:
+        if isinstance(config, str | Path):
+            self.config = load_config(config)
+        else:
+            self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self._quiet = quiet
+
+    def run(
+        self,
+        plan: EntropyInfluencePlan | None = None,
+        *,
+        checkpoint_path: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> InfluenceSummary:
+        """summary.json as a dict, and `run_directory`, where the other files are."""
+        config = plan.applied(self.config) if plan is not None else self.config
+        check_requests(config)
+        asked = config.influence
+        _check_etas(asked.etas or (), asked.per_sequence_etas or ())
+        for text in config.influence.what_if:
+            whatif.parse(text)  # a typing mistake costs no minutes
+        ranks = current()
+        say = None if self._quiet or not ranks.first else to_stderr
+        with careful():
+            probed = opened(config, checkpoint_path)
+            _check_etas(asked.etas or (probed.optimizer.lr,), asked.per_sequence_etas or ())
+            study_key = _study_key(config, probed)
+            questions = asked.model_dump(mode="json", include=set(QUESTIONS))
+            # Drawings are made up for once matplotlib is there.
+            questions["plots"] = asked.plots and can_draw()
+            key = digest_of(study_key, questions)
+            place = asked.run_directory
+            name = f"{probed.checkpoint.name}_{study_key[:8]}"
+            run = RunDirectory(RESULTS / name if place is None else place)
+            ranks.told(lambda: run.bind(study_key, overwrite=overwrite))
+            with _released_unused(run):
+                summary = self._studied(config, probed, run, key, say)
+        return InfluenceSummary({**summary, "run_directory": str(run.folder)})
+
+    def _studied(
+        self,
+        config: Config,
+        probed: Opened,
+        run: RunDirectory,
+        key: str,
+        say: Callable[[str], None] | None,
+    ) -> dict[str, Any]:
+        """Compute what is not there yet; returns summary.json."""
+        asked, ranks = config.influence, current()
+        finished, inputs = ranks.told(lambda: run.finished(key)), None
+        if not finished or asked.workspace.save_path is not None:  # which may be new
+            inputs = gather_study(config, probed, quiet=self._quiet)
+        if inputs is not None and not finished:
+            study = Study(inputs, run.stages, say=say)
+            with closing(study.clock):
+                files, arrays, summary = StudyFiles(study).made(key)
+
+            def write() -> None:
+                before = run.answers()
+                gone = run.write(files, key, arrays)
+                if say is not None:
+                    for line in told_removed(before, summary, gone, run.folder):
+                        say(line)
+
+            ranks.told(write)
+        elif say is not None:
+            say(f"{run.folder}: finished already, nothing was computed")
+        return ranks.told(lambda: open_run(run.folder).summary())
+
+
+@contextmanager
+def _released_unused(run: RunDirectory) -> Iterator[None]:
+    """A study that failed before it computed anything does not claim its folder."""
+    try:
+        yield
+    except BaseException:
+        if current().first:
+            run.release()
+        raise
+
+
+def what_if_from(
+    folder: str | Path, questions: Sequence[str], *, entropy_budget: float | None = None
+) -> WhatIfAnswers:
+    """What-ifs from a run directory's token tables: arithmetic, no model is loaded."""
+    run = open_run(folder)
+    summary, out = run.summary(), []
+    for evaluation in summary["evaluations"]:
+        name = f"{evaluation['name']}_tokens.parquet"
+        table = run.table(name)
+        facts = (table.schema.metadata or {}).get(TABLE_FACTS)
+        if facts is None:
+            raise ValueError(
+                f"{run.folder / name} does not say which step it belongs to; expected a table "
+                "written by `entropy-probe influence`. Run the study again."
+            )
+        found = whatif.TokenTable.from_rows(table.to_pydict(), json.loads(facts))
+        predictions = [whatif.repredict(found, text) for text in questions]
+        budget = None
+        if entropy_budget is not None and not out:  # of the first evaluation batch
+            budget = budget_facts(evaluation["ledger"]["entropy"], summary["lr"], entropy_budget)
+        out.append(
+            {
+                "name": evaluation["name"],
+                "what_if": [
+                    {"name": p.name, "prediction": prediction_facts(p), "text": str(p)}
+                    for p in predictions
+                ],
+                "entropy_budget": budget,
+            }
+        )
+    return WhatIfAnswers({"run_directory": str(run.folder), "evaluations": out})
+
+
+def _check_etas(etas: Sequence[float], per_sequence_etas: Sequence[float]) -> None:
+    """Files are named by eta to six digits, and both lists name files of the same folders."""
+    union = list(dict.fromkeys((*etas, *per_sequence_etas)))
+    lists = {"etas": etas, "per_sequence_etas": per_sequence_etas}
+    for name, found in {**lists, "etas with per_sequence_etas": union}.items():
+        if len({f"{eta:g}" for eta in found}) < len(found):
+            raise ValueError(
+                f"influence.{name} is {list(found)}; expected step sizes that differ in their "
+                "first six digits, which name the files. Give each once."
+            )
+
+
+def _study_key(config: Config, probed: Opened) -> str:
+    """Everything that decides the arrays of a study, known before anything is drawn."""
+    said = {name: value for name, value in config.dump().items() if name not in NOT_RESULTS}
+    influence = dict(said["influence"])
+    for name in (*QUESTIONS, "run_directory"):
+        influence.pop(name)
+    influence["workspace"] = {**influence["workspace"], "save_path": None}
+    said["influence"] = influence
+    said["rollouts"] = {"load": said["rollouts"]["load"]}
+    checkpoint = probed.checkpoint
+    said["checkpoint"] = {"dtype": said["checkpoint"]["dtype"]}  # its files are hashed below
+    named = [
+        config.influence.workspace.load_path,
+        config.influence.workspace.params.get("path"),
+        *(request.params.get("path") for request in config.influence.evaluation_requests),
+    ]
+    return digest_of(
+        SCHEMA,
+        said,
+        {name: value for name, value in provenance().items() if name != "git"},
+        dict(checkpoint.hashes),
+        contents(config, probed, named),
+    )

@@ -1,0 +1,343 @@
+"""Sweeps and repeats: how well straight line and parabola predict, over fresh rollouts.
+
+    measured    H(theta + eta v) - H(theta), under each clip
+    linear      eta H'
+    linquad     eta H' + eta^2 / 2 H''
+
+Every repeat draws its own E (and its own U, unless training recorded one) from a seed of its own.
+Within a repeat all three speak of the same rollouts, so their differences are paired; between
+repeats nothing is shared, and the spread of the repeats is the honest error bar:
+
+    mean over R repeats,  stderr = sd / sqrt(R),  interval by Student's t with R - 1
+
+A finished repeat is on disk: an interrupted experiment continues with the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import Any
+
+from scipy.special import stdtrit
+
+from entropy_experiments.checkpoints.runs import provenance
+from entropy_experiments.config import Config, load_config, parse_config
+from entropy_experiments.distributed import current
+from entropy_experiments.estimate.curvature import curvature
+from entropy_experiments.estimate.first_order import first_order
+from entropy_experiments.estimate.level import entropy_level
+from entropy_experiments.estimate.measured import Case, measured_many
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.pipelines.influence.batches import gather_study
+from entropy_experiments.pipelines.influence.store import Stage, StageStore, digest_of
+from entropy_experiments.pipelines.probe_inputs import ProbeInputs
+from entropy_experiments.pipelines.probe_sampling import Opened, contents, opened
+from entropy_experiments.pipelines.run_conditions import careful
+from entropy_experiments.report.findings import numbers, weights_of
+from entropy_experiments.report.measurements import FORMAT, SCHEMA, measurement_report
+from entropy_experiments.report.notebook import Measurements
+from entropy_experiments.sampling.whole_files import write_whole
+from entropy_experiments.types import Estimate
+from entropy_experiments.types.estimate import CONFIDENCE, combine
+
+__all__ = ["EntropyMeasurements", "ExperimentPlan", "measurement_report"]
+
+NOT_RESULTS = ("detailed_logging", "output", "rollouts", "training", "influence", "experiment")
+"""Sections that change no number of an experiment, or are in its plan."""
+
+
+@dataclass(frozen=True)
+class ExperimentPlan:
+    """What to compute, at which step sizes, how often."""
+
+    compute_true: bool = True
+    compute_linear: bool = True
+    compute_linquad: bool = False
+    eta_list: Sequence[float] | None = None
+    """None: those of the config's estimator section."""
+    repeats: int = 1
+    clip_overrides: Sequence[float | None] = ()
+    """Measure under each of these bounds on |log-weight| besides the config's own."""
+
+    def __post_init__(self) -> None:
+        if not (self.compute_true or self.compute_linear or self.compute_linquad):
+            raise ValueError(
+                "The plan computes nothing; expected at least one of compute_true, compute_linear "
+                "and compute_linquad to be true."
+            )
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}; expected 1 or more.")
+        if self.eta_list is not None:
+            object.__setattr__(self, "eta_list", tuple(float(eta) for eta in self.eta_list))
+            etas = self.eta_list
+            if not etas or len(set(etas)) < len(etas) or not all(isfinite(e) for e in etas):
+                raise ValueError(
+                    f"eta_list is {list(etas)}; expected one or more different finite numbers."
+                )
+        object.__setattr__(self, "clip_overrides", tuple(self.clip_overrides))
+        bad = [clip for clip in self.clip_overrides if clip is not None and not clip > 0]
+        if bad:
+            raise ValueError(f"clip_overrides has {bad}; expected numbers above 0, or None.")
+
+    @classmethod
+    def of(cls, config: Config) -> ExperimentPlan:
+        """The `experiment` section of a configuration."""
+        asked = config.experiment
+        return cls(
+            compute_true=asked.compute_true,
+            compute_linear=asked.compute_linear,
+            compute_linquad=asked.compute_linquad,
+            eta_list=asked.eta_list,
+            repeats=asked.repeats,
+            clip_overrides=asked.clip_overrides,
+        )
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "compute_true": self.compute_true,
+            "compute_linear": self.compute_linear,
+            "compute_linquad": self.compute_linquad,
+            "eta_list": None if self.eta_list is None else list(self.eta_list),
+            "repeats": self.repeats,
+            "clip_overrides": list(self.clip_overrides),
+        }
+
+
+class EntropyMeasurements:
+    """Measured, linear and linear-plus-quadratic change at every eta, over fresh batches.
+
+    results = EntropyMeasurements(config).run_experiments(ExperimentPlan(compute_linquad=True))
+    """
+
+    def __init__(
+        self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
+    ) -> None:
+        if isinstance(config, str | Path):
+            self.config = load_config(config)
+        else:
+            self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self._quiet = quiet
+
+    def run_experiments(
+        self, plan: ExperimentPlan | None = None, *, checkpoint_path: str | Path | None = None
+    ) -> Measurements:
+        """JSON values: one entry per repeat, their summary, and where it was saved."""
+        plan = plan or ExperimentPlan.of(self.config)
+        if plan.repeats > 1 and self.config.rollouts.load is not None:
+            raise ValueError(
+                f"experiment.repeats is {plan.repeats} with rollouts.load "
+                f"{self.config.rollouts.load}: every repeat would have the same rollouts. Leave "
+                "rollouts.load out, or set experiment.repeats: 1."
+            )
+        with careful():
+            probed = opened(self.config, checkpoint_path, may_shard=True)
+            etas = plan.eta_list or self.config.estimator.etas(probed.optimizer.lr)
+            base_key = self._key(plan, etas, probed)
+            self.config.rollout_folder.mkdir(parents=True, exist_ok=True)
+            store = StageStore(self.config.rollout_folder / "measurements")
+            repeats, started, computed = [], time.monotonic(), 0
+            for index in range(plan.repeats):
+                seed = self.config.probe_rework.master_seed + index
+                key = digest_of(base_key, seed)
+                fresh = not store.holds("repeat", key)
+                stage = store.once("repeat", key, lambda: self._repeat(plan, etas, seed, probed))
+                repeats.append({**stage.facts, "seconds": stage.seconds})
+                computed += fresh
+                self._tell(index + 1, plan.repeats, computed, time.monotonic() - started)
+        per_token = self.config.approx_delta_h.normalize == "per_token"
+        results = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "unit": "token" if per_token else "sequence",
+            "checkpoint": probed.checkpoint.name,
+            "learning_rate": probed.optimizer.lr,
+            "plan": {**plan.dump(), "eta_list": list(etas)},
+            "repeats": repeats,
+            "summary": _summary(repeats),
+            "config": self.config.dump(),
+            "provenance": {**provenance(), "files": dict(probed.checkpoint.hashes)},
+        }
+        path = self._results_path(probed.checkpoint.name, digest_of(base_key, plan.repeats))
+        results["results_path"] = str(path)
+        encoded = json.dumps(results, indent=1, allow_nan=False).encode()
+
+        def write() -> None:
+            if not path.is_file() or path.read_bytes() != encoded:  # a rerun changes nothing
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, encoded)
+
+        current().told(write)
+        return Measurements(results)
+
+    def _key(self, plan: ExperimentPlan, etas: Sequence[float], probed: Opened) -> str:
+        """Everything that a repeat depends on besides its seed."""
+        said = {k: v for k, v in self.config.dump().items() if k not in NOT_RESULTS}
+        said["probe_rework"] = {**said["probe_rework"], "master_seed": None}
+        computes = {**plan.dump(), "eta_list": list(etas), "repeats": None}
+        loaded = self.config.rollouts.load
+        versions = {k: v for k, v in provenance().items() if k != "git"}
+        files = [dict(probed.checkpoint.hashes), contents(self.config, probed)]
+        return digest_of(SCHEMA, said, computes, loaded, files, versions)
+
+    def _repeat(
+        self, plan: ExperimentPlan, etas: Sequence[float], seed: int, probed: Opened
+    ) -> Stage:
+        config = self.config.replaced(
+            {
+                "probe_rework.master_seed": seed,
+                "rollouts.save": str(self.config.rollout_folder / f"repeat_{seed}"),
+                "influence.workspace": {},
+                "influence.evaluation_requests": [{"kind": "evaluation", "params": {"group": 1}}],
+                "influence.reward": False,
+                "influence.what_if": [],
+            },
+            where="repeat",
+        )
+        inputs = gather_study(config, probed, quiet=self._quiet).probe
+        points, level = _points(inputs, plan, etas)
+        return Stage(
+            facts={
+                "seed": seed,
+                "update": "recorded" if inputs.real else "hypothetical",
+                "B_E": len(inputs.evaluation.prompt_N.unique()),
+                "B_U": len(inputs.update.rollouts.prompt_N.unique()),
+                "evaluation_rollouts": inputs.evaluation.fingerprint,
+                "update_rollouts": inputs.update.rollouts.fingerprint,
+                "H_orig": numbers(level),
+                "points": points,
+                "notes": list(inputs.notes),
+            }
+        )
+
+    def _results_path(self, checkpoint: str, key: str) -> Path:
+        if self.config.output.results_path is not None:
+            return Path(self.config.output.results_path)
+        logs = Path(self.config.detailed_logging.output_directory)
+        return logs / "measurements" / f"{checkpoint}_{key[:8]}.json"
+
+    def _tell(self, done: int, total: int, computed: int, seconds: float) -> None:
+        if self._quiet or not current().first:
+            return
+        left = ""
+        if computed and done < total:
+            left = f", about {seconds / computed * (total - done):.0f} s left"
+        print(f"repeat {done} of {total} ({seconds:.1f} s{left})", file=sys.stderr, flush=True)
+
+
+def _points(
+    inputs: ProbeInputs, plan: ExperimentPlan, etas: Sequence[float]
+) -> tuple[list[dict[str, Any]], Estimate]:
+    """One entry per eta, and the entropy before the step."""
+    policy, rollouts = inputs.policy, inputs.evaluation
+    if plan.compute_linquad and not inputs.bends:
+        raise ValueError(
+            "compute_linquad is true with approx_delta_h.method "
+            f"{inputs.config.approx_delta_h.method!r} (used: {inputs.mode!r}) and top_p "
+            f"{policy.top_p:g}; a curvature needs a forward method and the full softmax. Use "
+            "method: auto and top_p: 1, or experiment.compute_linquad: false."
+        )
+    direction, _ = inputs.step()
+    base = score_all(policy, policy.params, rollouts, microbatch=inputs.measuring["microbatch"])
+    level = entropy_level(policy, rollouts, base=base, repackings=0, **inputs.measuring)
+    slope = bend = None
+    if plan.compute_linquad:
+        bend = curvature(policy, rollouts, direction, repackings=0, **inputs.predicting)
+        slope = bend.diagnostics["slope"]
+    elif plan.compute_linear:
+        slope = first_order(
+            policy, rollouts, direction, base=base, repackings=0, **inputs.predicting
+        )
+    changes: dict[Case, Estimate] = {}
+    own = inputs.config.importance.clip_c
+    if plan.compute_true:
+        clips = tuple(dict.fromkeys((own, *plan.clip_overrides)))
+        changes = measured_many(
+            policy, rollouts, {"step": direction}, etas, base=base, clips=clips, **inputs.measuring
+        )
+    return [_point(eta, plan, slope, bend, changes, own) for eta in etas], level
+
+
+def _point(
+    eta: float,
+    plan: ExperimentPlan,
+    slope: Estimate | None,
+    bend: Estimate | None,
+    changes: Mapping[Case, Estimate],
+    own: float | None,
+) -> dict[str, Any]:
+    found: dict[str, Estimate] = {}
+    if plan.compute_true:
+        found["measured"] = changes[Case("step", eta, own)]
+    if plan.compute_linear and slope is not None:
+        found["linear"] = eta * slope
+    if slope is not None and bend is not None:
+        found["linquad"] = combine([(eta, slope), (eta**2 / 2, bend)])
+    out: dict[str, Any] = {"eta": eta, **{name: numbers(e) for name, e in found.items()}}
+    if "measured" in found:
+        out["diagnostics"] = weights_of(found["measured"])
+        out["differences"] = {
+            name: numbers(found[name] - found["measured"])
+            for name in ("linear", "linquad")
+            if name in found
+        }
+        out["clips"] = {
+            _clip_name(case.clip): numbers(change) | {"diagnostics": weights_of(change)}
+            for case, change in changes.items()
+            if case.eta == eta and case.clip != own
+        }
+    return out
+
+
+def _clip_name(clip: float | None) -> str:
+    return "none" if clip is None else f"{clip:g}"
+
+
+def _summary(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By eta: mean and spread over the repeats, of the numbers and of their differences."""
+    out = []
+    for i, first in enumerate(repeats[0]["points"]):
+        points = [repeat["points"][i] for repeat in repeats]
+        names = [name for name in ("measured", "linear", "linquad") if name in first]
+        entry = {"eta": first["eta"]}
+        entry |= {name: _over([point[name] for point in points]) for name in names}
+        entry["differences"] = {
+            name: _over([point["differences"][name] for point in points])
+            for name in first.get("differences", {})
+        }
+        entry["clips"] = {
+            name: _over([point["clips"][name] for point in points])
+            for name in first.get("clips", {})
+        }
+        out.append(entry)
+    return out
+
+
+def _over(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Mean over repeats; with one repeat, that repeat's own error bar."""
+    values, repeats = [estimate["value"] for estimate in found], len(found)
+    trusted = sum(estimate["trusted"] for estimate in found)
+    if repeats == 1:
+        stderr, interval = found[0]["stderr"], found[0]["interval"]
+        return {
+            "mean": values[0],
+            "stderr": stderr,
+            "interval": interval,
+            "repeats": 1,
+            "trusted": trusted,
+        }
+    mean, stderr = statistics.fmean(values), statistics.stdev(values) / sqrt(repeats)
+    half = float(stdtrit(repeats - 1, 0.5 + CONFIDENCE / 2)) * stderr
+    return {
+        "mean": mean,
+        "stderr": stderr,
+        "interval": [mean - half, mean + half],
+        "repeats": repeats,
+        "trusted": trusted,
+    }

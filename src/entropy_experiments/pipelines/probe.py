@@ -1,0 +1,244 @@
+"""One checkpoint: what does its next update do to the policy's entropy?
+
+    phase 0      evaluation rollouts E are drawn; the update batch U is the recorded one, or drawn
+    phase 1-3    the step is rebuilt from the optimizer's state; predicted: lr * slope of H
+    phase 5      measured: the same rollouts, reweighted to speak for the updated policy
+
+(The phases have the numbers of the earlier probe, which had a fourth.) Model, optimizer and random
+state are left exactly as they were; finished rollouts are on disk as soon as they are drawn, so
+that an interrupted run continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.attribution.eventual import momentum_of
+from entropy_experiments.checkpoints.runs import provenance
+from entropy_experiments.config import Config, load_config, parse_config
+from entropy_experiments.distributed import current
+from entropy_experiments.estimate.curvature import curvature
+from entropy_experiments.estimate.first_order import first_order, first_order_by_part
+from entropy_experiments.estimate.level import entropy_level
+from entropy_experiments.estimate.measured import measured_many
+from entropy_experiments.estimate.noise import REPACKINGS
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.pipelines.influence.certified import certificate_of
+from entropy_experiments.pipelines.probe_inputs import ProbeInputs, gather, timed
+from entropy_experiments.pipelines.run_conditions import careful
+from entropy_experiments.report.findings import Findings, MadeCheck, results_of
+from entropy_experiments.report.logs import DetailedLogger
+from entropy_experiments.report.messages import messages
+from entropy_experiments.report.notebook import ProbeResults
+from entropy_experiments.report.verdict import verdict
+from entropy_experiments.sampling.whole_files import write_whole
+from entropy_experiments.types import Attribution, Direction, Estimate, Scores
+
+
+class OfflineEntropyProbe:
+    """Predicts, measures and explains the entropy change of a checkpoint's next update.
+
+    probe = OfflineEntropyProbe.from_config_file("configs/test_deltaH1.yaml")
+    results = probe.run_mixed_probe("path/to/checkpoint-340")
+    print("\\n".join(results["verdict"]))
+    """
+
+    def __init__(
+        self, config: Config | Mapping[str, Any] | None = None, *, quiet: bool = False
+    ) -> None:
+        self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self._quiet = quiet
+
+    @classmethod
+    def from_config_file(cls, path: str | Path, *, quiet: bool = False) -> OfflineEntropyProbe:
+        """Any YAML file; the names of the package's own templates work from any folder."""
+        return cls(load_config(path), quiet=quiet)
+
+    def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> ProbeResults:
+        """Results under the names of the documents; prints where the log is."""
+        if self.config.output.results_path is not None:  # now: a folder that is gone later, is gone
+            current().told(lambda: _made_for(Path(str(self.config.output.results_path))))
+        found, decode = self.findings(checkpoint_path)
+        results = ProbeResults(results_of(found), unit=found.level.estimand.unit)
+        results["verdict"] = verdict(found)
+        for message in messages(found):
+            self._say(message)
+        log = current().told(lambda: self._written(found, decode, results))
+        if log is not None:
+            results["log_path"] = log
+        return results
+
+    def _written(self, found: Findings, decode: Any, results: ProbeResults) -> str | None:
+        """Log and results.json, as the configuration asks for them; returns the log's path."""
+        log = DetailedLogger(self.config).write(found, decode)
+        if log is not None:
+            results["log_path"] = str(log)
+            self._say(f"log: {log}")
+        if self.config.output.results_path is not None:
+            path = Path(self.config.output.results_path)
+            write_whole(path, json.dumps(results, indent=1, allow_nan=False).encode())
+        return results.get("log_path")
+
+    def findings(self, checkpoint_path: str | Path | None = None) -> tuple[Findings, Any]:
+        """(what was found, the tokenizer's decode): the numbers as Estimates, for further use."""
+        with careful():
+            say = None if self._quiet else self._say
+            inputs = gather(self.config, checkpoint_path, say=say, may_shard=True)
+            return self._probe(inputs), inputs.checkpoint.tokenizer.decode
+
+    def _probe(self, inputs: ProbeInputs) -> Findings:
+        policy, rollouts, timing = inputs.policy, inputs.evaluation, inputs.timing
+        with timed(timing, "update"):
+            direction, stats = inputs.step()
+        with timed(timing, "base"):
+            base = score_all(
+                policy, policy.params, rollouts, microbatch=inputs.measuring["microbatch"]
+            )
+            level = entropy_level(policy, rollouts, base=base, **inputs.measuring)
+        predicted, bend, linear_range = self._predict(inputs, direction, base)
+        measured = self._measure(inputs, direction, base)
+        with timed(timing, "certificate"):
+            # Another model to load: by one rank.
+            certificate, absent = current().told(lambda: certificate_of(inputs, direction))
+        to_go = self._to_go(inputs, direction, base)
+        made = MadeCheck(
+            of_gradient=inputs.has_gradient,
+            gradient_distance=inputs.gradient_distance(stats),
+            altered=inputs.altered if inputs.real else (),
+            reasons=inputs.reasons if inputs.real else (),
+            unfollowed=inputs.facts.unfollowed if inputs.real else (),
+        )
+        doubt = made.doubt(certificate)
+        if doubt:
+            predicted = predicted and predicted.doubted(doubt)
+            measured = measured and {eta: x.doubted(doubt) for eta, x in measured.items()}
+            bend, to_go = bend and bend.doubted(doubt), to_go and to_go.doubted(doubt)
+        notes = list(inputs.notes)
+        if stats.part_norms["gradient"] == 0:
+            if inputs.real:  # a drawn batch comes with a note of its own
+                notes.append(
+                    "every group of the update batch has equal rewards: the update is momentum "
+                    "and weight decay alone"
+                )
+            predicted = predicted and _doubted(predicted)
+        timing["total"] = sum(timing.values())
+        momentum_decay, coupled_decay = momentum_of(inputs.optimizer)
+        return Findings(
+            checkpoint=inputs.checkpoint.name,
+            step=inputs.checkpoint.step,
+            base=inputs.checkpoint.base,
+            lr=inputs.lr,
+            lr_stored=inputs.lr_stored,
+            momentum_decay=momentum_decay,
+            coupled_decay=coupled_decay,
+            level=level,
+            predicted=predicted,
+            to_go=to_go,
+            bend=bend,
+            linear_range=linear_range,
+            measured=measured,
+            real=inputs.real,
+            certificate=certificate,
+            certificate_absent=absent,
+            made=made,
+            stats=stats,
+            retries=inputs.retries,
+            evaluation=rollouts,
+            evaluation_scores=base,
+            update=inputs.update,
+            assumed=inputs.facts.assumed,
+            read={name: source for name, source in inputs.facts.sources.items() if source},
+            not_verifiable=inputs.not_verifiable,
+            notes=tuple(notes),
+            timing=timing,
+            provenance={
+                **provenance(),
+                "precision": dict(stats.precision),
+                "files": dict(inputs.checkpoint.hashes),
+                "evaluation_rollouts": rollouts.fingerprint,
+                "update_rollouts": inputs.update.rollouts.fingerprint,
+                "training_facts": {k: v for k, v in inputs.facts.values.items() if v is not None},
+                "coverage": dict(inputs.checkpoint.coverage),
+            },
+        )
+
+    def _predict(
+        self, inputs: ProbeInputs, direction: Direction, base: Scores
+    ) -> tuple[Attribution | None, Estimate | None, float | None]:
+        """Phases 1 to 3, in units of the step: lr times the slope, lr^2 / 2 times the curvature."""
+        if not self.config.probe_rework.compute_delta_h1:
+            return None, None, None
+        asked, lr = self.config.approx_delta_h, inputs.lr
+        rollouts, policy, options = inputs.evaluation, inputs.policy, inputs.predicting
+        with timed(inputs.timing, "first_order"):
+            slope = first_order_by_part(
+                policy,
+                rollouts,
+                direction,
+                baseline=asked.baseline,
+                base=base,
+                repackings=REPACKINGS if asked.variance else 0,
+                **options,
+            )
+        self._say(f"phase 1-3: predicted ({inputs.timing['first_order']:.1f} s)")
+        predicted = Attribution.of(
+            lr * slope.total, {name: lr * line for name, line in slope.lines.items()}
+        )
+        if not asked.curvature or not inputs.bends:
+            return predicted, None, None
+        with timed(inputs.timing, "curvature"):
+            bend = curvature(policy, rollouts, direction, repackings=0, **options)
+        # A curvature near 0 within its error bar would promise a range that nobody has seen.
+        low = bend.diagnostics["linear_range_low"]
+        reach = bend.diagnostics["linear_range"] if low is None else low
+        return predicted, lr**2 / 2 * bend, reach
+
+    def _to_go(self, inputs: ProbeInputs, direction: Direction, base: Scores) -> Estimate | None:
+        """The prediction of less variance, where the one paired with the measurement is not it."""
+        if not self.config.probe_rework.compute_delta_h1 or inputs.predicting["form"] == "to_go":
+            return None
+        options = {**inputs.predicting, "form": "to_go", "repackings": 0}
+        with timed(inputs.timing, "first_order"):
+            found = first_order(inputs.policy, inputs.evaluation, direction, base=base, **options)
+        return inputs.lr * found
+
+    def _measure(
+        self, inputs: ProbeInputs, direction: Direction, base: Scores
+    ) -> dict[float, Estimate] | None:
+        """Phase 5: the measured change at every eta."""
+        if not self.config.importance.enabled:
+            return None
+        etas = dict.fromkeys((inputs.lr, *self.config.estimator.etas(inputs.lr)))
+        with timed(inputs.timing, "measured"):
+            found = measured_many(
+                inputs.policy,
+                inputs.evaluation,
+                {"step": direction},
+                etas,
+                base=base,
+                clips=(self.config.importance.clip_c,),
+                **inputs.measuring,
+            )
+        self._say(f"phase 5: measured ({inputs.timing['measured']:.1f} s)")
+        return {case.eta: change for case, change in found.items()}
+
+    def _say(self, line: str) -> None:
+        if not self._quiet and current().first:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _doubted(predicted: Attribution) -> Attribution:
+    """The gradient's line of a batch without any advantage says nothing about such batches."""
+    doubt = ("no group of the update batch has an advantage",)
+    gradient = predicted.lines["gradient"]
+    line = replace(gradient, given_reasons=(*gradient.given_reasons, *doubt))
+    return replace(predicted, lines={**predicted.lines, "gradient": line})
+
+
+def _made_for(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)

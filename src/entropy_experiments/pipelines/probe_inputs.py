@@ -1,0 +1,438 @@
+"""Phase 0: the checkpoint, the training facts, the evaluation rollouts and the update batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.checkpoints.load import Checkpoint
+from entropy_experiments.checkpoints.made_step import MadeStep, read_made_step
+from entropy_experiments.checkpoints.training_record import MADE_STEP
+from entropy_experiments.config import Config
+from entropy_experiments.estimate.first_order import PAIRED_WITH
+from entropy_experiments.estimate.modes import Used, used_mode
+from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedPolicy
+from entropy_experiments.numerics.sketch import distance, sketch
+from entropy_experiments.pipelines.probe_sampling import (
+    Opened,
+    PromptIds,
+    Sampler,
+    opened,
+    prompts_of,
+)
+from entropy_experiments.pipelines.step_facts import TrainingFacts
+from entropy_experiments.sampling.generate import UNITS
+from entropy_experiments.sampling.rollout_files import (
+    load_rollouts,
+    load_update_batch,
+    recorded_meta,
+)
+from entropy_experiments.types import Direction, OptimizerState, Rollouts, UpdateBatch
+from entropy_experiments.update.adamw import (
+    UpdateStats,
+    compute_update_vector_adamw,
+    update_of_gradient,
+)
+from entropy_experiments.update.gradient import clip_factor, loss_gradient
+
+Say = Callable[[str], None]
+OF_THE_LOSS = (
+    *("loss", "clip_low", "clip_high", "ratio", "beta", "entropy_coef", "delta"),
+    *("kl_ratio", "sapo_positive", "sapo_negative", "max_completion_length"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProbeInputs:
+    """All that the mathematics needs, gathered from the model side."""
+
+    config: Config
+    checkpoint: Checkpoint
+    policy: SequenceProcessor | ShardedPolicy
+    facts: TrainingFacts
+    optimizer: OptimizerState
+    horizon: int
+    evaluation: Rollouts
+    update: UpdateBatch
+    real: bool
+    """The update batch was recorded in training."""
+    bound: bool
+    """The recorded batch names the weights it was drawn from, and they are these."""
+    retries: int | None
+    """Groups drawn in place of groups with equal rewards; None: the batch was not drawn here."""
+    notes: tuple[str, ...]
+    timing: dict[str, float]
+    made: MadeStep | None = None
+    """What training recorded of the step that it made from here."""
+
+    @property
+    def altered(self) -> tuple[str, ...]:
+        """Facts of the loss for which the config asks for something else than training had."""
+        names = (*OF_THE_LOSS, "max_grad_norm")
+        return tuple(
+            f"{name} = {self.facts.values[name]} instead of {self.facts.read[name]}"
+            for name in names
+            if name in self.facts.read and self.facts.values[name] != self.facts.read[name]
+        )
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the step is made of the gradient that training used, not of a rebuilt one."""
+        whole = self.config.checkpoint.sharding == "none"
+        made = self.made is not None and self.made.has_gradient
+        return made and self.real and whole and not self.altered
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why a step rebuilt from the batch may be another than training's."""
+        return (
+            *(f"{option} is not followed here" for option in self.facts.unfollowed),
+            *limits_of(self.checkpoint, self.facts, self.real),
+        )
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.lr
+
+    @property
+    def bends(self) -> bool:
+        """Whether a curvature is defined for the way of differentiating and the law."""
+        return self.mode != "reverse" and self.policy.top_p == 1
+
+    @property
+    def mode(self) -> Used:
+        """The way of differentiating: the configured one, or what the model turned out to have."""
+        return used_mode(self.policy, self.evaluation, self.config.approx_delta_h.method)
+
+    @property
+    def not_verifiable(self) -> tuple[str, ...]:
+        unbound = "update_batch: nothing records the weights it was drawn from"
+        return (
+            *self.checkpoint.not_verifiable,
+            *([unbound] if self.real and not self.bound else []),
+        )
+
+    @property
+    def lr_stored(self) -> float:
+        """The rate in the checkpoint, whatever the config says."""
+        assert self.checkpoint.optimizer is not None  # need_optimizer: its absence is refused
+        return self.checkpoint.optimizer.lr
+
+    @property
+    def measuring(self) -> dict[str, Any]:
+        return measuring(self.config, self.horizon)
+
+    @property
+    def predicting(self) -> dict[str, Any]:
+        """The same for slopes, in the form that is the measurement's derivative."""
+        paired = {form: slope for slope, form in PAIRED_WITH.items()}
+        return {
+            **self.measuring,
+            "form": paired[self.config.importance.is_mode],
+            "microbatch": self.config.memory_config.microbatch_size,
+            "mode": self.mode,
+        }
+
+    @property
+    def trained(self) -> SequenceProcessor | ShardedPolicy:
+        """The policy as the loss sees it."""
+        return as_the_loss_sees(self.config, self.policy, self.facts, real=self.real)
+
+    def step(self, *, of_batch: bool = False) -> tuple[Direction, UpdateStats]:
+        """The update: of the gradient that training recorded, or rebuilt from the batch.
+
+        `of_batch`: rebuilt in any case, for those who split it into rollouts and tokens.
+        """
+        policy, objective = self.trained.as_trained(), self.facts.objective
+        microbatch = self.config.memory_config.microbatch_size
+        if of_batch or not self.has_gradient:
+            direction, _, stats = compute_update_vector_adamw(
+                policy,
+                self.update,
+                objective,
+                self.optimizer,
+                max_grad_norm=self.facts["max_grad_norm"] or None,
+                microbatch=microbatch,
+            )
+            return direction, stats
+        assert self.made is not None  # has_gradient
+        gradient = self.made.load_gradient(policy.params)
+        rebuilt = loss_gradient(policy, self.update, objective, microbatch=microbatch)
+        direction, _, stats = update_of_gradient(policy, gradient, rebuilt, self.optimizer)
+        return direction, stats
+
+    def gradient_distance(self, stats: UpdateStats) -> float | None:
+        """How far the gradient rebuilt from the batch is from the one that training used."""
+        if self.made is None or self.altered or not self.real:
+            return None
+        if self.config.checkpoint.sharding != "none":
+            return None
+        factor, _ = clip_factor(stats.found.gradient, self.facts["max_grad_norm"] or None)
+        present = {
+            name: factor * g
+            for name, g in stats.found.gradient.items()
+            if name not in self.made.without_gradient
+        }
+        return distance(sketch(present), self.made.gradient.sketch)
+
+
+def as_the_loss_sees(
+    config: Config, policy: SequenceProcessor | ShardedPolicy, facts: TrainingFacts, *, real: bool
+) -> SequenceProcessor | ShardedPolicy:
+    """Training's temperature for a batch recorded in training, and always the full softmax."""
+    temperature = facts.of_training("temperature") if real else policy.temperature
+    if temperature == policy.temperature and policy.top_p == 1:
+        return policy
+    if isinstance(policy, ShardedPolicy):
+        return policy.at(temperature)
+    return SequenceProcessor(
+        policy.model,
+        temperature=temperature,
+        checkpointing=config.memory_config.gradient_checkpointing,
+    )
+
+
+def measuring(config: Config, horizon: int) -> dict[str, Any]:
+    """Options of every measurement of a run: what its numbers speak of."""
+    simple, per_token = config.estimator.use_simple_entropy_for_x, config.approx_delta_h.normalize
+    return {
+        "form": config.importance.is_mode,
+        "unit": "token" if per_token == "per_token" else "sequence",
+        "entropy": "simple" if simple else "rao_blackwell",
+        "horizon": horizon,
+        "microbatch": config.forward_batch_size,
+    }
+
+
+def gather(
+    config: Config,
+    checkpoint_path: str | Path | None,
+    *,
+    say: Say | None = None,
+    avoid: Iterable[PromptIds] = (),
+    units: int = UNITS,
+    may_shard: bool = False,
+) -> ProbeInputs:
+    """Load, then draw what is not there yet; silent unless told how to `say`.
+
+    No evaluation prompt is a prompt of the update batch, or one of `avoid`. `units`: into how many
+    parts a large draw is cut, each kept as soon as it is finished.
+    """
+    tell, timing = say or (lambda line: None), dict[str, float]()
+    with timed(timing, "load"):
+        probed = opened(config, checkpoint_path, may_shard=may_shard)
+    checkpoint, facts = probed.checkpoint, probed.facts
+    trainable = sum(theta.numel() for theta in probed.policy.params.values())
+    tell(
+        f"{checkpoint.name}: {checkpoint.kind}, {trainable:,} trainable parameters, base "
+        f"{checkpoint.base} ({timing['load']:.1f} s)"
+    )
+    sampler = Sampler(config, probed, quiet=say is None, units=units)
+    with timed(timing, "sampling"):
+        made = made_already(config, checkpoint, sampler)
+        taken = set() if made is None else prompts_of(made[0].rollouts)
+        again = recorded_evaluation(config, checkpoint)
+        # E before U: prompts that U tries and drops for equal rewards must not fill E.
+        evaluation = sampler.evaluation(taken.union(avoid)) if again is None else again
+        asked = prompts_of(evaluation)
+        if made is None:
+            drawn, said = sampler.update(asked)
+            made = (drawn, False, said)
+        update, real, notes = made
+        notes = [*notes, *sampler.notes]
+        shared = asked & prompts_of(update.rollouts)
+        if again is None:
+            refuse_shared(shared)
+        elif shared:
+            notes.append(
+                f"{len(shared)} of {len(asked)} evaluation prompts, as recorded, are prompts of "
+                "the update batch, which the update moves most"
+            )
+        if real:
+            facts = with_divisor(facts, checkpoint)
+        update = with_reference(config, probed, update, real=real)
+    tell(
+        f"phase 0: {len(evaluation)} evaluation rollouts, {len(update.rollouts)} update rollouts "
+        f"{'recorded' if real else 'drawn'} ({timing['sampling']:.1f} s)"
+    )
+    return ProbeInputs(
+        config=config,
+        checkpoint=checkpoint,
+        policy=probed.policy,
+        facts=facts,
+        optimizer=probed.optimizer,
+        horizon=sampler.horizon,
+        evaluation=evaluation,
+        update=update,
+        real=real,
+        bound=real and weights_of_batch(checkpoint) is not None,
+        retries=sampler.retries,
+        notes=(*config.notes, *facts.notes, *notes, *limits_of(checkpoint, facts, real)),
+        timing=timing,
+        made=made_step(checkpoint) if real else None,
+    )
+
+
+def made_step(checkpoint: Checkpoint) -> MadeStep | None:
+    """What is recorded of the step that was made from this checkpoint."""
+    if checkpoint.recorded is None:
+        return None
+    return read_made_step(checkpoint.recorded.parent / MADE_STEP)
+
+
+def with_divisor(facts: TrainingFacts, checkpoint: Checkpoint) -> TrainingFacts:
+    """The tokens that training divided this very batch's loss by, where they are not its own."""
+    if checkpoint.recorded is None:
+        return facts
+    divisor = recorded_meta(checkpoint.recorded).get("divisor")
+    return facts if divisor is None else replace(facts, values={**facts.values, "divisor": divisor})
+
+
+def recorded_evaluation(config: Config, checkpoint: Checkpoint) -> Rollouts | None:
+    """The rollouts that the step was probed with in training, if the config asks for them."""
+    if config.batch_config.evaluation != "recorded":
+        return None
+    folder = None
+    if checkpoint.recorded is not None:
+        folder = checkpoint.recorded.parent / "evaluation"
+    if folder is None or not folder.is_dir():
+        raise FileNotFoundError(
+            f"batch_config.evaluation is recorded, and there are no rollouts in {folder} (only "
+            "steps that were probed have them). Leave it out, so that new ones are drawn."
+        )
+    rollouts, meta = load_rollouts(folder)
+    at = meta.get("weights")
+    if at is not None and at not in checkpoint.hashes.values():
+        raise ValueError(
+            f"The evaluation rollouts in {folder} were recorded at weights {at[:12]}..., and "
+            f"{checkpoint.path} has others. Leave batch_config.evaluation out."
+        )
+    return rollouts
+
+
+def refuse_shared(prompts: set[PromptIds]) -> None:
+    if prompts:
+        raise ValueError(
+            f"{len(prompts)} prompts are in both batches; expected disjoint ones: an update moves "
+            "its own prompts most. Leave rollouts.load out, so that new evaluation rollouts are "
+            "drawn."
+        )
+
+
+def with_reference(
+    config: Config, probed: Opened, batch: UpdateBatch, *, real: bool, what_if: str | None = None
+) -> UpdateBatch:
+    """A KL term needs the reference policy's log-probs; an adapter's is the base without it.
+
+    `what_if`: a counterfactual that has a KL term, whether or not training had one.
+    """
+    beta = probed.facts["beta"]
+    if not (beta or what_if) or batch.ref_logprob_NS is not None:
+        return batch
+    if probed.checkpoint.kind != "lora":
+        said, away = f"beta is {beta}", "set update.beta: 0 to leave the KL term out"
+        if not beta:
+            said, away = f"influence.what_if has {what_if!r}", "leave that what-if out"
+        raise ValueError(
+            f"{said} and the update batch has no reference log-probs; the reference of a full "
+            f"fine-tune is not in its checkpoint. Record the batch, or {away}."
+        )
+    policy = as_the_loss_sees(config, probed.policy, probed.facts, real=real)
+    with probed.checkpoint.model.disable_adapter():
+        found = score_all(
+            policy, policy.params, batch.rollouts, microbatch=config.forward_batch_size
+        )
+    return replace(batch, ref_logprob_NS=found.logprob_NS)
+
+
+def limits_of(checkpoint: Checkpoint, facts: TrainingFacts, real: bool) -> list[str]:
+    """Facts of training that the rebuilt step does not follow."""
+    notes: list[str] = []
+    dropout = _dropout(checkpoint)
+    if dropout:
+        notes.append(
+            f"training may have had dropout ({dropout}); the step is rebuilt without it, and "
+            "differs from the real one by that noise"
+        )
+    if facts["num_iterations"] > 1 and not real:
+        notes.append(
+            f"training makes {facts['num_iterations']} steps of every batch; this is the first of "
+            "them"
+        )
+    if facts["amp_dtype"] not in ("float32", "none"):
+        notes.append(
+            f"training computed in {facts['amp_dtype']}; the step is rebuilt in the precision of "
+            "the parameters here, and differs from the real one by that rounding"
+        )
+    return notes
+
+
+def _dropout(checkpoint: Checkpoint) -> str:
+    """Every dropout rate above 0 that the files name."""
+    model: Any = checkpoint.model
+    found = {name: value for name, value in vars(model.config).items() if "dropout" in name}
+    for adapter in getattr(model, "peft_config", {}).values():
+        found["lora_dropout"] = adapter.lora_dropout
+    on = {name: rate for name, rate in found.items() if isinstance(rate, float) and rate > 0}
+    return ", ".join(f"{name} {rate:g}" for name, rate in sorted(on.items()))
+
+
+@contextmanager
+def timed(timing: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    timing[name] = timing.get(name, 0.0) + time.perf_counter() - started
+
+
+def made_already(
+    config: Config, checkpoint: Checkpoint, sampler: Sampler
+) -> tuple[UpdateBatch, bool, list[str]] | None:
+    """(batch, whether training made it, notes); None when one has to be drawn."""
+    if config.update.batch != "drawn" and checkpoint.recorded is not None:
+        batch, meta = load_update_batch(checkpoint.recorded)
+        refuse_foreign(batch, meta, checkpoint, checkpoint.recorded)
+        return batch, True, []
+    if config.update.batch == "recorded":
+        raise FileNotFoundError(
+            f"No recorded update batch beside {checkpoint.path}; expected a folder update_batch/. "
+            "Record training, or let the probe draw one: update.batch: drawn."
+        )
+    saved = sampler.saved_update()
+    return None if saved is None else (saved[0], False, saved[1])
+
+
+def weights_of_batch(checkpoint: Checkpoint) -> str | None:
+    """The weights that the recorded batch says it belongs to."""
+    assert checkpoint.recorded is not None
+    return recorded_meta(checkpoint.recorded).get("weights")
+
+
+def refuse_foreign(
+    batch: UpdateBatch, meta: dict[str, Any], checkpoint: Checkpoint, where: str | Path
+) -> None:
+    """A batch that was recorded at other weights, or with another tokenizer."""
+    at = meta.get("weights")
+    if at is not None and not isinstance(at, str):
+        raise ValueError(
+            f"The update batch in {where} names weights {at!r}; expected their sha256 as text. "
+            "Restore its manifest, or set update.batch: drawn."
+        )
+    if at is not None and at not in checkpoint.hashes.values():
+        raise ValueError(
+            f"The update batch in {where} was recorded at weights {at[:12]}... (step "
+            f"{meta.get('step')}); {checkpoint.path} has others. Put each batch beside the "
+            "checkpoint it was drawn from, or set update.batch: drawn."
+        )
+    rows = checkpoint.model.get_input_embeddings().weight.shape[0]
+    highest = int(batch.rollouts.tokens_NS.max())
+    if highest >= rows:
+        raise ValueError(
+            f"The update batch in {where} has token id {highest}; the model has {rows} tokens. It "
+            "was recorded with another model."
+        )

@@ -1,0 +1,345 @@
+"""A checkpoint opened for probing, and the rollouts drawn from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from entropy_experiments.attribution.eventual import momentum_of
+from entropy_experiments.checkpoints.load import Checkpoint, load_checkpoint
+from entropy_experiments.checkpoints.optimizer_state import refuse_zero_lr
+from entropy_experiments.checkpoints.runs import default_checkpoint, of_the_package
+from entropy_experiments.checkpoints.training_record import RECORDED
+from entropy_experiments.config import Config
+from entropy_experiments.distributed import current
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedPolicy
+from entropy_experiments.pipelines.run_conditions import (
+    check_sharded_derivatives,
+    check_sharding,
+    loaded,
+    refuse_sharding,
+)
+from entropy_experiments.pipelines.step_facts import (
+    TrainingFacts,
+    refuse_unrecorded,
+    reward_of,
+    training_facts,
+    with_learning_rate,
+)
+from entropy_experiments.sampling.datasets import Problem, load_problems
+from entropy_experiments.sampling.generate import UNITS, SampleGenerator
+from entropy_experiments.sampling.rollout_files import (
+    RolloutStore,
+    load_rollouts,
+    load_update_batch,
+    save_rollouts,
+    save_update_batch,
+)
+from entropy_experiments.types import OptimizerState, Rollouts, UpdateBatch
+from entropy_experiments.types.direction import AdamGroup
+
+PromptIds = tuple[int, ...]
+MIN_RECORDED = 2
+"""Prompts below which a recorded run's own are not enough for any spread."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Opened:
+    """A checkpoint, ready to be probed."""
+
+    checkpoint: Checkpoint
+    policy: SequenceProcessor | ShardedPolicy
+    facts: TrainingFacts
+    optimizer: OptimizerState
+
+
+def opened(
+    config: Config, checkpoint_path: str | Path | None, *, may_shard: bool = False
+) -> Opened:
+    """Read the checkpoint that the call or the config names; the embedded default otherwise.
+
+    `may_shard`: what is done with it can be done with a model cut over the ranks.
+    """
+    asked = config.checkpoint
+    load = partial(
+        load_checkpoint,
+        of_the_package(
+            checkpoint_path or asked.checkpoint_path or asked.adapter_path or default_checkpoint()
+        ),
+        base=asked.base,
+        backbone=asked.backbone,
+        adapter_path=asked.adapter_path,
+        optimizer_path=asked.optimizer_path,
+        dtype=asked.dtype,
+    )
+    if not may_shard:
+        refuse_sharding(config)
+    check_sharded_derivatives(config)
+    checkpoint, sharded = loaded(config, load)
+    assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
+    given = config.update.lr
+    lr = checkpoint.optimizer.lr if given is None else given
+    refuse_zero_lr(lr, checkpoint.path)
+    if not isinstance(checkpoint.optimizer.groups[0], AdamGroup):
+        raise ValueError(
+            f"The optimizer of {checkpoint.path} is SGD; expected Adam or AdamW, whose step the "
+            "probe rebuilds. update.sgd.sgd_direction serves an SGD step from Python."
+        )
+    momentum_of(checkpoint.optimizer)  # groups that differ in b1 are refused before any stage
+    facts = training_facts(config, checkpoint.facts, checkpoint.fact_sources)
+    checkpointing = config.memory_config.gradient_checkpointing
+    check_sharding(config, top_p=facts["top_p"])
+    if sharded is None:
+        policy = SequenceProcessor(
+            checkpoint.model,
+            temperature=facts["temperature"],
+            top_p=facts["top_p"],
+            checkpointing=checkpointing,
+        )
+    else:
+        policy = ShardedPolicy(
+            sharded, temperature=facts["temperature"], checkpointing=checkpointing
+        )
+    optimizer = with_learning_rate(checkpoint.optimizer, lr)
+    return Opened(checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer)
+
+
+def contents(
+    config: Config, probed: Opened, more: Iterable[str | Path | None] = ()
+) -> dict[str, list[str]]:
+    """Hashes of the files beside the checkpoint that decide a batch: part of every key.
+
+    Datasets, saved and recorded batches, reward functions of your own (the file of their module,
+    not what it imports), and what else is named in `more`.
+    """
+    facts = probed.facts
+    sources = facts.values.get("reward_sources") or ()
+    own = [name.rpartition(":")[0] for name in facts["reward_functions"] if ":" in name]
+    named = [
+        config.batch_config.dataset_path or facts.values.get("dataset_path"),
+        config.rollouts.load,
+        probed.checkpoint.recorded,
+        *more,
+    ]
+    return {
+        **{str(path): _hashes(Path(path)) for path in named if isinstance(path, str | Path)},
+        **{f"{module}:": _hashes(_source(module)) for module in own},
+        **{f"{one['name']}:": [str(one.get("sha256"))] for one in sources},
+    }
+
+
+def _hashes(path: Path | None) -> list[str]:
+    """Of a file, or of every file below a folder; nothing there: it is refused later."""
+    if path is None:
+        return []
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return [
+        f"{p.relative_to(path)} {hashlib.sha256(p.read_bytes()).hexdigest()}"
+        for p in files
+        if p.is_file()
+    ]
+
+
+def _source(module: str) -> Path | None:
+    if module.endswith(".py"):
+        return Path(module)
+    try:
+        found = find_spec(module)
+    except Exception:  # a package of the user's may fail in any way; build_reward says which
+        return None
+    return None if found is None or not found.has_location else Path(str(found.origin))
+
+
+class Sampler:
+    """Draws rollouts of a checkpoint on its task; what is drawn is on disk at once."""
+
+    def __init__(
+        self, config: Config, probed: Opened, *, quiet: bool = True, units: int = UNITS
+    ) -> None:
+        facts = probed.facts
+        self.config, self.facts, self.policy = config, facts, probed.policy
+        self.horizon = config.generation.max_new_tokens or facts["max_completion_length"]
+        self.generator = SampleGenerator(
+            probed.policy,
+            probed.checkpoint.tokenizer,
+            max_new_tokens=self.horizon,
+            stop=config.generation.stop or facts.values.get("stop") or (),
+            batch_size=config.generation.gen_batch_size,
+            master_seed=config.probe_rework.master_seed,
+            progress=not quiet and current().first,
+            units=units,
+        )
+        self.retries: int | None = None
+        self.notes: list[str] = []
+        """What is to be said about the prompts."""
+        self._record = probed.checkpoint.record
+        self._folder = config.rollout_folder
+        self._loaded = None if config.rollouts.load is None else Path(config.rollouts.load)
+        identity = self.generator.identity()
+        self.meta = {"dataset": facts["dataset_name"], "identity": identity}
+        named = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+        self.generator.store = RolloutStore(self._folder / "units" / named)
+
+    def evaluation(self, avoid: set[PromptIds]) -> Rollouts:
+        """B_E prompts with one response each, none of them a prompt of `avoid`."""
+        if self._loaded is not None:
+            folder = self._loaded / "evaluation"
+            rollouts, meta = load_rollouts(folder)
+            self._refuse_other_policy(meta, folder)
+        else:
+            asked = self.config.batch_config
+            problems = self.problems("evaluation", asked.E_split, asked.B_E, avoid)
+            rollouts = self.generator.generate_evaluation_batch(problems)
+            if self.config.rollouts.save is not None:
+                folder = self._folder / "evaluation"
+                current().told(lambda: save_rollouts(folder, rollouts, meta=self.meta))
+        return replace(rollouts, behaviour_logprob_NS=None)  # of the very policy that is probed
+
+    def saved_update(self) -> tuple[UpdateBatch, list[str]] | None:
+        """The update batch in rollouts.load, if there is one."""
+        if self._loaded is None or not (self._loaded / "update").is_dir():
+            return None
+        folder = self._loaded / "update"
+        batch, meta = load_update_batch(folder)
+        self._refuse_other_policy(meta, folder)
+        return _own(batch), [f"update rollouts reused from {folder}"]
+
+    def update(self, avoid: set[PromptIds]) -> tuple[UpdateBatch, list[str]]:
+        """B_U prompts with G responses each, none of `avoid`, and what is to be said about them."""
+        asked, facts = self.config.batch_config, self.facts
+        most = asked.B_U * (1 + asked.max_resample_attempts)
+        pool = self.problems("update", asked.U_split, asked.B_U, avoid, most=most)
+        drawn = self.generator.generate_update_batch(
+            pool,
+            prompts=min(asked.B_U, len(pool)),
+            group=asked.G,
+            reward=reward_of(facts, self.config),
+            scale=facts["advantage"],
+            filter_zero_advantage=asked.filter_zero_advantage_prompts,
+            tol=asked.advantage_filter_tol,
+            max_attempts=asked.max_resample_attempts,
+        )
+        self.retries = drawn.retries
+        if self.config.rollouts.save is not None:
+            folder = self._folder / "update"
+            current().told(lambda: save_update_batch(folder, drawn.batch, meta=self.meta))
+        used = {"B_U": asked.B_U, "G": asked.G}
+        other = [
+            f"training had {name} = {facts.values[name]}; the drawn batch has {value} "
+            f"(batch_config.{name})"
+            for name, value in used.items()
+            if facts.values.get(name, value) != value
+        ]
+        return _own(drawn.batch), [*drawn.notes, *other]
+
+    def problems(
+        self,
+        role: str,
+        split: str | None,
+        least: int,
+        avoid: set[PromptIds],
+        *,
+        most: int | None = None,
+    ) -> list[Problem]:
+        """At least `least` and up to `most` problems whose prompts are none of `avoid`."""
+        batch, most, facts = self.config.batch_config, most or least, self.facts
+        recorded = facts["dataset_name"] == RECORDED
+        if recorded:
+            refuse_unrecorded(facts)
+            if self._record is not None:
+                self._record.check_prompts()
+        own_split = facts.values.get("E_split" if role == "evaluation" else "U_split")
+        found = load_problems(
+            facts["dataset_name"],
+            path=batch.dataset_path or facts.values.get("dataset_path"),
+            split=split or batch.split or facts.values.get("split") or own_split,
+            count=most + len(avoid),
+            seed=self.config.probe_rework.master_seed,
+            tokenizer=self.generator.tokenizer,
+            chat=batch.chat_template,
+        )
+        # As far as needed: tokenizing thousands takes longer than answering a few.
+        unlike = (p for p in found if self.generator.prompt_ids(p) not in avoid)
+        fresh = list(islice(unlike, most))
+        named = "B_E" if role == "evaluation" else "B_U"
+        if recorded and MIN_RECORDED <= len(fresh) < least:
+            self.notes.append(
+                f"the run has {len(fresh)} prompts for the {role} batch, and all are used "
+                f"(batch_config.{named} is {least})"
+            )
+            return fresh
+        if len(fresh) < least:
+            raise ValueError(
+                f"{self.facts['dataset_name']} has {len(fresh)} problems left for the {role} "
+                f"batch; {least} are needed, none of them shared by the two batches. Lower "
+                "batch_config.B_E or batch_config.B_U, or give a larger batch_config.dataset_path."
+            )
+        return fresh
+
+    def all_problems(self) -> list[Problem]:
+        """Every prompt that the run recorded, of all its sets; none without a record."""
+        if self._record is None or self.facts["dataset_name"] != RECORDED:
+            return []
+        self._record.check_prompts()
+        path = self.facts.values.get("dataset_path")
+        return [
+            problem
+            for name in self._record.sets
+            for problem in load_problems(RECORDED, path=path, split=name)
+        ]
+
+    def _refuse_other_policy(self, meta: dict[str, Any], folder: Path) -> None:
+        if "identity" not in meta:
+            raise ValueError(
+                f"The rollouts in {folder} do not say what drew them, as imported ones do not; "
+                "expected rollouts that this program drew for the checkpoint and settings at hand. "
+                "Leave rollouts.load out to draw new ones. Imported evaluation rollouts go to "
+                "`entropy-probe influence` as kind: from_file, an imported update batch into the "
+                "checkpoint's own folder as update_batch."
+            )
+        ours = {**self.meta["identity"], "dataset": self.meta["dataset"]}
+        theirs = {**(meta.get("identity") or {}), "dataset": meta.get("dataset")}
+        if theirs != ours:
+            keys = sorted(k for k in ours if theirs.get(k) != ours[k])
+            raise ValueError(
+                f"The rollouts in {folder} were drawn with another {', '.join(keys)}; expected "
+                "rollouts of the checkpoint and settings at hand. Leave rollouts.load out to draw "
+                "new ones."
+            )
+
+
+def _own(batch: UpdateBatch) -> UpdateBatch:
+    """Drawn from the very policy that is probed: no weights are needed."""
+    return replace(batch, rollouts=replace(batch.rollouts, behaviour_logprob_NS=None))
+
+
+def prompts_of(rollouts: Rollouts) -> set[PromptIds]:
+    """The prompts' token ids."""
+    return set(prompt_ids(rollouts))
+
+
+def prompt_ids(rollouts: Rollouts) -> list[PromptIds]:
+    """Of each rollout, the token ids before its response."""
+    found = []
+    for tokens_S, attention_S, response_S in zip(
+        rollouts.tokens_NS, rollouts.attention_NS, rollouts.response_NS, strict=True
+    ):
+        before = slice(0, int(response_S.nonzero()[0]))
+        found.append(tuple(tokens_S[before][attention_S[before]].tolist()))
+    return found
+
+
+def response_ids(rollouts: Rollouts) -> list[list[int]]:
+    """Of each rollout, the token ids of its response."""
+    return [
+        tokens_S[response_S].tolist()
+        for tokens_S, response_S in zip(rollouts.tokens_NS, rollouts.response_NS, strict=True)
+    ]

@@ -1,0 +1,181 @@
+"""What training was like: none of it is in optimizer.pt, all of it decides the step.
+
+Each fact is *given* (the config), *read* (`entropy_probe.json`, the callback's record or a TRL YAML
+beside the checkpoint) or *assumed* (TRL's default). The config wins over the files; every
+assumption is listed beside the verdict's headline, because a wrong one makes a right number about
+another step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from entropy_experiments.checkpoints.training_record import RECORDED
+from entropy_experiments.config import Config
+from entropy_experiments.sampling.rewards import Reward, build_reward, default_functions
+from entropy_experiments.types import OptimizerState
+from entropy_experiments.update.objective import Objective
+
+ASSUMED: dict[str, Any] = {
+    "loss": "dapo",
+    "advantage": "group",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "ratio": "token",
+    "beta": 0.0,
+    "entropy_coef": 0.0,
+    "max_grad_norm": 1.0,
+    "max_completion_length": 256,
+    "num_iterations": 1,
+    "amp_dtype": "float32",
+    "temperature": 1.0,
+    "dataset_name": "gsm8k_r1_template",
+}
+"""TRL's GRPO defaults, but for amp_dtype: the probe computes in the precision it says."""
+OPTIONAL = ("delta", "sapo_positive", "sapo_negative", "kl_ratio")
+"""Options of the loss that are off, or at the loss's own default, unless set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFacts:
+    values: Mapping[str, Any]
+    sources: Mapping[str, str]
+    read: Mapping[str, Any]
+    """What the checkpoint's own files say, whatever the config does."""
+    notes: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def of_training(self, name: str) -> Any:
+        """As training had it, even where the config asks for something else."""
+        return self.read.get(name, self.values[name])
+
+    @property
+    def assumed(self) -> dict[str, Any]:
+        return {name: self.values[name] for name, source in self.sources.items() if not source}
+
+    @property
+    def unfollowed(self) -> tuple[str, ...]:
+        """Options of training's loss that the rebuilt step does not have."""
+        return tuple(self.values.get("unfollowed") or ())
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(
+            **{name: self.values[name] for name in OPTIONAL if self.values.get(name) is not None},
+            divisor=self.values.get("divisor"),
+            loss=self["loss"],
+            clip_low=self["clip_low"],
+            clip_high=self["clip_high"],
+            ratio=self["ratio"],
+            beta=self["beta"],
+            entropy_coef=self["entropy_coef"],
+            max_completion_length=self["max_completion_length"],
+        )
+
+
+def training_facts(
+    config: Config, read: Mapping[str, Any], sources: Mapping[str, str]
+) -> TrainingFacts:
+    """Given over read over assumed."""
+    given = {
+        **{
+            name: getattr(config.update, name)
+            for name in (*ASSUMED, *OPTIONAL)
+            if hasattr(config.update, name)
+        },
+        "temperature": config.generation.temperature,
+        "top_p": config.generation.top_p or 1.0,  # the full softmax, whatever training sampled with
+        "dataset_name": config.batch_config.dataset_name,
+        "reward_functions": config.reward.functions,
+        "reward_weights": config.reward.weights,
+    }
+    read = dict(read)
+    notes = list(read.pop("note", ()))
+    if given["reward_functions"] is not None:
+        for name in ("reward_weights", "reward_sources", "reward_absent"):
+            read.pop(name, None)  # of other functions
+    if read.get("dataset_name") == RECORDED:
+        if config.batch_config.dataset_path is not None and given["dataset_name"] is None:
+            given["dataset_name"] = "jsonl"  # a file of one's own, instead of the recorded one
+        if given["dataset_name"] is not None:
+            for name in ("dataset_path", "E_split", "U_split", "dataset_absent"):
+                read.pop(name, None)  # of the recorded prompts
+    values, where = {}, {}
+    for name in dict.fromkeys([*ASSUMED, *given, *read]):
+        if given.get(name) is not None:
+            values[name], where[name] = given[name], "the config"
+            if name in read and _plain(read[name]) != _plain(given[name]):
+                notes.append(
+                    f"{name} = {given[name]} here; training had {read[name]} ({sources[name]})"
+                )
+        elif name in read:
+            values[name], where[name] = read[name], sources[name]
+        elif name in ASSUMED:
+            values[name], where[name] = ASSUMED[name], ""
+    if values["beta"] and "kl_ratio" not in values:
+        values["kl_ratio"], where["kl_ratio"] = True, ""  # TRL's default, which beta = 0 hides
+    if "reward_absent" in values:
+        values["reward_functions"], where["reward_functions"] = [], where["reward_absent"]
+    if "reward_functions" not in values:
+        values["reward_functions"] = list(default_functions(values["dataset_name"]))
+        where["reward_functions"] = ""
+    found = TrainingFacts(values=values, sources=where, read=read, notes=tuple(notes))
+    return replace(found, notes=(*notes, *sampling_notes(found)))
+
+
+def refuse_unrecorded(facts: TrainingFacts) -> None:
+    """Where a run recorded itself but not its prompts, no other ones are taken instead."""
+    absent = facts.values.get("dataset_absent")
+    if absent:
+        raise ValueError(
+            f"The run's own prompts are not in its record: {absent}. Name prompts: "
+            "batch_config.dataset_name, and batch_config.dataset_path for a file."
+        )
+
+
+def sampling_notes(facts: TrainingFacts) -> tuple[str, ...]:
+    """What training's sampling had besides the temperature, which nothing here follows."""
+    options = facts.values.get("sampling") or ()
+    if not options:
+        return ()
+    return (
+        f"training sampled with {', '.join(options)}; entropy here is of the full softmax at "
+        "temperature "
+        f"{facts['temperature']:g} (generation.top_p sets another)",
+    )
+
+
+def reward_of(facts: TrainingFacts, config: Config) -> Reward:
+    """Training's own reward, or what the config names instead."""
+    absent = facts.values.get("reward_absent")
+    if absent:
+        raise ValueError(
+            f"The run's own reward cannot be called here: {absent}. Name one: reward.functions "
+            "(entropy-probe evaluate: --reward)."
+        )
+    return build_reward(
+        facts["reward_functions"],
+        facts.values.get("reward_weights"),
+        sources=facts.values.get("reward_sources"),
+        seconds=config.reward.seconds,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Lists of a JSON file and tuples of the config mean the same."""
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def with_learning_rate(optimizer: OptimizerState, lr: float) -> OptimizerState:
+    """The same optimizer at another rate; groups keep their ratios, where they had rates at all."""
+    stored = optimizer.lr
+    # Not x * lr / stored throughout: that rounds, and 1e-4 would become another rate.
+    groups = tuple(
+        replace(group, lr=group.lr * lr / stored if stored and group.lr != stored else lr)
+        for group in optimizer.groups
+    )
+    return replace(optimizer, groups=groups)

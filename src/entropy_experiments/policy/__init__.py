@@ -1,1 +1,0 @@
-"""The model side of a policy: its files, its optimizer's state, and its scores."""

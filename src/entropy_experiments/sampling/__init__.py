@@ -1,0 +1,1 @@
+"""Prompts, rewards and rollouts: drawn from the policy, or imported from another framework."""

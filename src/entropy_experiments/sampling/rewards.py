@@ -1,0 +1,324 @@
+"""What a response is worth: named reward functions, and weighted sums of them.
+
+    math_verify     the final answer is mathematically the problem's (math-verify)
+    answer_exact    the final answer is the same text, blanks aside
+    format          <think>...</think><answer>...</answer>, each tag once and nothing around
+    countdown       the expression uses every number once and makes the target
+    reasoning_gym   reasoning-gym's own scorer of the task
+    module:function your own, one number per completion; also path/to/file.py:function
+
+The final answer is the content of the last <answer> tag; of "hash" problems what follows the last
+####; of "free" problems (a JSONL file's own prompts) the tag if there is one, else everything.
+How functions of one's own are called, and what becomes of one that fails: tasks/own_rewards.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from entropy_experiments.input_errors import short
+from entropy_experiments.sampling.countdown import Countdown, solved
+from entropy_experiments.sampling.datasets import Problem
+from entropy_experiments.sampling.own_rewards import SECONDS, OwnReward, imported, recorded
+
+if TYPE_CHECKING:
+    from torch import Tensor  # names are looked up, in a dry run, without it
+
+RewardFunction = Callable[[list[str], list[Problem]], list[float]]
+Ids = Sequence[Sequence[int]]
+
+VERIFY_SECONDS = 5
+LONGEST_ANSWER = 300
+"""Characters; whatever is longer is an essay, not an answer, and may take sympy for ever."""
+_RUNAWAY = re.compile(r"(\*\*|\^)[^*^]*(\*\*|\^)|\d{40}|(\*\*|\^)\s*[({]*\s*\d{4}|!\s*!")
+"""Powers of powers, huge exponents and numbers: no answer to a problem, but a trap for sympy."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RewardResult:
+    total_N: Tensor
+    by_function: Mapping[str, Tensor]
+    """[N] of each function, before its weight."""
+
+    def take(self, rows: slice) -> RewardResult:
+        return RewardResult(
+            total_N=self.total_N[rows],
+            by_function={name: value_N[rows] for name, value_N in self.by_function.items()},
+        )
+
+    @staticmethod
+    def join(parts: Sequence[RewardResult]) -> RewardResult:
+        import torch
+
+        return RewardResult(
+            total_N=torch.cat([part.total_N for part in parts]),
+            by_function={
+                name: torch.cat([part.by_function[name] for part in parts])
+                for name in parts[0].by_function
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reward:
+    """A weighted sum of functions; calling it scores a list of completions."""
+
+    functions: Mapping[str, RewardFunction | OwnReward]
+    weights: tuple[float, ...]
+
+    @property
+    def own(self) -> bool:
+        """Whether a function is the user's: it may cost, or need what a trial does not have."""
+        return any(isinstance(function, OwnReward) for function in self.functions.values())
+
+    def __call__(
+        self,
+        completions: Sequence[str],
+        problems: Sequence[Problem],
+        *,
+        completion_ids: Ids | None = None,
+    ) -> RewardResult:
+        """`completion_ids`: the completions' tokens, for functions that read them."""
+        if len(completions) != len(problems):
+            raise ValueError(
+                f"{len(completions)} completions for {len(problems)} problems; expected one "
+                "problem per completion."
+            )
+        texts, asked = list(completions), list(problems)
+        by_function = {
+            name: _checked(name, function(texts, asked, completion_ids), len(texts), optional=True)
+            if isinstance(function, OwnReward)
+            else _checked(name, function(texts, asked), len(texts))
+            for name, function in self.functions.items()
+        }
+        import torch
+
+        total_N = torch.zeros(len(texts), dtype=torch.float64)
+        for weight, value_N in zip(self.weights, by_function.values(), strict=True):
+            total_N = total_N + torch.where(value_N.isnan(), 0.0, weight * value_N)
+        silent_N = torch.stack(list(by_function.values())).isnan().all(0)
+        if bool(silent_N.any()):
+            raise ValueError(
+                f"Every reward function returned None for completion {int(silent_N.int().argmax())}"
+                f" ({', '.join(self.functions)}); expected a number from at least one."
+            )
+        return RewardResult(total_N=total_N, by_function=by_function)
+
+
+def build_reward(
+    functions: Sequence[str],
+    weights: Sequence[float] | None = None,
+    *,
+    sources: Sequence[Mapping[str, Any]] | None = None,
+    seconds: float = SECONDS,
+) -> Reward:
+    """A reward from names (see the module's docstring); weights are 1 unless given.
+
+    `sources`: where a training record says that the functions of these names are.
+    """
+    if isinstance(functions, str) or not functions:
+        raise ValueError(
+            f"reward.functions is {functions!r}; expected a list with at least one of "
+            f"{', '.join(NAMED)} or module:function."
+        )
+    if len(set(functions)) < len(functions):
+        raise ValueError(f"reward.functions {list(functions)} names one twice; use its weight.")
+    chosen = tuple(1.0 for _ in functions) if weights is None else tuple(map(float, weights))
+    if len(chosen) != len(functions):
+        raise ValueError(
+            f"reward.weights has {len(chosen)} entries for {len(functions)} functions; expected "
+            "one each."
+        )
+    if not all(map(math.isfinite, chosen)):
+        raise ValueError(f"reward.weights is {list(chosen)}; expected finite numbers.")
+    found: dict[str, RewardFunction | OwnReward] = {}
+    for i, name in enumerate(functions):
+        if sources is not None:
+            found[name] = recorded(sources[i], seconds=seconds)
+        else:
+            found[name] = _function(name, seconds)
+    return Reward(functions=found, weights=chosen)
+
+
+def default_functions(dataset: str) -> tuple[str, ...]:
+    """What a dataset is usually rewarded by, when neither config nor checkpoint says."""
+    if dataset.startswith("countdown"):
+        return ("countdown",)
+    if dataset.startswith("reasoning_gym:"):
+        return ("reasoning_gym",)
+    return ("math_verify",)
+
+
+def final_answer(completion: str, problem: Problem) -> str | None:
+    """The text a response gives as its answer, None if it gives none."""
+    tagged = re.findall(r"<answer>(.*?)</answer>", completion, flags=re.DOTALL)
+    style = problem.facts.get("style", "tag")
+    if tagged:
+        return tagged[-1].strip()
+    if style == "hash" and "####" in completion:
+        lines = completion.rsplit("####", 1)[1].strip().splitlines()
+        return lines[0].strip() if lines else None
+    return completion.strip() if style == "free" else None
+
+
+def _math_verify(completions: list[str], problems: list[Problem]) -> list[float]:
+    return [
+        float(_same_mathematics(final_answer(completion, problem), problem))
+        for completion, problem in zip(completions, problems, strict=True)
+    ]
+
+
+def _same_mathematics(answer: str | None, problem: Problem) -> bool:
+    if not answer or len(answer) > LONGEST_ANSWER or _RUNAWAY.search(answer):
+        return False
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ValueError(
+            "The reward 'math_verify' needs the package math-verify: pip install "
+            "'math-verify[antlr4_13_2]'."
+        ) from error
+
+    # The timeout is a signal, which only the main thread may set: elsewhere the guards above
+    # must do.
+    main = threading.current_thread() is threading.main_thread()
+    seconds = VERIFY_SECONDS if main else None
+
+    def expressions(text: str) -> list[Any]:
+        # LaTeX outside of an environment would be read as the bare numbers in it.
+        text = f"\\boxed{{{text}}}" if "\\" in text and "boxed" not in text else text
+        return parse(text, parsing_timeout=seconds)  # type: ignore[arg-type]
+
+    gold = expressions(problem.answer)
+    if not gold:
+        raise ValueError(
+            f"math-verify cannot read the answer {problem.answer!r} of problem {problem.id!r}; "
+            'expected a mathematical expression. For other answers use the reward "answer_exact".'
+        )
+    found = expressions(answer)
+    return bool(found) and bool(verify(gold, found, timeout_seconds=seconds))
+
+
+def _answer_exact(completions: list[str], problems: list[Problem]) -> list[float]:
+    def same(completion: str, problem: Problem) -> bool:
+        answer = final_answer(completion, problem)
+        return answer is not None and answer.split() == problem.answer.split()
+
+    return [float(same(c, p)) for c, p in zip(completions, problems, strict=True)]
+
+
+def _format(completions: list[str], problems: list[Problem]) -> list[float]:
+    def well_formed(completion: str, problem: Problem) -> bool:
+        text = problem.facts.get("opening", "") + completion
+        once = all(text.count(t) == 1 for t in ("<think>", "</think>", "<answer>", "</answer>"))
+        pattern = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
+        return once and re.fullmatch(pattern, text, flags=re.DOTALL) is not None
+
+    return [float(well_formed(c, p)) for c, p in zip(completions, problems, strict=True)]
+
+
+def _countdown(completions: list[str], problems: list[Problem]) -> list[float]:
+    def score(completion: str, problem: Problem) -> float:
+        if not {"numbers", "target"} <= problem.facts.keys():
+            raise ValueError(
+                f"Problem {problem.id!r} has no numbers and target, which the reward 'countdown' "
+                "needs. Use it with the dataset countdown or countdown_r1_template."
+            )
+        facts = problem.facts
+        asked = Countdown(numbers=tuple(facts["numbers"]), target=int(facts["target"]))
+        return float(solved(completion, asked))
+
+    return [score(c, p) for c, p in zip(completions, problems, strict=True)]
+
+
+def _reasoning_gym(completions: list[str], problems: list[Problem]) -> list[float]:
+    def score(completion: str, problem: Problem) -> float:
+        if "task" not in problem.facts:
+            raise ValueError(
+                f"Problem {problem.id!r} is not of reasoning-gym, whose scorer the reward "
+                "'reasoning_gym' asks. Use it with the dataset reasoning_gym:<task>."
+            )
+        try:
+            get_score_answer_fn = importlib.import_module("reasoning_gym").get_score_answer_fn
+        except ImportError as error:
+            raise ValueError(
+                "The reward 'reasoning_gym' needs reasoning-gym, which is an extra: pip install "
+                "'entropy-experiments[reasoning-gym]' (or pip install reasoning-gym)."
+            ) from error
+
+        scorer: Any = get_score_answer_fn(problem.facts["task"])
+        answer = final_answer(completion, problem)
+        return float(scorer(answer=answer, entry=problem.facts["entry"]))
+
+    return [score(c, p) for c, p in zip(completions, problems, strict=True)]
+
+
+NAMED: dict[str, RewardFunction] = {
+    "math_verify": _math_verify,
+    "answer_exact": _answer_exact,
+    "format": _format,
+    "countdown": _countdown,
+    "reasoning_gym": _reasoning_gym,
+}
+
+
+def _function(name: str, seconds: float) -> RewardFunction | OwnReward:
+    if name in NAMED:
+        return NAMED[name]
+    if ":" not in name:
+        near = difflib.get_close_matches(name, NAMED, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"Unknown reward {name!r}; expected one of {', '.join(NAMED)}, or module:function of "
+            f"your own.{hint}"
+        )
+    return imported(name, seconds=seconds)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return short(repr(value), 80)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a {type(value).__name__} too long to write"
+
+
+def _checked(name: str, values: Any, count: int, *, optional: bool = False) -> Tensor:
+    """[N] of finite numbers, whatever the function returned them in; `optional`: None is NaN."""
+    import torch
+
+    if isinstance(values, torch.Tensor):
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        try:
+            values = list(values)
+        except TypeError:
+            raise ValueError(
+                f"Reward {name!r} returned {type(values).__name__}; expected a list of {count} "
+                "numbers, one per completion."
+            ) from None
+    if len(values) != count:
+        raise ValueError(
+            f"Reward {name!r} returned {len(values)} values for {count} completions; expected one "
+            "each."
+        )
+    for row, value in enumerate(values):
+        if optional and value is None:
+            continue
+        try:
+            number = float(value) if not isinstance(value, str) else math.nan
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(
+                f"Reward {name!r} returned {_shown(value)} for completion {row}; expected a finite "
+                "number."
+            )
+    numbers = [math.nan if value is None else float(value) for value in values]
+    return torch.tensor(numbers, dtype=torch.float64)

@@ -1,1 +1,0 @@
-"""What the policy is asked, and what its answers are worth."""
