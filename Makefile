@@ -9,7 +9,7 @@ EACH_FILE_ONCE := -n auto --dist loadfile --no-loadscope-reorder
 # What is compiled is kept, wherever the machine says otherwise: tests start a hundred processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup smollm2 demo test test-slow test-all test-wild test-lowest test-newest lint types layers format docs bench clean
+.PHONY: help setup smollm2 demo test test-slow test-all test-wild test-lowest test-newest same-numbers lint types layers format docs bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,9 @@ test-lowest: setup  ## A short tier with every dependency at its declared minimu
 
 test-newest: setup  ## The same with the newest versions; PYTHON=python3.12 for another interpreter
 	$(BIN)/python tests/versions.py newest --python $(PYTHON)
+
+same-numbers: setup  ## Every number that the commands write, of BASE=commit and of this tree, side by side
+	$(BIN)/python tests/same_numbers.py $(BASE)
 
 lint: setup  ## Style
 	$(BIN)/ruff check .
