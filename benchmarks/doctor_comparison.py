@@ -1,4 +1,4 @@
-"""The judged faults of tests/doctor through gradient_doctor and through the tools of others.
+"""The judged faults of the doctor's tests through gradient_doctor and through the tools of others.
 
     python -m benchmarks.doctor_comparison [--recipes light|all|NAME...] [--tools NAME...]
                                            [--json FILE] [--markdown FILE]
@@ -13,7 +13,7 @@ the same. They go into an environment of their own that also sees the project's 
     tools/bin/python -m pip install --no-deps torch-audit torchtest2 torcheck tinytorchtest \\
         torch-preflight torchfix neuraldbg preflight-ml gradtracer
     tools/bin/python -m pip install 'libcst<1.6' flake8 seaborn psutil
-    PYTHONPATH=src tools/bin/python -m benchmarks.doctor_comparison
+    tools/bin/python -m benchmarks.doctor_comparison
 
 Every case runs in a process of its own (forked, one at a time, with a time limit).
 """
@@ -46,7 +46,8 @@ from benchmarks.doctor_tools.base import Message, NotApplicableError, Subject, T
 from benchmarks.doctor_trials import Trial, make_trials
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
+DOCTOR_PACKAGE = ROOT / "packages" / "gradient-doctor"
+sys.path[:0] = [str(DOCTOR_PACKAGE / "tests"), str(DOCTOR_PACKAGE / "src")]
 LIGHT = ("mlp_loop", "actor_critic", "amp_scaler")
 HEAVY = ("hf_trainer", "peft_checkpointing", "trl_grpo")
 DOCTOR = "gradient_doctor"

@@ -13,8 +13,8 @@ environment with the other tools); the messages behind every mark are in
 `benchmarks/doctor_comparison.json`.
 Versions: {versions}.
 
-The cases are the held-out faults of `tests/doctor/judged` on
-{recipes}, and the scripts of the documents in `tests/doctor/documents`;
+The cases are the held-out faults of `packages/gradient-doctor/tests/doctor/judged` on
+{recipes}, and the scripts of the documents in `packages/gradient-doctor/tests/doctor/documents`;
 {count} in all.{left_out}
 
 - **notices**: the tool gives a message that it does not also give about the clean recipe.

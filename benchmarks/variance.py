@@ -14,10 +14,10 @@ import json
 from pathlib import Path
 
 import torch
-from tests.oracles.markov import MarkovPolicy
 
 from entropy_experiments import first_order, measured_many
 from entropy_experiments.estimate.ratio import score_all
+from oracles.markov import MarkovPolicy
 
 HORIZONS = (5, 10, 20, 50, 100, 200)
 ETA, PROMPTS, PER_PROMPT = 0.01, 16, 4

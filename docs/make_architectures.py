@@ -2,7 +2,7 @@
 
     python docs/make_architectures.py      # minutes; after the scores, or transformers, changed
 
-The page is committed. The slow test tests/naive/test_every_architecture.py makes the same numbers
+The page is committed. The slow test models/test_every_architecture.py makes the same numbers
 and asserts that its lines are those of the page.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent / "tests"))
+sys.path.insert(0, str(DOCS.parent / "packages" / "entropy-experiments" / "tests"))
 
 from oracles.every_causal_lm import NOT_BUILT, TYPES  # noqa: E402
 from oracles.sweep import sweep  # noqa: E402

@@ -44,7 +44,9 @@ from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.rollout_files import load_update_batch, save_update_batch
 from entropy_experiments.types import UpdateBatch
 
-PACKAGE = Path(__file__).parents[1] / "src" / "entropy_experiments"
+PACKAGE = (
+    Path(__file__).parents[1] / "packages" / "entropy-experiments" / "src" / "entropy_experiments"
+)
 STEPS = 56
 SPECIAL = ("<pad>", "<eos>")
 PAD, EOS = 0, 1

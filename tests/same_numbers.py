@@ -28,7 +28,8 @@ import numpy as np
 import pyarrow.parquet
 from safetensors.numpy import load_file
 
-ROOT = Path(__file__).resolve().parents[1]
+from checkout import ROOT
+
 WORK = ROOT / "build" / "same_numbers"
 SMALL = "--set batch_config.B_E=16 --set batch_config.B_U=4 --set batch_config.G=4"
 COMMANDS = {

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from checkout import ROOT
+
 DURATIONS = Path(__file__).with_name("durations.json")
 LOG = ROOT / "docs" / "LOG.md"
 JOBS = 4
@@ -28,24 +29,24 @@ UNKNOWN = 30.0
 """Seconds of a file that nobody has timed."""
 TOGETHER = {
     "a finished study": [
-        "tests/contract/test_influence_runner.py",
-        "tests/contract/test_influence_fisher.py",
-        "tests/contract/test_influence_plots.py",
-        "tests/contract/test_file_formats.py",
+        "packages/entropy-experiments/tests/pipelines/test_influence.py",
+        "packages/entropy-experiments/tests/pipelines/test_influence_fisher.py",
+        "packages/entropy-experiments/tests/report/test_influence_plots.py",
+        "packages/entropy-experiments/tests/report/test_file_formats.py",
     ],
     "a study to report on": [
-        "tests/contract/test_html_report.py",
-        "tests/contract/test_html_browser.py",
-        "tests/contract/test_figures.py",
+        "packages/entropy-experiments/tests/report/test_html_report.py",
+        "packages/entropy-experiments/tests/report/test_html_browser.py",
+        "packages/entropy-experiments/tests/report/test_figures.py",
     ],
     "enumerated policies": [
-        "tests/exact/test_enumerated.py",
-        "tests/exact/test_arbitrary_weights.py",
+        "packages/entropy-experiments/tests/estimate/test_enumerated.py",
+        "packages/entropy-experiments/tests/estimate/test_arbitrary_weights.py",
     ],
     "a small probe": [
-        "tests/naive/test_log_levels.py",
-        "tests/naive/test_compare.py",
-        "tests/naive/test_notebook.py",
+        "packages/entropy-experiments/tests/report/test_log_levels.py",
+        "packages/entropy-experiments/tests/report/test_compare.py",
+        "packages/entropy-experiments/tests/report/test_notebook.py",
     ],
 }
 """Files by what they share: one worker makes it, once."""
@@ -126,7 +127,7 @@ def _git(*words: str) -> str:
 def run_slow_job(job: int, *, more: Iterable[str] = ()) -> int:
     """Run a job on all cores and note its result; pytest's exit code."""
     files = slow_job(job)
-    changed = "+" if _git("status", "--porcelain", "--", "src", "tests") else ""
+    changed = "+" if _git("status", "--porcelain", "--", "packages", "tests") else ""
     commit = _git("rev-parse", "--short", "HEAD") + changed
     outcome = ROOT / "build" / f"slow_job_{job}.json"
     outcome.parent.mkdir(exist_ok=True)

@@ -25,39 +25,41 @@ from typing import Literal, get_args
 
 from packaging.requirements import Requirement
 
+from checkout import PACKAGE, ROOT
 from hollow_cuda import without_cuda
 
 Set = Literal["lowest", "newest"]
 
-ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "build" / "versions"
+DISTRIBUTION = ROOT / "packages" / "entropy-experiments"
+DOCTOR = ROOT / "packages" / "gradient-doctor"
 LOG = ROOT / "docs" / "LOG.md"
 EXTRAS = ("plot", "report", "trl")
 """What the demo and the callback need besides the package itself."""
 TOOLS = ("hypothesis", "psutil", "pytest", "pytest-xdist")
 """Of the extra `dev`: what the tests below need."""
 FILES = (
-    "tests/contract/test_cli.py",
-    "tests/contract/test_config.py",
-    "tests/contract/test_influence_runner.py",
-    "tests/contract/test_peft_lora.py",
-    "tests/contract/test_run_every_kind.py",
-    "tests/contract/test_torch.py",
-    "tests/contract/test_transformers.py",
-    "tests/contract/test_trl_online.py",
-    "tests/doctor/test_clean_loops.py",
-    "tests/doctor/test_injections.py",
-    "tests/doctor/test_leaves.py",
-    "tests/doctor/test_robust.py",
-    "tests/doctor/test_untouched.py",
-    "tests/exact/test_arbitrary_weights.py",
-    "tests/exact/test_online_probe.py",
-    "tests/exact/test_optimizer.py",
-    "tests/faults/test_checkpoints.py",
-    "tests/naive/test_embedded_default.py",
-    "tests/naive/test_every_architecture.py",
-    "tests/naive/test_loading.py",
-    "tests/naive/test_scoring.py",
+    "packages/entropy-experiments/tests/cli/test_cli.py",
+    "packages/entropy-experiments/tests/config/test_config.py",
+    "packages/entropy-experiments/tests/pipelines/test_influence.py",
+    "packages/entropy-experiments/tests/models/test_peft_lora.py",
+    "packages/entropy-experiments/tests/pipelines/test_run_every_kind.py",
+    "packages/entropy-experiments/tests/numerics/test_torch.py",
+    "packages/entropy-experiments/tests/models/test_transformers.py",
+    "packages/entropy-experiments/tests/online/test_trl_online.py",
+    "packages/gradient-doctor/tests/doctor/test_clean_loops.py",
+    "packages/gradient-doctor/tests/doctor/test_injections.py",
+    "packages/gradient-doctor/tests/doctor/test_leaves.py",
+    "packages/gradient-doctor/tests/doctor/test_robust.py",
+    "packages/gradient-doctor/tests/doctor/test_untouched.py",
+    "packages/entropy-experiments/tests/estimate/test_arbitrary_weights.py",
+    "packages/entropy-experiments/tests/online/test_online_probe.py",
+    "packages/entropy-experiments/tests/update/test_optimizer.py",
+    "packages/entropy-experiments/tests/checkpoints/test_checkpoints.py",
+    "packages/entropy-experiments/tests/pipelines/test_embedded_default.py",
+    "packages/entropy-experiments/tests/models/test_every_architecture.py",
+    "packages/entropy-experiments/tests/checkpoints/test_loading.py",
+    "packages/entropy-experiments/tests/models/test_scoring.py",
 )
 """Scoring, slopes against enumeration, loading, `run`, `influence`, the callback, the doctor: about
 two minutes on a quiet core."""
@@ -70,7 +72,7 @@ HEADING = "| set | Python | date | commit | passed | failed | skipped | commands
 
 def requirements() -> list[Requirement]:
     """What pyproject.toml declares for users with `EXTRAS`, and the tools of the tests."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((DISTRIBUTION / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     declared = [*project["dependencies"], *(line for extra in EXTRAS for line in extras[extra])]
     tools = [Requirement(line) for line in extras["dev"]]
@@ -110,7 +112,7 @@ def environment(which: Set, python: str) -> Path:
 
 
 def _fingerprint(which: Set, python: str) -> str:
-    of = [which, _output(python, "-VV"), (ROOT / "pyproject.toml").read_text()]
+    of = [which, _output(python, "-VV"), (DISTRIBUTION / "pyproject.toml").read_text()]
     of += [Path(__file__).with_name("hollow_cuda.py").read_text()]
     # The newest of yesterday are not the newest of today.
     of += [date.today().isoformat()] if which == "newest" else []
@@ -128,8 +130,8 @@ def _install(python: Path, which: Set) -> None:
     constraints = python.parents[1] / "constraints.txt"
     constraints.write_text("\n".join(held) + "\n")
     tools = [str(one) for one in requirements() if one.name in TOOLS]
-    package = f"{ROOT}[{','.join(EXTRAS)}]"
-    _pip(python, "-c", str(constraints), *tools, "-e", package)
+    package = f"{DISTRIBUTION}[{','.join(EXTRAS)}]"
+    _pip(python, "-c", str(constraints), *tools, "-e", str(DOCTOR), "-e", package)
 
 
 def _pip(python: Path, *arguments: str) -> None:
@@ -165,7 +167,7 @@ def run_tests(python: Path, outcome: Path) -> dict[str, int]:
 def commands(python: Path, out: Path) -> dict[str, list[str]]:
     """`make demo` on two steps with few prompts, and the commands on a checkpoint of one's own."""
     probe = str(python.with_name("entropy-probe"))
-    checkpoint = str(ROOT / "src/entropy_experiments/embedded/checkpoint-13")
+    checkpoint = str(PACKAGE / "embedded" / "checkpoint-13")
     few = ["--set", "batch_config.B_E=8"]
     part = ["--prompts", "8", "--first", "12", "--last", "14", "--workers", "1"]
     return {
@@ -206,7 +208,7 @@ def try_set(which: Set, python: str) -> int:
     """Make the environment, run tests and commands in it, note the result; 0 if all passed."""
     made = environment(which, python)
     folder = made.parents[1]
-    changed = "+" if _output("git", "status", "--porcelain", "--", "src", "tests") else ""
+    changed = "+" if _output("git", "status", "--porcelain", "--", "packages", "tests") else ""
     commit = _output("git", "rev-parse", "--short", "HEAD") + changed
     counts = run_tests(made, folder / "outcome.json")
     failed = run_commands(made, folder / "out")

@@ -3,7 +3,7 @@
 An environment is a layer over the one the tests run in: a virtual environment in build/wild whose
 site-packages come first and that of the tests second. So only the packages that differ are
 installed, torch among the shared ones. pip gets complete lists and `--no-deps`, hence the same
-versions everywhere, and nothing pulls in CUDA. Our own packages come from src, by PYTHONPATH.
+versions everywhere, and nothing pulls in CUDA. Our own packages come from packages/, by PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from checkout import ROOT
+
 HOME = ROOT / "build" / "wild"
 CONSTRAINTS = ROOT / "constraints.txt"
 STAMP = "made_of"

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from wild.environments import ROOT, environment
+from checkout import ROOT, SOURCES
+from wild.environments import environment
 
+TESTS = (ROOT / "packages" / "entropy-experiments" / "tests", ROOT / "tests")
 SCRIPTS = Path(__file__).parent / "scripts"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 PATIENCE = 600
@@ -19,7 +21,7 @@ PATIENCE = 600
 
 def run(python: Path | str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     """`python` on one thread, with this checkout's packages and the tests' oracles."""
-    paths = {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("src", "tests"))}
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (*SOURCES, *TESTS)))}
     return subprocess.run(
         [str(python), *map(str, arguments)],
         env={**os.environ, **OFFLINE, **paths, "OMP_NUM_THREADS": "1"},

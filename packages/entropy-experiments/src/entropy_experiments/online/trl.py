@@ -1,0 +1,493 @@
+"""The probe inside TRL's GRPOTrainer or RLOOTrainer: one line, two curves.
+
+    trainer = GRPOTrainer(..., callbacks=[EntropyProbeCallback()])
+
+Where the trainer calls (see `tests/online/test_trl_online.py`, which names every private of TRL's
+that is relied upon):
+
+    on_step_begin, on_substep_end   between backward passes: the noise scale tells them apart
+    on_pre_optimizer_step   gradients clipped and averaged, weights old, the rate in use: predict,
+                            and explain (the ledger)
+    on_optimizer_step       weights new: measure
+
+Evaluation rollouts are drawn from the policy itself, with random numbers of the probe's own, on
+prompts of the evaluation set, or of the training set where there is none. A callback is not told
+which trainer it serves, so making the first one wraps `Trainer.train` to tell it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from entropy_experiments.distributed import Ranks
+from entropy_experiments.estimate.own_batch import OwnBatch
+from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.online.arguments import check_counts, check_order
+from entropy_experiments.online.buffers import Buffer, Fixed, Fresh, Given
+from entropy_experiments.online.captures import Captures
+from entropy_experiments.online.drawing import drawer
+from entropy_experiments.online.facts_file import refuse_unknown
+from entropy_experiments.online.guard import LOG
+from entropy_experiments.online.noise_ratio import MIN_STEPS
+from entropy_experiments.online.probe import OnlineProbe, named_gradients, trained_parameters
+from entropy_experiments.online.record import Recorder
+from entropy_experiments.online.rows import metrics_of
+from entropy_experiments.online.step_ledger import (
+    LEDGERS,
+    due,
+    refuse_ledger,
+    refuse_optimizer,
+    write_ledger,
+)
+from entropy_experiments.online.throttle import Throttle
+from entropy_experiments.online.trl_batch import (
+    EvaluationPrompts,
+    other_rollouts,
+    own_batch,
+    refuse_other_optimizers,
+    refuse_other_trl,
+    refuse_unsupported,
+    token_divisor,
+    unwrapped_optimizer,
+    update_batch,
+    used_now,
+    without_autocast,
+)
+from entropy_experiments.online.trl_noise import (
+    ALONE_MESSAGE,
+    NOISE_ROWS,
+    StepNoise,
+    noise_metrics,
+    prompts_of_passes,
+    refuse_scaled,
+    shared_pairs,
+)
+from entropy_experiments.online.trl_options import sampled_otherwise, unfollowed
+from entropy_experiments.online.watch import PATIENCE, ROWS, Watch
+from entropy_experiments.sampling.generate import SampleGenerator
+from entropy_experiments.types import Rollouts
+from entropy_experiments.types.estimate import MIN_PROMPTS
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as missing:
+    raise ImportError(
+        "entropy_experiments.online.trl is for TRL's GRPOTrainer, and transformers cannot be "
+        f"imported ({missing}). Install the extra: pip install 'entropy-experiments[trl]'."
+    ) from missing
+
+_TELLS = "_entropy_probe_tells"
+KINDS = ("fresh", "half", "batch")
+IDLE_STEPS = 10
+"""Steps without any advantage, after which one warning says so."""
+
+
+class EntropyProbeCallback(TrainerCallback):
+    """Predicts each probed step's entropy change before it is made, and measures it afterwards.
+
+    `every`: a step is probed every so many steps; `max_overhead`: fewer, when the probe would take
+    more than this share of the training time (None: no limit). `evaluation`: "fresh" rollouts,
+    drawn anew for every `uses` probed steps; "half", those of the generation batch that the step
+    does not learn from; "batch", the very rollouts it learns from, prompts judged by the others'
+    gradients; or Rollouts of your own. `prompts` and `group`: how many are drawn.
+    `order`: 2 also predicts to second order, for one more pass without gradients before the step.
+    `record`: a folder that keeps every step's batch, the prompts, the rewards and the options of
+    training, for the offline commands; `record_gradient`: also the gradient of the step after each
+    checkpoint (None: where it has at most 20 million numbers, as LoRA's has). `facts`: what the
+    offline commands should take instead of the recorded prompts and rewards, such as
+    {"dataset_name": "gsm8k", "reward_functions": ["math_verify"]}.
+    `ledger_every`: at every so many steps the whole ledger with each token's influence, in a run
+    directory of its own under OUTPUT_DIR/entropy_probe_ledgers. `noise_scale`: the gradient noise
+    scale and the critical batch size, over the last `noise_window` steps (None: all).
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int = 1,
+        max_overhead: float | None = 0.1,
+        evaluation: Literal["fresh", "half", "batch"] | Rollouts = "fresh",
+        prompts: int = 16,
+        group: int = 1,
+        uses: int = 1,
+        microbatch: int = 8,
+        parts: bool = True,
+        order: int = 1,
+        record: str | Path | None = None,
+        record_gradient: bool | None = None,
+        facts: Mapping[str, Any] | None = None,
+        ledger_every: int | None = None,
+        noise_scale: bool = False,
+        noise_window: int | None = 100,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(evaluation, Rollouts) and evaluation not in KINDS:
+            raise ValueError(
+                f"evaluation is {evaluation!r}; expected one of {', '.join(KINDS)}, or Rollouts of "
+                "your own."
+            )
+        check_counts(prompts=prompts, least=MIN_PROMPTS)  # fewer give no error bar
+        check_counts(group=group, uses=uses, microbatch=microbatch)
+        check_order(order)
+        if record is not None and not isinstance(record, str | Path):
+            raise ValueError(f"record is {record!r}; expected the path of a folder, or None.")
+        if facts is not None and not isinstance(facts, Mapping):
+            raise ValueError(
+                f"facts is {facts!r}; expected a mapping such as {{'dataset_name': 'countdown'}}."
+            )
+        self._throttle_options: dict[str, Any] = {"every": every, "max_overhead": max_overhead}
+        Throttle(**self._throttle_options)  # bad options are refused now, not hours later
+        self.evaluation, self.prompts, self.group = evaluation, prompts, group
+        self.uses, self.microbatch, self.parts, self.seed = uses, microbatch, parts, seed
+        self.order = order
+        refuse_ledger(ledger_every, evaluation)
+        if noise_window is not None and noise_window < MIN_STEPS:
+            raise ValueError(
+                f"noise_window is {noise_window}; expected at least {MIN_STEPS} steps, or None."
+            )
+        self.facts = dict(facts or {})
+        refuse_unknown(self.facts)
+        self._recorder = (
+            None if record is None else Recorder(Path(record), self.facts, gradient=record_gradient)
+        )
+        self._captures: Captures | None = None
+        self._idle, self._said_idle = 0, False
+        self.ledger_every, self.noise_scale = ledger_every, noise_scale
+        self.noise_window = noise_window
+        self.ledgers: list[Path] = []
+        """Run directories of the ledgers written so far (rank 0)."""
+        self._noise: StepNoise | None = None
+        self.trainer: Any = None
+        self.resumes_from: str | bool | None = None
+        """What `trainer.train(resume_from_checkpoint=...)` was given."""
+        self._watch: Watch | None = None
+        _tell_trainers()
+
+    def attach(self, trainer: Any) -> EntropyProbeCallback:
+        """Add this callback to a trainer that exists; harmless if it is there already."""
+        self.trainer = trainer
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        return self
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """What was found so far, one row per probed step (rank 0)."""
+        return [] if self._watch is None else self._watch.rows
+
+    @property
+    def off(self) -> Exception | None:
+        """Why the probe switched itself off, if it did."""
+        return None if self._watch is None else self._watch.guard.error
+
+    # what the trainer calls
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.trainer is None:
+            raise RuntimeError(
+                "EntropyProbeCallback does not know its trainer. Call .attach(trainer) before "
+                "trainer.train()."
+            )
+        refuse_unsupported(self.trainer)
+        refuse_other_optimizers(self.trainer)
+        if self.ledger_every is not None:
+            refuse_optimizer(unwrapped_optimizer(self.trainer.optimizer))
+        self._refuse_unknown_loss()
+        if self.noise_scale:
+            refuse_scaled(args)
+        ranks = Ranks.all(PATIENCE)
+        watch = Watch(throttle=Throttle(**self._throttle_options), ranks=ranks)
+        self._watch = watch
+        watch.also_forget = self._let_go
+        self._captures = Captures(self.trainer)
+        self._say_sampling(args)
+        watch.set_up(self._probe, Path(args.output_dir) / ROWS)
+        self._begin_record(args, state)
+        if self.noise_scale:
+            self._begin_noise(args)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        noise = self._noise
+        if noise is not None:
+
+            def listen() -> None:
+                passes = self.trainer.current_gradient_accumulation_steps
+                noise.open(prompts_of_passes(args, passes))
+
+            self._aside(listen, f"listening to step {state.global_step}")
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        noise = self._noise
+        if noise is not None and self._begun().ranks.size == 1:
+            self._aside(
+                lambda: noise.microbatch(prompts_of_passes(args, 1)),
+                f"listening to step {state.global_step}",
+            )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        watch, step = self._begun(), state.global_step
+        if self._noise is not None:
+            noise = self._noise
+            self._aside(lambda: self._close_noise(noise, step), f"adding up the noise of {step}")
+
+        def record() -> None:
+            self._notice_no_advantage(step)
+            if self._recorder is not None:
+                self._recorder.record(
+                    self.trainer,
+                    step,
+                    watch.ranks,
+                    gradient=named_gradients(self._model),
+                    params=trained_parameters(self._model),
+                    captures=self._captures,
+                )
+
+        def prepare(probe: OnlineProbe) -> OwnBatch | None:
+            if self.evaluation == "batch":
+                return own_batch(self.trainer, watch.ranks, self._captures)
+            if isinstance(probe.buffer, Given):
+                probe.buffer.put(other_rollouts(self.trainer, watch.ranks))
+            return None
+
+        def keep(probe: OnlineProbe) -> None:
+            if self._recorder is not None and probe.evaluated is not None:
+                self._recorder.evaluated(probe.evaluated, step, watch.ranks)
+
+        watch.before(
+            step,
+            lambda: named_gradients(self._model),
+            lambda: unwrapped_optimizer(self.trainer.optimizer),
+            prepare=prepare,
+            then=keep,
+            always=record,
+            asked=self._explain if due(self.ledger_every, step) else None,
+        )
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        scaler = getattr(self.trainer.accelerator, "scaler", None) is not None
+        recorder, step, ranks = self._recorder, state.global_step, self._begun().ranks
+        if recorder is not None:
+            params = trained_parameters(self._model)
+            self._aside(lambda: recorder.made(step, params, ranks), f"recording step {step}")
+        self._begun().after(step, self._publish, scaler=scaler)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._recorder is not None:
+            recorder, watch = self._recorder, self._begun()
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            watch.guard.run(
+                lambda: recorder.saved(self.trainer, folder, watch.ranks),
+                doing="recording a checkpoint",
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        watch = self._begun()
+        watch.guard.run(watch.forget, doing="letting go of what it held")
+
+    # inside
+
+    def _begun(self) -> Watch:
+        assert self._watch is not None  # on_train_begin comes first
+        return self._watch
+
+    @property
+    def _model(self) -> Any:
+        return self.trainer.accelerator.unwrap_model(self.trainer.model)
+
+    def _begin_record(self, args: Any, state: Any) -> None:
+        """The first step after a resume belongs beside the checkpoint that it is made from."""
+        recorder, watch, given = self._recorder, self._begun(), self.resumes_from
+        if recorder is None:
+            return
+        watch.guard.run(
+            lambda: recorder.begin(self.trainer, self._model, watch.ranks),
+            doing="recording the run's prompts and settings",
+        )
+        if not given or state.global_step == 0:
+            return
+        last = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        checkpoint = last if given is True else Path(given)
+        watch.guard.run(
+            lambda: recorder.resumed(self.trainer, checkpoint, watch.ranks),
+            doing="finding the checkpoint that training was resumed from",
+        )
+
+    def _notice_no_advantage(self, step: int) -> None:
+        """Counts steps in which no rollout of any rank has an advantage."""
+        ranks, trainer = self._begun().ranks, self.trainer
+
+        def local() -> list[Tensor]:
+            used, _ = used_now(trainer)
+            found = (trainer._buffered_inputs[place]["advantages"] for place in used)
+            return [torch.tensor(sum(int((a != 0).sum()) for a in found))]
+
+        self._idle = 0 if int(ranks.summed(local)[0]) else self._idle + 1
+        if self._idle == IDLE_STEPS and not self._said_idle and ranks.rank == 0:
+            self._said_idle = True
+            LOG.warning(
+                "In the %d steps up to step %d no rollout has an advantage: every group's rewards "
+                "are equal, nothing can be learned from them, and only momentum and weight decay "
+                "move the weights. Look at the reward function and at num_generations, or choose "
+                "prompts that the policy sometimes solves. (Said once.)",
+                IDLE_STEPS,
+                step,
+            )
+
+    def _refuse_unknown_loss(self) -> None:
+        """Where the loss is rebuilt from its batch, it must be one that is known here."""
+        which = "ledger_every" if self.ledger_every is not None else "evaluation='batch'"
+        if self.ledger_every is None and self.evaluation != "batch":
+            return
+        reasons = unfollowed(self.trainer)
+        if getattr(self.trainer.args, "use_adaptive_entropy", False):
+            reasons.append("use_adaptive_entropy, whose coefficient changes with every step")
+        if reasons:
+            raise ValueError(
+                f"{which} rebuilds the step from its batch, and this training's loss is another: "
+                f"{'; '.join(reasons)}. Leave {which} out: predictions and measurements use the "
+                "trainer's own gradient, and are right for any loss."
+            )
+
+    def _say_sampling(self, args: Any) -> None:
+        options = sampled_otherwise(args)
+        if options and self._begun().ranks.rank == 0 and self.evaluation == "fresh":
+            LOG.warning(
+                "Training samples with %s. The probe's rollouts and entropies are of the full "
+                "softmax at temperature %g, without these options.",
+                ", ".join(options),
+                args.temperature,
+            )
+
+    def _probe(self) -> OnlineProbe:
+        refuse_other_trl(self.trainer)  # guarded: training goes on, without the probe
+        args = self.trainer.args
+        policy = SequenceProcessor(self._model, temperature=args.temperature)
+        return OnlineProbe(
+            policy,
+            self._buffer(policy),
+            horizon=args.max_completion_length,
+            microbatch=self.microbatch,
+            parts=self.parts,
+            order=self.order,
+            ranks=self._begun().ranks,
+            context=lambda: without_autocast(self._model),
+        )
+
+    def _buffer(self, policy: SequenceProcessor) -> Buffer:
+        if isinstance(self.evaluation, Rollouts):
+            return Fixed(self.evaluation)
+        if self.evaluation in ("half", "batch"):
+            return Given()
+        trainer, ranks = self.trainer, self._begun().ranks
+        generator = SampleGenerator(
+            policy,
+            trainer._tokenizer,
+            max_new_tokens=trainer.args.max_completion_length,
+            master_seed=self.seed,
+        )
+        generator.ends = tuple(sorted({*generator.ends, *trainer.eos_token_ids}))
+        prompts = EvaluationPrompts(trainer, self.prompts, self.seed)
+        return Fresh(drawer(generator, prompts, group=self.group, ranks=ranks), uses=self.uses)
+
+    def _publish(self, row: Mapping[str, Any]) -> None:
+        self._log(metrics_of(row))
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.trainer._metrics["train"][name].append(value)
+
+    def _explain(self, probe: OnlineProbe) -> None:
+        """The ledger of the step at hand. Rank 0 makes it, with everyone's rollouts."""
+        trainer, ranks = self.trainer, self._begun().ranks
+        batch = update_batch(trainer, ranks, self._captures)
+        if ranks.rank or probe.evaluated is None or probe.predicted is None:
+            return
+        given = isinstance(self.evaluation, Rollouts)
+        with without_autocast(self._model):
+            folder = write_ledger(
+                Path(trainer.args.output_dir) / LEDGERS,
+                trainer=trainer,
+                policy=SequenceProcessor(self._model, temperature=trainer.args.temperature),
+                optimizer=unwrapped_optimizer(trainer.optimizer),
+                gradient=named_gradients(self._model),
+                batch=batch,
+                evaluation=probe.evaluated,
+                evaluated="given" if given else str(self.evaluation),
+                predicted=probe.predicted.change.value,
+                step=probe.step,
+                microbatch=self.microbatch,
+                facts=self.facts,
+                divisor=token_divisor(trainer),
+            )
+        self.ledgers.append(folder)
+
+    # the noise scale
+
+    def _aside(self, work: Callable[[], None], doing: str) -> None:
+        """Guarded; its time is the probe's, and saves no step."""
+        watch = self._begun()
+        with watch.throttle.timing(asked=True):
+            watch.guard.run(work, doing=doing)
+
+    def _begin_noise(self, args: Any) -> None:
+        watch = self._begun()
+        if watch.ranks.size == 1 and args.gradient_accumulation_steps == 1:
+            LOG.warning(ALONE_MESSAGE)
+            return
+
+        def begin() -> None:
+            self._noise = StepNoise(
+                {name: p for name, p in self._model.named_parameters() if p.requires_grad},
+                lambda: unwrapped_optimizer(self.trainer.optimizer),
+                ranks=watch.ranks,
+                window=self.noise_window,
+                rows=Path(args.output_dir) / NOISE_ROWS,
+            )
+
+        watch.guard.run(begin, doing="the noise scale was set up")
+
+    def _close_noise(self, noise: StepNoise, step: int) -> None:
+        trainer, ranks = self.trainer, self._begun().ranks
+        passes = trainer.current_gradient_accumulation_steps if ranks.size > 1 else 1
+        if ranks.size == 1 or noise.shared is None:  # ranks are dealt their prompts once for all
+            noise.saw_shared(shared_pairs(trainer, ranks))
+        row = noise.close(step, prompts_of_passes(trainer.args, passes))
+        self._begun().throttle.asked_seconds += noise.seconds
+        noise.seconds = 0.0
+        if row is not None:
+            self._log(noise_metrics(row))
+
+    def _let_go(self) -> None:
+        """What is held besides the probe, and the trainer's wrapped methods."""
+        self._stop_noise()
+        if self._captures is not None:
+            self._captures.restore()
+        self._captures = None
+
+    def _stop_noise(self) -> None:
+        if self._noise is not None:
+            self._noise.stop()
+        self._noise = None
+
+
+def _tell_trainers() -> None:
+    original = Trainer.train
+    if hasattr(original, _TELLS):
+        return
+
+    @functools.wraps(original)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, EntropyProbeCallback):
+                callback.trainer = self
+                callback.resumes_from = kwargs.get("resume_from_checkpoint", next(iter(args), None))
+        return original(self, *args, **kwargs)
+
+    setattr(train, _TELLS, True)
+    Trainer.train = train

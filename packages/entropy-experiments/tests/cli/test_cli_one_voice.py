@@ -1,0 +1,70 @@
+"""Under torchrun, what has nothing to deal out is done by rank 0: one voice, one file."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from typer.testing import CliRunner
+
+from entropy_experiments.cli import app, bench
+
+pytestmark = pytest.mark.contract
+
+TWO = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+TWO |= {"TORCHELASTIC_RUN_ID": "none"}
+COMMANDS = [
+    ["config", "template", "--out", "{out}"],
+    ["config", "schema"],
+    ["config", "check", "test_deltaH1"],
+    ["config", "check", "no_such_file.yaml"],
+    ["report", "no_such_run"],
+    ["report", "--no-such-option"],
+    ["bench", "speed"],
+    ["arc", "eval", "no_such_run"],
+    ["doctor", "--entropy", "no_such_module:entropy"],
+    ["train", "--dry-run", "--config", "entropy_probe_test_optimized"],
+    ["train", "--dry-run", "--set", "no_such_key=1"],
+]
+
+
+def invoke(words, rank=None):
+    env = {} if rank is None else {**TWO, "RANK": str(rank)}
+    return CliRunner().invoke(app, words, env=env)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_rank_0_speaks_and_the_others_leave(tmp_path, words):
+    alone, first, other = (
+        (tmp_path / name, invoke([word.format(out=tmp_path / name) for word in words], rank))
+        for name, rank in (("alone", None), ("first", 0), ("other", 1))
+    )
+    assert (other[1].exit_code, other[1].output) == (0, "")
+    assert not other[0].exists()
+    assert first[1].exit_code == alone[1].exit_code  # of an error, too
+    assert first[1].output
+    assert first[0].exists() == alone[0].exists()
+
+
+def test_the_sizes_of_a_training_are_those_of_all_ranks():
+    words = ["train", "--dry-run", "--config", "entropy_probe_test_optimized"]
+    assert "ranks 1," in invoke(words).stdout
+    assert "ranks 2," in invoke(words, 0).stdout
+
+
+def test_a_benchmark_is_no_part_of_the_job(tmp_path, monkeypatch):
+    """It would wait for the other rank, which has left."""
+    seen = {}
+
+    def run(words, *, env, **_):
+        seen.update(env)
+        (tmp_path / "entropy.json").write_text("{}")
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    assert invoke(["bench", "entropy", "--out", str(tmp_path)], 0).exit_code == 0
+    assert seen
+    assert not seen.keys() & {*TWO, "RANK"}
+    monkeypatch.setenv("LOCAL_RANK", "of somebody else")
+    assert invoke(["bench", "entropy", "--out", str(tmp_path)]).exit_code == 0
+    assert seen["LOCAL_RANK"] == "of somebody else"

@@ -1,0 +1,247 @@
+"""The new user: own prompts, own reward, TRL; then the offline commands with nothing but a folder.
+
+No socket may be opened, and every number is about the run's own prompts and reward.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from entropy_experiments.checkpoints.training_record import RECORD_FILE
+from entropy_experiments.cli import app
+from entropy_experiments.online.trl import EntropyProbeCallback
+from entropy_experiments.sampling.rollout_files import load_update_batch, recorded_meta
+from oracles.new_user import STEPS, imported, trainer_of, written
+
+pytestmark = pytest.mark.contract
+
+STEP = 5
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, EntropyProbeCallback]:
+    folder = tmp_path_factory.mktemp("user")
+    reward = written(folder)
+    callback = EntropyProbeCallback(
+        max_overhead=None, prompts=6, microbatch=4, record=folder / "run" / "record"
+    )
+    with torch.random.fork_rng(devices=[]):
+        trainer_of(folder, reward, callback).train()
+    assert callback.off is None
+    assert len(callback.rows) == STEPS
+    for name in ("my_reward", "liking"):  # another process would not have them
+        sys.modules.pop(name, None)
+    return folder, callback
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the network was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.setattr(socket, "getaddrinfo", refused)
+
+
+def _command(*words: str | Path, code: int = 0) -> str:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == code, f"{done.output}\n{done.exception}"
+    return done.output
+
+
+def _row(callback: EntropyProbeCallback) -> dict[str, Any]:
+    return next(row for row in callback.rows if row["step"] == STEP)
+
+
+def _size(row: dict[str, Any]) -> float:
+    """A change may cancel to nearly nothing; its error bar tells what it was made of, and both
+    entropies of which it is the difference are rounded to fp32."""
+    bar = (row["predicted_high"] - row["predicted_low"]) / 2
+    return max(abs(row["predicted"]), bar) + 1.2e-2 * row["entropy"]
+
+
+SAME = ("--set", "batch_config.evaluation=recorded", "--set", "memory_config.microbatch_size=4")
+
+
+def test_run_speaks_of_the_step_that_training_made(run, tmp_path):
+    folder, callback = run
+    out = tmp_path / "out"
+    checkpoint = folder / "run" / f"checkpoint-{STEP}"
+    said = _command("run", "--checkpoint", checkpoint, "--out", out, *SAME)
+    assert f"The update that training made after step_{STEP}" in said
+    assert "ASSUMED" not in said
+    assert "none is assumed" in said
+    found = json.loads((out / "results.json").read_text())
+    row = _row(callback)
+    for key, name in (("deltaH1", "predicted"), ("deltaH_true", "measured"), ("H_orig", "entropy")):
+        assert abs(found[key] - row[name]) <= 1e-5 * _size(row), name
+        interval = found["estimates"][key]["interval"]
+        online = [row[f"{name}_low"], row[f"{name}_high"]]
+        assert interval == pytest.approx(online, abs=1e-5 * _size(row))
+    assert found["step_certificate"]["passed"]
+    assert found["step_certificate"]["relative_error"] < 1e-4
+    assert found["made_step"]["of_recorded_gradient"]
+    assert found["made_step"]["gradient_distance"] < 1e-4
+    batch, _ = load_update_batch(checkpoint / "update_batch")
+    assert batch.reward_N is not None
+    assert found["avg_reward"] == pytest.approx(float(batch.reward_N.mean()))
+
+
+@pytest.mark.slow
+def test_run_draws_the_run_s_own_prompts(run, tmp_path):
+    folder, _ = run
+    out = tmp_path / "out"
+    _command("run", "--checkpoint", folder / "run" / f"checkpoint-{STEP}", "--out", out)
+    found = json.loads((out / "results.json").read_text())
+    assert any("prompts for the evaluation batch, and all are used" in n for n in found["notes"])
+    (log,) = out.rglob("*_summary.json")
+    assert found["B_E"] < 49
+    assert json.loads(log.read_text())
+
+
+@pytest.mark.slow
+def test_influence_splits_the_same_step(run, tmp_path):
+    folder, callback = run
+    out = tmp_path / "study"
+    checkpoint = folder / "run" / f"checkpoint-{STEP}"
+    _command("influence", "--checkpoint", checkpoint, "--out", out, *SAME)
+    summary = json.loads((out / "summary.json").read_text())
+    (evaluation,) = summary["evaluations"]
+    row = _row(callback)
+    ledger = evaluation["ledger"]["entropy"]
+    assert summary["update"]["certified"]["step_distance"] < 1e-3
+    assert abs(ledger["predicted"]["value"] - row["predicted"]) <= 1e-5 * _size(row)
+    assert abs(ledger["measured"]["value"] - row["measured"]) <= 1e-5 * _size(row)
+    assert evaluation["ledger"]["reward"] is not None  # the run's own reward scored E
+    tokens = parquet.read_table(out / "tokens.parquet")
+    meta = recorded_meta(checkpoint / "update_batch")
+    assert len(meta["rewards"]["liked_digits"]) == len(set(tokens["rollout"].to_pylist()))
+
+
+def test_evaluate_asks_the_run_s_own_prompts_and_reward(run, tmp_path):
+    folder, _ = run
+    out = tmp_path / "evaluation"
+    said = _command("evaluate", folder / "run", "--out", out, "--samples", "2", "--prompts", "8")
+    assert "liked_digits" in said
+    result = json.loads((out / "evaluation.json").read_text())
+    assert [one["step"] for one in result["checkpoints"]] == [5, 10, 12]
+    rows = parquet.read_table(out / "checkpoints" / "step_5.parquet").to_pydict()
+    known = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    columns = {row["prompt"]: row for row in known}
+    reward = imported(folder / "project" / "my_reward.py")
+    for text, prompt, value in zip(
+        rows["response"], rows["prompt_text"], rows["reward:liked_digits"], strict=True
+    ):
+        asked = columns[prompt]
+        length = round((value - reward([0], [text], [[]], [asked["digit"]], [0.0])[0]) * 100, 6)
+        assert 0 <= length / asked["bonus"] <= 12  # the tokens, as the reward counts them
+
+
+def test_every_reward_is_recorded_as_the_function_gives_it(run):
+    folder, _ = run
+    reward = imported(folder / "project" / "my_reward.py")
+    known = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    lines = (folder / "run" / "record" / "prompts" / "train.jsonl").read_text().splitlines()
+    recorded = [json.loads(line) for line in lines]
+    assert [{k: v for k, v in row.items() if k != "_prompt_ids"} for row in recorded] == known
+    columns = {tuple(row["_prompt_ids"]): row for row in recorded}
+    from oracles.tiny_models import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    for step in range(STEPS):
+        place = folder / "run" / "record" / f"step_{step}" / "update_batch"
+        batch, meta = load_update_batch(place)
+        rollouts = batch.rollouts
+        assert batch.reward_N is not None
+        for n in range(len(rollouts)):
+            start = int(rollouts.response_NS[n].nonzero()[0])
+            before = rollouts.tokens_NS[n, :start][rollouts.attention_NS[n, :start]]
+            asked = columns[tuple(before.tolist())]
+            ids = rollouts.tokens_NS[n][rollouts.response_NS[n]].tolist()
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            (value,) = reward([0], [text], [ids], [asked["digit"]], [asked["bonus"]])
+            assert float(batch.reward_N[n]) == pytest.approx(value, rel=1e-6)
+            assert meta["rewards"]["liked_digits"][n] == pytest.approx(value, rel=1e-6)
+
+
+def test_a_changed_file_of_the_checkpoint_is_refused_by_name(run, tmp_path):
+    import shutil
+
+    folder, _ = run
+    copy = tmp_path / "run"
+    shutil.copytree(folder / "run", copy)
+    file = copy / f"checkpoint-{STEP}" / "adapter_config.json"
+    file.write_text(file.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
+    said = _command("run", "--checkpoint", file.parent, code=2)
+    assert "adapter_config.json in" in said
+    assert "is not the file that training saved" in said
+    said = _command("evaluate", file.parent, code=2)
+    assert "is not the file that training saved" in said
+
+
+def test_a_swapped_base_is_refused(run, tmp_path):
+    from oracles.tiny_models import tiny_model
+
+    folder, _ = run
+    torch.manual_seed(7)
+    other = tiny_model()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    other.save_pretrained(tmp_path / "other")
+    checkpoint = folder / "run" / f"checkpoint-{STEP}"
+    base = f"checkpoint.base={tmp_path / 'other'}"
+    said = _command("run", "--checkpoint", checkpoint, "--set", base, code=2)
+    assert "is not the one that training used" in said
+
+
+def test_a_reward_that_fails_ends_the_command_with_a_sentence(run, tmp_path):
+    folder, _ = run
+    (tmp_path / "bad.py").write_text("def fails(completions, **_):\n    return 1 / 0\n")
+    options = ("--reward", f"{tmp_path / 'bad.py'}:fails", "--samples", "1", "--prompts", "2")
+    checkpoint = folder / "run" / f"checkpoint-{STEP}"
+    said = _command("evaluate", checkpoint, "--out", tmp_path / "out", *options, code=2)
+    assert "failed (ZeroDivisionError: division by zero)" in said.replace("\n", " ")
+    assert "Traceback" not in said
+
+
+def test_missing_prompts_are_no_reason_for_other_ones(run, tmp_path):
+    import shutil
+
+    folder, _ = run
+    shutil.copytree(folder / "run", tmp_path / "run", ignore=shutil.ignore_patterns("prompts"))
+    checkpoint = tmp_path / "run" / f"checkpoint-{STEP}"
+    said = _command("run", "--checkpoint", checkpoint, code=2)
+    assert "there is no such file. Copy the record's folder" in said.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_a_reward_that_changed_is_not_called(run, tmp_path, monkeypatch):
+    folder, _ = run
+    record = json.loads((folder / "run" / f"checkpoint-{STEP}" / RECORD_FILE).read_text())
+    (function,) = record["rewards"]["functions"]
+    assert function["function"] == "liked_digits"
+    file = folder / "project" / "my_reward.py"
+    before = file.read_text()
+    try:
+        file.write_text(before + "\n# edited\n")
+        said = _command("evaluate", folder / "run" / f"checkpoint-{STEP}", code=2)
+        assert "my_reward.py has changed since training" in said.replace("\n", " ")
+        out = tmp_path / "study"
+        checkpoint = folder / "run" / f"checkpoint-{STEP}"
+        _command("influence", "--checkpoint", checkpoint, "--out", out, *SAME)
+        summary = json.loads((out / "summary.json").read_text())
+        (evaluation,) = summary["evaluations"]
+        assert evaluation["ledger"]["reward"] is None
+        assert any("no reward column" in note for note in evaluation["notes"])
+    finally:
+        file.write_text(before)

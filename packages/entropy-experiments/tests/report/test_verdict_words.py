@@ -1,0 +1,148 @@
+"""Words that match their numbers: agreement, long-run shares, and what counts as correct."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from entropy_experiments.attribution.eventual import momentum_of
+from entropy_experiments.report.verdict import _agreement
+from entropy_experiments.types import AdamGroup, OptimizerState, Rollouts, UpdateBatch
+
+pytestmark = pytest.mark.naive
+
+
+@dataclass(frozen=True)
+class Number:
+    """As much of an Estimate as the words read."""
+
+    value: float
+    half: float
+    trusted: bool = True
+
+    @property
+    def interval(self):
+        return self.value - self.half, self.value + self.half
+
+    def covers(self, truth):
+        return self.interval[0] <= truth <= self.interval[1]
+
+    def __add__(self, other):
+        return Number(self.value + other.value, self.half + other.half)
+
+
+def words(predicted, measured, half, *, noise=0.0, bend=0.0, reach=1.0, trusted=True):
+    """Of a step at learning rate 0.01 whose paired difference has an interval of +- half."""
+    return _agreement(
+        SimpleNamespace(
+            change=Number(measured, noise),
+            difference=Number(predicted - measured, half),
+            bend=Number(bend, 0.0, trusted),
+            linear_range=reach,
+            lr=0.01,
+        )
+    )
+
+
+def test_it_agrees_when_the_whole_interval_is_within_a_tenth_of_the_change():
+    assert words(-0.0103, -0.01, 0.0006).startswith("agrees with the measurement, to within 10%")
+    assert "agrees with" not in words(-0.0103, -0.01, 0.0008)
+
+
+def test_a_change_below_its_own_noise_is_no_disagreement():
+    assert "below its own noise" in words(-0.0002, 0.0001, 0.0005, noise=0.0004)
+
+
+def test_a_wide_interval_decides_nothing():
+    said = words(-0.013, -0.01, 0.005)
+    assert said.startswith("cannot be told from the measurement, nor shown to agree within 10%")
+    assert "batch_config.B_E" in said
+
+
+def test_a_step_too_long_for_a_straight_line_does_not_agree():
+    """However wide the interval: 41 % off at thirteen times the linear range."""
+    said = words(-0.0141, -0.01, 0.006, reach=0.01 / 13)
+    assert said == (
+        "does not agree with the measurement (41% off): the step is too long for a straight "
+        "line, 13 times its linear range"
+    )
+
+
+def test_a_miss_is_its_curvature_or_more():
+    missed = (-0.013, -0.01, 0.001)
+    assert words(*missed, bend=0.003).endswith("it misses by its curvature")
+    assert "it misses by more than its curvature" in words(*missed, bend=0.0)
+
+
+def test_a_curvature_that_is_not_trusted_explains_nothing():
+    said = words(-0.0141, -0.01, 0.001, bend=0.0041, reach=0.001, trusted=False)
+    assert said.endswith("(41% off), and its curvature is not trusted to say why")
+
+
+def test_no_measured_change_at_all():
+    assert words(-0.001, 0.0, 0.0005) == (
+        "does not agree with the measurement: it misses by more than its curvature, two orders do "
+        "not suffice here"
+    )
+
+
+def test_coupled_decay_lives_on_in_momentum_as_the_gradient_does(probed):
+    """`run` and `influence` have one rule: Adam's L2 decay is divided by 1 - b1, AdamW's is not."""
+    found, _ = probed
+    lines = found.predicted.lines
+    decay, gradient = lines["decay"].value, lines["gradient"].value
+    apart = replace(found, momentum_decay=0.9, coupled_decay=False)
+    assert apart.gradient_eventual.value == pytest.approx(10 * gradient)
+    assert apart.baseline_eventual == pytest.approx(decay / (decay + 10 * gradient))
+    joined = replace(found, momentum_decay=0.9, coupled_decay=True)
+    assert joined.baseline_eventual == pytest.approx(decay / (decay + gradient))
+    assert joined.baseline_eventual != pytest.approx(apart.baseline_eventual)
+
+
+def group(name, **changes):
+    settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1} | changes
+    return AdamGroup(names=(name,), amsgrad=False, maximize=False, decoupled=True, **settings)
+
+
+def test_groups_with_another_b1_are_refused():
+    optimizer = OptimizerState(state={}, groups=(group("a"), group("b", betas=(0.5, 0.999))))
+    with pytest.raises(ValueError, match=r"groups have b1 \[0\.5, 0\.9\]; expected one for all"):
+        momentum_of(optimizer)
+
+
+def rewarded(*rewards):
+    n = len(rewards)
+    rollouts = Rollouts(
+        tokens_NS=torch.zeros(n, 3, dtype=torch.int64),
+        attention_NS=torch.ones(n, 3, dtype=torch.bool),
+        response_NS=torch.tensor([[False, True, True]] * n),
+        prompt_N=torch.zeros(n, dtype=torch.int64),
+    )
+    return UpdateBatch(
+        rollouts=rollouts,
+        advantage_NS=torch.zeros(n, 3),
+        reward_N=torch.tensor(rewards, dtype=torch.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "correct"),
+    [
+        ((1.1, 0.1, 1.1, 0.0), [True, False, True, False]),  # a right format is not an answer
+        ((1.0, 1.0), [True, True]),
+        ((0.0, 0.0), [False, False]),
+        ((-1.0, 0.0), [False, True]),
+        ((-1.0, -1.0), [False, False]),
+        ((float("nan"), 0.5), [False, True]),
+    ],
+    ids=str,
+)
+def test_correct_is_the_highest_reward(rewards, correct):
+    assert rewarded(*rewards).correct_N.tolist() == correct
+
+
+def test_without_rewards_nothing_is_correct_or_wrong():
+    assert replace(rewarded(1.0), reward_N=None).correct_N is None
