@@ -40,6 +40,7 @@ from entropy_experiments.numerics.ranks import (
     known_to_all,
     local_part,
 )
+from entropy_experiments.numerics.threads import same_threads
 from entropy_experiments.policy.calling import causal_lm
 from entropy_experiments.policy.load import Checkpoint
 from entropy_experiments.policy.mesh import mesh_of
@@ -110,7 +111,8 @@ class ShardedModel(nn.Module):
             )
         self.ranks.agree(passing=True)
         try:
-            return work()
+            with same_threads():
+                return work()
         except BaseException as error:
             self._failed = True  # after Ctrl-C too
             _reshard(self._cut_modules(), error)
