@@ -56,6 +56,15 @@ def test_sums_and_levels_are_the_rows(tmp_path):
     assert "predicted −0.270" in render(data)
 
 
+def test_the_report_names_a_distribution_that_training_did_not_sample_from(tmp_path):
+    named = {"policy": "full softmax, temperature 1", "sampling": ["top_p = 0.9"]}
+    some = [row | named for row in rows(range(4))]
+    page = render(gather(written(tmp_path / "run", some)))
+    assert "of the full softmax, temperature 1; training samples with top_p = 0.9." in page
+    plain = [row | named | {"sampling": []} for row in rows(range(4))]
+    assert "training samples with" not in render(gather(written(tmp_path / "plain", plain)))
+
+
 def test_second_order_is_summed_where_every_row_has_it(tmp_path):
     both = rows(range(4))
     for row in both:

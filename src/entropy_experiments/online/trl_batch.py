@@ -244,7 +244,7 @@ def training_facts(trainer: Any) -> dict[str, Any]:
         "max_grad_norm": args.max_grad_norm,
         "max_completion_length": args.max_completion_length,
         "num_iterations": args.num_iterations,
-        "amp_dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
+        "amp_dtype": computed_in(trainer),
         "temperature": args.temperature,
         "top_p": args.top_p,
         "G": args.num_generations,
@@ -254,6 +254,15 @@ def training_facts(trainer: Any) -> dict[str, Any]:
         // args.num_generations,
     }
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def computed_in(trainer: Any) -> str:
+    """The dtype of training's matrix products: autocast's, or that of the model's own weights."""
+    if trainer.args.bf16 or trainer.args.fp16:
+        return "bfloat16" if trainer.args.bf16 else "float16"
+    kinds = {p.dtype for p in trainer.model.parameters()}
+    coarse = (kind for kind in (torch.bfloat16, torch.float16) if kind in kinds)
+    return str(next(coarse, torch.float32)).removeprefix("torch.")
 
 
 def _grpo_facts(args: Any) -> dict[str, Any]:

@@ -171,6 +171,11 @@ def _sums_of(steps: Mapping[str, Any]) -> list[str]:
         )
     if "rows" in steps and steps["trusted"] == steps["rows"]:
         told.append(f"All {steps['rows']} probed steps are trusted.")
+    if steps.get("sampling"):
+        told.append(
+            f"Entropies of single steps are of the {steps['policy']}; training samples with "
+            f"{', '.join(steps['sampling'])}."
+        )
     return told
 
 
