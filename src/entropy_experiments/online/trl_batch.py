@@ -14,9 +14,11 @@ from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.numerics.ranks import Ranks
 from entropy_experiments.online.captures import Captures
 from entropy_experiments.online.drawing import chosen_rows
+from entropy_experiments.online.guard import LOG
 from entropy_experiments.online.trl_options import entropy_coef, is_rloo
 from entropy_experiments.rollouts.importers import from_trl_inputs
 from entropy_experiments.types import Rollouts, UpdateBatch
+from entropy_experiments.types.estimate import MIN_PROMPTS
 from entropy_experiments.update.objective import Objective
 
 PRIVATES = (
@@ -124,6 +126,7 @@ class EvaluationPrompts:
                 "Give the trainer an eval_dataset, or the callback evaluation='half' or Rollouts."
             )
         self.count = min(count, len(self.data))
+        self._said_few = False
 
     def __call__(self, step: int) -> list[Sequence[int]]:
         rows = chosen_rows(len(self.data), len(self.data), self.seed, step)
@@ -134,7 +137,22 @@ class EvaluationPrompts:
             found.setdefault(prompt)
             if len(found) == self.count:
                 break
+        self._say_few(len(found))
         return list(found)
+
+    def _say_few(self, distinct: int) -> None:
+        if distinct >= MIN_PROMPTS or self._said_few or not self.trainer.is_world_process_zero():
+            return
+        self._said_few = True
+        LOG.warning(
+            "The %d rows that evaluation prompts are drawn from have %d different prompts as token "
+            "ids; expected at least %d, below which no row has an interval and none is trusted. "
+            "Give the trainer an eval_dataset with more, and check that the tokenizer knows the "
+            "prompts' characters. (Said once.)",
+            len(self.data),
+            distinct,
+            MIN_PROMPTS,
+        )
 
 
 def used_now(trainer: Any) -> tuple[list[int], list[int]]:
