@@ -115,7 +115,8 @@ def training_facts(
     for name in dict.fromkeys([*ASSUMED, *given, *read]):
         if given.get(name) is not None:
             values[name], where[name] = given[name], "the config"
-            if name in read and _plain(read[name]) != _plain(given[name]):
+            noted = name == "top_p" and read.get("sampling")  # by `sampling_notes`
+            if name in read and _plain(read[name]) != _plain(given[name]) and not noted:
                 notes.append(
                     f"{name} = {given[name]} here; training had {read[name]} ({sources[name]})"
                 )

@@ -304,6 +304,7 @@ def test_what_training_sampled_with_besides_is_known():
     assert followed.sampling == ("top_k = 5",)
     (note,) = followed.notes
     assert note.startswith("training sampled with top_k = 5; entropy here is of the softmax cut at")
+    assert len(facts({}, recorded).notes) == 1
     (point,) = sampling_points([*facts({}, recorded).notes, "another note"])
     assert point.startswith(
         "Training sampled with top_p = 0.9, top_k = 5; entropy here is of the f"
