@@ -42,6 +42,7 @@ from entropy_experiments.online.trl_batch import (
 from entropy_experiments.online.trl_options import (
     recorded_options,
     recorded_trainer,
+    rounded_steps,
     sampled_otherwise,
     unfollowed,
 )
@@ -89,7 +90,7 @@ class Recorder:
             "schema": SCHEMA,
             "trainer": recorded_trainer(trainer),
             "options": recorded_options(trainer.args),
-            "unfollowed": unfollowed(trainer),
+            "unfollowed": [*unfollowed(trainer), *rounded_steps(model)],
             "sampling": sampled_otherwise(trainer.args),
             "rewards": recorded_rewards(trainer),
             "prompts": prompts,

@@ -34,6 +34,8 @@ class Watch:
         self.guard = Guard(ranks, on_failure=self.forget)
         self.rows: list[dict[str, Any]] = []
         """One per probed step (rank 0)."""
+        self.sampling: tuple[str, ...] = ()
+        """Options that make training's sampling distribution another than the policy probed."""
         self.probe: OnlineProbe | None = None
         self._file: RowFile | None = None
         self._begun = False
@@ -121,6 +123,7 @@ class Watch:
                 step=step,
                 probed_steps=self.throttle.probed,
                 overhead=self.throttle.overhead,
+                sampling=self.sampling,
             )
             self.rows.append(row)
             publish(row)
