@@ -154,11 +154,7 @@ class Recorder:
         """The trainer has just written this checkpoint: the next step's batch belongs to it."""
         if ranks.rank or not checkpoint.is_dir():
             return
-        files = {
-            str(file.relative_to(checkpoint)): sha256(file)
-            for file in sorted(checkpoint.rglob("*"))
-            if file.is_file()
-        }
+        files = _hashes(checkpoint)
         write_facts(checkpoint, trainer, self.facts)
         self._write_record(checkpoint, files=files)
         self._belongs_to(trainer.state.global_step, checkpoint)
@@ -174,7 +170,8 @@ class Recorder:
         if not (checkpoint / FACTS_FILE).is_file():
             write_facts(checkpoint, trainer, self.facts)
         if not (checkpoint / RECORD_FILE).is_file():
-            self._write_record(checkpoint)
+            # killed between the trainer's last file and our first
+            self._write_record(checkpoint, files=_hashes(checkpoint))
         self._belongs_to(trainer.state.global_step, checkpoint)
 
     def _belongs_to(self, step: int, checkpoint: Path) -> None:
@@ -208,6 +205,16 @@ class Recorder:
         if self.gradient is not None:
             return self.gradient
         return sum(g.numel() for g in gradient.values()) <= GRADIENT_ELEMENTS
+
+
+def _hashes(checkpoint: Path) -> dict[str, str]:
+    """sha256 of each file that the trainer wrote."""
+    own = (FACTS_FILE, RECORD_FILE, UPDATE, EVALUATION, MADE_STEP)
+    return {
+        str(file.relative_to(checkpoint)): sha256(file)
+        for file in sorted(checkpoint.rglob("*"))
+        if file.is_file() and file.relative_to(checkpoint).parts[0] not in own
+    }
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
