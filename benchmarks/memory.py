@@ -60,7 +60,7 @@ def online(probes: int) -> dict[str, Any]:
 
     from entropy_experiments.online.loop import LoopProbe
     from entropy_experiments.policy.load import load_checkpoint
-    from entropy_experiments.tasks.prompts import load_problems
+    from entropy_experiments.tasks.datasets import load_problems
     from entropy_experiments.trajectory import embedded_trajectory
 
     checkpoint = load_checkpoint(embedded_trajectory() / "checkpoint-13", read_optimizer=False)

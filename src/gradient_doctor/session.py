@@ -292,9 +292,9 @@ class Session:
 
     def memory(self) -> list[dict[str, Any]]:
         """All findings with what they are made of, as JSON; `recall` reads it."""
-        whole = {at: culprit for at, culprit in self._culprits.values()}
+        culprits = dict(self._culprits.values())
         return [
-            {"whole": f.to_dict(), "parts": [part.to_dict() for part in whole[at].parts]}
+            {"whole": f.to_dict(), "parts": [part.to_dict() for part in culprits[at].parts]}
             for at, f in enumerate(self.findings)
         ]
 

@@ -2,7 +2,7 @@
 
 `run` and `influence`: ten kills in a row, each of a process that goes on where the one before was
 killed, then one that is left alone; five times. `train`: half of the instants are times, half are
-changes of files, between which a kill is most awkward; after one or two of them the training is
+changes of files, between which a kill is most awkward; after two or three of them the training is
 left alone. Every process has one thread, so that sums are added in the same order.
 """
 
@@ -178,7 +178,7 @@ def test_a_training_killed_ten_times(training, tmp_path, seed):
     draw, killed, place = random.Random(seed), 0, 0
     while killed < KILLS:
         folder, place = tmp_path / str(place), place + 1
-        for _ in range(draw.choice((1, 2))):
+        for _ in range(draw.choice((2, 3))):
             if draw.random() < 0.5:
                 process = killed_training.start(made, folder, TRAINING)
                 after = draw.uniform(0, seconds)

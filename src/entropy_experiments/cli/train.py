@@ -195,7 +195,8 @@ def _would_resume(config: TrainingConfig, option: str) -> tuple[str | None, str]
         return None, f"{out} has no whole checkpoint yet: it would begin from the beginning"
     made = steps_made(checkpoint)
     if made == config.max_steps and not ended(out, made):
-        return str(checkpoint), f"all {made} steps are made: it would write what is missing of the end"
+        line = f"all {made} steps are made: it would write the end of the run"
+        return str(checkpoint), line
     if made >= config.max_steps:
         from entropy_experiments.online.train.summary import nothing_line
 

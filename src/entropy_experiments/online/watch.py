@@ -42,9 +42,7 @@ class Watch:
         """What an adapter holds besides the probe, to be let go with it."""
         self._said_nonfinite = self._said_never_made = self._said_throttled = False
 
-    def set_up(
-        self, build: Callable[[], OnlineProbe], rows: Path | None, *, step: int = 0
-    ) -> None:
+    def set_up(self, build: Callable[[], OnlineProbe], rows: Path | None, *, step: int = 0) -> None:
         """Make the probe; rows are appended to this file, if one is given.
 
         `step`: training goes on from there, and the file may have rows of the steps before it.

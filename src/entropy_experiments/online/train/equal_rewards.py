@@ -37,10 +37,13 @@ class EqualRewards(TrainerCallback):
         self._reward: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        kept = state.stateful_callbacks.get(KEPT) if state.global_step else {"equal": []}
-        self._from_the_start = isinstance(kept, dict) and isinstance(kept.get("equal"), list)
-        if self._from_the_start:
-            self._equal, self._reward = [bool(v) for v in kept["equal"]], kept.get("reward")
+        kept: Any = state.stateful_callbacks.get(KEPT) if state.global_step else {"equal": []}
+        equal = kept.get("equal") if isinstance(kept, dict) else None
+        self._from_the_start = isinstance(equal, list)
+        if isinstance(kept, dict) and isinstance(equal, list):
+            self._equal = [bool(value) for value in equal]
+            reward = kept.get("reward")
+            self._reward = reward if isinstance(reward, float) else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         looked = self._look()
