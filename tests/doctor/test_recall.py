@@ -17,7 +17,7 @@ class PerStep(Detector):
     def step_ended(self, record):
         step = self.session.step
         self.report(
-            5, Severity.WARNING, f"1 parameter of step {step}.", why=f"It is {step % 2}.", fix="No.",
+            5, Severity.WARNING, f"1 parameter of step {step}.", why=f"It is {step % 2}.", fix="-",
             site=Site("train.py", 7 + step // 2, "step", f"part{step}"), parameters=(f"w{step}",),
         )  # fmt: skip
 
