@@ -1,6 +1,6 @@
 """Whether memory stays flat: a thousand probes in one process, and ever more evaluation rollouts.
 
-    python -m benchmarks.memory [--json FILE] [--probes 1000] [--offline 100]
+    python -m benchmarks.memory [--json FILE] [--probes 1000] [--offline 50]
 
     online     `LoopProbe` around every step of a training of the embedded policy
     offline    `OfflineEntropyProbe`, the checkpoint loaded anew each time, with no log kept
@@ -30,11 +30,11 @@ from typing import Any
 from benchmarks.tables import conditions
 
 ROLLOUTS = (512, 4096)
-LENGTH = 16
+LENGTH = 4
 GROWTH_MB = 16.0
 ALLOWED = 64 * 1024
 """Bytes for each further rollout: its tokens, scores and sums in fp64, its text, its JSON. The
-logits of one rollout alone are 16 x 64 x 8 bytes, and a graph has many times that."""
+activations of one rollout of the embedded policy are ten times that."""
 
 
 def resident_mb() -> float:
@@ -74,7 +74,8 @@ def online(probes: int) -> dict[str, Any]:
         checkpoint.tokenizer,
         prompts=prompts,
         max_new_tokens=LENGTH,
-        drawn=6,
+        drawn=5,
+        uses=10,  # drawing takes most of the time
         max_overhead=None,
     )
     batch = checkpoint.tokenizer(prompts[:4], padding=True, return_tensors="pt")
@@ -93,8 +94,9 @@ def online(probes: int) -> dict[str, Any]:
 
 def offline_settings(rollouts: int) -> dict[str, Any]:
     return {
-        "batch_config": {"B_E": rollouts},
-        "generation": {"max_new_tokens": LENGTH, "gen_batch_size": 32},
+        "batch_config": {"B_E": rollouts, "B_U": 2, "G": 4},
+        "update": {"batch": "drawn"},
+        "generation": {"max_new_tokens": LENGTH, "gen_batch_size": 64},
         "detailed_logging": {"enabled": False},
     }
 
@@ -147,7 +149,7 @@ PARTS = {"online": online, "offline": offline, "rollouts": peak_mb}
 def main() -> None:
     parser = argparse.ArgumentParser(description="Whether memory stays flat.")
     parser.add_argument("--probes", type=int, default=1000)
-    parser.add_argument("--offline", type=int, default=100)
+    parser.add_argument("--offline", type=int, default=50)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
