@@ -117,6 +117,12 @@ class RowFile:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
+def probed_before(path: Path, step: int) -> int:
+    """Steps of this run that were probed before `step`, which training is resumed at."""
+    rows = read_rows(path) if step and path.is_file() else []
+    return max((row["probed_steps"] for row in rows if row["step"] < step), default=0)
+
+
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Rows of a probed training in the order of steps; what a resume left behind is left out."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()

@@ -209,7 +209,7 @@ class EntropyProbeCallback(TrainerCallback):
         watch.sampling = tuple(sampled_otherwise(args))
         self._captures = Captures(self.trainer)
         self._say_sampling(args)
-        watch.set_up(self._probe, Path(args.output_dir) / ROWS)
+        watch.set_up(self._probe, Path(args.output_dir) / ROWS, step=state.global_step)
         self._begin_record(args, state)
         if self.noise_scale:
             self._begin_noise(args)

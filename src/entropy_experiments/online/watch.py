@@ -18,7 +18,7 @@ from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.numerics.ranks import ALONE, Ranks
 from entropy_experiments.online.guard import LOG, Guard
 from entropy_experiments.online.probe import OnlineProbe
-from entropy_experiments.online.rows import RowFile, row_of
+from entropy_experiments.online.rows import RowFile, probed_before, row_of
 from entropy_experiments.online.throttle import FARTHEST, Throttle
 
 ROWS = "entropy_probe.jsonl"
@@ -38,18 +38,23 @@ class Watch:
         """Options that make training's sampling distribution another than the policy probed."""
         self.probe: OnlineProbe | None = None
         self._file: RowFile | None = None
+        self._probed_before = 0
         self._begun = False
         self.also_forget: Callable[[], None] = lambda: None
         """What an adapter holds besides the probe, to be let go with it."""
         self._said_nonfinite = self._said_never_made = self._said_throttled = False
 
-    def set_up(self, build: Callable[[], OnlineProbe], rows: Path | None) -> None:
-        """Make the probe; rows are appended to this file, if one is given."""
+    def set_up(self, build: Callable[[], OnlineProbe], rows: Path | None, *, step: int = 0) -> None:
+        """Make the probe; rows are appended to this file, if one is given.
+
+        `step`: training goes on from there, and the file may have rows of the steps before it.
+        """
 
         def work() -> None:
             self.probe = build()
             if rows is not None and self.ranks.rank == 0:
                 self._file = RowFile(rows)
+                self._probed_before = probed_before(rows, step)
 
         self.guard.run(work, doing="it was set up")
 
@@ -121,7 +126,7 @@ class Watch:
             row = row_of(
                 found,
                 step=step,
-                probed_steps=self.throttle.probed,
+                probed_steps=self._probed_before + self.throttle.probed,
                 overhead=self.throttle.overhead,
                 sampling=self.sampling,
             )

