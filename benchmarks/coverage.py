@@ -5,7 +5,8 @@
 One pool of rollouts of the embedded checkpoint is drawn and scored once (at theta, at theta + eta v
 and theta - eta v, and along v). Probes are disjoint slices of it, each as a run of its own would
 see it: level, predicted, measured, their paired difference, the second-order prediction and what it
-misses, in both forms. The truth is the same number of the whole pool.
+misses, in both forms. The truth is the same number of the whole pool; `width` is the median
+half-width over that of normal units, t(n - 1) times the spread of the value over the probes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from scipy.special import stdtrit
 
 from entropy_experiments.config import load_config
 from entropy_experiments.estimate.first_order import (
@@ -38,6 +40,7 @@ from entropy_experiments.pipelines.probe_sampling import Sampler, opened
 from entropy_experiments.sampling import countdown
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.types import Estimand, Estimate, Rollouts, Scores
+from entropy_experiments.types.estimate import CONFIDENCE
 
 SEED = 21
 SIZES = (16, 32)
@@ -149,6 +152,8 @@ def coverage(pool: Pool, size: int, form: SlopeForm) -> list[dict[str, Any]]:
         below = sum(high < exact for _, high in ends) / len(many)
         above = sum(low > exact for low, _ in ends) / len(many)
         held = [one.covers(exact) for one in many if one.trusted]
+        half_P = torch.tensor([high - low for low, high in ends], dtype=torch.float64) / 2
+        usual = float(stdtrit(size - 1, 0.5 + CONFIDENCE / 2)) * float(value_P.std())
         rows.append(
             {
                 "B_E": size,
@@ -165,6 +170,7 @@ def coverage(pool: Pool, size: int, form: SlopeForm) -> list[dict[str, Any]]:
                 ),
                 "sd": float(value_P.std()),
                 "stderr": float(torch.tensor([one.stderr or 0.0 for one in many]).mean()),
+                "width": float(half_P.median()) / usual,
                 "trusted": len(held) / len(many),
                 "coverage_trusted": sum(held) / len(held) if held else None,
             }
@@ -189,12 +195,12 @@ def main() -> None:
         if arguments.pool is not None:
             torch.save(pool, arguments.pool)
     rows = [row for size in SIZES for form in FORMS for row in coverage(pool, size, form)]
-    print("B_E  form          number        probes  coverage  low/high, %  bias/sd  trusted")
+    print("B_E  form          number        probes  coverage  low/high, %  width  bias/sd  trusted")
     for row in rows:
         print(
             f"{row['B_E']:>3}  {row['form']:12}  {row['number']:12}  {row['probes']:>6}  "
             f"{row['coverage']:>7.1%}  {row['too_low']:>5.1%} {row['too_high']:>5.1%}  "
-            f"{row['bias_over_sd']:>+7.3f}  {row['trusted']:>6.1%}"
+            f"{row['width']:>5.2f}  {row['bias_over_sd']:>+7.3f}  {row['trusted']:>6.1%}"
         )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1))

@@ -1,37 +1,84 @@
 """Every command beside busy neighbours, against the same on a quiet machine.
 
-    python -m benchmarks.neighbours [--json FILE] [--rounds 3]
+    python -m benchmarks.neighbours [--json FILE] [--rounds 2] [--commands run train] [--smallest]
 
 Neighbours are processes of our own that multiply small matrices without end, one core each. Each
-round runs every command alone, beside one and beside two; medians over rounds, and their ratios to
-the quiet machine. `--threads all` takes the choice of threads away (every core, always): what it is
-worth. Run it with nothing else on the machine, and with OMP_NUM_THREADS unset.
+round runs every command alone, beside one and beside two, and once more alone with `--threads` set
+to all cores, as torch does by itself: what choosing the number costs where nobody disturbs. The
+four come in turn, command by command, the order turning from round to round, so that a slow minute
+hits all of them. Wall-clock seconds of the whole process, imports included, as a user waits for it.
+
+    times    median over rounds, over the quiet machine's; at most 2.5 beside one, 4 beside two
+    choice   quiet, threads chosen, over quiet, all cores, minus 1, in the same round; the median:
+             at most 5 %
+
+Two rounds of all five commands take about ten minutes on two cores. Run it with nothing else on the
+machine. `--smallest`: sizes that show that it works, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.tables import conditions, write
 
 BUSY = "import numpy as np\na = np.ones((64, 64))\nwhile True: a @ a"
-SMALL = ["--set", "batch_config.B_E=32"]
-COMMANDS = {
-    "run": ["run", *SMALL],
-    "influence": ["influence", *SMALL],
-    "measure": ["measure", *SMALL],
-    "evaluate": ["evaluate", "--prompts", "16"],
-    "train": ["train", "--steps", "4"],
+COMMANDS = ("run", "measure", "influence", "evaluate", "train")
+PATIENCE = 900.0
+"""Seconds for one command: fifty times as slow is a result, too, but nobody waits for it."""
+LIMITS = {"one": 2.5, "two": 4.0, "choice": 0.05}
+
+
+@dataclass(frozen=True)
+class Condition:
+    neighbours: int = 0
+    all_cores: bool = False
+
+
+CONDITIONS = {
+    "quiet": Condition(),
+    "all_cores": Condition(all_cores=True),
+    "one": Condition(neighbours=1),
+    "two": Condition(neighbours=2),
 }
-NEIGHBOURS = (0, 1, 2)
+
+
+def words_of(command: str, *, smallest: bool) -> list[str]:
+    """Small enough for minutes, large enough that threads matter beside the imports."""
+    settings: dict[str, Any]
+    if command == "evaluate":
+        return ["evaluate", "--prompts", "5" if smallest else "24"]
+    if command == "train":
+        settings = {"buffer_size": 8, "microbatch_size": 8, "doctor.mode": "light"}
+        steps = 1
+        if smallest:
+            settings |= {"buffer_size": 2, "microbatch_size": 2, "max_completion_length": 4}
+            settings |= {"eval_prompts": 5, "probe.prompts": 5}
+        else:
+            settings |= {"probe.prompts": 16}
+            steps = 6
+        return ["train", "--steps", str(steps), *_set(settings)]
+    settings = {"batch_config.B_E": 8 if smallest else 32}
+    if smallest:
+        settings |= {"generation.max_new_tokens": 8}
+    if command == "influence":
+        settings |= {"influence.measured_rollouts": 2}
+    return [command, *_set(settings)]
+
+
+def _set(settings: dict[str, Any]) -> list[str]:
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
 @contextmanager
@@ -46,46 +93,91 @@ def neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
-def seconds(words: list[str], threads: str) -> float:
+def seconds(words: list[str], condition: Condition) -> float:
+    """Of one command in a process of its own; a command that fails ends the benchmark."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    if threads == "all":
-        environment["OMP_NUM_THREADS"] = str(os.cpu_count())
-    with TemporaryDirectory() as folder:
+    threads = ["--threads", str(os.cpu_count())] if condition.all_cores else []
+    with TemporaryDirectory() as folder, neighbours(condition.neighbours):
         out = ["--out", str(Path(folder) / "out")]
-        command = [sys.executable, "-m", "entropy_experiments.cli", *words, *out, "--quiet"]
+        command = [sys.executable, "-m", "entropy_experiments.cli", *words, *out, *threads]
         start = time.perf_counter()
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                [*command, "--quiet"],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=PATIENCE,
+            )
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"{' '.join(words)} had not ended after {PATIENCE:.0f} s") from None
         took = time.perf_counter() - start
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return took
 
 
+def row_of(command: str, timings: dict[str, list[float]]) -> dict[str, Any]:
+    quiet = median(timings["quiet"])
+    pairs = zip(timings["quiet"], timings["all_cores"], strict=True)
+    return {
+        "command": command,
+        **{name: round(median(values), 2) for name, values in timings.items()},
+        "times_one": round(median(timings["one"]) / quiet, 3),
+        "times_two": round(median(timings["two"]) / quiet, 3),
+        "choice": round(median(chosen / fixed - 1 for chosen, fixed in pairs), 4),
+        "seconds": timings,
+    }
+
+
+def line_of(row: dict[str, Any]) -> str:
+    return (
+        f"{row['command']:10s} quiet {row['quiet']:6.1f}  one {row['one']:6.1f} "
+        f"({row['times_one']:.2f} times)  two {row['two']:6.1f} ({row['times_two']:.2f})  "
+        f"all cores {row['all_cores']:6.1f}, choosing {row['choice']:+.1%}"
+    )
+
+
+def faults(rows: list[dict[str, Any]]) -> list[str]:
+    limits = {"times_one": LIMITS["one"], "times_two": LIMITS["two"], "choice": LIMITS["choice"]}
+    return [
+        f"{row['command']}: {name} is {row[name]:.3g}, expected at most {limit:g}"
+        for row in rows
+        for name, limit in limits.items()
+        if row[name] > limit
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Every command beside busy neighbours.")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", choices=("chosen", "all"), default="chosen")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
+    parser.add_argument("--smallest", action="store_true", help="Show that it works; no result.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found: dict[str, dict[int, list[float]]] = {
-        name: {count: [] for count in NEIGHBOURS} for name in options.commands
+    load, begun = os.getloadavg()[0], time.perf_counter()
+    if load > 0.5 and not options.smallest:
+        print(f"load is {load:.1f}: something else runs here, and these seconds are worth little")
+    timings: dict[str, dict[str, list[float]]] = {
+        command: {name: [] for name in CONDITIONS} for command in options.commands
     }
-    for _ in range(options.rounds):
-        for count in NEIGHBOURS:
-            with neighbours(count):
-                for name in options.commands:
-                    found[name][count].append(seconds(COMMANDS[name], options.threads))
-    rows = []
-    print(f"threads: {options.threads}; seconds, and times the quiet machine")
-    for name, by_count in found.items():
-        quiet, one, two = (median(by_count[count]) for count in NEIGHBOURS)
-        times = f"{one / quiet:.2f} {two / quiet:.2f}"
-        print(f"{name:10s} quiet {quiet:6.1f}  one {one:6.1f}  two {two:6.1f}  times {times}")
-        rows.append({"command": name, "quiet": quiet, "one": one, "two": two})
+    for number in range(options.rounds):
+        names = list(CONDITIONS)
+        for command in options.commands:
+            words = words_of(command, smallest=options.smallest)
+            for name in names[number % 4 :] + names[: number % 4]:
+                timings[command][name].append(seconds(words, CONDITIONS[name]))
+    rows = [row_of(command, by_name) for command, by_name in timings.items()]
+    for row in rows:
+        print(line_of(row))
+    print(f"{time.perf_counter() - begun:.0f} s in all")
+    for fault in faults(rows):
+        print(fault)
     if options.json is not None:
-        table = {"threads": options.threads, "rounds": options.rounds, "rows": rows}
-        options.json.write_text(json.dumps(table, indent=1) + "\n")
+        table = conditions(options.rounds, smallest=options.smallest, rows=rows)
+        write(options.json, {**table, "load": load})
 
 
 if __name__ == "__main__":

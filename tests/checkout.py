@@ -5,4 +5,5 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SOURCES = tuple(sorted((ROOT / "packages").glob("*/src")))
-PACKAGE = ROOT / "packages" / "entropy-experiments" / "src" / "entropy_experiments"
+DISTRIBUTION = ROOT / "packages" / "entropy-experiments"
+PACKAGE = DISTRIBUTION / "src" / "entropy_experiments"

@@ -61,7 +61,9 @@ def seconds_by_file(tier: str) -> dict[str, float]:
 
 def test_files() -> list[str]:
     """Every file of tests, as pytest names it."""
-    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
+    folders = [ROOT / "tests", *(ROOT / "packages").glob("*/tests")]
+    files = (path for folder in folders for path in folder.rglob("test_*.py"))
+    return sorted(path.relative_to(ROOT).as_posix() for path in files)
 
 
 def unit(file: str) -> str:

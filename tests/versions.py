@@ -25,13 +25,12 @@ from typing import Literal, get_args
 
 from packaging.requirements import Requirement
 
-from checkout import PACKAGE, ROOT
+from checkout import DISTRIBUTION, PACKAGE, ROOT
 from hollow_cuda import without_cuda
 
 Set = Literal["lowest", "newest"]
 
 HOME = ROOT / "build" / "versions"
-DISTRIBUTION = ROOT / "packages" / "entropy-experiments"
 DOCTOR = ROOT / "packages" / "gradient-doctor"
 LOG = ROOT / "docs" / "LOG.md"
 EXTRAS = ("plot", "report", "trl")

@@ -14,7 +14,7 @@ import pytest
 import typer
 import yaml
 
-from checkout import DOCS, PACKAGE, ROOT
+from checkout import DISTRIBUTION, DOCS, PACKAGE, ROOT
 from entropy_experiments.cli import app, endings
 from entropy_experiments.config import (
     every_key,
@@ -149,7 +149,7 @@ def test_reasons_of_the_trust_page_are_those_of_the_code():
 
 def test_extras_of_the_install_page_are_those_of_the_package():
     rows = re.findall(r"^\| `([\w-]+)` \|", (DOCS / "install.md").read_text(), re.M)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((DISTRIBUTION / "pyproject.toml").read_text())["project"]
     assert set(rows) == set(project["optional-dependencies"])
 
 
@@ -204,7 +204,7 @@ def test_commands_on_files_of_the_readers_own_are_valid(document, line, tmp_path
 
 def test_other_commands_of_the_readers_own_exist():
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = tomllib.loads((DISTRIBUTION / "pyproject.toml").read_text())["project"]
     extras = set(extras["optional-dependencies"])
     for _, body in blocks("console"):
         for line in body.replace("\\\n", " ").splitlines():

@@ -134,6 +134,21 @@ def chosen_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def same_threads() -> Iterator[None]:
+    """Inside, nothing is tried and nothing is chosen.
+
+    For passes that ranks make together: each rank would time as many of them as its own clock says,
+    and wait for ever for a rank that timed fewer.
+    """
+    global _current
+    outer, _current = _current, None
+    try:
+        yield
+    finally:
+        _current = outer
+
+
 def choose_threads(
     device: torch.device, trial: Callable[[], object], *, anew: bool = False
 ) -> None:

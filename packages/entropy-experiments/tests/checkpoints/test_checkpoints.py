@@ -245,6 +245,14 @@ def test_messages_name_the_folder_as_it_was_given(lora, monkeypatch):
 
 def test_the_folder_of_a_run_names_its_checkpoints(lora):
     refused(lora.path.parent, "checkpoint-3: give one of those", kind=FileNotFoundError)
+    for step in (10, 5):
+        (lora.path.parent / f"checkpoint-{step}" / "update_batch").mkdir(parents=True)
+    refused(
+        lora.path.parent,
+        "It holds checkpoint-3, checkpoint-5, checkpoint-10: give one of those. The step that "
+        "followed is recorded in checkpoint-5, checkpoint-10.",
+        kind=FileNotFoundError,
+    )
 
 
 def test_an_adapter_without_weights_or_config(lora):

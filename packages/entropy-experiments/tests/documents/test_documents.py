@@ -2,8 +2,9 @@
 
 What stands between triple quotes is copied from the documents. Paths of checkpoints are put in
 (`/path/to/checkpoint`), and where a document names a file that its reader writes, that file is
-small; nothing else is changed. Document 002's quick start is in `test_document_002.py`, numbers of
-the documents' classes in `tests/documents/test_document_modules.py`.
+small; nothing else is changed. Document 002's quick start is in `test_document_002.py`, document
+003's snippets in the tests of arc-refine, numbers of the documents' classes in
+`test_document_modules.py`.
 """
 
 from __future__ import annotations

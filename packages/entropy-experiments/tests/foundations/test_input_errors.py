@@ -385,8 +385,10 @@ class Metrics:
 
 
 class State:
-    global_step = 0
     should_training_stop = False
+
+    def __init__(self, global_step=0, kept=None):
+        self.global_step, self.stateful_callbacks = global_step, kept or {}
 
 
 def equal_rewards(shares):
@@ -407,6 +409,24 @@ def test_five_steps_of_equal_rewards_end_a_training():
     watcher, control = equal_rewards([1.0] * 5)
     assert control.should_training_stop
     with pytest.raises(EqualRewardsError, match=r"All 8 responses .* first 5 steps had equal rewa"):
+        watcher.refuse()
+
+
+def test_equal_rewards_are_counted_on_after_a_resume():
+    """Two steps, a kill, three steps: ended like five in one process."""
+    from entropy_experiments.online.train.equal_rewards import EqualRewards, EqualRewardsError
+
+    control, kept = State(), {}
+    for part, steps in ((0, 2), (2, 3)):
+        watcher, state = EqualRewards(["mine"], group=8), State(part, kept)
+        watcher.on_train_begin(None, state, control)
+        watcher.trainer = Metrics([1.0])
+        for _ in range(steps):
+            assert not control.should_training_stop
+            watcher.on_step_end(None, state, control)
+        kept = json.loads(json.dumps(state.stateful_callbacks))
+    assert control.should_training_stop
+    with pytest.raises(EqualRewardsError, match="first 5 steps"):
         watcher.refuse()
 
 

@@ -18,6 +18,7 @@ from entropy_experiments.threads import (
     choose_threads,
     chosen_threads,
     fixed_threads,
+    same_threads,
     timed_pass,
 )
 
@@ -175,6 +176,16 @@ def test_no_trial_inside_a_derivative_nor_on_a_device():
     with chosen_threads():
         torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
         choose_threads(torch.device("cuda"), trial)
+
+
+def test_nothing_is_tried_in_passes_that_ranks_make_together(four_threads):
+    tried = []
+    with chosen_threads():
+        with same_threads():
+            choose_threads(CPU, lambda: tried.append("together"), anew=True)
+        assert tried == []
+        choose_threads(CPU, lambda: tried.append("alone"), anew=True)
+    assert set(tried) == {"alone"}
 
 
 def test_a_failing_command_gives_the_threads_back():

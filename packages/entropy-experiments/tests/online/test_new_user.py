@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from entropy_experiments.checkpoints.training_record import RECORD_FILE
 from entropy_experiments.cli import app
 from entropy_experiments.online.trl import EntropyProbeCallback
+from entropy_experiments.report.html.data import gather
 from entropy_experiments.sampling.rollout_files import load_update_batch, recorded_meta
 from oracles.new_user import STEPS, imported, trainer_of, written
 
@@ -35,7 +36,7 @@ def run(tmp_path_factory) -> tuple[Path, EntropyProbeCallback]:
         max_overhead=None, prompts=6, microbatch=4, record=folder / "run" / "record"
     )
     with torch.random.fork_rng(devices=[]):
-        trainer_of(folder, reward, callback).train()
+        trainer_of(folder, reward, callback, max_grad_norm=0.1).train()
     assert callback.off is None
     assert len(callback.rows) == STEPS
     for name in ("my_reward", "liking"):  # another process would not have them
@@ -80,6 +81,7 @@ def test_run_speaks_of_the_step_that_training_made(run, tmp_path):
     assert f"The update that training made after step_{STEP}" in said
     assert "ASSUMED" not in said
     assert "none is assumed" in said
+    assert "training's own, after clipping: 0.1)" in said
     found = json.loads((out / "results.json").read_text())
     row = _row(callback)
     for key, name in (("deltaH1", "predicted"), ("deltaH_true", "measured"), ("H_orig", "entropy")):
@@ -144,6 +146,23 @@ def test_evaluate_asks_the_run_s_own_prompts_and_reward(run, tmp_path):
         asked = columns[prompt]
         length = round((value - reward([0], [text], [[]], [asked["digit"]], [0.0])[0]) * 100, 6)
         assert 0 <= length / asked["bonus"] <= 12  # the tokens, as the reward counts them
+
+
+def test_report_draws_the_training(run, tmp_path):
+    folder, callback = run
+    page = tmp_path / "report.html"
+    said = _command("report", folder / "run", "--html", page)
+    assert "Training from step 0 to step 11" in said
+    assert page.stat().st_size < 2_000_000
+    drawn = gather(folder / "run")["trajectory"]
+    assert [one["step"] for one in drawn["probed"]] == list(range(STEPS))
+    for one, row in zip(drawn["probed"], callback.rows, strict=True):
+        for name in ("predicted", "measured"):
+            assert one[name]["value"] == row[name]
+            assert one[name]["interval"] == [row[f"{name}_low"], row[f"{name}_high"]]
+    assert len(drawn["logged"]["reward"]) == STEPS
+    said = _command("report", folder / "run" / "record", code=2)
+    assert "Traceback" not in said
 
 
 def test_every_reward_is_recorded_as_the_function_gives_it(run):

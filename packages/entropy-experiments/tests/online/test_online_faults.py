@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,6 +228,39 @@ def test_another_optimizer_is_refused_by_name_when_training_begins(tmp_path):
         with pytest.raises(ValueError, match=r"optimizer Adafactor: expected torch's Adam, AdamW"):
             trainer.train()
     assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("evaluation", ["half", "batch", "fresh"])
+def test_rollouts_of_another_distribution_judge_nothing(evaluation, tmp_path, caplog):
+    with torch.random.fork_rng(devices=[]):
+        callback = EntropyProbeCallback(max_overhead=None, prompts=6, evaluation=evaluation)
+        more = {"max_steps": 1, "steps_per_generation": 4, "top_k": 5, "repetition_penalty": 1.2}
+        trainer = grpo(tmp_path, callbacks=[callback], **more)
+        if evaluation != "fresh":
+            with pytest.raises(ValueError, match=r"with top_k = 5, repetition_penalty = 1.2, and"):
+                trainer.train()
+            assert trainer.state.global_step == 0
+            return
+        trainer.train()
+    (row,) = callback.rows
+    assert row["sampling"] == ["top_k = 5", "repetition_penalty = 1.2"]
+    said = [r.getMessage() for r in caplog.records if "Training samples with" in r.getMessage()]
+    assert len(said) == 1
+    assert not any("sampling" in name for name in rows.metrics_of(row))
+
+
+@pytest.mark.parametrize("distinct", [4, 5])
+def test_prompts_that_a_tokenizer_makes_one_are_said_once(distinct, caplog):
+    trainer = SimpleNamespace(
+        eval_dataset=[{"prompt": str(n)} for n in range(40)],
+        _tokenize_prompts=lambda texts: ([[int(texts[0]) % distinct]],),
+        is_world_process_zero=lambda: True,
+    )
+    prompts = trl_batch.EvaluationPrompts(trainer, 16, 0)
+    assert len(prompts(0)) == len(prompts(1)) == distinct
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == (1 if distinct == 4 else 0)
+    assert all("40 rows" in text and "have 4 different prompts" in text for text in said)
 
 
 def test_a_loss_of_one_s_own_is_refused_only_where_it_would_be_rebuilt(tmp_path):

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from entropy_experiments.online.loop import LoopProbe
 from entropy_experiments.online.probe import named_gradients
-from entropy_experiments.online.rows import RowFile, metrics_of, read_rows
+from entropy_experiments.online.rows import SKIPPED, RowFile, metrics_of, read_rows
 from entropy_experiments.online.throttle import FARTHEST, Throttle
 from oracles.tiny_grpo import PROMPTS
 from oracles.tiny_models import tiny_model, tiny_tokenizer
@@ -104,6 +104,48 @@ def test_a_step_that_was_never_made_is_told_and_not_trusted(caplog):
     said = [r.getMessage() for r in caplog.records if "no weight changed" in r.getMessage()]
     assert len(said) == 1
     assert "optimizer.step() belongs inside" in said[0]
+
+
+def test_a_step_of_nothing_is_not_trusted(caplog):
+    """No gradient, no momentum, no decay: predicted as nothing, made as nothing."""
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    options = {"prompts": PROMPTS, "max_new_tokens": 10, "drawn": 6, "max_overhead": None}
+    probe = LoopProbe(model, optimizer, tokenizer, **options)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with probe.step():
+        optimizer.step()
+    assert probe.off is None
+    (row,) = probe.rows
+    assert (row["skipped"], row["step_mismatch"], row["trusted"]) == (1, 0, 0)
+    assert row["why_not"][0] == SKIPPED
+    assert not caplog.records  # as it was to be
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_rounding_of_coarse_weights_is_not_in_the_interval(dtype):
+    """Of frozen ones too: below fp32 adapters a bf16 base rounds every activation."""
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, tokenizer = get_peft_model(tiny_model().to(dtype), adapter), tiny_tokenizer()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    options = {"prompts": PROMPTS, "max_new_tokens": 10, "drawn": 6, "max_overhead": None}
+    probe = LoopProbe(model, optimizer, tokenizer, **options)
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    with probe.step():
+        optimizer.step()
+    assert probe.off is None
+    (row,) = probe.rows
+    assert {p.dtype for p in trained} == {torch.float32}
+    why = "weights are bfloat16, whose rounding the interval has not"
+    assert (row["trusted"] == 0) == (dtype == torch.bfloat16)
+    assert (why in row["why_not"]) == (dtype == torch.bfloat16)
 
 
 def test_where_a_scaler_may_leave_steps_out_it_is_no_surprise(caplog):

@@ -26,11 +26,13 @@ def grpo(
     double: bool = False,
     kind: Any = None,
     rewards: Any = None,
+    dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> Any:
     """A trainer whose every random number follows from the seed. `double`: all of it in fp64.
 
-    `kind`: another trainer than GRPOTrainer; `rewards`: other reward functions.
+    `kind`: another trainer than GRPOTrainer; `rewards`: other reward functions; `dtype`: of the
+    model's weights, below LoRA's.
     """
     from datasets import Dataset
     from peft import LoraConfig
@@ -59,7 +61,7 @@ def grpo(
         "use_cpu": True,
         "seed": 0,
     }
-    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model, tokenizer = tiny_model().to(dtype), tiny_tokenizer()
     adapter = LoraConfig(
         r=4,
         lora_alpha=8,

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from oracles.tiny_grpo import reward
 
-Online = Literal["right", "noted", "refused"]
-Run = Literal["right", "right, by the recorded gradient", "refused", "-"]
+Online = Literal["right", "noted", "not trusted", "refused"]
+Run = Literal["right", "noted", "right, by the recorded gradient", "not trusted", "refused", "-"]
 Split = Literal["right", "marked", "refused", "-"]
 STEPS, STEP = 5, 3
 """Steps of each training, and the checkpoint whose step is asked about: its successor is not kept,
@@ -30,6 +32,8 @@ class Case:
     ranks: int = 1
     why: str = ""
     """Of a refusal or a doubt: words that the message has."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the callback."""
 
 
 def words(completions: list[str], **_: Any) -> list[float]:
@@ -51,7 +55,7 @@ def kinds() -> dict[str, Any]:
     return {"RLOOTrainer": RLOOTrainer, "OwnLoss": OwnLoss}
 
 
-KNOWN = ("online", "run", "split", "why", "ranks")
+KNOWN = ("online", "run", "split", "why", "ranks", "options")
 
 
 def _case(name: str, setting: str, /, **more: Any) -> Case:
@@ -59,6 +63,8 @@ def _case(name: str, setting: str, /, **more: Any) -> Case:
     return Case(name=name, setting=setting, changes=more, **known)
 
 
+NOTED: dict[str, Any] = {"online": "noted", "run": "noted"}
+REFUSED: dict[str, Any] = {"online": "refused", "run": "-", "split": "-"}
 BY_GRADIENT: dict[str, Any] = {"run": "right, by the recorded gradient", "split": "refused"}
 CASES = (
     _case("dapo", "`loss_type` dapo (TRL's default)"),
@@ -103,6 +109,12 @@ CASES = (
         epsilon_high=5.0,
     ),
     _case("delta", "`delta` 1.05, with old rollouts", delta=1.05, num_iterations=2),
+    _case(
+        "off-policy mask",
+        "`off_policy_mask_threshold` 0, with old rollouts",
+        off_policy_mask_threshold=0.0,
+        num_iterations=2,
+    ),
     _case("beta", "`beta` 0.1", beta=0.1),
     _case(
         "plain KL",
@@ -137,15 +149,32 @@ CASES = (
         why="OwnLoss has a _compute_loss of its own",
         **BY_GRADIENT,
     ),
-    _case("top_p", "`top_p` 0.9", top_p=0.9, online="noted", why="top_p = 0.9"),
-    _case("top_k", "`top_k` 5", top_k=5, online="noted", why="top_k = 5"),
-    _case("min_p", "`min_p` 0.1", min_p=0.1, online="noted", why="min_p = 0.1"),
+    _case("top_p", "`top_p` 0.9", top_p=0.9, why="top_p = 0.9", **NOTED),
+    _case("top_k", "`top_k` 5", top_k=5, why="top_k = 5", **NOTED),
+    _case("min_p", "`min_p` 0.1", min_p=0.1, why="min_p = 0.1", **NOTED),
     _case(
         "repetition",
         "`repetition_penalty` 1.2",
         repetition_penalty=1.2,
-        online="noted",
         why="repetition_penalty = 1.2",
+        **NOTED,
+    ),
+    _case(
+        "top_p half",
+        '`top_p` 0.9, judged by training\'s own rollouts (`evaluation="half"`)',
+        top_p=0.9,
+        steps_per_generation=4,
+        options={"evaluation": "half"},
+        why="sampled with top_p = 0.9",
+        **REFUSED,
+    ),
+    _case(
+        "top_k batch",
+        '`top_k` 5, the same (`evaluation="batch"`)',
+        top_k=5,
+        options={"evaluation": "batch"},
+        why="sampled with top_k = 5",
+        **REFUSED,
     ),
     _case("checkpointing", "`gradient_checkpointing`", gradient_checkpointing=True),
     _case("full", "full fine-tune instead of LoRA", lora=False, learning_rate=1e-3),
@@ -157,15 +186,32 @@ CASES = (
         split="marked",
         why="training computed in bfloat16",
     ),
+    _case(
+        "bf16 base",
+        "LoRA over a base stored in bf16",
+        dtype=torch.bfloat16,
+        online="not trusted",
+        run="right, by the recorded gradient",
+        split="marked",
+        why="weights are bfloat16",
+    ),
+    _case(
+        "bf16 weights",
+        "full fine-tune of weights stored in bf16",
+        dtype=torch.bfloat16,
+        lora=False,
+        online="not trusted",
+        run="not trusted",
+        split="refused",
+        why="bfloat16",
+    ),
     _case("sgd", "`optim` sgd", optim="sgd", run="refused", split="-", why="is SGD"),
     _case(
         "adafactor",
         "`optim` adafactor",
         optim="adafactor",
-        online="refused",
-        run="-",
-        split="-",
         why="optimizer Adafactor",
+        **REFUSED,
     ),
     _case("two ranks", "two ranks (DDP, gloo)", ranks=2),
     _case(
@@ -185,7 +231,8 @@ CASES = (
 )
 MEANING = {
     "right": "right",
-    "noted": "right, of the full softmax; one warning says so",
+    "noted": "right, of the full softmax, and says so",
+    "not trusted": "not trusted, with the reason",
     "refused": "refused by name",
     "right, by the recorded gradient": "right, by the recorded gradient",
     "marked": "of the rebuilt step, whose distance is given",

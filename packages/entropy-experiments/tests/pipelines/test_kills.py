@@ -1,7 +1,9 @@
-"""kill -9 at fifty random instants of `run` and `influence`: the same command, the same bits.
+"""kill -9 at fifty random instants of `run`, `influence` and `train`: the same bits as without.
 
-Ten kills in a row, each of a process that goes on where the one before was killed, then one that is
-left alone; five times. Every process has one thread, so that sums are added in the same order.
+`run` and `influence`: ten kills in a row, each of a process that goes on where the one before was
+killed, then one that is left alone; five times. `train`: half of the instants are times, half are
+changes of files, between which a kill is most awkward; after two or three of them the training is
+left alone. Every process has one thread, so that sums are added in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from entropy_experiments.online.rows import read_rows
 from entropy_experiments.sampling.whole_files import hashed_body
+from oracles import killed_training
 
 pytestmark = pytest.mark.invariant
 
@@ -109,3 +113,86 @@ def test_killed_ten_times(undisturbed, tmp_path, folder):
     for name, value in wanted.items():
         assert found[name] == value, name
     assert not list(out.rglob("*.partial"))
+
+
+# train
+
+TRAINING = {
+    "lora": {"r": 2, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "reward_functions": ["oracles.tiny_grpo:reward"],  # no group has equal rewards
+    "eval_prompts": 5,
+    "buffer_size": 2,
+    "microbatch_size": 1,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "max_steps": 3,
+    "learning_rate": 3e-3,
+    "save_steps": 1,
+    "probe": {"prompts": 5, "max_overhead": None},
+    "doctor": {"mode": "auto", "trace_steps": 1},
+}
+TIMED = ("step_time", "overhead", "entropy_probe/overhead", "seconds")
+OF_THE_PROCESS = ("steps_now", "resumed_from")
+
+
+def without(names: tuple[str, ...], value: object) -> object:
+    if isinstance(value, dict):
+        return {k: without(names, v) for k, v in value.items() if k not in names}
+    return [without(names, part) for part in value] if isinstance(value, list) else value
+
+
+def trained(out: Path) -> dict[str, object]:
+    """All files of a training, without how long things took and what each process had to do."""
+    files: dict[str, object] = {}
+    for path in sorted(p for p in out.rglob("*") if p.is_file()):
+        name, data = path.relative_to(out).as_posix(), path.read_bytes()
+        if path.name == "trainer_state.json":
+            files[name] = without(TIMED, json.loads(data))
+        elif path.name == "train_summary.json":
+            files[name] = without((*TIMED, *OF_THE_PROCESS), json.loads(data))
+        elif path.name == "entropy_probe.jsonl":  # a resumed step's row stands there twice
+            files[name] = without(TIMED, read_rows(path))
+        elif path.name == "entropy_probe_record.json":
+            files[name] = without(("trainer_state.json",), json.loads(data))  # its sha256
+        else:
+            files[name] = data
+    return files
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory):
+    """(context, what an undisturbed one leaves, its seconds, how often it changes files)."""
+    made, folder = killed_training.context(), tmp_path_factory.mktemp("train") / "whole"
+    for place in (folder.with_name("first"), folder):  # the first one starts the server
+        begun = time.monotonic()
+        assert killed_training.ended(
+            killed_training.start(made, place, TRAINING), patience=PATIENCE
+        ), (place / "output.txt").read_text()
+    changes = int((folder / killed_training.COUNT).read_text())
+    assert trained(folder / "out") == trained(folder.with_name("first") / "out")
+    return made, trained(folder / "out"), time.monotonic() - begun, changes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(FOLDERS))
+def test_a_training_killed_ten_times(training, tmp_path, seed):
+    made, wanted, seconds, changes = training
+    draw, killed, place = random.Random(seed), 0, 0
+    while killed < KILLS:
+        folder, place = tmp_path / str(place), place + 1
+        for _ in range(draw.choice((2, 3))):
+            if draw.random() < 0.5:
+                process = killed_training.start(made, folder, TRAINING)
+                after = draw.uniform(0, seconds)
+                killed += killed_training.kill_after(after, process, patience=PATIENCE)
+            else:
+                at = draw.randrange(changes)
+                process = killed_training.start(made, folder, TRAINING, kill_at=at)
+                killed += not killed_training.ended(process, patience=PATIENCE)
+        process = killed_training.start(made, folder, TRAINING)
+        told = folder / "output.txt"
+        assert killed_training.ended(process, patience=PATIENCE), told.read_text()
+        files = trained(folder / "out")
+        assert files.keys() == wanted.keys(), told.read_text()
+        for name, value in wanted.items():
+            assert files[name] == value, (name, told.read_text())

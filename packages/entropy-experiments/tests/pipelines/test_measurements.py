@@ -229,7 +229,7 @@ def test_it_is_saved_and_a_rerun_changes_nothing(experiment, monkeypatch):
 
 
 def test_an_interrupted_experiment_continues(tmp_path, monkeypatch, capsys):
-    from entropy_experiments import entropy_experiment_runner as runner
+    from entropy_experiments.pipelines import measure as runner
 
     real, calls = runner.gather_study, []
 

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from entropy_experiments.types.direction import AdamGroup
 
 pytestmark = pytest.mark.contract
 
-QUESTIONS = ROOT / "tests" / "data" / "arithmetic.jsonl"
+QUESTIONS = Path(__file__).parents[1] / "data" / "arithmetic.jsonl"
 HOWTO = ROOT / "docs" / "howto_smollm2.md"
 
 

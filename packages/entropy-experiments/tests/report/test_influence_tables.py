@@ -191,6 +191,13 @@ def test_the_columns_are_aligned_and_fit_a_terminal(summary):
     assert max(map(len, table)) <= 100
 
 
+def test_a_distribution_that_training_did_not_sample_from_stands_above(summary):
+    note = "training sampled with top_k = 5; entropy here is of the full softmax at temperature 1"
+    first, second = influence_report({**summary, "notes": [note]})[:2]
+    assert first.startswith("The update")
+    assert second == f"  T{note[1:]}."
+
+
 def test_without_rewards_there_is_one_book(summary):
     summary["evaluations"][0]["ledger"]["reward"] = None
     lines = influence_report(summary)

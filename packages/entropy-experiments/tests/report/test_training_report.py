@@ -51,11 +51,24 @@ def test_sums_and_levels_are_the_rows(tmp_path):
     assert fresh["interval"] == pytest.approx([-0.35, -0.25])  # hypot(0.03, 0.04)
     assert "Training from step 0 to step 3 lowers" in data["verdict"]["sentence"]
     assert data["verdict"]["doubts"] == ["1 of 4 probed steps are not trusted: few rollouts."]
+    sums = data["verdict"]["points"][0]
+    assert sums.endswith("measured −0.300: not trusted, as some of these steps are not.")
+    assert data["verdict"]["trusted"] is False  # beside the sums, at the head of the page
     drawn = figures(data)
     assert set(drawn) == {"trajectory", "steps"}
     assert drawn["trajectory"]["layout"]["xaxis"]["title"]["text"] == "optimizer step"
     assert [len(trace["x"]) for trace in drawn["trajectory"]["data"]] == [8, 4, 4, 4]
+    assert all(trace["mode"] == "lines" for trace in drawn["trajectory"]["data"])
     assert "predicted −0.270" in render(data)
+
+
+def test_the_report_names_a_distribution_that_training_did_not_sample_from(tmp_path):
+    named = {"policy": "full softmax, temperature 1", "sampling": ["top_p = 0.9"]}
+    some = [row | named for row in rows(range(4))]
+    page = render(gather(written(tmp_path / "run", some)))
+    assert "of the full softmax, temperature 1; training samples with top_p = 0.9." in page
+    plain = [row | named | {"sampling": []} for row in rows(range(4))]
+    assert "training samples with" not in render(gather(written(tmp_path / "plain", plain)))
 
 
 def test_second_order_is_summed_where_every_row_has_it(tmp_path):

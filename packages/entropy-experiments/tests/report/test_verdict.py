@@ -18,6 +18,7 @@ from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 from entropy_experiments.pipelines.probe_inputs import gather
 from entropy_experiments.pipelines.step_facts import ASSUMED, training_facts
 from entropy_experiments.report.findings import Findings
+from entropy_experiments.report.html.words import sampling_points
 from entropy_experiments.report.verdict import verdict
 from entropy_experiments.sampling.rollout_files import save_rollouts
 
@@ -293,6 +294,31 @@ def test_another_nucleus_than_trainings_is_said():
     found = facts({}, {"top_p": 0.9})
     assert found.notes == ("top_p = 1.0 here; training had 0.9 (entropy_probe.json)",)
     assert facts({"generation": {"top_p": 0.9}}, {"top_p": 0.9}).notes == ()
+
+
+def test_what_training_sampled_with_besides_is_known():
+    options = ["top_p = 0.9", "top_k = 5"]
+    recorded = {"top_p": 0.9, "sampling": options}
+    assert facts({}, {"top_p": 0.9}).sampling == ("top_p = 0.9",)
+    assert facts({}, {"top_p": 1.0}).sampling == ()
+    assert facts({}, recorded).sampling == ("top_p = 0.9", "top_k = 5")
+    followed = facts({"generation": {"top_p": 0.9}}, recorded)
+    assert followed.sampling == ("top_k = 5",)
+    (note,) = followed.notes
+    assert note.startswith("training sampled with top_k = 5; entropy here is of the softmax cut at")
+    assert len(facts({}, recorded).notes) == 1
+    (point,) = sampling_points([*facts({}, recorded).notes, "another note"])
+    assert point.startswith(
+        "Training sampled with top_p = 0.9, top_k = 5; entropy here is of the f"
+    )
+
+
+def test_a_distribution_that_training_did_not_sample_from_is_named(probed):
+    found, _ = probed
+    assert "full softmax" not in "\n".join(verdict(found))
+    lines = verdict(replace(found, sampling=("top_k = 5",)))
+    (line,) = [line for line in lines if "entropy now" in line]
+    assert line.endswith(", of the full softmax (training sampled with top_k = 5)")
 
 
 def test_facts_become_the_objective():

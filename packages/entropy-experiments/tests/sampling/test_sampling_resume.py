@@ -163,7 +163,7 @@ import sys
 sys.path[:0] = {path!r}
 import torch
 torch.set_num_threads(1)
-from invariant import test_sampling_resume as t
+from sampling import test_sampling_resume as t
 from entropy_experiments.sampling.rollout_files import RolloutStore
 def slow(told):
     print(told.rollouts, flush=True)

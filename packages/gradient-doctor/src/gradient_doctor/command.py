@@ -34,15 +34,15 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _WITH_VALUE = {"--contract", "--json", "--mode", "--trace-steps", "--every", "--entropy"}
 PROG = "gradient-doctor"
 EPILOG = """\
-examples:
+Examples:
   {prog} train.py --lr 1e-3
   {prog} --json doctor.json --contract contract.json train.py
   {prog} -m my_package.train --lr 1e-3
   {prog} --entropy my_module:token_entropy
   torchrun --nproc-per-node 2 -m gradient_doctor train.py
 
-exit codes: 0 nothing of warning or above, 3 findings of warning or above, 1 the script crashed,
-2 bad usage, 130 interrupted; otherwise the script's own."""
+Exit codes: 0 nothing of warning or above, 3 findings of warning or above,
+1 the script crashed, 2 bad usage, 130 interrupted; otherwise the script's own."""
 
 
 class UsageError(ValueError):

@@ -14,7 +14,7 @@ from gradient_doctor.boundaries import Boundaries
 from gradient_doctor.detectors import all_detectors
 from gradient_doctor.findings import Finding, Severity, ordered
 from gradient_doctor.forks import forget_forks, watch_forks
-from gradient_doctor.output import report_text, to_json
+from gradient_doctor.output import SCHEMA, report_text, to_json
 from gradient_doctor.registry import Registry
 from gradient_doctor.session import Session, StepRecord
 from gradient_doctor.trace import Trace
@@ -132,7 +132,7 @@ class Doctor:
     def _begin(self) -> None:
         session = self.session
         step = session.step
-        first = step < session.trace_steps
+        first = session.age < session.trace_steps
         closer = self._look_closer or session.look_again
         traced = self.mode == "trace" or (self.mode == "auto" and (first or closer))
         checked = traced or (self.mode == "light" and first) or step % self.every == 0
@@ -160,7 +160,7 @@ class Doctor:
         session.remember(record)
 
     def _switch_trace(self, on: bool) -> None:
-        self._watch.modules(on or (self.session.registry.discover and self.session.step == 0))
+        self._watch.modules(on or (self.session.registry.discover and self.session.age == 0))
         if on and not self._pushed:
             modes.insert(self._trace, self._depth)
             self._pushed = True
@@ -176,6 +176,30 @@ class Doctor:
     def _stepped(self, optimizer: Any) -> None:
         if self._find_steps and self._boundaries.stepped(optimizer, self.session.step):
             self.step()
+
+    # over a resume
+
+    def memory(self) -> dict[str, Any]:
+        """The steps and findings so far, for `recall` in the process that resumes training."""
+        return {"schema": SCHEMA, "steps": self.session.step, "findings": self.session.memory()}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Begin with what an earlier part of this training has shown; before the first step.
+
+        Steps are counted on. Each part is examined like a training of its own, because its code may
+        be another: counts inside a finding ("in all 3 examined steps") are of one part.
+        """
+        if not isinstance(memory, Mapping):
+            raise ValueError(f"got {type(memory).__name__}, expected an object")
+        schema, steps = memory.get("schema"), memory.get("steps")
+        if schema != SCHEMA or not isinstance(steps, int) or steps < 0:
+            raise ValueError(
+                f"schema is {schema!r} and steps {steps!r}; expected {SCHEMA} and a whole number"
+            )
+        try:
+            self.session.recall(memory["findings"], step=steps)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not stored findings: {type(error).__name__}: {error}") from None
 
     # what it found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,6 +89,31 @@ class Finding:
             "step": self.step,
             "related": [site(s) for s in self.related],
         }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Finding:
+        """What `to_dict` gave; ValueError if it is not that."""
+
+        def site(value: Any) -> Site | None:
+            return None if value is None else Site(**value)
+
+        try:
+            finding = cls(
+                number=stored["number"],
+                severity=Severity[stored["severity"].upper()],
+                what=stored["what"],
+                why=stored["why"],
+                fix=stored["fix"],
+                site=site(stored["site"]),
+                parameters=tuple(stored["parameters"]),
+                step=stored["step"],
+                related=tuple(Site(**value) for value in stored["related"]),
+            )
+            if finding.to_dict() != dict(stored):
+                raise ValueError("its fields do not fit together")
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"not a stored finding: {type(error).__name__}: {error}") from None
+        return finding
 
     @property
     def brief(self) -> str:

@@ -5,6 +5,9 @@
 A Trainer tells its callbacks when training begins and ends, but not that it broke. What the doctor
 has put in place must come out then, too, so making a first callback wraps `Trainer.train` in a
 `try`; for trainers without a DoctorCallback that wrapper does nothing.
+
+Findings so far are kept in `trainer_state.json` of every checkpoint, which the Trainer writes last:
+a training that was killed and resumed reports the findings of all its parts.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ except ImportError as missing:
     ) from missing
 
 _GUARDED = "_gradient_doctor"
+KEPT = "gradient_doctor"
+"""Under `stateful_callbacks` of trainer_state.json."""
 _LOG = logging.getLogger("gradient_doctor")
 
 
@@ -68,6 +73,7 @@ class DoctorCallback(TrainerCallback):
         self._show, self._json = report, json
         self._speaks = True
         self.doctor: Doctor | None = None
+        self._recalled: list[Finding] = []  # of the training's part before a resume
         self._running = False
         _guard_train()
 
@@ -93,11 +99,12 @@ class DoctorCallback(TrainerCallback):
         # a second beginning without an end: the trainer tries again with a smaller batch
         self._safely(self._leave)
         self._speaks = getattr(state, "is_world_process_zero", True)
-        self._safely(lambda: self._enter(model, optimizer))
+        memory = state.stateful_callbacks.get(KEPT) if state.global_step else None
+        self._safely(lambda: self._enter(model, optimizer, memory))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._running and self.doctor is not None:
-            self._safely(self.doctor.step)
+            self._safely(lambda: self._step(state))
             self._judge()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -114,15 +121,35 @@ class DoctorCallback(TrainerCallback):
 
     # inside
 
-    def _enter(self, model: Any, optimizer: Any) -> None:
+    def _enter(self, model: Any, optimizer: Any, memory: Any) -> None:
         inner, scaler = unwrapped(optimizer)
         if inner is None:  # made elsewhere (DeepSpeed): found when it steps
             doctor = self._make({"model": model}, scaler=scaler, discover=True)
         else:
             doctor = self._make({"model": model}, {"optimizer": inner}, scaler)
+        self._recalled = []
+        if memory is not None:
+            self._recall(doctor, memory)
         self.doctor = doctor
         self._running = True
         doctor.__enter__()
+
+    def _recall(self, doctor: Doctor, memory: Any) -> None:
+        try:
+            doctor.recall(memory)
+        except ValueError as error:
+            _LOG.warning(
+                "what the doctor found before the resume cannot be read from trainer_state.json "
+                "(%s); it begins anew",
+                error,
+            )
+        self._recalled = doctor.findings
+
+    def _step(self, state: Any) -> None:
+        assert self.doctor is not None
+        self.doctor.step()
+        if self.doctor.mode != "off":
+            state.stateful_callbacks[KEPT] = self.doctor.memory()
 
     def _leave(self, error: BaseException | None = None) -> None:
         if self._running and self.doctor is not None:
@@ -132,7 +159,8 @@ class DoctorCallback(TrainerCallback):
     def _judge(self) -> None:
         if self._raise_on is None:
             return
-        if any(finding.severity >= self._raise_on for finding in self.findings):
+        new = (finding for finding in self.findings if finding not in self._recalled)
+        if any(finding.severity >= self._raise_on for finding in new):
             raise GradientError(self.report())
 
     def _tell(self, screen: bool) -> None:

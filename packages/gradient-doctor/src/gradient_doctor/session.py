@@ -113,7 +113,8 @@ class Session:
     contract: dict[str, Any] = field(default_factory=dict)
     trace_steps: int = 3
     findings: list[Finding] = field(default_factory=list)
-    step: int = 0
+    step: int = 0  # of the training, also of the parts before a resume
+    first: int = 0  # the step that this examination began with
     record: StepRecord = field(default_factory=lambda: StepRecord(0, False, False))
     history: list[StepRecord] = field(default_factory=list)
     module_stack: list[nn.Module] = field(default_factory=list)
@@ -144,6 +145,11 @@ class Session:
         self._order = itertools.count()
         self._handlers: dict[str, list[Callable[..., None]]] = {}
         self._broken: set[str] = set()
+
+    @property
+    def age(self) -> int:
+        """Whole steps of this examination: what it knows is no older."""
+        return self.step - self.first
 
     # detectors
 
@@ -281,6 +287,28 @@ class Session:
         for key, (place, culprit) in self._culprits.items():
             if place > at:
                 self._culprits[key] = (place - 1, culprit)
+
+    # over a resume
+
+    def memory(self) -> list[dict[str, Any]]:
+        """All findings with what they are made of, as JSON; `recall` reads it."""
+        culprits = dict(self._culprits.values())
+        return [
+            {"whole": f.to_dict(), "parts": [part.to_dict() for part in culprits[at].parts]}
+            for at, f in enumerate(self.findings)
+        ]
+
+    def recall(self, memory: list[dict[str, Any]], *, step: int) -> None:
+        """Before the first step: findings of the part of a training that `step` steps made."""
+        culprits = [
+            Culprit(Finding.from_dict(entry["whole"]), [*map(Finding.from_dict, entry["parts"])])
+            for entry in memory
+        ]
+        for culprit in culprits:
+            whole = culprit.whole
+            self._culprits[whole.key] = (len(self.findings), culprit)
+            self.findings.append(whole)
+        self.step = self.first = step
 
     # where we are
 

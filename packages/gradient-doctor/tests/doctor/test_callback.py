@@ -45,8 +45,8 @@ def trainer(tmp_path):
         torch.manual_seed(0)
         arguments = TrainingArguments(
             output_dir=str(tmp_path), max_steps=6, per_device_train_batch_size=2,
-            learning_rate=1e-2, report_to=[], use_cpu=True, save_strategy="no",
-            disable_tqdm=True, dataloader_pin_memory=False, **options,
+            learning_rate=1e-2, report_to=[], use_cpu=True,
+            disable_tqdm=True, dataloader_pin_memory=False, **{"save_strategy": "no", **options},
         )  # fmt: skip
         given = None if add else list(callbacks)
         data = {"train_dataset": Rows(), "eval_dataset": Rows()}
@@ -217,6 +217,32 @@ def test_json_options_and_ranks(trainer, callback, monkeypatch, tmp_path, capsys
     assert doctor.doctor.session.registry.discover  # no optimizer yet: it is found
     doctor.on_train_end(made.args, made.state, made.control)
     assert capsys.readouterr().err == ""
+
+
+def test_a_resumed_training_reports_all_its_parts(trainer, callback, monkeypatch, tmp_path, caplog):
+    use(monkeypatch, Stub, when="step", severity=Severity.ERROR)
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trainer(callback(report=False), **saving).train()
+    state = tmp_path / "checkpoint-3" / "trainer_state.json"
+    assert json.loads(state.read_text())["stateful_callbacks"]["gradient_doctor"]["steps"] == 3
+    # The second part finds nothing by itself; an earlier error does not end it either.
+    use(monkeypatch, Stub, severity=None)
+    doctor = callback(report=False, json=tmp_path / "doctor.json", raise_on="error")
+    made = trainer(doctor, **saving)
+    made.train(resume_from_checkpoint=str(state.parent))
+    assert made.state.global_step == 6
+    written = json.loads((tmp_path / "doctor.json").read_text())
+    assert written["steps"] == 6
+    assert [f["step"] for f in written["findings"]] == [0]
+    # A file that is damaged is no reason to do without a doctor.
+    content = json.loads(state.read_text())
+    content["stateful_callbacks"]["gradient_doctor"] = {"schema": 1, "steps": 3, "findings": 5}
+    state.write_text(json.dumps(content))
+    doctor = callback(report=False)
+    with caplog.at_level(logging.WARNING, "gradient_doctor"):
+        trainer(doctor, **saving).train(resume_from_checkpoint=str(state.parent))
+    assert "cannot be read from trainer_state.json" in caplog.text
+    assert doctor.doctor.session.step == 3
 
 
 def test_without_transformers_the_error_says_so():

@@ -341,7 +341,7 @@ assert "torch" not in sys.modules
     done = fresh("-c", code)
     assert done.returncode == 0, done.stderr
     assert time.perf_counter() - start < 10  # not seconds of torch, even on a busy machine
-    for words in ("--contract", "exit codes:", "torchrun"):
+    for words in ("--contract", "Exit codes:", "torchrun"):
         assert words in done.stdout
 
 

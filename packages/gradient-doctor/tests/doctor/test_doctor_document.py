@@ -4,7 +4,7 @@ import re
 
 from checkout import DOCS
 from gradient_doctor.classes import CLASSES
-from gradient_doctor.command import _parser
+from gradient_doctor.command import PROG, _parser
 
 TEXT = (DOCS / "doctor.md").read_text()
 
@@ -16,6 +16,6 @@ def test_the_table_is_the_code():
 
 
 def test_every_option_is_there():
-    for action in _parser()._actions:
+    for action in _parser(PROG)._actions:
         for option in action.option_strings:
             assert option in TEXT or option in ("-h", "--help")

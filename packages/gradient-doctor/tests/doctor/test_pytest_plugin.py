@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,6 @@ import pytest
 import torch._dynamo  # noqa: F401
 
 import gradient_doctor.script  # noqa: F401
-from checkout import ROOT
 from doctor.stub import Broken, Stub, use
 from gradient_doctor.findings import Severity
 
@@ -156,8 +156,9 @@ def test_our_own_mistake_does_not_fail_a_test(suite, monkeypatch):
 
 
 def test_the_plugin_is_declared_and_imports_no_torch():
-    root = ROOT
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    project = tomllib.loads(pyproject.read_text())["project"]
+    assert project["dependencies"] == ["torch>=2.6"]  # and nothing else
     plugins = project["entry-points"]["pytest11"]
     assert plugins == {"gradient_doctor": "gradient_doctor.pytest_plugin"}
     code = "import sys, gradient_doctor.pytest_plugin; print('torch' in sys.modules)"

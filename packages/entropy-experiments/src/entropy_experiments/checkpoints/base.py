@@ -39,7 +39,12 @@ from entropy_experiments.checkpoints.layout import (
     Layout,
     read_json,
 )
-from entropy_experiments.checkpoints.sizes import check_config_file, check_size, stored_tensors
+from entropy_experiments.checkpoints.sizes import (
+    Shapes,
+    check_config_file,
+    check_size,
+    stored_tensors,
+)
 from entropy_experiments.input_errors import InputError, library_errors
 from entropy_experiments.input_files import expanded, refuse_special_files, sha256
 
@@ -423,10 +428,19 @@ def from_gguf(file: Path) -> Path:
     return target
 
 
-def model_config(location: str, *, revision: str | None = None, words: str | None = None) -> Any:
-    """transformers' config of a local folder, or of a name on the hub; `words` for messages."""
+def model_config(
+    location: str,
+    *,
+    revision: str | None = None,
+    words: str | None = None,
+    shapes: Shapes | None = None,
+) -> Any:
+    """transformers' config of a local folder, or of a name on the hub; `words` for messages.
+
+    `shapes`: of the weights that it is for, where they are in no safetensors files.
+    """
     folder = Path(location)
-    check_config_file(folder / MODEL_CONFIG, weight_files(folder))
+    check_config_file(folder / MODEL_CONFIG, weight_files(folder), shapes)
     where = folder / MODEL_CONFIG if folder.is_dir() else f"of {location}"
     where = where if words is None else f"{where} ({words})"
     more = {} if revision is None else {"revision": revision}

@@ -215,11 +215,26 @@ def _weights_folder(root: Path, adapter_path: Path | str | None) -> Path:
     for folder in (root, *(root / name for name in INSIDE)):
         if _has_weights(folder):
             return folder
-    inside = sorted(p.name for p in root.iterdir() if p.is_dir() and STEP.search(p.name))
-    hint = f" It holds {', '.join(inside[:8])}: give one of those." if inside else ""
+    hint = _checkpoints_in(root)
     raise FileNotFoundError(
         f"Checkpoint not found: {root} has none of the expected files. Expected {EXPECTED}.{hint}"
     )
+
+
+def _checkpoints_in(run: Path) -> str:
+    """Of a run's folder: the checkpoints that it holds, those with a recorded step by name."""
+    steps = {p: int(m[1]) for p in run.iterdir() if p.is_dir() and (m := STEP.search(p.name))}
+    inside = sorted(steps, key=lambda p: (steps[p], p.name))
+    if not inside:
+        return ""
+    recorded = [p.name for p in inside if (p / RECORDED).is_dir()]
+    also = f" The step that followed is recorded in {_few(recorded)}." if recorded else ""
+    return f" It holds {_few([p.name for p in inside])}: give one of those.{also}"
+
+
+def _few(names: list[str]) -> str:
+    """The last ones, where there are many."""
+    return ", ".join(("...", *names[-8:]) if len(names) > 8 else names)
 
 
 def _sharded_weights(given: Path) -> Path | None:

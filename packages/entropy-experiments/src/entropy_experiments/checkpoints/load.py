@@ -45,7 +45,11 @@ from entropy_experiments.checkpoints.layout import (
 from entropy_experiments.checkpoints.made_step import refuse_other_base
 from entropy_experiments.checkpoints.optimizer_state import load_safely, read_optimizer_state
 from entropy_experiments.checkpoints.sharded_files import newer_shards
-from entropy_experiments.checkpoints.stored_weights import load_sharded_causal_lm, take_base
+from entropy_experiments.checkpoints.stored_weights import (
+    load_sharded_causal_lm,
+    shapes_of,
+    take_base,
+)
 from entropy_experiments.checkpoints.training_facts import read_facts
 from entropy_experiments.checkpoints.training_record import TrainingRecord, read_record
 from entropy_experiments.checkpoints.two_saves import unread_forms
@@ -92,6 +96,8 @@ class Checkpoint:
     optimizer_path: Path | None
     hashes: Mapping[str, str]
     """sha256 of every file read."""
+    weights: tuple[str, ...] = ()
+    """Of `hashes`, the files that hold the checkpoint's own weights."""
     record: TrainingRecord | None = None
     """What the run recorded about itself, if it did."""
 
@@ -177,6 +183,7 @@ def load_checkpoint(
         recorded=layout.recorded,
         optimizer_path=layout.optimizer,
         hashes=hashes,
+        weights=tuple(os.path.relpath(file, layout.root) for file in layout.files),
         record=record,
     )
 
@@ -243,9 +250,10 @@ def _full(
     if not own or base is not None or backbone is not None:
         # Accelerate saves weights alone.
         found = find_base(layout, base=base, backbone=backbone, recorded=None)
+    known = found.location if found is not None and not own else str(layout.config)
     if not own or layout.sharded is not None:
-        known = found.location if found is not None and not own else str(layout.config)
-        config = model_config(known)
+        shapes = None if layout.stored is None else shapes_of(layout.stored)
+        config = model_config(known, shapes=shapes)
         generation = generation_config((layout.weights, layout.root, known), config)
     wanted = _dtype(dtype, device_map)
     # All of a full fine-tune is trained, and what is trained is fp32 unless asked otherwise.
@@ -253,7 +261,9 @@ def _full(
     more: dict[str, Any] = {"dtype": kind, "device_map": _device_map(device_map)}
     more |= {"config": config, "generation": generation}
     if layout.sharded is not None:
-        model = load_sharded_causal_lm(layout.sharded, stored=layout.stored, **more)
+        model = load_sharded_causal_lm(
+            layout.sharded, where=Path(known) / MODEL_CONFIG, stored=layout.stored, **more
+        )
     else:
         model, info = load_causal_lm(layout.weights, **more)
         check_loaded(_weights_name(layout), info, extra_allowed=False)

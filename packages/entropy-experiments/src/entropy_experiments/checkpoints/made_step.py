@@ -2,7 +2,8 @@
 
 made_step/fingerprint.json      step, learning rate, and sketches (`numerics.sketch`) of g, as
                                 the optimizer saw it, and of theta_after - theta_before
-made_step/gradient.safetensors  g itself, where it is small enough or was asked for
+made_step/gradient.safetensors  g itself, where it is small enough or was asked for; its sha256 is
+                                in fingerprint.json
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from entropy_experiments.checkpoints.layout import read_json
 from entropy_experiments.checkpoints.training_record import FINGERPRINT_FILE, GRADIENT_FILE
+from entropy_experiments.input_files import sha256
 from entropy_experiments.numerics.sketch import BUCKETS, Fingerprint, sketch
 from entropy_experiments.types import Params
 
@@ -43,6 +45,8 @@ class MadeStep:
     """Parameters that had none: the optimizer left them alone."""
     change: Tensor | None
     """Sketch of theta_after - theta_before; None: the run ended before it was known."""
+    gradient_sha256: str | None = None
+    """Of the file; None: not recorded, and the sketch alone must do."""
 
     @property
     def has_gradient(self) -> bool:
@@ -64,6 +68,11 @@ class MadeStep:
             raise ValueError(
                 f"{file} does not hold the gradient of this policy: {odd} differ. It belongs to "
                 "another model; delete it to go on without it."
+            )
+        if self.gradient_sha256 is not None and sha256(file) != self.gradient_sha256:
+            raise ValueError(
+                f"{file} is not the gradient that was recorded: its sha256 differs from the one in "
+                f"{FINGERPRINT_FILE}. Copy it again, or delete it."
             )
         apart = Fingerprint.of(found).distance(self.gradient)
         if not apart <= GRADIENT_TOLERANCE:
@@ -93,6 +102,7 @@ def read_made_step(folder: Path) -> MadeStep | None:
         gradient=Fingerprint.from_json(found["gradient"]),
         without_gradient=tuple(found["without_gradient"]),
         change=None if change is None else torch.tensor(change, dtype=torch.float64),
+        gradient_sha256=found.get("gradient_sha256"),
     )
 
 
@@ -103,6 +113,7 @@ def made_step_json(
     gradient: Fingerprint,
     without_gradient: list[str],
     change: Tensor | None,
+    gradient_sha256: str | None = None,
 ) -> bytes:
     content = {
         "schema": SCHEMA,
@@ -112,6 +123,8 @@ def made_step_json(
         "without_gradient": without_gradient,
         "change": None if change is None else change.tolist(),
     }
+    if gradient_sha256 is not None:
+        content["gradient_sha256"] = gradient_sha256
     return json.dumps(content, indent=1, allow_nan=False).encode()
 
 

@@ -36,6 +36,11 @@ class StoredWeights(Mapping[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """From the table of contents: nothing is read."""
+        return {name: self.files.tensors[key].shape for name, key in self._keys.items()}
+
     def __len__(self) -> int:
         return len(self._keys)
 

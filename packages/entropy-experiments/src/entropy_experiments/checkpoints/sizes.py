@@ -2,8 +2,9 @@
 
 A config.json of 800 bytes may ask for more memory than there is, or for more layers than can be
 counted. The weights say how large the model is: no layer is without a tensor, and no parameter
-without a number in a file. So the raw config is held against the headers of the files, then the
-model is made without memory (torch's meta device) and its parameters are counted.
+without a number in a file. So the raw config is held against the headers of the files (of FSDP's
+shards: against their table of contents), then the model is made without memory (torch's meta
+device) and its parameters are counted.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ LARGEST_HEADER = 100 * 2**20
 """Bytes; safetensors' own limit."""
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+
+
 def stored_tensors(files: Sequence[Path]) -> dict[str, tuple[int, ...]] | None:
     """Shapes by name from the headers of safetensors files alone; None if others are among them."""
     found: dict[str, tuple[int, ...]] = {}
@@ -50,8 +54,11 @@ def stored_tensors(files: Sequence[Path]) -> dict[str, tuple[int, ...]] | None:
     return found or None
 
 
-def check_config_file(file: Path, files: Sequence[Path] = ()) -> None:
-    """Refuse a config.json that names code on a hub, or would keep its reader busy for ever."""
+def check_config_file(file: Path, files: Sequence[Path] = (), shapes: Shapes | None = None) -> None:
+    """Refuse a config.json that names code on a hub, or would keep its reader busy for ever.
+
+    `shapes`: of the weights by name, where they are in no safetensors files.
+    """
     if not file.is_file():
         return
     content = read_json_value(file)
@@ -59,7 +66,7 @@ def check_config_file(file: Path, files: Sequence[Path] = ()) -> None:
         raise InputError(
             f"{file} holds a {type(content).__name__}; expected a JSON object. Restore the file."
         )
-    tensors = stored_tensors(files)
+    tensors = stored_tensors(files) if shapes is None else shapes
     for part in _objects(content):
         for key in KERNEL_KEYS:
             name = part.get(key)
@@ -84,17 +91,22 @@ def check_config_file(file: Path, files: Sequence[Path] = ()) -> None:
                 )
 
 
-def check_size(where: Path, config: Any, files: Sequence[Path]) -> None:
+def check_size(
+    where: Path, config: Any, files: Sequence[Path] = (), shapes: Shapes | None = None
+) -> None:
     """Refuse a config whose model has more parameters than the files have numbers.
 
-    `where`: its config.json, for the message. Quantised weights are packed, and not compared.
+    `where`: its config.json, for the message; `shapes` as above. Quantised weights are packed, and
+    not compared.
     """
-    if not files or getattr(config, "quantization_config", None) is not None:
+    if not (files or shapes) or getattr(config, "quantization_config", None) is not None:
         return
-    tensors = stored_tensors(files)
+    tensors = stored_tensors(files) if shapes is None else shapes
     held = sum(file.stat().st_size for file in files)
     if tensors is not None:
-        held = sum(map(prod, tensors.values()))
+        numbers = sum(map(prod, tensors.values()))
+        # A pickled tensor may repeat one number without end: no more than there are bytes.
+        held = numbers if shapes is None or not files else min(numbers, held)
     needed = _parameters(config)
     if needed is None:
         return

@@ -23,7 +23,8 @@ from entropy_experiments.checkpoints.base import (
     quiet_transformers,
 )
 from entropy_experiments.checkpoints.optimizer_state import load_safely
-from entropy_experiments.checkpoints.sharded_state import sharded_weights, unwrapped
+from entropy_experiments.checkpoints.sharded_state import StoredWeights, sharded_weights, unwrapped
+from entropy_experiments.checkpoints.sizes import check_size
 
 
 def stored_weights(path: Path) -> Mapping[str, Tensor]:
@@ -45,18 +46,30 @@ def stored_weights(path: Path) -> Mapping[str, Tensor]:
     return named
 
 
+def shapes_of(stored: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """By name, without reading a tensor of shards."""
+    if isinstance(stored, StoredWeights):
+        return stored.shapes
+    return {name: tuple(value.shape) for name, value in stored.items()}
+
+
 def load_sharded_causal_lm(
     path: Path,
     config: Any,
     *,
+    where: Path | None = None,
     stored: Mapping[str, Tensor] | None = None,
     generation: GenerationConfig | None = None,
     dtype: torch.dtype,
     device_map: Any = None,
 ) -> Any:
-    """The model of `config` with the weights at `path`, which may be `stored` already."""
+    """The model of `config` with the weights at `path`, which may be `stored` already.
+
+    Nothing is made of a config that describes more than they hold; `where` it is, for the message.
+    """
     stored = stored_weights(path) if stored is None else stored
     with quiet_transformers():
+        check_size(where or path, config, [path] if path.is_file() else (), shapes_of(stored))
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     _check_precision(path, model, dtype)
     if generation is not None:

@@ -18,7 +18,7 @@ from a file outside of the run's folders that has the recorded sha256, and only 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,10 @@ class TrainingRecord:
                     "it again, or name other prompts: batch_config.dataset_name and "
                     "batch_config.dataset_path."
                 )
+
+    def holds(self, names: Iterable[str]) -> bool:
+        """Whether the sha256 of each of these files is on record."""
+        return all(name in self.files for name in names)
 
     def changed(self, present: Mapping[str, str]) -> list[str]:
         """Of these files (name: sha256), those that are not as the trainer saved them."""

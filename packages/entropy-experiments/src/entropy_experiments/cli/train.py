@@ -180,6 +180,7 @@ def _refuse_unknown_run(begun_with: Path) -> None:
 def _would_resume(config: TrainingConfig, option: str) -> tuple[str | None, str]:
     """(checkpoint, line): where --resume would begin. What it would refuse is refused."""
     from entropy_experiments.online.train.folder import (
+        ended,
         last_whole_checkpoint,
         refuse_not_begun,
         refuse_other_run,
@@ -193,6 +194,9 @@ def _would_resume(config: TrainingConfig, option: str) -> tuple[str | None, str]
     if checkpoint is None:
         return None, f"{out} has no whole checkpoint yet: it would begin from the beginning"
     made = steps_made(checkpoint)
+    if made == config.max_steps and not ended(out, made):
+        line = f"all {made} steps are made: it would write the end of the run"
+        return str(checkpoint), line
     if made >= config.max_steps:
         from entropy_experiments.online.train.summary import nothing_line
 

@@ -52,6 +52,7 @@ from entropy_experiments.types import (
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
 MAX_STEP_ROUNDING = 0.05
+FP32_EPS = torch.finfo(torch.float32).eps
 MOST_SETTINGS = 8
 """In memory at a time, where a policy spares work with several."""
 SETTINGS_BYTES = 512 << 20
@@ -122,13 +123,14 @@ def measured_many(
 
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
     floors = _noise_floors(policy, rollouts, base, estimand, clips, microbatch, repackings)
+    doubt = coarse_weights(policy)
     out: dict[Case, Estimate] = {}
     along = {name: partial(_total, direction) for name, direction in directions.items()}
     for name, eta, moved, rounding in moved_scores(
         policy, rollouts, along, steps, base=base, microbatch=microbatch
     ):
         for clip in clips:
-            out[Case(name, eta, clip)] = change(
+            seen = change(
                 base,
                 moved,
                 rollouts,
@@ -137,7 +139,23 @@ def measured_many(
                 noise_floor=floors[clip],
                 step_rounding=rounding,
             )
+            out[Case(name, eta, clip)] = seen.doubted(doubt) if doubt else seen
     return out
+
+
+def coarse_weights(policy: Policy) -> str:
+    """Why a measured change is not trusted: weights with fewer digits than fp32; empty: none.
+
+    Frozen ones count: over a bf16 base, fp32 adapters move activations that are rounded to bf16.
+    Other packings round alike, so that the noise floor does not show it.
+    """
+    model = getattr(policy, "model", None)
+    frozen = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    for value in (*policy.params.values(), *frozen):
+        if value.dtype.is_floating_point and torch.finfo(value.dtype).eps > FP32_EPS:
+            kind = str(value.dtype).removeprefix("torch.")
+            return f"weights are {kind}, whose rounding the interval has not"
+    return ""
 
 
 class Moved(NamedTuple, Generic[Key]):

@@ -118,7 +118,7 @@ class SequenceProcessor(CalledModel):
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self.params.values())).device
+        return next(self.model.parameters()).device
 
     @property
     def repeatable(self) -> bool:

@@ -45,6 +45,7 @@ from entropy_experiments.models.mesh import mesh_of
 from entropy_experiments.models.positions import Contexts
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.models.shardable import check_shardable
+from entropy_experiments.threads import same_threads
 from entropy_experiments.types import OptimizerState, Params, Rollouts, Scores, check_params
 
 T = TypeVar("T")
@@ -109,7 +110,8 @@ class ShardedModel(nn.Module):
             )
         self.ranks.agree(passing=True)
         try:
-            return work()
+            with same_threads():
+                return work()
         except BaseException as error:
             self._failed = True  # after Ctrl-C too
             _reshard(self._cut_modules(), error)

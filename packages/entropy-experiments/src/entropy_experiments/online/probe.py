@@ -43,7 +43,12 @@ from entropy_experiments.estimate.first_order import (
     slope_of_scores,
 )
 from entropy_experiments.estimate.level import level_of_scores
-from entropy_experiments.estimate.measured import change, even_part, step_rounding
+from entropy_experiments.estimate.measured import (
+    change,
+    coarse_weights,
+    even_part,
+    step_rounding,
+)
 from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
@@ -274,8 +279,8 @@ class OnlineProbe:
                 ranks=self.ranks,
             )
         seen = change(pending.base, scores, pending.rollouts, self.estimand)
-        if (coarse := _coarse(after)) is not None:
-            seen = seen.doubted(f"the weights are {coarse}, whose rounding the interval has not")
+        if doubt := coarse_weights(self.policy):
+            seen = seen.doubted(doubt)
         found = StepMeasurement(
             prediction=pending.prediction,
             change=_corrected(seen, pending),
@@ -347,14 +352,6 @@ class OnlineProbe:
         """This step is not probed; what was begun for it is forgotten."""
         self._pending = None
         self.step += 1
-
-
-def _coarse(params: Params) -> str | None:
-    """The dtype of weights with fewer digits than fp32, if there are any."""
-    for value in params.values():
-        if torch.finfo(value.dtype).eps > torch.finfo(torch.float32).eps:
-            return str(value.dtype).removeprefix("torch.")
-    return None
 
 
 def _mismatch(moved: float, missed: float) -> float | None:

@@ -17,6 +17,7 @@ read: `entropy-probe run --checkpoint checkpoint-N` replays the step that was ma
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -56,6 +57,7 @@ from entropy_experiments.online.trl_batch import (
 from entropy_experiments.online.trl_options import (
     recorded_options,
     recorded_trainer,
+    rounded_steps,
     sampled_otherwise,
     unfollowed,
 )
@@ -82,7 +84,8 @@ class Recorder:
         self._record: dict[str, Any] | None = None
         self._before: Tensor | None = None
         """Sketch of the parameters before the step at hand."""
-        self._pending: tuple[int, dict[str, Any]] | None = None
+        self._pending: tuple[int, dict[str, Any], str | None] | None = None
+        """(step, what is known of it, sha256 of the gradient that is kept of it)."""
 
     def begin(self, trainer: Any, model: Any, ranks: Ranks) -> None:
         """What does not change in training: prompts, rewards, options, the base."""
@@ -93,7 +96,7 @@ class Recorder:
             "schema": SCHEMA,
             "trainer": recorded_trainer(trainer),
             "options": recorded_options(trainer.args),
-            "unfollowed": unfollowed(trainer),
+            "unfollowed": [*unfollowed(trainer), *rounded_steps(model)],
             "sampling": sampled_otherwise(trainer.args),
             "rewards": recorded_rewards(trainer),
             "prompts": prompts,
@@ -131,11 +134,15 @@ class Recorder:
         }
         if self._before is None:
             self._before = sketch(params)
-        self._pending = (step, made)
-        for place, meta in self._places(step):
-            self._write_made(place, made, None)
-            if "weights" in meta and self._keeps(present):
-                write_whole(place / MADE_STEP / GRADIENT_FILE, gradient_bytes(present))
+        places = self._places(step)
+        beside = any("weights" in meta for _, meta in places)
+        content = gradient_bytes(present) if beside and self._keeps(present) else None
+        digest = None if content is None else hashlib.sha256(content).hexdigest()
+        self._pending = (step, made, digest)
+        for place, meta in places:
+            self._write_made(place, made, None, digest if "weights" in meta else None)
+            if "weights" in meta and content is not None:
+                write_whole(place / MADE_STEP / GRADIENT_FILE, content)
 
     def made(self, step: int, params: Params, ranks: Ranks) -> None:
         """The optimizer has stepped: what became of the parameters."""
@@ -143,8 +150,10 @@ class Recorder:
             return
         after = sketch(params)
         assert self._before is not None  # set with the pending step
-        for place, _ in self._places(step):
-            self._write_made(place, self._pending[1], after - self._before)
+        _, made, digest = self._pending
+        for place, meta in self._places(step):
+            kept = digest if "weights" in meta else None
+            self._write_made(place, made, after - self._before, kept)
         self._before, self._pending = after, None
 
     def evaluated(self, rollouts: Rollouts, step: int, ranks: Ranks) -> None:
@@ -158,11 +167,7 @@ class Recorder:
         """The trainer has just written this checkpoint: the next step's batch belongs to it."""
         if ranks.rank or not checkpoint.is_dir():
             return
-        files = {
-            str(file.relative_to(checkpoint)): sha256(file)
-            for file in sorted(checkpoint.rglob("*"))
-            if file.is_file()
-        }
+        files = _hashes(checkpoint)
         write_facts(checkpoint, trainer, self.facts)
         self._write_record(checkpoint, files=files)
         self._belongs_to(trainer.state.global_step, checkpoint)
@@ -178,7 +183,8 @@ class Recorder:
         if not (checkpoint / FACTS_FILE).is_file():
             write_facts(checkpoint, trainer, self.facts)
         if not (checkpoint / RECORD_FILE).is_file():
-            self._write_record(checkpoint)
+            # killed between the trainer's last file and our first
+            self._write_record(checkpoint, files=_hashes(checkpoint))
         self._belongs_to(trainer.state.global_step, checkpoint)
 
     def _belongs_to(self, step: int, checkpoint: Path) -> None:
@@ -203,15 +209,28 @@ class Recorder:
         text = json.dumps(content, indent=1, sort_keys=True) + "\n"
         write_whole(folder / RECORD_FILE, text.encode())
 
-    def _write_made(self, place: Path, made: dict[str, Any], change: Tensor | None) -> None:
+    def _write_made(
+        self, place: Path, made: dict[str, Any], change: Tensor | None, gradient_sha256: str | None
+    ) -> None:
         folder = place / MADE_STEP
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / FINGERPRINT_FILE, made_step_json(**made, change=change))
+        content = made_step_json(**made, change=change, gradient_sha256=gradient_sha256)
+        write_whole(folder / FINGERPRINT_FILE, content)
 
     def _keeps(self, gradient: Params) -> bool:
         if self.gradient is not None:
             return self.gradient
         return sum(g.numel() for g in gradient.values()) <= GRADIENT_ELEMENTS
+
+
+def _hashes(checkpoint: Path) -> dict[str, str]:
+    """sha256 of each file that the trainer wrote."""
+    own = (FACTS_FILE, RECORD_FILE, UPDATE, EVALUATION, MADE_STEP)
+    return {
+        str(file.relative_to(checkpoint)): sha256(file)
+        for file in sorted(checkpoint.rglob("*"))
+        if file.is_file() and file.relative_to(checkpoint).parts[0] not in own
+    }
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,30 @@ NEVER_MADE = (
     "rounding"
 )
 SKIPPED = "no weight changed: the optimizer made no step"
-NOT_PLOTTED = ("why_not", "missing")
+NOT_PLOTTED = ("why_not", "missing", "policy", "sampling")
 SCHEMA = 1
 
 
-def row_of(found: StepMeasurement, *, step: int, probed_steps: int, overhead: float) -> dict:
-    """All that is known of one step; `step` is the trainer's own count before it."""
+def row_of(
+    found: StepMeasurement,
+    *,
+    step: int,
+    probed_steps: int,
+    overhead: float,
+    sampling: Sequence[str] = (),
+) -> dict[str, Any]:
+    """All that is known of one step; `step` is the trainer's own count before it.
+
+    `sampling`: options by which training samples from another distribution than the policy's.
+    """
     prediction, weights = found.prediction, found.change.diagnostics["weights"]
     never = (NEVER_MADE,) if found.never_made else (SKIPPED,) if found.skipped else ()
-    row: dict[str, Any] = {"schema": SCHEMA, "step": step}
+    row: dict[str, Any] = {
+        "schema": SCHEMA,
+        "step": step,
+        "policy": prediction.entropy.estimand.policy,
+        "sampling": list(sampling),
+    }
     for name, estimate in (
         ("entropy", prediction.entropy),
         ("predicted", prediction.change),
@@ -100,6 +115,12 @@ class RowFile:
     def add(self, row: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def probed_before(path: Path, step: int) -> int:
+    """Steps of this run that were probed before `step`, which training is resumed at."""
+    rows = read_rows(path) if step and path.is_file() else []
+    return max((row["probed_steps"] for row in rows if row["step"] < step), default=0)
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:

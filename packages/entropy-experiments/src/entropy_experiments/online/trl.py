@@ -196,6 +196,7 @@ class EntropyProbeCallback(TrainerCallback):
             )
         refuse_unsupported(self.trainer)
         refuse_other_optimizers(self.trainer)
+        self._refuse_other_distribution(args)
         if self.ledger_every is not None:
             refuse_optimizer(unwrapped_optimizer(self.trainer.optimizer))
         self._refuse_unknown_loss()
@@ -205,9 +206,10 @@ class EntropyProbeCallback(TrainerCallback):
         watch = Watch(throttle=Throttle(**self._throttle_options), ranks=ranks)
         self._watch = watch
         watch.also_forget = self._let_go
+        watch.sampling = tuple(sampled_otherwise(args))
         self._captures = Captures(self.trainer)
         self._say_sampling(args)
-        watch.set_up(self._probe, Path(args.output_dir) / ROWS)
+        watch.set_up(self._probe, Path(args.output_dir) / ROWS, step=state.global_step)
         self._begin_record(args, state)
         if self.noise_scale:
             self._begin_noise(args)
@@ -354,12 +356,24 @@ class EntropyProbeCallback(TrainerCallback):
                 "trainer's own gradient, and are right for any loss."
             )
 
-    def _say_sampling(self, args: Any) -> None:
+    def _refuse_other_distribution(self, args: Any) -> None:
+        """Training's rollouts speak only for the distribution that they were drawn from."""
         options = sampled_otherwise(args)
-        if options and self._begun().ranks.rank == 0 and self.evaluation == "fresh":
+        if options and self.evaluation in ("half", "batch"):
+            raise ValueError(
+                f"evaluation={self.evaluation!r} judges a step by rollouts that training sampled "
+                f"with {', '.join(options)}, and entropies are of the full softmax, from which "
+                "those rollouts were not drawn. Use evaluation='fresh': the probe then draws its "
+                "own rollouts, from the full softmax."
+            )
+
+    def _say_sampling(self, args: Any) -> None:
+        options = self._begun().sampling
+        if options and self._begun().ranks.rank == 0:
             LOG.warning(
                 "Training samples with %s. The probe's rollouts and entropies are of the full "
-                "softmax at temperature %g, without these options.",
+                "softmax at temperature %g, without these options: its entropy is not that of "
+                "the distribution that training samples from. (Said once.)",
                 ", ".join(options),
                 args.temperature,
             )

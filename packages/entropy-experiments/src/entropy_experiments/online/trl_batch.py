@@ -14,9 +14,11 @@ from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.online.captures import Captures
 from entropy_experiments.online.drawing import chosen_rows
+from entropy_experiments.online.guard import LOG
 from entropy_experiments.online.trl_options import entropy_coef, is_rloo
 from entropy_experiments.sampling.importers import from_trl_inputs
 from entropy_experiments.types import Rollouts, UpdateBatch
+from entropy_experiments.types.estimate import MIN_PROMPTS
 from entropy_experiments.update.objective import Objective
 
 PRIVATES = (
@@ -124,6 +126,7 @@ class EvaluationPrompts:
                 "Give the trainer an eval_dataset, or the callback evaluation='half' or Rollouts."
             )
         self.count = min(count, len(self.data))
+        self._said_few = False
 
     def __call__(self, step: int) -> list[Sequence[int]]:
         rows = chosen_rows(len(self.data), len(self.data), self.seed, step)
@@ -134,7 +137,22 @@ class EvaluationPrompts:
             found.setdefault(prompt)
             if len(found) == self.count:
                 break
+        self._say_few(len(found))
         return list(found)
+
+    def _say_few(self, distinct: int) -> None:
+        if distinct >= MIN_PROMPTS or self._said_few or not self.trainer.is_world_process_zero():
+            return
+        self._said_few = True
+        LOG.warning(
+            "The %d rows that evaluation prompts are drawn from have %d different prompts as token "
+            "ids; expected at least %d, below which no row has an interval and none is trusted. "
+            "Give the trainer an eval_dataset with more, and check that the tokenizer knows the "
+            "prompts' characters. (Said once.)",
+            len(self.data),
+            distinct,
+            MIN_PROMPTS,
+        )
 
 
 def used_now(trainer: Any) -> tuple[list[int], list[int]]:
@@ -244,7 +262,7 @@ def training_facts(trainer: Any) -> dict[str, Any]:
         "max_grad_norm": args.max_grad_norm,
         "max_completion_length": args.max_completion_length,
         "num_iterations": args.num_iterations,
-        "amp_dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
+        "amp_dtype": computed_in(trainer),
         "temperature": args.temperature,
         "top_p": args.top_p,
         "G": args.num_generations,
@@ -254,6 +272,15 @@ def training_facts(trainer: Any) -> dict[str, Any]:
         // args.num_generations,
     }
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def computed_in(trainer: Any) -> str:
+    """The dtype of training's matrix products: autocast's, or that of the model's own weights."""
+    if trainer.args.bf16 or trainer.args.fp16:
+        return "bfloat16" if trainer.args.bf16 else "float16"
+    kinds = {p.dtype for p in trainer.model.parameters()}
+    coarse = (kind for kind in (torch.bfloat16, torch.float16) if kind in kinds)
+    return str(next(coarse, torch.float32)).removeprefix("torch.")
 
 
 def _grpo_facts(args: Any) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any, get_args
 
+import torch
+
 from entropy_experiments.update.objective import Loss
 
 LOSS_METHODS = (
@@ -75,6 +77,15 @@ def unfollowed(trainer: Any) -> list[str]:
     if getattr(args, "neftune_noise_alpha", None):
         found.append(f"neftune_noise_alpha = {args.neftune_noise_alpha}")
     return found
+
+
+def rounded_steps(model: Any) -> list[str]:
+    """Trained weights with fewer digits than fp32, to which the optimizer rounds its step."""
+    kinds = {p.dtype for p in model.parameters() if p.requires_grad}
+    return [
+        f"rounding of every step to {str(kind).removeprefix('torch.')} weights"
+        for kind in sorted(kinds & {torch.bfloat16, torch.float16}, key=str)
+    ]
 
 
 def sampled_otherwise(args: Any) -> list[str]:

@@ -18,7 +18,7 @@ from entropy_experiments.distributed import ALONE, Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.online.guard import LOG, Guard
 from entropy_experiments.online.probe import OnlineProbe
-from entropy_experiments.online.rows import RowFile, row_of
+from entropy_experiments.online.rows import RowFile, probed_before, row_of
 from entropy_experiments.online.throttle import FARTHEST, Throttle
 
 ROWS = "entropy_probe.jsonl"
@@ -34,20 +34,27 @@ class Watch:
         self.guard = Guard(ranks, on_failure=self.forget)
         self.rows: list[dict[str, Any]] = []
         """One per probed step (rank 0)."""
+        self.sampling: tuple[str, ...] = ()
+        """Options that make training's sampling distribution another than the policy probed."""
         self.probe: OnlineProbe | None = None
         self._file: RowFile | None = None
+        self._probed_before = 0
         self._begun = False
         self.also_forget: Callable[[], None] = lambda: None
         """What an adapter holds besides the probe, to be let go with it."""
         self._said_nonfinite = self._said_never_made = self._said_throttled = False
 
-    def set_up(self, build: Callable[[], OnlineProbe], rows: Path | None) -> None:
-        """Make the probe; rows are appended to this file, if one is given."""
+    def set_up(self, build: Callable[[], OnlineProbe], rows: Path | None, *, step: int = 0) -> None:
+        """Make the probe; rows are appended to this file, if one is given.
+
+        `step`: training goes on from there, and the file may have rows of the steps before it.
+        """
 
         def work() -> None:
             self.probe = build()
             if rows is not None and self.ranks.rank == 0:
                 self._file = RowFile(rows)
+                self._probed_before = probed_before(rows, step)
 
         self.guard.run(work, doing="it was set up")
 
@@ -119,8 +126,9 @@ class Watch:
             row = row_of(
                 found,
                 step=step,
-                probed_steps=self.throttle.probed,
+                probed_steps=self._probed_before + self.throttle.probed,
                 overhead=self.throttle.overhead,
+                sampling=self.sampling,
             )
             self.rows.append(row)
             publish(row)

@@ -155,6 +155,7 @@ class OfflineEntropyProbe:
             read={name: source for name, source in inputs.facts.sources.items() if source},
             not_verifiable=inputs.not_verifiable,
             notes=tuple(notes),
+            sampling=inputs.facts.sampling,
             timing=timing,
             provenance={
                 **provenance(),

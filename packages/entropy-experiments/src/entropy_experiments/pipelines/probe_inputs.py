@@ -47,6 +47,8 @@ OF_THE_LOSS = (
     *("kl_ratio", "sapo_positive", "sapo_negative", "max_completion_length"),
 )
 
+WEIGHTS_NOTE = "weights: nothing in the files records their sha256 as training saved them"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProbeInputs:
@@ -116,7 +118,17 @@ class ProbeInputs:
         return (
             *self.checkpoint.not_verifiable,
             *([unbound] if self.real and not self.bound else []),
+            *([] if self.weights_recorded else [WEIGHTS_NOTE]),
         )
+
+    @property
+    def weights_recorded(self) -> bool:
+        """Whether something recorded the sha256 of the weights: they are what training saved."""
+        checkpoint, record = self.checkpoint, self.checkpoint.record
+        beside = record is not None and record.path.parent == checkpoint.path
+        if beside and record is not None and record.holds(checkpoint.weights):
+            return True
+        return self.bound and len(checkpoint.weights) == 1
 
     @property
     def lr_stored(self) -> float:

@@ -63,6 +63,13 @@ class TrainingFacts:
         return tuple(self.values.get("unfollowed") or ())
 
     @property
+    def sampling(self) -> tuple[str, ...]:
+        """Options by which training sampled from another distribution than the one probed."""
+        cut = self.read.get("top_p")
+        options = self.values.get("sampling") or ([] if cut in (None, 1) else [f"top_p = {cut:g}"])
+        return tuple(text for text in options if text != f"top_p = {self['top_p']:g}")
+
+    @property
     def objective(self) -> Objective:
         return Objective(
             **{name: self.values[name] for name in OPTIONAL if self.values.get(name) is not None},
@@ -108,7 +115,8 @@ def training_facts(
     for name in dict.fromkeys([*ASSUMED, *given, *read]):
         if given.get(name) is not None:
             values[name], where[name] = given[name], "the config"
-            if name in read and _plain(read[name]) != _plain(given[name]):
+            noted = name == "top_p" and read.get("sampling")  # by `sampling_notes`
+            if name in read and _plain(read[name]) != _plain(given[name]) and not noted:
                 notes.append(
                     f"{name} = {given[name]} here; training had {read[name]} ({sources[name]})"
                 )
@@ -139,12 +147,12 @@ def refuse_unrecorded(facts: TrainingFacts) -> None:
 
 def sampling_notes(facts: TrainingFacts) -> tuple[str, ...]:
     """What training's sampling had besides the temperature, which nothing here follows."""
-    options = facts.values.get("sampling") or ()
-    if not options:
+    options = facts.sampling
+    if not options or not facts.values.get("sampling"):  # top_p alone has its note
         return ()
+    kept = "the full softmax" if facts["top_p"] == 1 else f"the softmax cut at {facts['top_p']:g}"
     return (
-        f"training sampled with {', '.join(options)}; entropy here is of the full softmax at "
-        "temperature "
+        f"training sampled with {', '.join(options)}; entropy here is of {kept} at temperature "
         f"{facts['temperature']:g} (generation.top_p sets another)",
     )
 

@@ -96,6 +96,8 @@ class Findings:
     """Training facts that were told, and by whom."""
     not_verifiable: tuple[str, ...]
     notes: tuple[str, ...]
+    sampling: tuple[str, ...] = ()
+    """Options by which training sampled from another distribution than the policy probed."""
     timing: Mapping[str, float]
     provenance: Mapping[str, Any] = field(default_factory=dict)
     made: MadeCheck = field(default_factory=MadeCheck)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from entropy_experiments.report.amounts import Numbers, cell, contains_zero, spoken, value_of
+from entropy_experiments.report.html.words import sampling_points
 from entropy_experiments.report.influence_answers import budget, fisher, left_out, what_if
 
 SECTIONS = (
@@ -91,6 +92,7 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
     ]
     if unchecked:
         lines.append(f"  not checked against the step that training made: {unchecked}")
+    lines += [f"  {point}" for point in sampling_points(summary.get("notes") or ())]
     return [*lines, *_assumed(summary)]
 
 

@@ -29,6 +29,8 @@ def _update(found: Findings) -> str:
     stats = found.stats
     parts = ", ".join(f"{name} {norm:.3g}" for name, norm in stats.part_norms.items())
     clip = "not clipped" if stats.clip_factor == 1 else f"clipped to {stats.clipped_norm:.3g}"
+    if found.made.of_gradient:
+        clip = f"rebuilt from the batch; training's own, after clipping: {stats.clipped_norm:.3g}"
     return (
         f"update vector: gradient norm {stats.grad_norm:.3g} ({clip}), {stats.microbatches} "
         f"microbatches; norms per unit learning rate: {parts}"

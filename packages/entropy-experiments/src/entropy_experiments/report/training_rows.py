@@ -82,6 +82,7 @@ def read_training(path: str | Path) -> dict[str, Any]:
         "trusted": sum(bool(row["trusted"]) for row in rows),
         "rows": len(rows),
         "doubts": list(doubts),
+        **{name: last.get(name) for name in ("policy", "sampling")},
         "total": {
             **{name: _alone(sums[name][-1]) for name in CHANGES},
             "fresh": _difference(end, first),

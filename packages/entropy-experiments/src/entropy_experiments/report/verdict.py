@@ -42,7 +42,7 @@ def _headline(found: Findings) -> list[str]:
     unit = found.level.estimand.unit
     lines.append(
         f"  entropy now      {found.level.value:.4f} nats per {unit}"
-        f" at temperature {found.level.estimand.temperature:g}"
+        f" at temperature {found.level.estimand.temperature:g}{_distribution(found)}"
     )
     if found.predicted is not None:
         lines.append(
@@ -55,6 +55,15 @@ def _headline(found: Findings) -> list[str]:
     if change is not None and found.level.value > 0:
         lines.append(f"  that is          {change.value / found.level.value:+.2%} of the entropy")
     return lines
+
+
+def _distribution(found: Findings) -> str:
+    """Said where training did not sample from the policy whose entropy this is."""
+    if not found.sampling:
+        return ""
+    top_p = found.level.estimand.top_p
+    kept = "the full softmax" if top_p == 1 else f"the softmax cut at top_p = {top_p:g}"
+    return f", of {kept} (training sampled with {', '.join(found.sampling)})"
 
 
 def _which_step(found: Findings, rate: str) -> list[str]:

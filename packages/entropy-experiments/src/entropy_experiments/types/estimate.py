@@ -73,6 +73,12 @@ class Estimand:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"Estimand.top_p is {self.top_p}; expected in (0, 1].")
 
+    @property
+    def policy(self) -> str:
+        """The distribution that is meant, in words."""
+        kept = "full softmax" if self.top_p == 1 else f"top_p = {self.top_p:g}"
+        return f"{kept}, temperature {self.temperature:g}"
+
     def matches(self, other: Estimand) -> bool:
         """Equal, but that fresh samples (form "resampled") may check either weighted form."""
         if "resampled" in (self.form, other.form):

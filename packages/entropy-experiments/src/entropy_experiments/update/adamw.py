@@ -14,7 +14,7 @@ coupled decay joins g after clipping and reaches theta through P. Arithmetic is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,7 +86,10 @@ def update_of_gradient(
     gradient rebuilt from the batch, whose loss and scores the statistics keep.
     """
     direction = direction_of(policy.params, gradient, optimizer, adamw_direction)
-    return (*_with_baseline(direction), _stats(policy, direction, found, optimizer))
+    stats = _stats(policy, direction, found, optimizer)
+    used = norm(gradient)
+    share = used / stats.grad_norm if stats.grad_norm else 1.0
+    return (*_with_baseline(direction), replace(stats, clipped_norm=used, clip_factor=share))
 
 
 def _with_baseline(direction: Direction) -> tuple[Direction, Direction]:

@@ -136,7 +136,7 @@ class Cosmetic(Detector):
     # verdicts
 
     def step_ended(self, record: StepRecord) -> None:
-        if record.traced and self.session.step + 1 >= self.session.trace_steps:
+        if record.traced and self.session.age + 1 >= self.session.trace_steps:
             self._verdicts()
 
     def finish(self, error: BaseException | None) -> None:

@@ -124,7 +124,7 @@ class Erased(Detector):
         self._written = [w for w in self._written if w.waiting]
 
     def step_ended(self, record: StepRecord) -> None:
-        if record.checked and record.number + 1 >= self.session.trace_steps:
+        if record.checked and self.session.age + 1 >= self.session.trace_steps:
             self._judge(least=2)
 
     def finish(self, error: BaseException | None) -> None:

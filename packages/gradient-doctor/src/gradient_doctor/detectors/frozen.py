@@ -53,7 +53,7 @@ class Frozen(Detector):
             self._idle |= registry.bits(p for p in frozen if p.grad is None)
 
     def step_ended(self, record: StepRecord) -> None:
-        if record.checked and record.number + 1 >= self.session.trace_steps:
+        if record.checked and self.session.age + 1 >= self.session.trace_steps:
             self._judge(False)
 
     def finish(self, error: BaseException | None) -> None:

@@ -134,7 +134,7 @@ class Masks(Detector):
     def step_ended(self, record: StepRecord) -> None:
         self.applied.clear()
         self._silenced.clear()
-        if record.traced and record.number + 1 >= self.session.trace_steps:
+        if record.traced and self.session.age + 1 >= self.session.trace_steps:
             self._report_dead()
 
     def finish(self, error: BaseException | None) -> None:

@@ -200,7 +200,7 @@ class Missing(Detector):
             ledger.explained |= mask
             self._cut_off(fact, mask)
         # experts take turns, heads wait for their batch: look at all traced steps first
-        if at_end or self.session.step + 1 >= self.session.trace_steps:
+        if at_end or self.session.age + 1 >= self.session.trace_steps:
             idle = missing & ~ledger.reached & ~ledger.explained
             turns = self._turns(idle)
             if not at_end:

@@ -56,8 +56,8 @@ class Ownership(Detector):
             if birth is not None and birth.site is not None:
                 per_step = self._fresh.setdefault(birth.site, {})
                 per_step[backward.step] = per_step.get(backward.step, 0) | bit
-                # step 0 of a script includes the making of its models
-                if 0 < birth.step == backward.step:
+                # the first step of a script includes the making of its models
+                if self.session.first < birth.step == backward.step:
                     self._born_in_loop.add(birth.site)
 
     def event(self, event: Event) -> None:
@@ -78,7 +78,7 @@ class Ownership(Detector):
         self._received |= parameters
 
     def step_ended(self, record: StepRecord) -> None:
-        if record.checked and record.number + 1 >= self.session.trace_steps:
+        if record.checked and self.session.age + 1 >= self.session.trace_steps:
             self._judge(final=False)
 
     def finish(self, error: BaseException | None) -> None:

@@ -50,7 +50,7 @@ class Precision(Detector):
             self._under_scaler(event.data["args"][0], event)
 
     def step_ended(self, record: StepRecord) -> None:
-        if record.checked and record.number + 1 >= self.session.trace_steps:
+        if record.checked and self.session.age + 1 >= self.session.trace_steps:
             self._contract()
             self._configs()
 

@@ -163,7 +163,7 @@ class Unchanged(Detector):
         )
 
     def step_ended(self, record: StepRecord) -> None:
-        if record.checked and record.number + 1 >= self.session.trace_steps:
+        if record.checked and self.session.age + 1 >= self.session.trace_steps:
             self._judge(least=3)
             self._all_skipped(_PATIENCE)
 

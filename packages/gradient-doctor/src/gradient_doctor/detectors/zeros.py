@@ -222,11 +222,11 @@ class Zeros(Detector):
     # verdicts
 
     def step_ended(self, record: StepRecord) -> None:
-        if record.traced and record.number + 1 == self.session.trace_steps:
+        if record.traced and self.session.age + 1 == self.session.trace_steps:
             self._report()
 
     def finish(self, error: BaseException | None) -> None:
-        if self.session.step < self.session.trace_steps:
+        if self.session.age < self.session.trace_steps:
             self._report()
 
     def _report(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE
 from entropy_experiments.online.facts_file import write_facts
 from entropy_experiments.online.trl import EntropyProbeCallback
 from gradient_doctor.hf import DoctorCallback
@@ -50,7 +51,11 @@ class TaskFacts(TrainerCallback):
         self.trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._write(Path(args.output_dir), state)
+        out = Path(args.output_dir)
+        self._write(out, state)
+        last = out / f"checkpoint-{state.global_step}"
+        if state.global_step and last.is_dir() and not (last / FACTS_FILE).is_file():
+            self._write(last, state)  # killed between the trainer's last file and ours
         if self.save_first and state.global_step == 0:
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
             self.trainer.callback_handler.on_save(args, state, control)

@@ -18,6 +18,10 @@ METRIC = "frac_reward_zero_std"
 """TRL's: the share of groups without any spread (tests/contract)."""
 
 
+KEPT = "equal_rewards"
+"""Under `stateful_callbacks` of trainer_state.json: a run that is resumed counts on."""
+
+
 class EqualRewardsError(Exception):
     """Every group of the first steps had equal rewards; the message is the diagnosis."""
 
@@ -33,11 +37,20 @@ class EqualRewards(TrainerCallback):
         self._reward: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._from_the_start = state.global_step == 0
+        kept: Any = state.stateful_callbacks.get(KEPT) if state.global_step else {"equal": []}
+        equal = kept.get("equal") if isinstance(kept, dict) else None
+        self._from_the_start = isinstance(equal, list)
+        if isinstance(kept, dict) and isinstance(equal, list):
+            self._equal = [bool(value) for value in equal]
+            reward = kept.get("reward")
+            self._reward = reward if isinstance(reward, float) else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._look() and len(self._equal) >= STEPS and all(self._equal):
+        looked = self._look()
+        if looked and len(self._equal) >= STEPS and all(self._equal):
             control.should_training_stop = True
+        if self._from_the_start:
+            state.stateful_callbacks[KEPT] = {"equal": self._equal, "reward": self._reward}
 
     def _look(self) -> bool:
         """Whether the last step is counted; later steps of a run that has learned are not."""

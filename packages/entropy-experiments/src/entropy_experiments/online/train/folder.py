@@ -1,11 +1,14 @@
 """The folder of a run: begun once, continued from its last whole checkpoint.
 
-The Trainer writes trainer_state.json last, so a checkpoint without it was cut off by a kill.
+The Trainer writes trainer_state.json last, so a checkpoint without it was cut off by a kill. The
+summary is the last file of a run, so a run without it has not ended, whatever steps it has made.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,12 @@ from entropy_experiments.checkpoints.runs import steps_of
 from entropy_experiments.config.aliases import shown
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_reading import load_training, training_yaml
-from entropy_experiments.sampling.whole_files import write_whole
+from entropy_experiments.sampling.whole_files import sweep_partials, write_whole
 
 CONFIG_FILE = "entropy_probe_train.yaml"
 STATE_FILE = "trainer_state.json"
+SUMMARY_FILE = "train_summary.json"
+DOCTOR_FILE = "doctor.json"
 MAY_DIFFER = {
     "output_dir",
     "max_steps",
@@ -57,11 +62,14 @@ def refuse_not_begun(out: Path) -> None:
 
 
 def last_whole_checkpoint(out: Path) -> tuple[Path | None, list[Path]]:
-    """(the last one that was written to its end, those after it that were not)."""
+    """(the last one that was written to its end, those after it that were not).
+
+    One before the first step is none: a run begins from the beginning as quickly.
+    """
     torn: list[Path] = []
     for checkpoint in reversed(steps_of(out)):
         if whole(checkpoint):
-            return checkpoint, torn
+            return (checkpoint if steps_made(checkpoint) else None), torn
         torn.append(checkpoint)
     return None, torn
 
@@ -69,6 +77,27 @@ def last_whole_checkpoint(out: Path) -> tuple[Path | None, list[Path]]:
 def steps_made(checkpoint: Path) -> int:
     """Optimizer steps that led to a whole checkpoint."""
     return int(json.loads((checkpoint / STATE_FILE).read_text("utf-8"))["global_step"])
+
+
+def ended(out: Path, steps: int) -> bool:
+    """Whether a run of so many steps has written its summary, hence all that comes before it."""
+    try:
+        summary = json.loads((out / SUMMARY_FILE).read_text("utf-8"))
+        return int(summary["steps"]) >= steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def clear_remains(out: Path, written_again: Sequence[Path]) -> None:
+    """Delete what a killed process was writing: checkpoints without an end, files without a name.
+
+    Otherwise a checkpoint that is written again would keep files of the one before.
+    """
+    for checkpoint in written_again:
+        shutil.rmtree(checkpoint)
+    sweep_partials(out)
+    for remains in out.glob(f".{DOCTOR_FILE}.*"):
+        remains.unlink(missing_ok=True)
 
 
 def refuse_other_run(out: Path, config: TrainingConfig) -> None:

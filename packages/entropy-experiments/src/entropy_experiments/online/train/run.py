@@ -15,6 +15,7 @@ import torch
 from transformers import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
+from entropy_experiments.checkpoints.runs import steps_of
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_batch import (
     BatchPlan,
@@ -32,6 +33,9 @@ from entropy_experiments.online.train.callbacks import (
 )
 from entropy_experiments.online.train.equal_rewards import EqualRewards
 from entropy_experiments.online.train.folder import (
+    DOCTOR_FILE,
+    clear_remains,
+    ended,
     last_whole_checkpoint,
     refuse_begun,
     refuse_not_begun,
@@ -51,7 +55,6 @@ from entropy_experiments.threads import choose_threads, chosen_threads
 from gradient_doctor.hf import DoctorCallback, GradientError
 
 RECORD = "record"
-DOCTOR_FILE = "doctor.json"
 PROBE_MICROBATCH = 8
 
 
@@ -70,9 +73,12 @@ def train(
         checkpoint, torn = last_whole_checkpoint(out)
         notes += [f"{path.name} was cut off and is written again." for path in torn]
         if checkpoint is not None:
-            if steps_made(checkpoint) >= config.max_steps:
+            made = steps_made(checkpoint)
+            if made > config.max_steps or (made == config.max_steps and ended(out, made)):
                 return nothing_to_do(out, checkpoint, max_steps=config.max_steps)
             notes += resume_notes(checkpoint, config, ranks)
+        if rank == 0:
+            clear_remains(out, torn if checkpoint is not None else steps_of(out))
     elif rank == 0:
         refuse_begun(out)
     policy = load_policy(config)
@@ -98,6 +104,8 @@ def train(
             equal.refuse(cut_short=True)  # the reason of what the doctor found
             raise
     equal.refuse()
+    before = 0 if checkpoint is None else steps_made(checkpoint)
+    steps_now = trainer.state.global_step > before
     summary = run_summary(
         trainer,
         out,
@@ -105,7 +113,7 @@ def train(
         findings=[] if doctor is None else doctor.findings,
         resumed_from=checkpoint,
         seconds=time.monotonic() - began,
-        loss=float(result.training_loss),
+        loss=float(result.training_loss) if steps_now else None,
     )
     if rank == 0:
         write_summary(out, summary)

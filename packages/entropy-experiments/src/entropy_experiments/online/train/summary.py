@@ -11,13 +11,17 @@ from entropy_experiments.checkpoints.runs import steps_of
 from entropy_experiments.online.record import UPDATE
 from entropy_experiments.online.rows import read_rows
 from entropy_experiments.online.step_ledger import LEDGERS
-from entropy_experiments.online.train.folder import CONFIG_FILE, steps_made, whole
+from entropy_experiments.online.train.folder import (
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    steps_made,
+    whole,
+)
 from entropy_experiments.online.trl import ROWS
 from entropy_experiments.online.trl_noise import NOISE_ROWS
 from entropy_experiments.sampling.whole_files import write_whole
 from gradient_doctor.findings import Severity
 
-SUMMARY_FILE = "train_summary.json"
 EDGE = 5
 """Rows at either end whose mean is shown: single rows are noisy."""
 
@@ -30,7 +34,7 @@ def run_summary(
     findings: Sequence[Any],
     resumed_from: Path | None,
     seconds: float,
-    loss: float,
+    loss: float | None,
 ) -> dict[str, Any]:
     state = trainer.state
     before = 0 if resumed_from is None else steps_made(resumed_from)
@@ -45,7 +49,7 @@ def run_summary(
         "steps_now": state.global_step - before,
         "max_steps": state.max_steps,
         "seconds": round(seconds, 3),
-        "loss": loss,
+        "loss": _mean_loss(state.log_history, loss),
         "resumed_from": None if resumed_from is None else str(resumed_from),
         "logging_steps": state.logging_steps,
         "reward": _ends(history, "reward"),
@@ -73,6 +77,16 @@ def run_summary(
             "off": None if probe.off is None else f"{type(probe.off).__name__}: {probe.off}",
         }
     return found
+
+
+def _mean_loss(history: Sequence[Mapping[str, Any]], loss: float | None) -> float | None:
+    """Over all logged steps, those before a resume too; `loss` (of this process) without any."""
+    total, before = 0.0, 0
+    for row in history:
+        if "loss" in row and row.get("step", 0) > before:
+            total += float(row["loss"]) * (row["step"] - before)
+            before = row["step"]
+    return total / before if before else loss
 
 
 def nothing_to_do(out: Path, checkpoint: Path, *, max_steps: int) -> dict[str, Any]:

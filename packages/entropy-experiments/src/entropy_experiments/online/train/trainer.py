@@ -115,6 +115,13 @@ class PartwiseGRPOTrainer(GRPOTrainer):
             completions += part
         return completions, None
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """A run that was killed after its last step only has its end to write."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         if self.scored_at_once is not None and not torch.is_grad_enabled():
             kwargs["batch_size"] = self.scored_at_once

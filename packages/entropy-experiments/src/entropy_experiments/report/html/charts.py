@@ -68,6 +68,7 @@ def curve(found: Mapping[str, Any], unit: str) -> Figure:
             {
                 "x": [*grid, *reversed(grid)],
                 "y": [*(low * x for x in grid), *(high * x for x in reversed(grid))],
+                "mode": "lines",  # plotly marks the points of short ones
                 "fill": "toself",
                 "fillcolor": "$accentwash",
                 "line": {"width": 0},
@@ -272,6 +273,7 @@ def trajectory(found: Mapping[str, Any]) -> Figure:
     band = {
         "x": [*where, *reversed(where)],
         "y": [*(high for _, high in ends), *(low for low, _ in reversed(ends))],
+        "mode": "lines",  # plotly marks the points of short ones
         "fill": "toself",
         "fillcolor": "$wash",
         "line": {"width": 0},

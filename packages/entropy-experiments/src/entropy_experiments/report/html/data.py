@@ -135,7 +135,7 @@ def _alone(path: Path, steps: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "verdict": {
             "sentence": said,
             "points": _sums_of(steps),
-            "trusted": None,
+            "trusted": False if total["measured"] is not None and _doubtful(steps) else None,
             "doubts": _doubts_of(steps),
             "text": [],
         },
@@ -151,12 +151,17 @@ def _alone(path: Path, steps: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def _doubts_of(steps: Mapping[str, Any]) -> list[str]:
     if "rows" not in steps:
         return words.doubts_of(*steps["total"].values())
-    doubtful = steps["rows"] - steps["trusted"]
+    doubtful = _doubtful(steps)
     said = f"{doubtful} of {steps['rows']} probed steps are not trusted"
     reasons = [*steps["doubts"][:MOST_REASONS]]
     if len(steps["doubts"]) > MOST_REASONS:
         reasons.append(f"{len(steps['doubts']) - MOST_REASONS} more reasons in the rows")
     return [f"{said}: {'; '.join(reasons)}."] if doubtful else []
+
+
+def _doubtful(steps: Mapping[str, Any]) -> int:
+    """Probed steps of a training that are not trusted."""
+    return steps["rows"] - steps["trusted"] if "rows" in steps else 0
 
 
 def _sums_of(steps: Mapping[str, Any]) -> list[str]:
@@ -167,10 +172,16 @@ def _sums_of(steps: Mapping[str, Any]) -> list[str]:
         told.append(
             f"Summed over steps {steps['steps'][0]['step']} to {steps['steps'][-1]['step']}: "
             f"predicted {_both_orders(total)}, measured "
-            f"{words.number(total['measured']['value'])}."
+            f"{words.number(total['measured']['value'])}"
+            + (": not trusted, as some of these steps are not." if _doubtful(steps) else ".")
         )
     if "rows" in steps and steps["trusted"] == steps["rows"]:
         told.append(f"All {steps['rows']} probed steps are trusted.")
+    if steps.get("sampling"):
+        told.append(
+            f"Entropies of single steps are of the {steps['policy']}; training samples with "
+            f"{', '.join(steps['sampling'])}."
+        )
     return told
 
 

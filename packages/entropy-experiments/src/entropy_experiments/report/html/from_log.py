@@ -148,6 +148,7 @@ def _verdict(
             else f"{share:.2%} of the elements to rounding"
         )
         points.append(f"Step certificate {'passed' if certificate['passed'] else 'FAILED'}: {how}.")
+    points += words.sampling_points(log.get("notes") or ())
     known = [one["trusted"] for one in (predicted, measured) if one and one["trusted"] is not None]
     return {
         "sentence": words.of_probe(log, predicted, measured, unit),

@@ -103,6 +103,7 @@ def _verdict(summary: Mapping[str, Any], found: Mapping[str, Any], unit: str) ->
     if tokens is not None:
         advice = "" if tokens >= RELIABLE else "; read groups, not single tokens"
         points.append(f"Reliability of single tokens {tokens:.2f} (two halves of E){advice}.")
+    points += words.sampling_points(summary["notes"])
     return {
         "sentence": words.sentence(
             update=words.made_by_study(summary),

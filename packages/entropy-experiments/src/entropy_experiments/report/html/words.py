@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Numbers = Mapping[str, Any]
@@ -150,6 +150,15 @@ def ends(interval: Any, digits: int = 2) -> str:
 
 def signed(text: str) -> str:
     return text.replace("-", MINUS)
+
+
+SAMPLED = "training sampled with "
+"""How the note of `training_facts.sampling_notes` begins."""
+
+
+def sampling_points(notes: Iterable[str]) -> list[str]:
+    """Which distribution the entropies are of, where training sampled from another."""
+    return [f"{note[0].upper()}{note[1:]}." for note in notes if note.startswith(SAMPLED)]
 
 
 def doubts_of(*estimates: Numbers | None) -> list[str]:
