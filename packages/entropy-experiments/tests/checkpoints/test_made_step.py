@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,18 @@ def test_with_nothing_to_check_it_by_it_is_not_trusted_either(run, tmp_path):
 
 def test_a_gradient_that_was_changed_is_refused(run, tmp_path):
     folder = _copy(run, tmp_path)
-    file = folder / "run" / f"checkpoint-{STEP}" / MADE_STEP / "gradient.safetensors"
+    place = folder / "run" / f"checkpoint-{STEP}" / MADE_STEP
+    file = place / "gradient.safetensors"
     gradient = load_file(file)
     name = next(iter(gradient))
     gradient[name].view(-1)[0] += 0.1 * max(float(g.norm()) for g in gradient.values())
     save_file(gradient, file)
+    with pytest.raises(ValueError, match=r"not the gradient that was recorded: its sha256 differs"):
+        probed(folder)
+    # Records of the version before have no sha256: the fingerprint itself is what is left.
+    fingerprint = json.loads((place / "fingerprint.json").read_text())
+    del fingerprint["gradient_sha256"]
+    (place / "fingerprint.json").write_text(json.dumps(fingerprint))
     with pytest.raises(ValueError, match=r"is not the gradient that was recorded: it is .* away"):
         probed(folder)
     del gradient[name]
