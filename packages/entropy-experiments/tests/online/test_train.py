@@ -36,7 +36,7 @@ from entropy_experiments.config.training_reading import (
     replaced,
 )
 from entropy_experiments.online.rows import read_rows
-from entropy_experiments.online.train import summary
+from entropy_experiments.online.train import doctor, summary
 from entropy_experiments.online.train.task import load_task, reward_functions
 from entropy_experiments.online.train.trainer import PartwiseGRPOTrainer
 from entropy_experiments.pipelines.step_facts import training_facts
@@ -167,6 +167,26 @@ def test_the_probe_changes_no_weight(run, file, tmp_path):
     assert_same_weights(out / "checkpoint-4", tmp_path / "off" / "checkpoint-4")
     found = load_checkpoint(tmp_path / "off" / "checkpoint-4")
     assert training_facts(Config(), found.facts, found.fact_sources).assumed == {}
+
+
+def test_without_the_doctors_package_training_goes_on_and_says_so(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    out = tmp_path / "run"
+    done = invoke("--config", str(file), "--out", str(out), "--steps", "1", "--no-probe")
+    assert done.exit_code == 0, done.stderr
+    assert doctor.NOT_INSTALLED in done.stderr
+    told = json.loads((out / summary.SUMMARY_FILE).read_text())["doctor"]
+    assert told == {"examined": False, "findings": 0, "worst": []}
+    assert not (out / "doctor.json").exists()
+
+
+def test_a_doctor_that_should_end_a_training_must_be_there(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    words = ("--config", str(file), "--out", str(tmp_path / "run"), "--steps", "1")
+    done = invoke(*words, "--set", "doctor.raise_on=error")
+    assert done.exit_code == 2
+    assert "doctor.raise_on is 'error', and gradient-doctor is not installed" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_training_batch_may_judge_itself(file, tmp_path):

@@ -99,15 +99,15 @@ def train(
         if rank == 0:
             try_folder(found.output_dir)
 
+        from entropy_experiments.online.train.doctor import gradient_errors
         from entropy_experiments.online.train.equal_rewards import EqualRewardsError
         from entropy_experiments.online.train.run import train as run
         from entropy_experiments.online.train.summary import summary_words
-        from gradient_doctor.hf import GradientError
 
         try:
             with library_aside(as_json=as_json), on_threads(threads):
                 summary = run(found, resume=resume, quiet=quiet)
-        except (EqualRewardsError, GradientError) as finding:
+        except (EqualRewardsError, *gradient_errors()) as finding:
             if rank == 0:
                 typer.echo(f"Error: {printable(finding)}", err=True)
             raise typer.Exit(FINDINGS) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,8 @@ from transformers import TrainerCallback
 
 from entropy_experiments.checkpoints.training_facts import FACTS_FILE
 from entropy_experiments.online.facts_file import write_facts
+from entropy_experiments.online.train.doctor import looking_away
 from entropy_experiments.online.trl import EntropyProbeCallback
-from gradient_doctor.hf import DoctorCallback
-
-
-def looking_away(watcher: DoctorCallback | None) -> AbstractContextManager[Any]:
-    """What happens inside is not the doctor's business."""
-    doctor = None if watcher is None else watcher.doctor
-    return nullcontext() if doctor is None else doctor.session.pause()
 
 
 class UnwatchedProbe(EntropyProbeCallback):
@@ -29,7 +22,7 @@ class UnwatchedProbe(EntropyProbeCallback):
     Without this they would be traced in the first steps, slowly, and reported as blind spots.
     """
 
-    watcher: DoctorCallback | None = None
+    watcher: Any = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         with looking_away(self.watcher):

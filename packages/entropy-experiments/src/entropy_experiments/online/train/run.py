@@ -29,7 +29,14 @@ from entropy_experiments.online.train.callbacks import (
     ProgressLines,
     TaskFacts,
     UnwatchedProbe,
+)
+from entropy_experiments.online.train.doctor import (
+    NOT_INSTALLED,
+    examining,
+    gradient_errors,
+    installed,
     looking_away,
+    summary_of,
 )
 from entropy_experiments.online.train.equal_rewards import EqualRewards
 from entropy_experiments.online.train.folder import (
@@ -52,7 +59,6 @@ from entropy_experiments.online.train.trainer import (
     load_policy,
 )
 from entropy_experiments.threads import choose_threads, chosen_threads
-from gradient_doctor.hf import DoctorCallback, GradientError
 
 RECORD = "record"
 PROBE_MICROBATCH = 8
@@ -100,7 +106,7 @@ def train(
             result: Any = trainer.train(
                 resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
             )
-        except GradientError:
+        except gradient_errors():
             equal.refuse(cut_short=True)  # the reason of what the doctor found
             raise
     equal.refuse()
@@ -110,7 +116,7 @@ def train(
         trainer,
         out,
         probe=probe,
-        findings=[] if doctor is None else doctor.findings,
+        doctor=summary_of(doctor),
         resumed_from=checkpoint,
         seconds=time.monotonic() - began,
         loss=float(result.training_loss) if steps_now else None,
@@ -135,11 +141,11 @@ def _trial_pass(model: Any) -> tuple[torch.device, Callable[[], object]]:
 
 def _watchers(
     config: TrainingConfig, task: Task, out: Path, *, quiet: bool
-) -> tuple[UnwatchedProbe | None, DoctorCallback | None, list[Any]]:
+) -> tuple[UnwatchedProbe | None, Any, list[Any]]:
     """(probe, doctor, all callbacks in their order)."""
     wanted, callbacks, facts = config.probe, list[Any](), task.facts(config)
     record = out / RECORD if wanted.enabled and wanted.record else None
-    probe = doctor = None
+    probe = None
     if wanted.enabled:
         probe = UnwatchedProbe(
             every=wanted.every,
@@ -159,17 +165,8 @@ def _watchers(
         )
         callbacks.append(probe)
     callbacks.append(TaskFacts(facts, save_first=config.save_first))
-    if config.doctor.enabled:
-        contract = {"trainable": ["*lora_*"]} if config.lora is not None else None
-        doctor = DoctorCallback(
-            contract=contract,
-            mode=config.doctor.mode,
-            trace_steps=config.doctor.trace_steps,
-            every=config.doctor.every,
-            raise_on=config.doctor.raise_on,
-            report=False,  # its notes are in the file; what is worse is told with the summary
-            json=out / DOCTOR_FILE,
-        )
+    doctor = examining(config, out / DOCTOR_FILE)
+    if doctor is not None:
         callbacks.append(doctor)
         if probe is not None:
             probe.watcher = doctor
@@ -210,6 +207,8 @@ def _opening(
         f"{len(task.held_out)} more for the probe; rewards {', '.join(task.functions)}",
         plan_line(config, plan),
     ]
+    if config.doctor.enabled and not installed():
+        told.append(NOT_INSTALLED)
     if checkpoint is not None:
         told.append(f"continuing from {checkpoint}")
     elif resume:

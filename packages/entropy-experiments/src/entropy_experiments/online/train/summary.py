@@ -20,7 +20,6 @@ from entropy_experiments.online.train.folder import (
 from entropy_experiments.online.trl import ROWS
 from entropy_experiments.online.trl_noise import NOISE_ROWS
 from entropy_experiments.sampling.whole_files import write_whole
-from gradient_doctor.findings import Severity
 
 EDGE = 5
 """Rows at either end whose mean is shown: single rows are noisy."""
@@ -31,7 +30,7 @@ def run_summary(
     out: Path,
     *,
     probe: Any,
-    findings: Sequence[Any],
+    doctor: Mapping[str, Any],
     resumed_from: Path | None,
     seconds: float,
     loss: float | None,
@@ -39,7 +38,6 @@ def run_summary(
     state = trainer.state
     before = 0 if resumed_from is None else steps_made(resumed_from)
     history = [row for row in state.log_history if "reward" in row]
-    grave = [finding for finding in findings if finding.severity >= Severity.WARNING]
     kept = [path for path in steps_of(out) if whole(path)]
     # The step made from such a checkpoint is on record, so the offline commands rebuild it.
     recorded = [path for path in kept if (path / UPDATE).is_dir()]
@@ -57,10 +55,7 @@ def run_summary(
         "checkpoints": [str(path) for path in kept],
         "replayable": str(recorded[-1]) if recorded else None,
         "config": str(out / CONFIG_FILE),
-        "doctor": {
-            "findings": len(grave),
-            "worst": [finding.what for finding in grave[:3]],
-        },
+        "doctor": dict(doctor),
         "probe": None,
     }
     if probe is not None:
@@ -156,9 +151,9 @@ def summary_words(summary: Mapping[str, Any], *, option: str = "max_steps") -> l
         )
         if probe["off"] is not None:
             told.append(f"  The probe switched itself off: {probe['off']}")
-    findings = summary["doctor"]["findings"]
-    if findings:
-        told.append(f"  doctor   {findings} warnings or errors: {summary['doctor']['worst'][0]}")
+    doctor = summary["doctor"]
+    if doctor["findings"]:
+        told.append(f"  doctor   {doctor['findings']} warnings or errors: {doctor['worst'][0]}")
     last = summary["checkpoints"][-1] if summary["checkpoints"] else None
     asked = summary["replayable"] or last
     told += ["", f"Run:         {summary['folder']}"]
