@@ -242,7 +242,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _ending(debug: bool, interrupted: Callable[[], str] = lambda: "Interrupted.") -> Iterator[None]:
     # not at the top: the probe's command line imports this module
-    from entropy_experiments.cli.endings import FINDINGS, PACKAGE, ending
+    from entropy_experiments.cli import FINDINGS, PACKAGE, ending
 
     with ending(debug=debug, interrupted=interrupted, packages=(PACKAGE, HERE)):
         try:

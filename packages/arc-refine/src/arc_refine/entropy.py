@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from arc_refine.policy import RefinePolicy
-from entropy_experiments.types import AdamGroup, OptimizerState
-from entropy_experiments.update.adamw import adamw_direction
+from entropy_experiments import AdamGroup, OptimizerState, adamw_direction
 
 
 def mean_entropy(policy: RefinePolicy, state_BS: Tensor) -> float:

@@ -147,36 +147,18 @@ def _tiny() -> tuple[nn.Module, Any, str]:
 
 
 def _stored(name: str | Path) -> tuple[nn.Module, Any, str]:
-    from entropy_experiments.checkpoints.base import (
-        check_finite_weights,
-        check_loaded,
-        check_safetensors,
-        from_gguf,
-        load_causal_lm,
-        load_tokenizer,
-        smollm2_gguf,
-    )
+    from entropy_experiments import load_base_model
 
-    if str(name) == "smollm2":
-        file = smollm2_gguf()
-        folder, kind = from_gguf(file), f"{file.name}, dequantised"
-    else:
-        folder = Path(name).expanduser()
-        kind = f"folder {folder.name}"
-        _check_folder(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    check_safetensors(files)
+    if str(name) != "smollm2":
+        _check_folder(Path(name).expanduser())
     try:
-        model, info = load_causal_lm(folder, dtype=torch.float32)
+        base = load_base_model(name)
     except ValueError as error:
         raise ValueError(
-            f"the language model at {folder} cannot be loaded: {str(error).splitlines()[0]} "
+            f"the language model {str(name)!r} cannot be loaded: {str(error).splitlines()[0]} "
             "Expected a causal language model that transformers knows without remote code."
         ) from error
-    check_loaded(folder, info, extra_allowed=True)
-    check_finite_weights(folder, model, files)
-    tokenizer = load_tokenizer([folder], model)
-    return model.get_decoder(), tokenizer, kind
+    return base.model.get_decoder(), base.tokenizer, base.words
 
 
 def _check_folder(folder: Path) -> None:
@@ -232,6 +214,5 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _config(model: nn.Module) -> Any:
-    from entropy_experiments.models.calling import causal_lm
-
-    return causal_lm(model).config
+    inner = getattr(model, "get_base_model", None)  # peft's
+    return (inner() if callable(inner) else model).config

@@ -25,6 +25,7 @@ _HOME = {
     "what_if_from": "pipelines.influence.runner",
     "SampleGenerator": "sampling.generate",
     "SequenceProcessor": "models.scoring",
+    "load_base_model": "checkpoints.base",
     "load_checkpoint": "checkpoints.load",
     "load_config": "config",
     "load_rollouts": "sampling.rollout_files",

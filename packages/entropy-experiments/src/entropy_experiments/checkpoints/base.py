@@ -78,6 +78,15 @@ class Base:
         return path if path.is_dir() else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """A causal LM as `load_base_model` gives it."""
+
+    model: Any
+    tokenizer: Any
+    words: str
+
+
 def find_base(
     layout: Layout,
     *,
@@ -160,6 +169,31 @@ def load_causal_lm(
             )
     model, info = loaded
     return model, info
+
+
+def load_base_model(name: str | Path, *, dtype: torch.dtype = torch.float32) -> BaseModel:
+    """A causal LM with its tokenizer, without any adapter or optimizer.
+
+    Args:
+        name: "smollm2", or a local folder with config.json and safetensors.
+        dtype: of the weights in memory.
+
+    Returns:
+        The model, its tokenizer, and what it is in words. Weights are checked to be complete and
+        finite, and no code of the folder is run.
+    """
+    if str(name) == "smollm2":
+        file = smollm2_gguf()
+        folder, words = from_gguf(file), f"{file.name}, dequantised"
+    else:
+        folder = Path(name).expanduser()
+        words = f"folder {folder.name}"
+    files = sorted(folder.glob("*.safetensors"))
+    check_safetensors(files)
+    model, info = load_causal_lm(folder, dtype=dtype)
+    check_loaded(folder, info, extra_allowed=True)
+    check_finite_weights(folder, model, files)
+    return BaseModel(model=model, tokenizer=load_tokenizer([folder], model), words=words)
 
 
 def weight_files(folder: Path) -> list[Path]:

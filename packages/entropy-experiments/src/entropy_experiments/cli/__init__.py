@@ -25,7 +25,7 @@ from entropy_experiments.cli import (
     run,
     train,
 )
-from entropy_experiments.cli.endings import EXIT_CODES
+from entropy_experiments.cli.endings import EXIT_CODES, FINDINGS, PACKAGE, ending
 from entropy_experiments.cli.plugins import mount_plugins
 from entropy_experiments.input_errors import message
 
@@ -99,4 +99,4 @@ def main() -> None:
     app(prog_name="entropy-probe")
 
 
-__all__ = ["app", "main"]
+__all__ = ["FINDINGS", "PACKAGE", "app", "ending", "main"]
