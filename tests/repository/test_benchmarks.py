@@ -24,6 +24,7 @@ from benchmarks.products import Products
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from checkout import ROOT
 from entropy_experiments.models.calling import hooked
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Scores
@@ -337,3 +338,15 @@ def test_drawings_are_made_of_what_is_stored(tmp_path, capsys):
     assert sorted(once) == ["benchmarks_growth.svg", "benchmarks_ratios.svg"]
     plots.main(["--results", str(stored), "--out", str(images)])
     assert {path.name: path.read_bytes() for path in images.iterdir()} == once
+
+
+APART = {"arc_ablations", "doctor_comparison"}
+"""Hours of training, and tools that are no dependency: run by hand."""
+
+
+def test_make_bench_runs_every_program():
+    recipe = (ROOT / "Makefile").read_text()
+    programs = {f.stem for f in (ROOT / "benchmarks").glob("*.py") if "__main__" in f.read_text()}
+    assert programs > APART
+    for name in programs - APART:
+        assert f"-m benchmarks.{name}" in recipe, name

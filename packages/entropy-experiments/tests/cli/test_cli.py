@@ -30,7 +30,6 @@ OPTIONS = {
     "report": "RUNS --html --no-html --figures --columns --trajectory --evaluation --linearity "
     "--samples --rollout --out --follow --json --quiet --debug",
     "doctor": "",  # reads its own: tests of gradient-doctor
-    "bench": "NAMES --compare --out --json --quiet --debug",
     "config": "",
     "config template": "NAME --out --force --list --json --quiet --debug",
     "config schema": "--json --quiet --debug",

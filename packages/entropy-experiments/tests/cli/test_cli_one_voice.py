@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 from typer.testing import CliRunner
 
-from entropy_experiments.cli import app, bench
+from entropy_experiments.cli import app
 
 pytestmark = pytest.mark.contract
 
@@ -20,7 +18,6 @@ COMMANDS = [
     ["config", "check", "no_such_file.yaml"],
     ["report", "no_such_run"],
     ["report", "--no-such-option"],
-    ["bench", "speed"],
     ["arc", "eval", "no_such_run"],
     ["doctor", "--entropy", "no_such_module:entropy"],
     ["train", "--dry-run", "--config", "entropy_probe_test_optimized"],
@@ -50,21 +47,3 @@ def test_the_sizes_of_a_training_are_those_of_all_ranks():
     words = ["train", "--dry-run", "--config", "entropy_probe_test_optimized"]
     assert "ranks 1," in invoke(words).stdout
     assert "ranks 2," in invoke(words, 0).stdout
-
-
-def test_a_benchmark_is_no_part_of_the_job(tmp_path, monkeypatch):
-    """It would wait for the other rank, which has left."""
-    seen = {}
-
-    def run(words, *, env, **_):
-        seen.update(env)
-        (tmp_path / "entropy.json").write_text("{}")
-        return subprocess.CompletedProcess(words, 0)
-
-    monkeypatch.setattr(bench.subprocess, "run", run)
-    assert invoke(["bench", "entropy", "--out", str(tmp_path)], 0).exit_code == 0
-    assert seen
-    assert not seen.keys() & {*TWO, "RANK"}
-    monkeypatch.setenv("LOCAL_RANK", "of somebody else")
-    assert invoke(["bench", "entropy", "--out", str(tmp_path)]).exit_code == 0
-    assert seen["LOCAL_RANK"] == "of somebody else"

@@ -153,7 +153,7 @@ for name, words, named in (
     ("a budget of NaN", ("influence", "--entropy-budget", "nan"), "entropy_budget"),
     ("a budget infinite", ("influence", "--entropy-budget", "inf"), "entropy_budget"),
     ("from nowhere", ("influence", "--from", "nowhere", "--what-if", "drop=negative"), "nowhere"),
-    ("bench of nobody", ("bench", "nobody"), "nobody"),
+    ("a verb of nobody", ("nobody",), "nobody"),
     ("report nowhere", ("report", "nowhere"), "nowhere"),
     ("report too many options", ("report", "a", "b", "--linearity"), "--linearity"),
 ):

@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 
 from entropy_experiments import __version__
 from entropy_experiments.cli import (
-    bench,
     config,
     evaluate,
     influence,
@@ -57,7 +56,6 @@ app = typer.Typer(
     "  entropy-probe doctor train.py            where do the gradients of a script stop?\n"
     "  entropy-probe arc train                  an ARC solver, its gradients verified\n"
     "  entropy-probe report RUN                 what a finished run says, or several\n"
-    "  entropy-probe bench                      how fast it is here\n"
     "  entropy-probe config template            a configuration to start from\n\n"
     "\b\nExit codes:\n" + "\n".join(f"  {code:<3}  {what}" for code, what in EXIT_CODES.items()),
     no_args_is_help=True,
@@ -71,7 +69,6 @@ app.command("influence", epilog=influence.EXAMPLES)(influence.influence)
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("report", epilog=report.EXAMPLES)(report.report)
-app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.add_typer(config.app, name="config")
 mount_plugins(app)
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 LAST_WORDS = timedelta(seconds=5)
 """For the message of the rank that failed: torchrun ends the others with the first that leaves."""
-ONE_PROCESS = ("report", "config", "bench", "arc")
+ONE_PROCESS = ("report", "config", "arc")
 """Verbs that rank 0 runs alone."""
 STORED = (
     "Ended by SIGTERM; the unit in work is stored. Start the same command again: what is finished "
