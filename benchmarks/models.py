@@ -23,8 +23,8 @@ PROMPTS, GROUP = 4, 8
 PROMPT_TOKENS, RESPONSE_TOKENS = (50, 100), (20, 64)
 
 
-def smollm2(*, upper_half: bool = False) -> tuple[SequenceProcessor, Any]:
-    """The policy and its tokenizer; adapters on all layers, or on the upper half of them."""
+def smollm2() -> tuple[SequenceProcessor, Any]:
+    """The policy and its tokenizer, with adapters on all layers."""
     from entropy_experiments.checkpoints.base import (
         from_gguf,
         load_causal_lm,
@@ -35,13 +35,11 @@ def smollm2(*, upper_half: bool = False) -> tuple[SequenceProcessor, Any]:
     folder = from_gguf(smollm2_gguf())
     model, _ = load_causal_lm(folder, dtype=torch.float32)
     tokenizer = load_tokenizer([folder], model)
-    return SequenceProcessor(_adapted(model, 16, upper_half)), tokenizer
+    return SequenceProcessor(_adapted(model, 16)), tokenizer
 
 
-def random_llama(
-    vocabulary: int = 32_768, *, rank: int | None = None, upper_half: bool = False
-) -> SequenceProcessor:
-    """Fully trained, or by LoRA of this rank on all linear layers, or of the upper half."""
+def random_llama(vocabulary: int = 32_768, *, rank: int | None = None) -> SequenceProcessor:
+    """Fully trained or, with a rank, by LoRA on all linear layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -56,19 +54,17 @@ def random_llama(
         tie_word_embeddings=True,
     )
     model = LlamaForCausalLM(config)
-    return SequenceProcessor(model if rank is None else _adapted(model, rank, upper_half))
+    return SequenceProcessor(model if rank is None else _adapted(model, rank))
 
 
-def _adapted(model: Any, rank: int, upper_half: bool = False) -> Any:
+def _adapted(model: Any, rank: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    depth = model.config.num_hidden_layers
     lora = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         target_modules=LINEAR,
-        layers_to_transform=list(range(depth // 2, depth)) if upper_half else None,
         task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(model, lora)

@@ -8,9 +8,8 @@ theta + eta v_k with v_k = +1 or -1 in every parameter.
     each        policy.score(theta + eta v_k, part) for every setting and every microbatch
     together    policy.score_many of the 8 settings, for every microbatch
 
-in microbatches of 1, 2, 4 and 8 rollouts, adapters on all layers; and in one of 8, adapters on the
-upper half of the layers, whose lower half `score_many` computes once. `equal` says whether all
-scores were the same bits, `memory` is the largest live memory of *together* over that of *each*.
+in microbatches of 1, 2, 4 and 8 rollouts. `equal` says whether all scores were the same bits,
+`memory` is the largest live memory of *together* over that of *each*.
 
 CPU time on one thread, the ways in turn; ratios of the same round, median and range.
 """
@@ -35,13 +34,13 @@ SETTINGS, ETA, RANK = 8, 1e-4, 16
 MICROBATCHES = (1, 2, 4, 8)
 
 
-def problem(name: str, *, upper_half: bool = False) -> tuple[SequenceProcessor, Rollouts]:
+def problem(name: str) -> tuple[SequenceProcessor, Rollouts]:
     """A policy trained by LoRA, and 8 rollouts of one prompt."""
     if name == "smollm2":
-        policy, tokenizer = smollm2(upper_half=upper_half)
+        policy, tokenizer = smollm2()
         asked, size = questions(tokenizer, 1), len(tokenizer)
     else:
-        policy = random_llama(rank=RANK, upper_half=upper_half)
+        policy = random_llama(rank=RANK)
         size = causal_lm(policy.model).config.vocab_size
         asked = random_prompts(1, size)
     return policy, rollouts_of(asked, group=GROUP, vocabulary=size)
@@ -97,10 +96,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         one: dict[str, Any] = {}
         found["models"][name] = one
         policy, rollouts = problem(name)
-        cases = [(f"microbatch_{size}", policy, size) for size in MICROBATCHES]
-        cases.append(("upper_half", problem(name, upper_half=True)[0], MICROBATCHES[-1]))
-        for case, on, size in cases:
-            one[case] = examine(on, rollouts, size, asked.rounds)
+        for size in MICROBATCHES:
+            case = f"microbatch_{size}"
+            one[case] = examine(policy, rollouts, size, asked.rounds)
             print(
                 f"{name}, {case}: {told(one[case]['speedup'])} times faster, memory "
                 f"{one[case]['memory']:.2f}, "

@@ -90,7 +90,6 @@ def _settings(model: str, label: str) -> list[Row]:
             ("microbatch_1", "one rollout at a time"),
             ("microbatch_4", "four rollouts at a time"),
             ("microbatch_8", "eight rollouts at a time"),
-            ("upper_half", "adapters on the upper half of the layers"),
         )
     ]
 

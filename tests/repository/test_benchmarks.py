@@ -130,16 +130,14 @@ def test_ours_and_the_plain_ways_agree_on_a_small_model(policy):
     assert scored["threads_1"]["of_peak"]["median"] > 0
 
 
-@pytest.mark.parametrize("upper_half", [False, True])
-def test_settings_together_are_those_of_single_passes(upper_half):
-    on = [1] if upper_half else [0, 1]
-    small = SequenceProcessor(tiny_lora("llama", layers_to_transform=on))
+def test_settings_together_are_those_of_single_passes():
+    small = SequenceProcessor(tiny_lora("llama"))
     rollouts = growth.rollouts(16, 6, 32, seed=0)
     given = (small, settings.settings(small), [rollouts])
     pairs = zip(settings.each(*given)[0], settings.together(*given)[0], strict=True)
     assert max(float((a - b).abs().max()) for x in pairs for a, b in zip(*x)) <= SCORES_FP32
     found = settings.examine(small, rollouts, 4, 1)
-    assert found["operations"] > 1.1 if upper_half else found["operations"] == 1
+    assert found["operations"] == 1
     assert found["memory"] > 0
     assert found["speedup"]["median"] > 0
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from entropy_experiments.attribution.finite import finite_columns
 from entropy_experiments.estimate import measured
 from entropy_experiments.estimate.measured import measured_many
-from entropy_experiments.models import lora, scoring
+from entropy_experiments.models import lora, stacked_settings
 from entropy_experiments.models.precision import true_float64
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.models.shared_prompts import shared_rows
@@ -78,7 +78,7 @@ def passes(policy: SequenceProcessor, monkeypatch: pytest.MonkeyPatch, tokens: i
         return own(*args, stacked=stacked, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "STACKED_TOKENS", (1, tokens))
+        patch.setattr(stacked_settings, "STACKED_TOKENS", (1, tokens))
         patch.setattr(policy, "_call", spy)
         assert policy.spares_work in (True, False)  # so that the trial is over
         found.clear()
@@ -173,7 +173,7 @@ def test_as_many_as_the_tokens_allow(monkeypatch):
     policy, rollouts = SequenceProcessor(tiny_lora("llama")), tiny_rollouts()
     each = len(rollouts) * int(rollouts.attention_NS.sum(1).max())
     many = settings_of(policy, 7)
-    assert each > scoring.STACKED_TOKENS[0]
+    assert each > stacked_settings.STACKED_TOKENS[0]
     for tokens, expected in (
         (each - 1, [1] * 7),
         (3 * each, [3, 3, 1]),
@@ -191,9 +191,9 @@ def test_products_of_a_few_rows_stay_alone(monkeypatch):
         tiny_rollouts(prompts=(2, 3), responses=(1, 2)),
     )
     with torch.no_grad(), passes(policy, monkeypatch, 10**9) as found:
-        monkeypatch.setattr(scoring, "STACKED_TOKENS", (11, 10**9))
+        monkeypatch.setattr(stacked_settings, "STACKED_TOKENS", (11, 10**9))
         policy.score_many(settings_of(policy, 3), rollouts)
-        monkeypatch.setattr(scoring, "STACKED_TOKENS", (10, 10**9))
+        monkeypatch.setattr(stacked_settings, "STACKED_TOKENS", (10, 10**9))
         policy.score_many(settings_of(policy, 3), rollouts)
     assert found == [1, 1, 1, 3]
 
@@ -202,7 +202,7 @@ def test_products_of_a_few_rows_stay_alone(monkeypatch):
 def test_tokens_that_are_dealt_out_are_refused():
     """Should the trial not have seen it: an error, and no other setting's adapters."""
     (layer, *_) = lora.plain_lora_layers(tiny_lora("llama"))
-    stacked_layer, width = lora._stacked(layer, [[], []], 4), layer.in_features
+    stacked_layer, width = stacked_settings._stacked(layer, [[], []], 4), layer.in_features
     assert len(stacked_layer(torch.zeros(4, width))) == 4
     for rows in (0, 2, 5):
         with pytest.raises(ValueError, match="expected 4 rows, one block for each of 2"):

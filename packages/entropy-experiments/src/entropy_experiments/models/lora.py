@@ -8,16 +8,11 @@ It is used where peft's forward is exactly this formula, asked anew in every cal
 are switched, merged and hooked while a model lives. Elsewhere (DoRA and other variants, biases in
 B, half precision, autocast, hooks inside the layer) the layer's own forward runs. In fp32 and fp64
 the two differ by the rounding of a few additions.
-
-Several parameter settings can go through a layer in one pass (`stacked_adapters`): their rows are
-stacked, x W' is one product for all of them, and each block of rows gets adapters of its own, by
-the products of a pass of its own. x W' is that of such a pass up to rounding. On the CPU this was
-written on it is the same bits, but for small inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -57,50 +52,17 @@ def fused_adapters(layers: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def may_stack(layers: Mapping[Any, str], names: Collection[str]) -> bool:
-    """Whether settings of these parameters can go through the layers in one pass, as things stand.
-
-    They must all be adapters of these layers, and every layer the formula above and no more (in
-    half precision, too, where it is computed as peft does).
-    """
-    held = {
-        f"{home}.{kind}.{name}.weight": getattr(layer, kind)[name].weight
-        for layer, home in layers.items()
-        for kind in ("lora_A", "lora_B")
-        for name in layer.active_adapters
-    }
-    # One weight in two layers has one name; the other layer would not find it among the settings.
-    tied = any(weight.requires_grad and name not in names for name, weight in held.items())
-    return (
-        not tied
-        and held.keys() >= set(names)
-        and all("forward" not in layer.__dict__ and _is_the_formula(layer) for layer in layers)
-    )
-
-
-@contextmanager
-def stacked_adapters(
-    layers: Mapping[Any, str], settings: Sequence[Params], rows: int
-) -> Iterator[None]:
-    """Inside, every input has `rows` rows for each setting, one block after another."""
-    with ExitStack() as stack:
-        for layer, name in layers.items():
-            each = [_adapters(layer, f"{name}.", params) for params in settings]
-            stack.enter_context(forward_as(layer, _stacked(layer, each, rows * len(settings))))
-        yield
-
-
-class _Adapter(NamedTuple):
+class Adapter(NamedTuple):
     a_RD: Tensor
     b_OR: Tensor
     scale: float
 
 
-def _adapters(layer: Any, prefix: str = "", params: Params | None = None) -> list[_Adapter]:
+def adapters_of(layer: Any, prefix: str = "", params: Params | None = None) -> list[Adapter]:
     """The active ones, with the given parameters in place of the layer's own."""
     given: Mapping[str, Any] = params or {}
     return [
-        _Adapter(
+        Adapter(
             given.get(f"{prefix}lora_A.{name}.weight", layer.lora_A[name].weight),
             given.get(f"{prefix}lora_B.{name}.weight", layer.lora_B[name].weight),
             layer.scaling[name],
@@ -116,56 +78,27 @@ def _fused(layer: Any, own_forward: Callable[..., Any]) -> Callable[..., Any]:
         x_TD = x.view(-1, x.shape[-1])
         y_TO = layer.base_layer(x_TD)
         # Parameters as they are now: functional_call has put its own into the modules.
-        _add(_adapters(layer), x_TD, y_TO)
+        add_adapters(adapters_of(layer), x_TD, y_TO)
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
     return forward
 
 
-def _stacked(layer: Any, settings: Sequence[Sequence[_Adapter]], rows: int) -> Callable[..., Any]:
-    def forward(x: Tensor) -> Tensor:
-        if not len(x) or len(x) % rows:
-            # Tokens that were dealt out among experts, say: whose are they?
-            raise ValueError(
-                f"A layer with adapters got an input of shape {tuple(x.shape)}; expected {rows} "
-                f"rows, one block for each of {len(settings)} parameter settings. Give each a pass "
-                "of its own: influence.grad_chunk_size: 1, or policy.score."
-            )
-        x_TD = x.reshape(-1, x.shape[-1])
-        y_TO = layer.base_layer(x_TD)
-        blocks = (part.chunk(len(settings)) for part in (x_TD, y_TO))
-        for adapters, x_tD, y_tO in zip(settings, *blocks, strict=True):
-            weights = [weight for one in adapters for weight in (one.a_RD, one.b_OR)]
-            (_add if _are_alike(x_tD, y_tO, *weights) else _add_as_peft)(adapters, x_tD, y_tO)
-        return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
-
-    return forward
-
-
-def _add(adapters: Sequence[_Adapter], x_TD: Tensor, y_TO: Tensor) -> None:
+def add_adapters(adapters: Sequence[Adapter], x_TD: Tensor, y_TO: Tensor) -> None:
     """y += s (x A') B' of each."""
     for one in adapters:
         y_TO.addmm_(nn.functional.linear(x_TD, one.a_RD), one.b_OR.t(), alpha=one.scale)
 
 
-def _add_as_peft(adapters: Sequence[_Adapter], x_TD: Tensor, y_TO: Tensor) -> None:
-    """The same step by step: half precision is what the whole sum is rounded to at the end."""
-    total_TO = y_TO
-    for one in adapters:
-        inner_TR = nn.functional.linear(x_TD.to(one.a_RD.dtype), one.a_RD)
-        total_TO = total_TO + nn.functional.linear(inner_TR, one.b_OR) * one.scale
-    y_TO.copy_(total_TO)
-
-
 def _can_be_fused(layer: Any, x: Tensor) -> bool:
     """Whether the layer's own forward, called with x now, would be the sum above and no more."""
-    if not nothing_differentiated() or not x.is_contiguous() or not _is_the_formula(layer):
+    if not nothing_differentiated() or not x.is_contiguous() or not is_plain_lora(layer):
         return False
-    weights = [weight for one in _adapters(layer) for weight in (one.a_RD, one.b_OR)]
-    return _are_alike(x, layer.base_layer.weight, layer.base_layer.bias, *weights)
+    weights = [weight for one in adapters_of(layer) for weight in (one.a_RD, one.b_OR)]
+    return are_alike(x, layer.base_layer.weight, layer.base_layer.bias, *weights)
 
 
-def _is_the_formula(layer: Any) -> bool:
+def is_plain_lora(layer: Any) -> bool:
     """Whether the layer as it stands is plain LoRA, unmerged, and nobody looks inside."""
     if layer.disable_adapters or layer.merged:
         return False
@@ -195,7 +128,7 @@ def _is_untouched(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
-def _are_alike(x: Tensor, *others: Tensor | None) -> bool:
+def are_alike(x: Tensor, *others: Tensor | None) -> bool:
     """Ordinary tensors of one dtype on one device: nothing is cast, moved or sharded."""
     return x.dtype in DTYPES and all(
         type(t) in (Tensor, nn.Parameter) and (t.dtype, t.device) == (x.dtype, x.device)

@@ -1,7 +1,7 @@
 """The decoder and the head of a causal LM, and what a few tokens show of it.
 
-Whether logits are `head(hidden)`, whether rollouts may share a row, whether lower layers may be
-kept: a model is asked by trial, once, on tokens that cost nothing.
+Whether logits are `head(hidden)`, whether rollouts may share a row: a model is asked by
+trial, once, on tokens that cost nothing.
 """
 
 from __future__ import annotations

@@ -32,11 +32,6 @@ from entropy_experiments.models.calling import (
     nothing_differentiated,
     records_a_graph,
 )
-from entropy_experiments.models.lora import (
-    may_stack,
-    stacked_adapters,
-)
-from entropy_experiments.models.lower_layers import Below, lower_layers
 from entropy_experiments.models.own_call import HIGH, scaled_states, trial_tokens
 from entropy_experiments.models.packed import Packed
 from entropy_experiments.models.parts import (
@@ -49,6 +44,11 @@ from entropy_experiments.models.parts import (
 )
 from entropy_experiments.models.rollout_gradients import gradients_by_rollout
 from entropy_experiments.models.shared_prompts import Rows, may_share, shared_rows
+from entropy_experiments.models.stacked_settings import (
+    may_stack,
+    settings_in_a_pass,
+    stacked_adapters,
+)
 from entropy_experiments.numerics.entropy import (
     before_response,
     nucleus_fingerprint,
@@ -59,10 +59,6 @@ from entropy_experiments.numerics.entropy import (
 from entropy_experiments.threads import choose_threads, timed_pass
 from entropy_experiments.types import Params, Rollouts, Scores, check_params
 
-STACKED_TOKENS = (32, 1024)
-"""Tokens of one setting from which on several share a pass, and of all settings in one.
-
-Products of fewer rows may round differently in a larger one; of more they are no quicker in it."""
 KNOWN_MASKS = ("sdpa", "eager")
 """Implementations of attention that take a square mask."""
 
@@ -148,8 +144,7 @@ class SequenceProcessor(CalledModel):
         """The same rollouts under several parameter settings, packed once.
 
         Where adapters are all that is trained, settings of few tokens go through the model together
-        (`lora.stacked_adapters`), and layers below all that is trained are computed once
-        (`lower_layers`): the same numbers up to rounding. Nothing is shared under derivatives.
+        (`stacked_settings`): the same numbers up to rounding. Nothing is shared under derivatives.
         """
         groups = self.contexts.groups(rollouts)
         if len(groups) > 1:
@@ -165,7 +160,7 @@ class SequenceProcessor(CalledModel):
             if len(many) < 2 or not nothing_differentiated():
                 found = [self._reached(params, self._score(params, packed)) for params in many]
             else:
-                found = self._score_together(many, packed, self._kept(), self._stack_size(packed))
+                found = self._score_together(many, packed, self._stack_size(packed))
         return [Scores(*map(packed.back, scores)) for scores in found]
 
     @property
@@ -175,7 +170,7 @@ class SequenceProcessor(CalledModel):
         Without gradients, that is, and if the rollouts at a time are few.
         """
         with torch.no_grad():
-            return self._stacks() or bool(self._kept())
+            return self._stacks()
 
     def gradients_by_rollout(
         self, params: Params, rollouts: Rollouts, worths: Sequence[Scores]
@@ -238,9 +233,8 @@ class SequenceProcessor(CalledModel):
 
     def _stack_size(self, packed: Packed) -> int:
         """How many settings of these rows to have in one pass."""
-        tokens = packed.inputs.numel()
-        fewest, most = STACKED_TOKENS
-        return most // tokens if fewest <= tokens <= most and self._stacks() else 1
+        size = settings_in_a_pass(packed.inputs.numel())
+        return size if size > 1 and self._stacks() else 1
 
     def _stacks(self) -> bool:
         """Whether settings can share a pass; hooks would see the rows of all of them."""
@@ -249,34 +243,20 @@ class SequenceProcessor(CalledModel):
         with evaluating(self.model):  # a dropout that is off does not stand in the way
             return may_stack(self._adapters, self._names) and self._stacking_works
 
-    def _kept(self) -> tuple[nn.Module, ...]:
-        """Lower layers that need to run once only; whoever has a hook there wants each pass."""
-        layers = lower_layers(self.model, self._names)
-        return layers if not any(map(hooked, layers)) and layers and self._keeping_works else ()
-
     @cached_property
     def _stacking_works(self) -> bool:
-        return self._together_changes_nothing((), 3)
+        return self._together_changes_nothing()
 
-    @cached_property
-    def _keeping_works(self) -> bool:
-        return self._together_changes_nothing(lower_layers(self.model, self._names), 1)
-
-    def _score_together(
-        self, many: Sequence[Params], packed: Packed, lower: Sequence[nn.Module], size: int
-    ) -> list[Scores]:
-        """In groups of `size`, these layers only once."""
-        below, found = Below(lower, len(packed.inputs)), []
-        # With layers to keep, the first setting goes alone: it gives the others their states.
-        first = 1 if lower else size
-        groups = [many[:first], *(many[i : i + size] for i in range(first, len(many), size))]
-        for group in groups:
-            with below.once(len(group)):
-                if len(group) == 1:
-                    found.append(self._score(group[0], packed))
-                else:
-                    found += self._score_stack(group, packed)
-        return found
+    def _score_together(self, many: Sequence[Params], packed: Packed, size: int) -> list[Scores]:
+        """In groups of `size`."""
+        scores: list[Scores] = []
+        for start in range(0, len(many), size):
+            group = many[start : start + size]
+            if len(group) == 1:
+                scores.append(self._score(group[0], packed))
+            else:
+                scores += self._score_stack(group, packed)
+        return scores
 
     def _score_stack(self, many: Sequence[Params], packed: Packed) -> list[Scores]:
         """One pass for all of them."""
@@ -407,8 +387,8 @@ class SequenceProcessor(CalledModel):
             return False  # a head with layers of its own before it
         return True
 
-    def _together_changes_nothing(self, lower: Sequence[nn.Module], size: int) -> bool:
-        """Three settings far apart, with these layers kept or so many in a pass, and one by one."""
+    def _together_changes_nothing(self) -> bool:
+        """Three settings far apart, in one pass and one by one: the same scores."""
         packed = Packed.of(some_rollouts(self.model), self.device)
         draw = torch.Generator().manual_seed(0)
         many = [
@@ -420,7 +400,7 @@ class SequenceProcessor(CalledModel):
         with torch.no_grad():
             apart = [full._score(params, packed) for params in many]
             try:
-                together = full._score_together(many, packed, lower, size)
+                together = full._score_together(many, packed, len(many))
             except torch.OutOfMemoryError:
                 raise
             except FAILURES:
