@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,6 @@ def check_regular(path: Path, *, most: int | None = None) -> None:
             f"{path} has {path.stat().st_size:,} bytes; expected at most {most:,}. Is it the "
             "right file?"
         )
-
-
-def sha256(path: Path) -> str:
-    """Of a file's bytes, however large it is."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def refuse_special_files(folder: Path) -> None:

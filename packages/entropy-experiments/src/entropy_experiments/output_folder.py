@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.artifacts import sweep_partials, write_changed
 from entropy_experiments.config import Config
 from entropy_experiments.distributed import current
-from entropy_experiments.sampling.whole_files import sweep_partials, write_changed
 
 CLAIM = "run.json"
 FORMAT = "entropy_experiments.run"

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.training_record import GRADIENT_FILE, MADE_STEP, RECORD_FILE
 from entropy_experiments.cli import app
-from entropy_experiments.input_files import sha256
 
 pytestmark = pytest.mark.faults
 

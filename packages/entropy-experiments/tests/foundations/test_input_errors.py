@@ -15,6 +15,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from entropy_experiments.artifacts import try_file, try_folder
 from entropy_experiments.checkpoints.adapter_checks import check_adapter_config, check_patterns
 from entropy_experiments.checkpoints.sizes import check_config_file, check_size
 from entropy_experiments.cli import app
@@ -32,7 +33,6 @@ from entropy_experiments.input_errors import (
     words_of_os_error,
 )
 from entropy_experiments.input_files import check_regular, expanded, parse_json
-from entropy_experiments.output_paths import try_file, try_folder
 from entropy_experiments.pipelines.run_conditions import careful
 from entropy_experiments.torchrun import ranks_of_job
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from entropy_experiments import compute_update_vector_adamw, first_order, step_certificate
+from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.config import Config
-from entropy_experiments.input_files import sha256
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.pipelines.step_facts import training_facts

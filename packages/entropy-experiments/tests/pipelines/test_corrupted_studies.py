@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from entropy_experiments import EntropyInfluenceRunner, OfflineEntropyProbe
+from entropy_experiments.artifacts import hashed_body
 from entropy_experiments.config import parse_config
 from entropy_experiments.pipelines.influence.store import RunDirectory, Stage
 from entropy_experiments.sampling.rollout_files import RolloutStore, save_rollouts
-from entropy_experiments.sampling.whole_files import hashed_body
 from oracles.cases import case
 from oracles.small_study import plan, settings_in
 

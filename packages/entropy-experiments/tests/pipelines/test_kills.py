@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from entropy_experiments.artifacts import hashed_body
 from entropy_experiments.online.rows import read_rows
-from entropy_experiments.sampling.whole_files import hashed_body
 from oracles import killed_training
 
 pytestmark = pytest.mark.invariant

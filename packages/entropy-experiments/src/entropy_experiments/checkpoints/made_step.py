@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
+from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.layout import read_json
 from entropy_experiments.checkpoints.training_record import FINGERPRINT_FILE, GRADIENT_FILE
-from entropy_experiments.input_files import sha256
 from entropy_experiments.numerics.sketch import BUCKETS, Fingerprint, sketch
 from entropy_experiments.types import Params
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.layout import read_json
-from entropy_experiments.input_files import sha256
 
 RECORD_FILE = "entropy_probe_record.json"
 SCHEMA = 1

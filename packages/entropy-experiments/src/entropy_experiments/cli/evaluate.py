@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from entropy_experiments.artifacts import try_folder
 from entropy_experiments.cli.job import shared_ending
 from entropy_experiments.cli.options import (
     AsJson,
@@ -21,7 +22,6 @@ from entropy_experiments.cli.options import (
     tell,
     tell_notes,
 )
-from entropy_experiments.output_paths import try_folder
 
 if TYPE_CHECKING:
     from entropy_experiments.config import Config

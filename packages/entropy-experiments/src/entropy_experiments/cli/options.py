@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from entropy_experiments.artifacts import try_outputs
 from entropy_experiments.cli.job import speaks
 from entropy_experiments.input_errors import printable
-from entropy_experiments.output_paths import try_outputs
 
 if TYPE_CHECKING:
     from entropy_experiments.config import Config

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from entropy_experiments.artifacts import try_folder
 from entropy_experiments.cli.endings import FINDINGS, ending, signals_interrupt
 from entropy_experiments.cli.job import on_threads, several, speaks
 from entropy_experiments.cli.options import AsJson, Debug, Quiet, Threads, library_aside, tell
 from entropy_experiments.input_errors import printable
-from entropy_experiments.output_paths import try_folder
 
 if TYPE_CHECKING:
     from entropy_experiments.config import TrainingConfig

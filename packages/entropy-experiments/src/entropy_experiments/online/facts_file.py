@@ -12,9 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
+from entropy_experiments.artifacts import write_whole
 from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN
 from entropy_experiments.online.trl_batch import training_facts
-from entropy_experiments.sampling.whole_files import write_whole
 from entropy_experiments.update.objective import Loss
 
 

@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.artifacts import write_whole
 from entropy_experiments.online.drawing import chosen_rows
-from entropy_experiments.sampling.whole_files import write_whole
 
 PROMPTS = "prompts"
 IDS = "_prompt_ids"

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.artifacts import sha256, write_whole
 from entropy_experiments.checkpoints.layout import find_checkpoint
 from entropy_experiments.checkpoints.made_step import (
     base_fingerprint,
@@ -42,7 +43,6 @@ from entropy_experiments.checkpoints.training_record import (
     SCHEMA,
 )
 from entropy_experiments.distributed import Ranks
-from entropy_experiments.input_files import sha256
 from entropy_experiments.numerics.sketch import Fingerprint, sketch
 from entropy_experiments.online.captures import Captures
 from entropy_experiments.online.facts_file import refuse_unknown, write_facts
@@ -63,7 +63,6 @@ from entropy_experiments.online.trl_options import (
 )
 from entropy_experiments.sampling.importers import BY_FUNCTION
 from entropy_experiments.sampling.rollout_files import save_rollouts, save_update_batch
-from entropy_experiments.sampling.whole_files import write_whole
 from entropy_experiments.types import Params, Rollouts
 
 EVALUATION, UPDATE = "evaluation", "update_batch"

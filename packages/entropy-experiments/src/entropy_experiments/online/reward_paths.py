@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from entropy_experiments.input_files import sha256
+from entropy_experiments.artifacts import sha256
 
 SCRIPT = "__main__"
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.artifacts import digest_of
 from entropy_experiments.checkpoints.load import Checkpoint
 from entropy_experiments.checkpoints.training_facts import FACTS_FILE
 from entropy_experiments.config import Config, parse_config
@@ -37,7 +38,7 @@ from entropy_experiments.pipelines.influence.evaluation import evaluations_of
 from entropy_experiments.pipelines.influence.files import StudyFiles
 from entropy_experiments.pipelines.influence.ledgers import ledgers
 from entropy_experiments.pipelines.influence.stages import Study
-from entropy_experiments.pipelines.influence.store import RunDirectory, digest_of, digest_of_tensors
+from entropy_experiments.pipelines.influence.store import RunDirectory, digest_of_tensors
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs, limits_of
 from entropy_experiments.pipelines.probe_sampling import prompts_of
 from entropy_experiments.pipelines.run_conditions import careful

@@ -27,6 +27,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 
+from entropy_experiments.artifacts import digest_of, write_whole
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import Config, load_config, parse_config
 from entropy_experiments.distributed import current
@@ -36,14 +37,13 @@ from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import Case, measured_many
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.pipelines.influence.batches import gather_study
-from entropy_experiments.pipelines.influence.store import Stage, StageStore, digest_of
+from entropy_experiments.pipelines.influence.store import Stage, StageStore
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs
 from entropy_experiments.pipelines.probe_sampling import Opened, contents, opened
 from entropy_experiments.pipelines.run_conditions import careful
 from entropy_experiments.report.findings import numbers, weights_of
 from entropy_experiments.report.measurements import FORMAT, SCHEMA, measurement_report
 from entropy_experiments.report.notebook import Measurements
-from entropy_experiments.sampling.whole_files import write_whole
 from entropy_experiments.types import Estimate
 from entropy_experiments.types.estimate import CONFIDENCE, combine
 

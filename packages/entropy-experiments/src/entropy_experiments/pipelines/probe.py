@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.artifacts import write_whole
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import Config, load_config, parse_config
@@ -36,7 +37,6 @@ from entropy_experiments.report.logs import DetailedLogger
 from entropy_experiments.report.messages import messages
 from entropy_experiments.report.notebook import ProbeResults
 from entropy_experiments.report.verdict import verdict
-from entropy_experiments.sampling.whole_files import write_whole
 from entropy_experiments.types import Attribution, Direction, Estimate, Scores
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from entropy_experiments.sampling.whole_files import write_whole
+from entropy_experiments.artifacts import write_whole
 
 if TYPE_CHECKING:
     from entropy_experiments.report.curves import Step

@@ -31,7 +31,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
-from entropy_experiments.sampling.whole_files import hashed, hashed_body, write_changed, write_whole
+from entropy_experiments.artifacts import hashed, hashed_body, write_changed, write_whole
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 FORMAT = "entropy_experiments.rollouts"

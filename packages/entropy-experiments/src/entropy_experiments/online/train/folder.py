@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.artifacts import sweep_partials, write_whole
 from entropy_experiments.checkpoints.runs import steps_of
 from entropy_experiments.config.aliases import shown
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_reading import load_training, training_yaml
-from entropy_experiments.sampling.whole_files import sweep_partials, write_whole
 
 CONFIG_FILE = "entropy_probe_train.yaml"
 STATE_FILE = "trainer_state.json"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.artifacts import write_whole
 from entropy_experiments.checkpoints.runs import steps_of
 from entropy_experiments.online.record import UPDATE
 from entropy_experiments.online.rows import read_rows
@@ -19,7 +20,6 @@ from entropy_experiments.online.train.folder import (
 )
 from entropy_experiments.online.trl import ROWS
 from entropy_experiments.online.trl_noise import NOISE_ROWS
-from entropy_experiments.sampling.whole_files import write_whole
 
 EDGE = 5
 """Rows at either end whose mean is shown: single rows are noisy."""

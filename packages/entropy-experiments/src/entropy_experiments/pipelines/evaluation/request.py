@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.adapter import read_adapter_config
 from entropy_experiments.checkpoints.base import (
     check_safetensors,
@@ -32,7 +33,6 @@ from entropy_experiments.checkpoints.runs import embedded_trajectory, of_the_pac
 from entropy_experiments.checkpoints.training_facts import read_facts
 from entropy_experiments.checkpoints.training_record import RECORDED, read_record
 from entropy_experiments.config import Config
-from entropy_experiments.input_files import sha256
 from entropy_experiments.pipelines.step_facts import (
     TrainingFacts,
     refuse_unrecorded,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from entropy_experiments.artifacts import digest_of
 from entropy_experiments.attribution.finite import finite_columns
 from entropy_experiments.attribution.folds import prompt_folds
 from entropy_experiments.attribution.matrix import (
@@ -33,7 +34,7 @@ from entropy_experiments.pipelines.influence.packing import (
     unpack_tokens,
 )
 from entropy_experiments.pipelines.influence.stages import Study, rollouts_digest
-from entropy_experiments.pipelines.influence.store import Stage, digest_of, digest_of_tensors
+from entropy_experiments.pipelines.influence.store import Stage, digest_of_tensors
 from entropy_experiments.report.findings import numbers
 from entropy_experiments.types import Params, Scores
 from entropy_experiments.types.direction import sum_of

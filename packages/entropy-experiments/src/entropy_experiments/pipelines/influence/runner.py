@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.artifacts import digest_of
 from entropy_experiments.attribution import whatif
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import Config, load_config, parse_config
@@ -27,7 +28,7 @@ from entropy_experiments.pipelines.influence.facts import budget_facts, predicti
 from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFiles
 from entropy_experiments.pipelines.influence.removed import told_removed
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
-from entropy_experiments.pipelines.influence.store import SCHEMA, RunDirectory, digest_of, open_run
+from entropy_experiments.pipelines.influence.store import SCHEMA, RunDirectory, open_run
 from entropy_experiments.pipelines.probe_sampling import Opened, contents, opened
 from entropy_experiments.pipelines.run_conditions import careful
 from entropy_experiments.report.figures.style import can_draw

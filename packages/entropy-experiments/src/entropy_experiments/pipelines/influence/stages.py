@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from entropy_experiments.artifacts import digest_of
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.attribution.interventions import Place, Reweighted
@@ -49,7 +50,6 @@ from entropy_experiments.pipelines.influence.store import (
     Stage,
     StageStore,
     batch_digest,
-    digest_of,
     digest_of_tensors,
 )
 from entropy_experiments.types import (

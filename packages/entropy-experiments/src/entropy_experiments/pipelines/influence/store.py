@@ -32,6 +32,14 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
+from entropy_experiments.artifacts import (
+    hashed,
+    hashed_body,
+    is_partial,
+    sweep_partials,
+    write_changed,
+    write_whole,
+)
 from entropy_experiments.distributed import current
 from entropy_experiments.report.run_files import (
     DESCRIBED,
@@ -46,14 +54,6 @@ from entropy_experiments.report.run_files import (
     read_manifest,
 )
 from entropy_experiments.sampling.rollout_files import UNIT
-from entropy_experiments.sampling.whole_files import (
-    hashed,
-    hashed_body,
-    is_partial,
-    sweep_partials,
-    write_changed,
-    write_whole,
-)
 from entropy_experiments.types import UpdateBatch
 
 __all__ = [
@@ -63,7 +63,6 @@ __all__ = [
     "Stage",
     "StageStore",
     "batch_digest",
-    "digest_of",
     "digest_of_tensors",
     "open_run",
 ]
@@ -81,22 +80,6 @@ class Stage:
     """JSON; floats come back bit by bit."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     seconds: float = 0.0
-
-
-def digest_of(*parts: Any) -> str:
-    """sha256 of JSON values, the same for the same values whatever their order in mappings."""
-    said = json.dumps(parts, sort_keys=True, allow_nan=False, default=_plain)
-    return hashlib.sha256(said.encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, (tuple, set, frozenset)):
-        return sorted(value) if isinstance(value, (set, frozenset)) else list(value)
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} cannot be part of a key; expected JSON values.")
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor | None]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from entropy_experiments.artifacts import write_whole
 from entropy_experiments.report.figures.curve import curve_figure
 from entropy_experiments.report.figures.influence import (
     cells_figure,
@@ -22,7 +23,6 @@ from entropy_experiments.report.figures.style import NEEDED, can_draw, image, pa
 from entropy_experiments.report.figures.trajectory import trajectory_figure
 from entropy_experiments.report.figures.what_if import what_if_figure
 from entropy_experiments.report.html.data import gather
-from entropy_experiments.sampling.whole_files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from entropy_experiments.artifacts import write_whole
 from entropy_experiments.report.html import words
 from entropy_experiments.report.html.charts import figures
 from entropy_experiments.report.html.data import gather
@@ -28,7 +29,6 @@ from entropy_experiments.report.html.glossary import TERMS, explained, term
 from entropy_experiments.report.html.packing import Packed, packed
 from entropy_experiments.report.html.token_views import MOST_TOKENS
 from entropy_experiments.report.run_files import PAGE
-from entropy_experiments.sampling.whole_files import write_whole
 
 DIGITS = 6
 """Significant digits of numbers in drawings."""
