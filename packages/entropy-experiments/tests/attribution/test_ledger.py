@@ -41,7 +41,7 @@ from tolerances import EXACT, PARTS, assert_close, assert_exact
 
 pytestmark = pytest.mark.exact
 
-B1, LR = 0.9, 0.005
+B1, LR, MAX_NORM = 0.9, 0.005, 0.05
 FIXED = {"prompts": "fixed", "microbatch": 64}
 OBJECTIVES = {
     "grpo": Objective(beta=0.3, kl="k3", entropy_coef=0.2),
@@ -69,12 +69,13 @@ class World:
         for p in live.values():
             p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
         optimizer.step()
+        self.optimizer = read_state(optimizer, live)
         self.direction, _, self.stats = compute_update_vector_adamw(
             self.trained,
             self.batch,
             self.objective,
-            read_state(optimizer, live),
-            max_grad_norm=0.05,
+            self.optimizer,
+            max_grad_norm=MAX_NORM,
             microbatch=64,
         )
         assert self.direction.clip_factor < 1
