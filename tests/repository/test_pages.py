@@ -123,6 +123,14 @@ def test_demo_as_it_is(tmp_path):
     assert entropy[-1] < 0.55 * entropy[0]
 
 
+def test_a_policy_of_ones_own():
+    out = run([sys.executable, "examples/own_policy.py"])
+    for name in ("momentum", "positive", "predicted", "measured", "unexplained"):
+        assert re.search(rf"^{name} +\S+", out, re.M), name
+    assert "nats of this step by the token that was drawn" in out
+
+
+
 @pytest.mark.slow
 def test_example_of_a_policy_of_ones_own(tmp_path):
     figure = tmp_path / "figure.png"
