@@ -70,8 +70,8 @@ if __name__ == "__main__":
     analysis = analyze_step(policy, optimizer, batch, evaluation, StepOptions())
     print(analysis.ledger)
 
-    influence_NS = analysis.tokens.value_NS
+    by_token = analysis.tokens.value_NS
     print("\nnats of this step by the token that was drawn:")
     for token in range(VOCABULARY):
-        of_token_NS = batch.rollouts.response_NS & (batch.rollouts.tokens_NS == token)
-        print(f"  {token}: {float(influence_NS[of_token_NS].sum()):+.5f}")
+        drawn = batch.rollouts.response_NS & (batch.rollouts.tokens_NS == token)
+        print(f"  {token}: {float(by_token[drawn].sum()):+.5f}")

@@ -130,7 +130,6 @@ def test_a_policy_of_ones_own():
     assert "nats of this step by the token that was drawn" in out
 
 
-
 @pytest.mark.slow
 def test_example_of_a_policy_of_ones_own(tmp_path):
     figure = tmp_path / "figure.png"
