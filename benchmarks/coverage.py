@@ -36,7 +36,7 @@ from entropy_experiments.estimate.measured import change, even_part
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.pipelines.probe_inputs import gather
-from entropy_experiments.pipelines.probe_sampling import Sampler, opened
+from entropy_experiments.pipelines.probe_sampling import Sampler, open_checkpoint
 from entropy_experiments.sampling import countdown
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.types import Estimand, Estimate, Rollouts, Scores
@@ -107,7 +107,7 @@ def draw_pool(count: int, seed: int, checkpoint: Path | None = None) -> Pool:
             )
         )
         inputs = gather(config, checkpoint)
-        sampler = Sampler(config, opened(config, inputs.checkpoint.path))
+        sampler = Sampler(config, open_checkpoint(config, inputs.checkpoint.path))
         sampler.generator.store = None
         problems = [
             Problem(id=str(at), prompt=one.prompt, answer="", facts={})

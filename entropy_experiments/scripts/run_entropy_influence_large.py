@@ -20,7 +20,7 @@ import typer
 from entropy_experiments.cli.endings import ending
 from entropy_experiments.entropy_influence import EntropyInfluencePlan, EntropyInfluenceRunner
 from entropy_experiments.fisher_kernel import BatchRequest, WorkspaceSpec
-from entropy_experiments.pipelines.probe_sampling import opened
+from entropy_experiments.pipelines.probe_sampling import open_checkpoint
 from entropy_experiments.report.influence_tables import influence_report
 
 # Step sizes; the first is the reference of the delta matrix. None: the learning rate of the
@@ -67,7 +67,7 @@ def main(
     """Run the study that this file plans."""
     with ending(debug=False):
         runner = EntropyInfluenceRunner(config)
-        lr = opened(runner.config, checkpoint).optimizer.lr
+        lr = open_checkpoint(runner.config, checkpoint).optimizer.lr
         summary = runner.run(plan(lr, out), checkpoint_path=checkpoint)
         folder = Path(summary["run_directory"])
         for name in HELPERS:

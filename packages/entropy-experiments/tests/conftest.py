@@ -6,7 +6,7 @@ from entropy_experiments import EntropyInfluenceRunner
 from entropy_experiments.config import parse_config
 from entropy_experiments.pipelines.influence.batches import gather_study
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
-from entropy_experiments.pipelines.probe_sampling import opened
+from entropy_experiments.pipelines.probe_sampling import open_checkpoint
 from oracles.report_runs import small_study
 from oracles.small_study import BATCHES, EVERYTHING, plan, settings_in
 
@@ -31,7 +31,7 @@ def study(tmp_path_factory):
     summary = EntropyInfluenceRunner(settings, quiet=True).run(asked)
     assert summary["update"]["norms"]["gradient"] > 0  # otherwise nothing about it has teeth
     config = asked.applied(parse_config(settings))
-    return folder, summary, gather_study(config, opened(config, None))
+    return folder, summary, gather_study(config, open_checkpoint(config, None))
 
 
 @pytest.fixture(scope="session")

@@ -214,5 +214,5 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _config(model: nn.Module) -> Any:
-    inner = getattr(model, "get_base_model", None)  # peft's
-    return (inner() if callable(inner) else model).config
+    unwrapped: Any = getattr(model, "get_base_model", lambda: model)()  # peft's
+    return unwrapped.config

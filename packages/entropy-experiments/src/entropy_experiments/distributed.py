@@ -95,10 +95,10 @@ class Ranks:
         """Whether this rank is the one that writes and speaks."""
         return self.rank == 0
 
-    def mine(self, parts: Iterable[T]) -> Iterator[T]:
+    def shard(self, parts: Iterable[T]) -> Iterator[T]:
         return islice(parts, self.rank, None, self.size)
 
-    def summed(self, local: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+    def all_reduce(self, local: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
         """The sum over ranks of each tensor that `local` gives, on the tensor's own device.
 
         A shard is not a share: the sum over ranks was made when the gradient was cut.
@@ -117,7 +117,7 @@ class Ranks:
             out.append(shared.to(value.device))
         return out
 
-    def gathered(self, local: Callable[[], T]) -> list[T]:
+    def all_gather(self, local: Callable[[], T]) -> list[T]:
         """What `local` gives on every rank, in the order of ranks. For small objects."""
         found = self._together(local)
         if self.group is None:
@@ -127,7 +127,7 @@ class Ranks:
             dist.all_gather_object(everyone, found, group=self.group)
         return everyone
 
-    def told(self, local: Callable[[], T]) -> T:
+    def broadcast_from_zero(self, local: Callable[[], T]) -> T:
         """What `local` gives on rank 0, on every rank; no other rank calls it."""
         found = self._together(lambda: local() if self.first else None)
         return cast(T, self._from(0, found))

@@ -41,7 +41,7 @@ def get_dist_info() -> tuple[bool, int, int]:
 def all_reduce_scalar_sum(value: float | Tensor, ranks: Ranks | None = None) -> float:
     """The sum over the ranks, in float64; every rank calls it at once."""
     alone = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1)
-    return float((ranks or Ranks.all()).summed(lambda: [alone])[0])
+    return float((ranks or Ranks.all()).all_reduce(lambda: [alone])[0])
 
 
 def count_global(n_local: int, ranks: Ranks | None = None) -> int:

@@ -40,7 +40,7 @@ def claimed(
     if out is None:
         yield
         return
-    new = current().told(lambda: _claim(out, _settings(config), verb, overwrite))
+    new = current().broadcast_from_zero(lambda: _claim(out, _settings(config), verb, overwrite))
     new = new and current().first
     try:
         yield

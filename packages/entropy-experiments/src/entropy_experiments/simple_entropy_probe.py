@@ -63,7 +63,7 @@ def compute_entropy_gradients_only(
             "docs/howto_online.md for making them of a trainer's tensors."
         )
     ranks = _ranks()
-    everyones = joined(ranks.gathered(lambda: _on_cpu(rollouts)))
+    everyones = joined(ranks.all_gather(lambda: _on_cpu(rollouts)))
     policy = SequenceProcessor(model, temperature=_temperature(cfg))
     estimand = estimand_of(
         policy,

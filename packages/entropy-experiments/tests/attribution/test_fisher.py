@@ -70,7 +70,7 @@ def preconditioner_of(kind: str) -> Params:
     }
 
 
-def explicit(policy: Any, rollouts: Rollouts, worth: Scores | None = None) -> Tensor:
+def explicit(policy: Any, rollouts: Rollouts, cotangent: Scores | None = None) -> Tensor:
     """[N, P]: the gradient of each S_i (or of its worth) as one long row."""
     found = []
     for n in range(len(rollouts)):
@@ -78,9 +78,9 @@ def explicit(policy: Any, rollouts: Rollouts, worth: Scores | None = None) -> Te
         def value(params):
             l_NS, h_NS = policy.score(params, rollouts)
             mine_S = rollouts.response_NS[n]
-            if worth is None:
+            if cotangent is None:
                 return l_NS[n][mine_S].sum()
-            both_S = worth.logprob_NS[n] * l_NS[n] + worth.entropy_NS[n] * h_NS[n]
+            both_S = cotangent.logprob_NS[n] * l_NS[n] + cotangent.entropy_NS[n] * h_NS[n]
             return both_S[mine_S].sum()
 
         _, grads = pullback(value, policy.params)
@@ -232,7 +232,7 @@ def test_predicted_logprob_changes_of_any_loss():
     policy, batch, direction, coefficient = step_of(objective, stale=True)
     left = sides_of("lora")[0]
     kernel = fisher_kernel(
-        policy, left, batch.rollouts, direction.preconditioner, worth=coefficient
+        policy, left, batch.rollouts, direction.preconditioner, cotangent=coefficient
     )
     assert_near(
         kernel,
@@ -292,7 +292,7 @@ def test_one_coefficient_per_rollout_is_told_from_many():
 def test_a_zero_gradient_has_cosine_zero():
     policy, (left, right) = policy_of("tabular"), sides_of("tabular")
     nothing = Scores(*(torch.zeros(right.tokens_NS.shape, dtype=torch.float64) for _ in range(2)))
-    found = fisher_kernel(policy, left, right, worth=nothing, cosine=True)
+    found = fisher_kernel(policy, left, right, cotangent=nothing, cosine=True)
     assert float(found.abs().max()) == 0.0
 
 

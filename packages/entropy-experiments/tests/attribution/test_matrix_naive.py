@@ -210,11 +210,11 @@ def test_the_same_pass_gives_the_gradient_of_entropy_by_fold(unit):
     found = here.matrix(estimand, fold_N=fold_N, block_bytes=4 * size)
     assert found.passes == 3
     base = score_all(here.policy, here.policy.params, here.evaluation, microbatch=8)
-    worth = entropy_coefficients(base, here.evaluation, estimand)
+    cotangent = entropy_coefficients(base, here.evaluation, estimand)
     for k, mine in enumerate(found.g_K):
         inside_NS = here.evaluation.response_NS & (fold_N == k)[:, None]
         _, truth = pullback(
-            lambda p: weighted_sum(here.policy.score(p, here.evaluation), worth, inside_NS),
+            lambda p: weighted_sum(here.policy.score(p, here.evaluation), cotangent, inside_NS),
             here.policy.params,
         )
         for name, g in truth.items():

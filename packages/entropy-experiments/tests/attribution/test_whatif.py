@@ -370,7 +370,7 @@ def plain_folds(made, *parts):
     policy, _, direction, found = made
     evaluation = all_rollouts(policy)
     base = score_all(policy, policy.params, evaluation, microbatch=256)
-    worth = entropy_coefficients(base, evaluation, found.estimand)
+    cotangent = entropy_coefficients(base, evaluation, found.estimand)
     fold_N = prompt_folds(evaluation, found.folds)
     leaves = {name: p.detach().clone().requires_grad_() for name, p in policy.params.items()}
     scores = plain_scores(policy, leaves, evaluation)
@@ -379,7 +379,7 @@ def plain_folds(made, *parts):
         inside_NS = evaluation.response_NS & (fold_N == k)[:, None]
         value = sum(
             (w_NS[inside_NS] * x_NS[inside_NS]).sum()
-            for w_NS, x_NS in zip(worth, scores, strict=True)
+            for w_NS, x_NS in zip(cotangent, scores, strict=True)
         )
         grads = torch.autograd.grad(value, tuple(leaves.values()), retain_graph=True)
         g = dict(zip(leaves, grads, strict=True))

@@ -56,7 +56,7 @@ class Touch:
         return os.system, (f"touch {self.path}",)
 
 
-class Opened(Touch):
+class OpenCheckpoint(Touch):
     def __reduce__(self):
         return open, (str(self.path), "w")
 
@@ -68,7 +68,7 @@ def test_the_fixture_is_whole(folder):
 # Code
 
 
-@pytest.mark.parametrize("kind", [Touch, Opened])
+@pytest.mark.parametrize("kind", [Touch, OpenCheckpoint])
 @pytest.mark.parametrize("place", ["alone", "version", "planner_data", "checkpoint_id"])
 def test_code_in_the_metadata_is_not_run(folder, tmp_path, kind, place):
     marker = tmp_path / "marker"
@@ -86,7 +86,7 @@ def test_code_in_the_metadata_is_not_run(folder, tmp_path, kind, place):
         content = read_metadata(folder)
         plant(content)
         write_metadata(folder, content)
-    names = {Touch: os.system.__module__ + ".system", Opened: "io.open"}
+    names = {Touch: os.system.__module__ + ".system", OpenCheckpoint: "io.open"}
     refused(folder, ".metadata was refused: it asks for", names[kind], "nothing in it was executed")
     assert not marker.exists()
 

@@ -14,7 +14,7 @@ import pytest
 
 from cli.test_cli_ranks import NOT_NUMBERS, command, done, files, options
 from entropy_experiments.config import parse_config
-from entropy_experiments.pipelines.probe_sampling import opened
+from entropy_experiments.pipelines.probe_sampling import open_checkpoint
 from entropy_experiments.pipelines.run_conditions import refuse_sharding
 
 pytestmark = pytest.mark.contract
@@ -97,7 +97,7 @@ def test_forward_mode_of_a_sharded_model_is_refused_before_it_is_read(method):
     given = {"checkpoint": {"sharding": "fsdp"}, "approx_delta_h": {"method": method}}
     said = rf"approx_delta_h\.method is '{method}' with checkpoint\.sharding 'fsdp'.* central"
     with pytest.raises(ValueError, match=said):
-        opened(parse_config(given), "no such checkpoint", may_shard=True)
+        open_checkpoint(parse_config(given), "no such checkpoint", may_shard=True)
 
 
 def test_other_commands_refuse_a_sharded_model():

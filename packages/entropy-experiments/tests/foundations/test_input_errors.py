@@ -33,7 +33,7 @@ from entropy_experiments.input_errors import (
     words_of_os_error,
 )
 from entropy_experiments.input_files import check_regular, expanded, parse_json
-from entropy_experiments.pipelines.run_conditions import careful
+from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.torchrun import ranks_of_job
 
 pytestmark = pytest.mark.faults
@@ -257,10 +257,10 @@ def test_a_signal_that_somebody_handles_is_theirs():
 def test_a_cpu_out_of_memory_names_the_keys():
     with (
         pytest.raises(MemoryError, match=r"Out of memory: .*allocate.*memory_config\.microbatch"),
-        careful(),
+        analysis_conditions(),
     ):
         torch.empty(2**50)
-    with pytest.raises(RuntimeError, match="shape"), careful():
+    with pytest.raises(RuntimeError, match="shape"), analysis_conditions():
         torch.zeros(3).view(2)
 
 

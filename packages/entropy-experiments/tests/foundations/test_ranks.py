@@ -55,9 +55,9 @@ def test_ranks_change_no_number(size):
 
 def _sums() -> list[float]:
     ranks = Ranks.all()
-    mine = list(ranks.mine(range(5)))
-    (total,) = ranks.summed(lambda: [torch.tensor(mine).sum()])
-    everyone = ranks.gathered(lambda: mine)
+    mine = list(ranks.shard(range(5)))
+    (total,) = ranks.all_reduce(lambda: [torch.tensor(mine).sum()])
+    everyone = ranks.all_gather(lambda: mine)
     word = ranks.agree(word=7 if ranks.rank == 0 else 3)
     return [float(total), sum(map(len, everyone)), word]
 
@@ -94,9 +94,9 @@ def _failing(where: str, culprit: int) -> tuple[list[str], list[str], str]:
 
     def work() -> str:
         fail_if("before anything")
-        ranks.summed(lambda: one("in a sum"))
+        ranks.all_reduce(lambda: one("in a sum"))
         fail_if("between sums")
-        ranks.gathered(lambda: one("in a gather"))
+        ranks.all_gather(lambda: one("in a gather"))
         fail_if("at the end")
         return "whole"
 

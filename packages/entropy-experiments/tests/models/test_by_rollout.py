@@ -82,14 +82,14 @@ def worths_of(rollouts: Rollouts, count: int = 2) -> list[Scores]:
     return [Scores(draw(), draw()) for _ in range(count)]
 
 
-def alone(policy, rollouts: Rollouts, worth: Scores) -> list[dict[str, Tensor]]:
+def alone(policy, rollouts: Rollouts, cotangent: Scores) -> list[dict[str, Tensor]]:
     """The whole microbatch's graph, with the worth of one rollout at a time."""
     found = []
     for n in range(len(rollouts)):
         only_NS = torch.zeros_like(rollouts.response_NS)
         only_NS[n] = rollouts.response_NS[n]
         _, grads = pullback(
-            lambda p: weighted_sum(policy.score(p, rollouts), worth, only_NS), policy.params
+            lambda p: weighted_sum(policy.score(p, rollouts), cotangent, only_NS), policy.params
         )
         found.append(grads)
     return found
@@ -106,13 +106,13 @@ def assert_same(stacked: dict[str, Tensor], rows: list[dict[str, Tensor]], toler
 @pytest.mark.parametrize("name", MODELS)
 def test_each_rollout_gets_its_own_gradient(name):
     policy, rollouts = policy_of(name), uneven()
-    worths = worths_of(rollouts)
-    found = rollout_gradients(policy, rollouts, worths)
-    for stacked, worth in zip(found, worths, strict=True):
+    cotangents = worths_of(rollouts)
+    found = rollout_gradients(policy, rollouts, cotangents)
+    for stacked, cotangent in zip(found, cotangents, strict=True):
         assert set(stacked) == set(policy.params)
-        assert_same(stacked, alone(policy, rollouts, worth), EXACT)
+        assert_same(stacked, alone(policy, rollouts, cotangent), EXACT)
         _, whole = pullback(
-            lambda p: weighted_sum(policy.score(p, rollouts), worth, rollouts.response_NS),
+            lambda p: weighted_sum(policy.score(p, rollouts), cotangent, rollouts.response_NS),
             policy.params,
         )
         assert_same({n: x.sum(0)[None] for n, x in stacked.items()}, [whole], EXACT)
@@ -153,13 +153,13 @@ def test_recomputed_layers_give_the_same():
 
 def test_other_parameters_than_the_models_own():
     policy, rollouts = policy_of("lora"), uneven()
-    (worth,) = worths_of(rollouts, 1)
+    (cotangent,) = worths_of(rollouts, 1)
     moved = {name: value + 0.1 for name, value in policy.params.items()}
-    (there,) = policy.gradients_by_rollout(moved, rollouts, [worth])
-    (here,) = policy.gradients_by_rollout(policy.params, rollouts, [worth])
+    (there,) = policy.gradients_by_rollout(moved, rollouts, [cotangent])
+    (here,) = policy.gradients_by_rollout(policy.params, rollouts, [cotangent])
     name = next(iter(moved))
     _, expected = pullback(
-        lambda p: weighted_sum(policy.score(p, rollouts), worth, rollouts.response_NS), moved
+        lambda p: weighted_sum(policy.score(p, rollouts), cotangent, rollouts.response_NS), moved
     )
     assert torch.allclose(there[name].sum(0), expected[name], rtol=0, atol=1e-10)
     assert not torch.allclose(there[name], here[name], rtol=0.01)
@@ -167,9 +167,11 @@ def test_other_parameters_than_the_models_own():
 
 def test_fp32():
     policy, rollouts = SequenceProcessor(tiny_lora("qwen2")), uneven()
-    worths = worths_of(rollouts)
-    for stacked, worth in zip(rollout_gradients(policy, rollouts, worths), worths, strict=True):
-        assert_same(stacked, alone(policy, rollouts, worth), 1e-4)
+    cotangents = worths_of(rollouts)
+    for stacked, cotangent in zip(
+        rollout_gradients(policy, rollouts, cotangents), cotangents, strict=True
+    ):
+        assert_same(stacked, alone(policy, rollouts, cotangent), 1e-4)
 
 
 class Twice(nn.Module):
@@ -200,13 +202,13 @@ def test_a_layer_used_twice_and_a_weight_used_behind_its_back(behind):
         return Scores(*(nn.functional.pad(x_NS, (1, 0)) for x_NS in (l_NS, l_NS**2 / 2)))
 
     policy = type("Policy", (), {"score": staticmethod(score), "params": params})
-    worths = worths_of(rollouts)
+    cotangents = worths_of(rollouts)
     owners = linear_owners(model, params)
     assert owners is not None
-    assert (batched(score, owners, params, rollouts, worths) is None) == (behind > 0)
-    found = gradients_by_rollout(score, model, params, rollouts, worths)
-    for stacked, worth in zip(found, worths, strict=True):
-        assert_same(stacked, alone(policy, rollouts, worth), EXACT)
+    assert (batched(score, owners, params, rollouts, cotangents) is None) == (behind > 0)
+    found = gradients_by_rollout(score, model, params, rollouts, cotangents)
+    for stacked, cotangent in zip(found, cotangents, strict=True):
+        assert_same(stacked, alone(policy, rollouts, cotangent), EXACT)
 
 
 def test_a_policy_that_offers_nothing_goes_one_by_one():
@@ -219,17 +221,19 @@ def test_a_policy_that_offers_nothing_goes_one_by_one():
     )
     assert not isinstance(policy, BatchedPolicy)
     assert isinstance(policy_of("lora"), BatchedPolicy)
-    worths = worths_of(rollouts)
-    for stacked, worth in zip(rollout_gradients(policy, rollouts, worths), worths, strict=True):
-        assert_same(stacked, alone(policy, rollouts, worth), EXACT)
+    cotangents = worths_of(rollouts)
+    for stacked, cotangent in zip(
+        rollout_gradients(policy, rollouts, cotangents), cotangents, strict=True
+    ):
+        assert_same(stacked, alone(policy, rollouts, cotangent), EXACT)
 
 
 def test_a_worth_of_another_shape_is_refused():
     policy, rollouts = policy_of("lora"), uneven()
-    (worth,) = worths_of(rollouts, 1)
-    short = Scores(worth.logprob_NS, worth.entropy_NS[:, 1:])
+    (cotangent,) = worths_of(rollouts, 1)
+    short = Scores(cotangent.logprob_NS, cotangent.entropy_NS[:, 1:])
     for asked in (policy, TabularPolicy.random(0)):
-        with pytest.raises(ValueError, match=r"worth of entropy_NS has shape \(4, 17\).*\(4, 18\)"):
+        with pytest.raises(ValueError, match=r"of entropy_NS has shape \(4, 17\).*\(4, 18\)"):
             rollout_gradients(asked, rollouts, [short])
 
 

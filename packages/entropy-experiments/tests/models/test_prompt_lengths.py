@@ -83,7 +83,7 @@ def level() -> float:
     return sum(float(h.sum()) for _, h in base()) / sum(RESPONSES)
 
 
-def worth(form: str, i: int) -> torch.Tensor:
+def cotangent(form: str, i: int) -> torch.Tensor:
     """What D l of each token of rollout i counts for in the state term."""
     h = base()[i][1] - level()
     if form == "matched":
@@ -93,7 +93,7 @@ def worth(form: str, i: int) -> torch.Tensor:
 
 def assembled_slope(form: str) -> float:
     total = sum(
-        float(dh.sum() + (worth(form, i) * dl).sum()) for i, (dl, dh) in enumerate(slopes())
+        float(dh.sum() + (cotangent(form, i) * dl).sum()) for i, (dl, dh) in enumerate(slopes())
     )
     return total / sum(RESPONSES)
 
@@ -135,7 +135,7 @@ def test_the_entropy_gradient(form, microbatch):
         microbatch=microbatch,
     )
     expected = assembled_gradient(
-        lambda i, logp, h: (h.sum() + (worth(form, i) * logp).sum()) / sum(RESPONSES)
+        lambda i, logp, h: (h.sum() + (cotangent(form, i) * logp).sum()) / sum(RESPONSES)
     )
     assert_same_gradient(got, expected)
     assert_exact(dot(got, direction().total), assembled_slope(form))

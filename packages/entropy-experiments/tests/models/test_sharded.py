@@ -256,7 +256,7 @@ def _half(ranks: Ranks, policy: Any) -> None:
     if ranks.first:
         policy.score(policy.params, _rollouts())
     else:
-        ranks.summed(lambda: [torch.ones(1)])
+        ranks.all_reduce(lambda: [torch.ones(1)])
 
 
 def _refused() -> list[str]:

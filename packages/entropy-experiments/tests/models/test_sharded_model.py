@@ -100,8 +100,8 @@ class Squares:
         self.leaf = params["w"].detach().requires_grad_()
         return Scores(self.leaf**2, 2 * self.leaf**2)
 
-    def _pulled(self, params: Any, scores: Any, worths: Any) -> list[Any]:
-        return list(torch.autograd.grad(list(scores), [self.leaf], list(worths)))
+    def _pulled(self, params: Any, scores: Any, cotangents: Any) -> list[Any]:
+        return list(torch.autograd.grad(list(scores), [self.leaf], list(cotangents)))
 
 
 def _scored() -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,8 +85,8 @@ def test_every_derivative_is_that_of_rows_of_their_own(name):
 def test_gradients_by_rollout_stay_each_rollouts_own():
     """A shared prompt's states belong to all of its rollouts, so these go alone."""
     policy, rollouts = SequenceProcessor(made("lora")), groups()
-    worth = Scores(*(torch.ones(rollouts.tokens_NS.shape) for _ in range(2)))
-    (found,) = policy.gradients_by_rollout(policy.params, rollouts, [worth])
+    cotangent = Scores(*(torch.ones(rollouts.tokens_NS.shape) for _ in range(2)))
+    (found,) = policy.gradients_by_rollout(policy.params, rollouts, [cotangent])
     for i in range(len(rollouts)):
         one = rollouts.take(torch.tensor([i]))
         _, own = pullback(

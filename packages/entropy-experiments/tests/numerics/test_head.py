@@ -245,11 +245,11 @@ def test_chunks_of_a_trained_half_precision_head_are_added_in_full():
     token_T = torch.arange(400) % V
 
     def gradient(head_VD, chunk):
-        def worth(p):
+        def cotangent(p):
             scores = token_scores_from_hidden(hidden_TD, p["head"], token_T, chunk=chunk)
             return sum(x_T.sum() for x_T in scores)
 
-        return pullback(worth, {"head": head_VD})[1]["head"]
+        return pullback(cotangent, {"head": head_VD})[1]["head"]
 
     wanted = gradient(half_VD.float(), 4)
     for found in (gradient(half_VD, chunk) for chunk in (400, 4)):

@@ -16,7 +16,7 @@ from entropy_experiments.config import parse_config
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.pipelines.influence.certified import certified_step
 from entropy_experiments.pipelines.probe_inputs import gather
-from entropy_experiments.pipelines.run_conditions import careful
+from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from oracles.tiny_grpo import grpo
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 from oracles.trl_matrix import CASES, STEP, STEPS, Case, kinds, record_folder, table
@@ -80,7 +80,7 @@ def probed(folder: Path) -> tuple[dict[str, Any], Any]:
     }
     checkpoint = folder / "run" / f"checkpoint-{STEP}"
     found = OfflineEntropyProbe(config, quiet=True).run_mixed_probe(checkpoint)
-    with careful():
+    with analysis_conditions():
         inputs = gather(parse_config(config), checkpoint)
         direction, stats = inputs.step(of_batch=True)
         try:

@@ -208,7 +208,7 @@ def test_what_ifs_from_the_saved_table_need_no_model(study, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("entropy_experiments.pipelines.influence.runner.opened", refuse)
+    monkeypatch.setattr("entropy_experiments.pipelines.influence.runner.open_checkpoint", refuse)
     found = what_if_from(folder, WHAT_IF, entropy_budget=summary["ledger"]["predicted"]["value"])
     for saved, evaluation in zip(found["evaluations"], summary["evaluations"], strict=True):
         for one, other in zip(saved["what_if"], evaluation["what_if"], strict=True):

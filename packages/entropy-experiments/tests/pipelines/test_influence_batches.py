@@ -17,7 +17,7 @@ from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.pipelines.influence.batches import check_requests, gather_study
 from entropy_experiments.pipelines.influence.rollout_sources import rewards_fit
 from entropy_experiments.pipelines.influence.runner import EntropyInfluenceRunner, what_if_from
-from entropy_experiments.pipelines.probe_sampling import opened, prompts_of
+from entropy_experiments.pipelines.probe_sampling import open_checkpoint, prompts_of
 from entropy_experiments.sampling.rollout_files import (
     load_update_batch,
     save_rollouts,
@@ -47,7 +47,7 @@ def settings(tmp_path, requests=None, workspace=None, **sections):
 
 @pytest.fixture(scope="module")
 def probed():
-    return opened(parse_config(SMALL), None)
+    return open_checkpoint(parse_config(SMALL), None)
 
 
 def gathered(probed, *arguments, **options):
@@ -350,7 +350,7 @@ def test_step_sizes_that_would_share_a_file():
         ValueError, match=r"etas with per_sequence_etas is \[0.001, 0.002, 0.0010+1"
     ):
         EntropyInfluenceRunner({"influence": asked}, quiet=True).run()
-    lr = opened(parse_config(SMALL), None).optimizer.lr
+    lr = open_checkpoint(parse_config(SMALL), None).optimizer.lr
     asked = {"per_sequence_etas": [lr * (1 + 1e-9)]}  # the reference eta is the learning rate
     with pytest.raises(ValueError, match=r"etas with per_sequence_etas is"):
         EntropyInfluenceRunner({"influence": asked}, quiet=True).run()

@@ -11,7 +11,7 @@ import pytest
 from entropy_experiments import EntropyMeasurements, ExperimentPlan
 from entropy_experiments.config import parse_config
 from entropy_experiments.pipelines.influence.runner import _study_key
-from entropy_experiments.pipelines.probe_sampling import opened
+from entropy_experiments.pipelines.probe_sampling import open_checkpoint
 
 pytestmark = pytest.mark.invariant
 
@@ -25,7 +25,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def probed():
-    return opened(parse_config(SMALL), None)
+    return open_checkpoint(parse_config(SMALL), None)
 
 
 def keys(config, probed):
@@ -91,11 +91,11 @@ def test_a_reward_function_of_your_own(tmp_path, monkeypatch):
     text = "def score(completions, problems):\n    return [{}] * len(completions)\n"
     path.write_text(text.format(0.0))
     config = parse_config({**SMALL, "reward": {"functions": ["my_rewards_of_keys:score"]}})
-    found = opened(config, None)
+    found = open_checkpoint(config, None)
     assert changed(config, found, path, text.format(1.0)) == [True, True]
     assert "my_rewards_of_keys" not in sys.modules  # a key runs nobody's code
     missing = parse_config({**SMALL, "reward": {"functions": ["no_such_module.at_all:score"]}})
-    assert keys(missing, opened(missing, None))  # refused where the reward is built
+    assert keys(missing, open_checkpoint(missing, None))  # refused where the reward is built
 
 
 def test_a_stale_repeat_is_not_used_again(tmp_path):

@@ -271,7 +271,7 @@ def test_repeats_of_loaded_rollouts_are_refused(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("entropy_experiments.pipelines.measure.opened", refuse)
+    monkeypatch.setattr("entropy_experiments.pipelines.measure.open_checkpoint", refuse)
     config = settings(tmp_path, rollouts={"load": str(tmp_path)}, experiment={"repeats": 2})
     with pytest.raises(ValueError, match=r"experiment.repeats is 2 with rollouts.load .*same roll"):
         EntropyMeasurements(config, quiet=True).run_experiments()

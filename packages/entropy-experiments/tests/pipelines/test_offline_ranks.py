@@ -373,7 +373,7 @@ def _refused() -> list[str]:
             assert announced(caught.value)
             said.append(str(caught.value))
             theirs.append(isinstance(caught.value, RankError))
-        (total,) = ranks.summed(lambda: [torch.ones(1)])
+        (total,) = ranks.all_reduce(lambda: [torch.ones(1)])
     return [*said, str(float(total)), str(theirs[-1])]
 
 
@@ -392,7 +392,7 @@ def test_a_share_is_computed_alone():
             self.size = 2
 
     with across(Two()) as ranks:
-        seen = ranks.summed(lambda: [torch.tensor(_current_size())])
+        seen = ranks.all_reduce(lambda: [torch.tensor(_current_size())])
         assert _current_size() == 2
     assert int(seen[0]) == 1
     assert _current_size() == ALONE.size == 1

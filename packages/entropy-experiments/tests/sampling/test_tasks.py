@@ -294,9 +294,9 @@ def test_format():
         "<answer>b</answer><think>a</think>",
     ]
     assert reward(texts, [tagged()] * 7).total_N.tolist() == [1, 1, 0, 0, 0, 0, 0]
-    opened = tagged(opening="<think>")
+    open_checkpoint = tagged(opening="<think>")
     texts = [good.removeprefix("<think>"), good]
-    assert reward(texts, [opened] * 2).total_N.tolist() == [1, 0]
+    assert reward(texts, [open_checkpoint] * 2).total_N.tolist() == [1, 0]
 
 
 def test_weighted_sums():

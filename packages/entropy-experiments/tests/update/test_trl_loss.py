@@ -133,8 +133,8 @@ def our_loss(data, objective):
         microbatch_N=torch.arange(N) // PER_MICROBATCH,
     )
     scores = Scores(*(widen(x_NS * inside_NS) for x_NS in (data.logprob_NS, data.entropy_NS)))
-    worth = token_coefficients(objective, scores, batch)
-    return objective(scores, batch), Scores(*(x_NS[:, PROMPT:] for x_NS in worth))
+    cotangent = token_coefficients(objective, scores, batch)
+    return objective(scores, batch), Scores(*(x_NS[:, PROMPT:] for x_NS in cotangent))
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["fresh", "stale"])
@@ -254,8 +254,8 @@ def _assert_same(expected, found):
 def test_clipping_is_in_play(compute_loss):
     """The cases above have tokens on both sides of the clip, or they would prove little."""
     data = arrays(stale=True)
-    _, worth = our_loss(data, Objective(loss="dapo", clip_low=0.2, clip_high=0.28))
-    zero_NS = (worth.logprob_NS == 0) & data.mask_NS
+    _, cotangent = our_loss(data, Objective(loss="dapo", clip_low=0.2, clip_high=0.28))
+    zero_NS = (cotangent.logprob_NS == 0) & data.mask_NS
     assert 0.05 < float(zero_NS.sum() / data.mask_NS.sum()) < 0.6
 
 

@@ -19,12 +19,12 @@ BLOCK_BYTES = 256 << 20
 
 
 def rollout_gradients(
-    policy: Policy, part: Rollouts, worths: Sequence[Scores]
+    policy: Policy, part: Rollouts, cotangents: Sequence[Scores]
 ) -> list[dict[str, Tensor]]:
-    """For each worth, the gradients of sum_k (worth_l l + worth_h h) of every rollout of a part."""
+    """For each cotangent c, the gradients of sum_k (c_l l + c_h h) of every rollout of a part."""
     if isinstance(policy, BatchedPolicy):
-        return policy.gradients_by_rollout(policy.params, part, worths)
-    return one_by_one(policy.score, policy.params, part, worths)
+        return policy.gradients_by_rollout(policy.params, part, cotangents)
+    return one_by_one(policy.score, policy.params, part, cotangents)
 
 
 def fitting(params: Params, block_bytes: int, *, each: int = 1) -> int:
@@ -61,12 +61,12 @@ def stacked_rows(
             )
             for name, theta in params.items()
         }
-        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
+        for rows_N, columns, part in ranks.shard(rollouts.split(microbatch)):
             for name, g in gradients(rows_N, columns, part).items():
                 out[name][rows_N.to(g.device)] = g
         return list(out.values())
 
-    return dict(zip(params, ranks.summed(local), strict=True))
+    return dict(zip(params, ranks.all_reduce(local), strict=True))
 
 
 def stacked(directions: Sequence[Params]) -> dict[str, Tensor]:

@@ -111,8 +111,8 @@ class Counterfactual:
         value = self.objective.weighted(scores, part, weights)
         if self.penalty_NS is not None and part.old_logprob_NS is not None:
             gap_NS = scores.logprob_NS - part.old_logprob_NS.to(scores.logprob_NS)
-            worth_NS = (weights.policy_NS * self.penalty_NS[rows_N, columns]).to(gap_NS)
-            value = value + torch.where(worth_NS != 0, worth_NS * gap_NS.abs(), 0.0).sum()
+            cotangent_NS = (weights.policy_NS * self.penalty_NS[rows_N, columns]).to(gap_NS)
+            value = value + torch.where(cotangent_NS != 0, cotangent_NS * gap_NS.abs(), 0.0).sum()
         return value
 
     @property

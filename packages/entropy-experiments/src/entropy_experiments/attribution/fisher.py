@@ -6,7 +6,7 @@ For a loss whose gradient is sum_j coef_j grad S_j, the gradient part of the ste
 
     eta D S_i = -eta c sum_j K_ij coef_j
 
-exactly to first order; where token coefficients differ within a rollout, `worth` puts
+exactly to first order; where token coefficients differ within a rollout, `cotangent` puts
 sum_k (coef_l l + coef_h h) in the place of S_j, and the sum over j has coefficient 1.
 
 P is multiplied into the right side, once. centred: each side's weighted mean gradient
@@ -102,15 +102,15 @@ def fisher_blocks(
     preconditioner: Params | None = None,
     *,
     trained: Policy | None = None,
-    worth: Scores | None = None,
+    cotangent: Scores | None = None,
     centred: bool = False,
     block_bytes: int = BLOCK_BYTES,
     microbatch: int = 8,
 ) -> Kernel:
     """The kernel and its diagonals, blocks of right rollouts at a time; no preconditioner: P is 1.
 
-    `worth`: token coefficients of the right rollouts, in place of 1 for every log-prob. `trained`:
-    the policy of the right side, if it is another.
+    `cotangent`: token coefficients of the right rollouts, in place of 1 for every log-prob.
+    `trained`: the policy of the right side, if it is another.
     """
     whole(left)
     whole(right)
@@ -121,11 +121,11 @@ def fisher_blocks(
         check_params("preconditioner", p, policy.params)
     size = fitting(policy.params, block_bytes)
     at_once = min(microbatch, size)
-    left_worth, right_worth = _sum_of_logprobs(left), worth or _sum_of_logprobs(right)
+    left_worth, right_worth = _sum_of_logprobs(left), cotangent or _sum_of_logprobs(right)
     shift_left = shift_right = None
     if centred:
         shift_left = _mean_gradient(policy, left, left_worth, at_once)
-        same = right is left and worth is None and trained is policy
+        same = right is left and cotangent is None and trained is policy
         shift_right = shift_left if same else _mean_gradient(trained, right, right_worth, at_once)
 
     ranks, columns_M = current(), []
@@ -138,7 +138,7 @@ def fisher_blocks(
             """Of the left rollouts: products with the block, and with themselves."""
             out_NM = own_N.new_zeros(len(left), len(rows_M))
             square_N = torch.zeros_like(own_N)
-            for rows_N, columns, part in ranks.mine(left.split(at_once)):
+            for rows_N, columns, part in ranks.shard(left.split(at_once)):
                 found = _gradients(policy, part, left_worth, rows_N, columns)
                 gradients = _centred(found, shift_left)
                 out_NM[rows_N.cpu()] = products(gradients, block).cpu()
@@ -146,7 +146,7 @@ def fisher_blocks(
                     square_N[rows_N.cpu()] = _weigh(dict(gradients), p)
             return [out_NM, square_N]
 
-        out_NM, square_N = ranks.summed(local)
+        out_NM, square_N = ranks.all_reduce(local)
         columns_M.append(out_NM)
         own_N = own_N + square_N
     return Kernel(torch.cat(columns_M, 1), own_N, own_M)
@@ -170,7 +170,7 @@ def rollout_coefficients(coefficient: Scores, rollouts: Rollouts) -> Tensor:
         raise ValueError(
             f"Rollout {int(off_N.argmax())} has token coefficients that differ (clipping, a KL "
             "term), or an entropy bonus; expected one number per rollout. Give them to "
-            "fisher_kernel as worth=, and ones as coefficients."
+            "fisher_kernel as cotangent=, and ones as coefficients."
         )
     return mean_N
 
@@ -234,14 +234,14 @@ def _sum_of_logprobs(rollouts: Rollouts) -> Scores:
     return Scores(one_NS, torch.zeros_like(one_NS))
 
 
-def _mean_gradient(policy: Policy, rollouts: Rollouts, worth: Scores, microbatch: int) -> Stack:
+def _mean_gradient(policy: Policy, rollouts: Rollouts, cotangent: Scores, microbatch: int) -> Stack:
     """sum_i w_i g_i of the whole batch."""
     ranks = current()
 
     def local() -> list[Tensor]:
         total = GradientSum(policy.params)
-        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch)):
-            gradients = _gradients(policy, part, worth, rows_N, columns)
+        for rows_N, columns, part in ranks.shard(rollouts.split(microbatch)):
+            gradients = _gradients(policy, part, cotangent, rows_N, columns)
             total.add(
                 {
                     name: torch.tensordot(rollouts.weight_N[rows_N].to(g), g, dims=1)
@@ -250,20 +250,20 @@ def _mean_gradient(policy: Policy, rollouts: Rollouts, worth: Scores, microbatch
             )
         return total.sums
 
-    return as_gradients(ranks.summed(local), policy.params)
+    return as_gradients(ranks.all_reduce(local), policy.params)
 
 
 def _block(
     policy: Policy,
     rollouts: Rollouts,
-    worth: Scores,
+    cotangent: Scores,
     rows_M: Tensor,
     shift: Stack | None,
     microbatch: int,
 ) -> Stack:
     """Gradients of some rollouts, stacked in the order of `rows_M`."""
     rows_M = rows_M.to(rollouts.tokens_NS.device)
-    chosen = Scores(*(x_NS[rows_M.to(x_NS.device)] for x_NS in worth))
+    chosen = Scores(*(x_NS[rows_M.to(x_NS.device)] for x_NS in cotangent))
 
     def gradients(at_N: Tensor, columns: slice, part: Rollouts) -> Stack:
         return _centred(_gradients(policy, part, chosen, at_N, columns), shift)
@@ -272,9 +272,9 @@ def _block(
 
 
 def _gradients(
-    policy: Policy, part: Rollouts, worth: Scores, rows_N: Tensor, columns: slice
+    policy: Policy, part: Rollouts, cotangent: Scores, rows_N: Tensor, columns: slice
 ) -> Stack:
-    cut = Scores(*(x_NS[rows_N, columns] for x_NS in worth))
+    cut = Scores(*(x_NS[rows_N, columns] for x_NS in cotangent))
     return rollout_gradients(policy, part, [cut])[0]
 
 

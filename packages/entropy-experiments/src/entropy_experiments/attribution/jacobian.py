@@ -1,4 +1,4 @@
-"""J v: how fast the scores change along directions. (J^T worth is `estimate.gradient`.)
+"""J v: how fast the scores change along directions. (J^T c is `estimate.gradient`.)
 
 J is what reverse mode says it is. Forward mode agrees, also where the model holds something
 constant on purpose (DoRA as it is trained detaches its norms; a tangent does not pass a detach
@@ -90,7 +90,7 @@ def score_slopes(
 
     def local() -> list[Tensor]:
         seen, *slopes = (no_scores(rollouts) for _ in range(1 + len(many)))
-        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch, policy)):
+        for rows_N, columns, part in ranks.shard(rollouts.split(microbatch, policy)):
             here, along = of_part(part)
             if here is not None:
                 _put(seen, check_scores(here, part, rows_N, columns), part, rows_N, columns)
@@ -98,7 +98,7 @@ def score_slopes(
                 _put(into, check_scores(slope, part, rows_N, columns), part, rows_N, columns)
         return [*seen, *(torch.stack(x_K) for x_K in zip(*slopes, strict=True))]
 
-    logprob_NS, entropy_NS, *slope_K = ranks.summed(local)
+    logprob_NS, entropy_NS, *slope_K = ranks.all_reduce(local)
     seen = None if mode == "central" else Scores(logprob_NS, entropy_NS)
     return seen, Scores(*slope_K)
 
@@ -111,26 +111,28 @@ def chosen_differences(policy: Policy, rollouts: Rollouts, v: Params) -> Differe
 
     def local() -> list[Tensor]:
         out = [no_scores(part) for _ in steps]
-        for k in ranks.mine(range(len(steps))):
+        for k in ranks.shard(range(len(steps))):
             out[k] = _difference(policy, part, v, steps[k])
         return [x_NS for slopes in out for x_NS in slopes]
 
-    found = ranks.summed(local)
+    found = ranks.all_reduce(local)
     slopes = (Scores(*pair) for pair in zip(found[::2], found[1::2], strict=True))
     tried = list(zip(steps, slopes, strict=True))
     generator = torch.Generator().manual_seed(0)
-    worths = [
+    cotangents = [
         Scores(*(torch.randn(x_NS.shape, generator=generator).to(x_NS) for x_NS in tried[0][1]))
         for _ in range(PROBES)
     ]
     exact_Q = torch.tensor(
-        [dot(weighted_gradient(policy, part, w, microbatch=len(part)), v) for w in worths],
+        [dot(weighted_gradient(policy, part, w, microbatch=len(part)), v) for w in cotangents],
         dtype=torch.float64,
     )
 
     def judged(slopes: Scores, step: float, forwards: int) -> tuple[float, float, Differences]:
         size = float(sum((x_NS**2).sum() for x_NS in slopes)) ** 0.5
-        found_Q = [float(sum((w * x).sum() for w, x in zip(worth, slopes))) for worth in worths]
+        found_Q = [
+            float(sum((w * x).sum() for w, x in zip(cotangent, slopes))) for cotangent in cotangents
+        ]
         gap = float((torch.tensor(found_Q, dtype=torch.float64) - exact_Q).norm()) / PROBES**0.5
         return gap, max(size, float(exact_Q.norm()) / PROBES**0.5), Differences(step, forwards)
 

@@ -196,7 +196,7 @@ def influence_matrix(
     base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
     scores = scores or score_all(trained, trained.params, batch.rollouts, microbatch=microbatch)
     coefficient = token_coefficients(objective, scores, batch)
-    (top_N, bottom_N), worths = _sums_and_worths(base, evaluation, estimand)
+    (top_N, bottom_N), cotangents = _sums_and_cotangents(base, evaluation, estimand)
 
     columns_C: tuple[Column, ...] = (*range(len(batch.rollouts)), *extra)
     slopes_NC = [top_N.new_zeros(len(evaluation), len(columns_C)) for _ in range(2)]
@@ -204,7 +204,7 @@ def influence_matrix(
     if fold_N is not None:
         folds = FoldGradients(policy.params, fold_N, *_shares(evaluation, top_N, bottom_N))
     size, passes, made = fitting(policy.params, block_bytes), 0, _Sum()
-    at_once = min(microbatch, fitting(policy.params, block_bytes, each=len(worths)))
+    at_once = min(microbatch, fitting(policy.params, block_bytes, each=len(cotangents)))
     for start in range(0, len(columns_C), size):
         names = columns_C[start : start + size]
         block = _directions(
@@ -217,8 +217,11 @@ def influence_matrix(
         def local() -> list[Tensor]:
             """Slopes along the block of this rank's evaluation rollouts, and their g_H."""
             out_NC = [top_N.new_zeros(len(evaluation), len(names)) for _ in slopes_NC]
-            for rows_N, columns, part in ranks.mine(evaluation.split(at_once, policy)):
-                cut = [Scores(*(x_NS[rows_N, columns] for x_NS in worth)) for worth in worths]
+            for rows_N, columns, part in ranks.shard(evaluation.split(at_once, policy)):
+                cut = [
+                    Scores(*(x_NS[rows_N, columns] for x_NS in cotangent))
+                    for cotangent in cotangents
+                ]
                 found = rollout_gradients(policy, part, cut)
                 for into_NC, gradients in zip(out_NC, found):
                     into_NC[rows_N] = products(gradients, block).to(into_NC.device)
@@ -226,7 +229,7 @@ def influence_matrix(
                     with_folds.add(rows_N, found)
             return [*out_NC, *(() if with_folds is None else with_folds.sums)]
 
-        found = ranks.summed(local)
+        found = ranks.all_reduce(local)
         for into_NC, slope_NC in zip(slopes_NC, found):
             into_NC[:, start : start + size] = slope_NC
         if with_folds is not None:
@@ -336,20 +339,20 @@ def _rows(rows: Iterable[int], rollouts: Rollouts) -> Tensor:
     return torch.tensor(found, device=rollouts.tokens_NS.device)
 
 
-def _sums_and_worths(
+def _sums_and_cotangents(
     base: Scores, rollouts: Rollouts, estimand: Estimand
 ) -> tuple[tuple[Tensor, Tensor], list[Scores]]:
-    """A_i and B_i, and what each token's scores are worth to them; B may be worth nothing."""
+    """A_i and B_i, and the cotangents of each token's scores in them; B's may be zero."""
     leaves = Scores(*(x_NS.detach().double().requires_grad_() for x_NS in base))
     with torch.enable_grad():
         moved_NS = leaves.logprob_NS - drawn_with(base, rollouts)
         sums = ratio_sums(payload(leaves, estimand), moved_NS, rollouts, estimand)
-    worths = []
+    cotangents = []
     for sum_N in sums:
         if not sum_N.requires_grad:  # per sequence and per decision, B_i is 1
             continue
         grads = torch.autograd.grad(sum_N.sum(), leaves, retain_graph=True, allow_unused=True)
-        worths.append(
+        cotangents.append(
             Scores(
                 *(
                     torch.zeros_like(leaf) if grad is None else grad
@@ -357,7 +360,7 @@ def _sums_and_worths(
                 )
             )
         )
-    return (sums[0].detach(), sums[1].detach()), worths
+    return (sums[0].detach(), sums[1].detach()), cotangents
 
 
 def _shares(rollouts: Rollouts, top_N: Tensor, bottom_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,8 +89,8 @@ def rollouts_by_line(
     Then a line is a sum of the influence matrix's columns, and costs no pass of its own.
     """
     in_line = {
-        name: torch.stack([c_NS != 0 for c_NS in worth]).any(0).any(1)
-        for name, worth in line_coefficients(objective, scores, batch).items()
+        name: torch.stack([c_NS != 0 for c_NS in cotangent]).any(0).any(1)
+        for name, cotangent in line_coefficients(objective, scores, batch).items()
     }
     if int(torch.stack(list(in_line.values())).sum(0).max()) > 1:
         return None
@@ -133,7 +133,7 @@ def line_gradients(
 
     def local() -> list[Tensor]:
         sums = [GradientSum(leaves) for _ in lines]
-        for rows_N, columns, part in ranks.mine(batch.rollouts.split(microbatch, trained)):
+        for rows_N, columns, part in ranks.shard(batch.rollouts.split(microbatch, trained)):
             with torch.enable_grad():
                 scores = trained.score(leaves, part)
                 losses = [
@@ -144,7 +144,7 @@ def line_gradients(
                 into.add(dict(zip(leaves, grads, strict=True)))
         return [total for one in sums for total in one.sums]
 
-    found, each = iter(ranks.summed(local)), len(leaves)
+    found, each = iter(ranks.all_reduce(local)), len(leaves)
     total = {name: as_gradients(islice(found, each), leaves) for name in lines}
     for name, gradient in total.items():
         check_finite(f"gradient of the line {name!r}", gradient)

@@ -201,12 +201,14 @@ def token_influence(
         scores = score_all(trained, trained.params, batch.rollouts, microbatch=microbatch)
 
     if gradients is None:
-        worth, gradients = entropy_coefficients(base, evaluation, estimand), []
+        cotangent, gradients = entropy_coefficients(base, evaluation, estimand), []
         for k in range(folds):
             rows_N = (fold_N == k).nonzero().flatten()
-            worth_k = Scores(*(x_NS[rows_N] for x_NS in worth))
+            cotangent_k = Scores(*(x_NS[rows_N] for x_NS in cotangent))
             gradients.append(
-                weighted_gradient(policy, evaluation.take(rows_N), worth_k, microbatch=microbatch)
+                weighted_gradient(
+                    policy, evaluation.take(rows_N), cotangent_k, microbatch=microbatch
+                )
             )
     elif len(gradients) != folds:
         raise ValueError(
@@ -270,8 +272,8 @@ def of_coefficients(found: TokenInfluence, coefficient: Scores) -> Tensor:
 def folds_of_coefficients(found: TokenInfluence, coefficient: Scores) -> Tensor:
     """[K, N, S]; see `of_coefficients`."""
     (l_NS, h_NS), (dl_KNS, dh_KNS) = coefficient, found.slope_K
-    worth_KNS = l_NS.double() * dl_KNS + h_NS.double() * dh_KNS
-    return inside(-found.lr * found.clip_factor * worth_KNS, found.counted_NS)
+    cotangent_KNS = l_NS.double() * dl_KNS + h_NS.double() * dh_KNS
+    return inside(-found.lr * found.clip_factor * cotangent_KNS, found.counted_NS)
 
 
 def _checked(

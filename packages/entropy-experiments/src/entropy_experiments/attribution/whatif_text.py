@@ -129,8 +129,8 @@ def _selecting(*, drop: bool) -> Callable[[str, str], Intervention]:
         if drop == bool(found):
             form = "a selector alone" if drop else "SELECTOR:FACTOR"
             raise ValueError(f"Got {value!r} in {text!r}; expected {form}.")
-        worth = 0.0 if drop else _number(factor, text, low=0)
-        return Reweighted(name=text, factors=((selector(where if found else value), worth),))
+        cotangent = 0.0 if drop else _number(factor, text, low=0)
+        return Reweighted(name=text, factors=((selector(where if found else value), cotangent),))
 
     return read
 

@@ -170,11 +170,11 @@ def _sums(
 
     def local() -> list[Tensor]:
         out_NM = rollouts.weight_N.new_zeros(len(rollouts), COLUMNS)
-        for part in ranks.mine(rollouts.split(microbatch, policy)):
+        for part in ranks.shard(rollouts.split(microbatch, policy)):
             out_NM[part.rows_N] = sums(*part)
         return [out_NM]
 
-    return ranks.summed(local)[0]
+    return ranks.all_reduce(local)[0]
 
 
 def _slope(a: Tensor, b: Tensor, da: Tensor, db: Tensor, dda: Tensor, ddb: Tensor) -> Tensor:

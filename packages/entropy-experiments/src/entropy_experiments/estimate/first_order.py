@@ -327,7 +327,7 @@ def scores_along(
 
     def local() -> list[Tensor]:
         out = [no_scores(rollouts) for _ in range(1 + len(many))]
-        for rows_N, columns, part in ranks.mine(rollouts.split(microbatch, policy)):
+        for rows_N, columns, part in ranks.shard(rollouts.split(microbatch, policy)):
 
             def score(params: Params) -> Scores:
                 return policy.score(params, part)
@@ -339,7 +339,7 @@ def scores_along(
                     whole_NS[rows_N, columns] = x_NS.double()
         return [x_NS for scores in out for x_NS in scores]
 
-    found = ranks.summed(local)
+    found = ranks.all_reduce(local)
     here, *slopes = (Scores(*pair) for pair in zip(found[::2], found[1::2], strict=True))
     return here, slopes
 

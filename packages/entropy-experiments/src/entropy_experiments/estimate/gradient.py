@@ -31,23 +31,23 @@ def entropy_gradient(
 ) -> Params:
     """g_H: its dot product with any direction is the slope along it."""
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
-    worth = entropy_coefficients(base, rollouts, estimand, term=term)
+    cotangent = entropy_coefficients(base, rollouts, estimand, term=term)
 
-    return weighted_gradient(policy, rollouts, worth, microbatch=microbatch)
+    return weighted_gradient(policy, rollouts, cotangent, microbatch=microbatch)
 
 
 def weighted_gradient(
-    policy: Policy, rollouts: Rollouts, worth: Scores, *, microbatch: int
+    policy: Policy, rollouts: Rollouts, cotangent: Scores, *, microbatch: int
 ) -> dict[str, Tensor]:
-    """Gradient of sum_ik (worth_l l + worth_h h), microbatch by microbatch."""
+    """Gradient of sum_ik (c_l l + c_h h), microbatch by microbatch."""
 
     def weighted_scores(
         rows_N: Tensor, columns: slice, part: Rollouts
     ) -> Callable[[Params], Tensor]:
         def value(params: Params) -> Tensor:
             products = (
-                worth_NS[rows_N, columns].to(x_NS.dtype) * x_NS
-                for worth_NS, x_NS in zip(worth, policy.score(params, part), strict=True)
+                cotangent_NS[rows_N, columns].to(x_NS.dtype) * x_NS
+                for cotangent_NS, x_NS in zip(cotangent, policy.score(params, part), strict=True)
             )
             return torch.where(part.response_NS, sum(products), 0.0).sum()
 

@@ -183,7 +183,7 @@ def moved_scores(
     steps that move a top-p support, and scores that follow no step at all.
     """
     if at_once is None:  # rank 0's word: a hook on one rank alone must not part them
-        at_once = current().told(lambda: _at_once(policy))
+        at_once = current().broadcast_from_zero(lambda: _at_once(policy))
     support = Support(policy, rollouts, microbatch)
     cases = [(key, eta) for key in along for eta in etas]
     for start in range(0, len(cases), at_once):

@@ -98,7 +98,7 @@ def own_slopes(
     def local() -> list[Tensor]:
         out = no_scores(own.batch.rollouts)
         total = GradientSum(params)
-        for prompt in ranks.mine(prompts):
+        for prompt in ranks.shard(prompts):
             rows_N = (own.batch.rollouts.prompt_N == prompt).nonzero()[:, 0]
             parts = list(own.batch.rollouts.take(rows_N).split(microbatch))
             share = pullback_sum(
@@ -113,7 +113,7 @@ def own_slopes(
                     whole_NS[rows_N[rows], columns] = x_NS.double()
         return [*out, *total.sums]
 
-    logprob_NS, entropy_NS, *sums = ranks.summed(local)
+    logprob_NS, entropy_NS, *sums = ranks.all_reduce(local)
     rebuilt = dict(zip(names, sums, strict=True))
     factor = _factor(gradient, rebuilt)
     return Scores(factor * logprob_NS, factor * entropy_NS)

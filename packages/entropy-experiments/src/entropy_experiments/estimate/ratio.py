@@ -169,14 +169,14 @@ def score_each(
     def local() -> list[Tensor]:
         out = [no_scores(rollouts) for _ in settings]
         with torch.no_grad():
-            for rows_N, columns, part in ranks.mine(rollouts.split(microbatch, policy)):
+            for rows_N, columns, part in ranks.shard(rollouts.split(microbatch, policy)):
                 for into, scores in zip(out, scored(part), strict=True):
                     check_scores(scores, part, rows_N, columns)
                     for whole_NS, part_NS in zip(into, scores, strict=True):
                         whole_NS[rows_N, columns] = part_NS.double()
         return [x_NS for scores in out for x_NS in scores]
 
-    found = ranks.summed(local)
+    found = ranks.all_reduce(local)
     return [Scores(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
 

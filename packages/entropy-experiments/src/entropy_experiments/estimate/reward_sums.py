@@ -73,11 +73,11 @@ def _by_microbatch(
 
     def local() -> list[Tensor]:
         out_NM = rollouts.weight_N.new_zeros(len(rollouts), width)
-        for part in ranks.mine(rollouts.split(size)):
+        for part in ranks.shard(rollouts.split(size)):
             out_NM[part.rows_N] = sums(*part)
         return [out_NM]
 
-    return ranks.summed(local)[0]
+    return ranks.all_reduce(local)[0]
 
 
 def logweights_here(base: Scores | None, rollouts: Rollouts) -> Tensor:

@@ -41,8 +41,8 @@ class Support:
         def local() -> list[Tensor]:
             out_NS = torch.zeros_like(self._rollouts.tokens_NS)
             with torch.no_grad():
-                for rows_N, columns, part in ranks.mine(self._rollouts.split(self._microbatch)):
+                for rows_N, columns, part in ranks.shard(self._rollouts.split(self._microbatch)):
                     out_NS[rows_N, columns] = policy.support(params, part)
             return [out_NS]
 
-        return ranks.summed(local)[0]
+        return ranks.all_reduce(local)[0]

@@ -6,7 +6,7 @@ A linear layer y = a W^T + b that sees input a_ns and gradient d_ns at position 
 
 and the sum over n is all that backward keeps. A forward hook notes a and puts a hook on y, which
 is told d: so one backward gives the gradient of each rollout. Several uses of a layer add up;
-padding adds 0, since nothing there is worth anything.
+padding adds 0, since cotangents there are zero.
 
 That needs every trainable parameter to be the weight or bias of one nn.Linear and to act through
 its forward alone: LoRA is so, DoRA (norms of B A), embeddings, norms and tied heads are not. What
@@ -41,13 +41,13 @@ Owners = Mapping[nn.Module, Mapping[str, str]]
 
 
 def gradients_by_rollout(
-    score: Score, model: nn.Module, params: Params, rollouts: Rollouts, worths: Sequence[Scores]
+    score: Score, model: nn.Module, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
 ) -> list[dict[str, Tensor]]:
-    """For each worth the gradients [n, *shape] of sum(worth_l l + worth_h h) of each rollout."""
-    check_worths(rollouts, worths)
+    """For each cotangent c the gradients [n, *shape] of sum(c_l l + c_h h) of each rollout."""
+    check_worths(rollouts, cotangents)
     owners = linear_owners(model, params)
-    found = None if owners is None else batched(score, owners, params, rollouts, worths)
-    return one_by_one(score, params, rollouts, worths) if found is None else found
+    found = None if owners is None else batched(score, owners, params, rollouts, cotangents)
+    return one_by_one(score, params, rollouts, cotangents) if found is None else found
 
 
 def linear_owners(model: nn.Module, names: Params) -> Owners | None:
@@ -69,9 +69,9 @@ def linear_owners(model: nn.Module, names: Params) -> Owners | None:
 
 
 def batched(
-    score: Score, owners: Owners, params: Params, rollouts: Rollouts, worths: Sequence[Scores]
+    score: Score, owners: Owners, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
 ) -> list[dict[str, Tensor]] | None:
-    """One forward, one backward per worth; None if the sums show that a use went unseen."""
+    """One forward, one backward per cotangent; None if the sums show that a use went unseen."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     caught = _Caught(len(rollouts))
     with torch.enable_grad(), _listening(owners, caught):
@@ -79,9 +79,9 @@ def batched(
     if not caught.by_rollout:
         return None
     found = []
-    for worth in worths:
+    for cotangent in cotangents:
         caught.gradients = {}
-        value = weighted_sum(scores, worth, rollouts.response_NS)
+        value = weighted_sum(scores, cotangent, rollouts.response_NS)
         sums = torch.autograd.grad(
             value, tuple(leaves.values()), retain_graph=True, allow_unused=True
         )

@@ -173,12 +173,12 @@ class SequenceProcessor(CalledModel):
             return self._stacks()
 
     def gradients_by_rollout(
-        self, params: Params, rollouts: Rollouts, worths: Sequence[Scores]
+        self, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
     ) -> list[dict[str, Tensor]]:
-        """For each worth the gradients [n, *shape] of sum(worth_l l + worth_h h) by rollout."""
+        """For each cotangent c the gradients [n, *shape] of sum(c_l l + c_h h) by rollout."""
         # In a row of their own: what the layers see of a shared prompt belongs to all of them.
         alone = self.without_sharing().score
-        return gradients_by_rollout(alone, self.model, params, rollouts, worths)
+        return gradients_by_rollout(alone, self.model, params, rollouts, cotangents)
 
     def score_all(
         self, rollouts: Rollouts, *, microbatch: int = 8, params: Params | None = None

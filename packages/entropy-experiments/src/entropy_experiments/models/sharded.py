@@ -269,13 +269,13 @@ class ShardedPolicy:
             return self.sharded.passed(lambda: self._inside.score({}, rollouts))
 
     def _pulled(
-        self, params: Params, scores: Sequence[Tensor], worths: Sequence[Tensor]
+        self, params: Params, scores: Sequence[Tensor], cotangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Gradients' shards, summed over ranks. FSDP gathers the parameters once more for this."""
         shards = self.sharded.shards
         try:
             with self.sharded.holding(params):
-                self.sharded.together(lambda: torch.autograd.backward(scores, worths))
+                self.sharded.together(lambda: torch.autograd.backward(scores, cotangents))
             return [shards[name].grad for name in params]
         finally:
             for shard in shards.values():
@@ -304,9 +304,9 @@ class _Scored(torch.autograd.Function):
         return tuple(x_NS.detach() for x_NS in ctx.scores)
 
     @staticmethod
-    def backward(ctx: Any, *worths: Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
         if torch.is_grad_enabled():
-            # `once_differentiable` would hand out constants where `worths` needs no gradient.
+            # `once_differentiable` would hand out constants where `cotangents` needs no gradient.
             raise ValueError(
                 "A gradient of a sharded model's scores with create_graph=True; expected False: "
                 "FSDP has no double backward. Take second derivatives with mode 'central'."
@@ -317,7 +317,7 @@ class _Scored(torch.autograd.Function):
                 "A second backward through the same scores of a sharded model; expected one: the "
                 "first frees what the pass kept. Score again, or add the losses up before it."
             )
-        return None, None, None, *ctx.policy._pulled(ctx.params, scores, worths)
+        return None, None, None, *ctx.policy._pulled(ctx.params, scores, cotangents)
 
 
 def _reduced_in_full(model: nn.Module) -> MixedPrecisionPolicy:

@@ -182,13 +182,13 @@ def pullback_sum(
 
     def local() -> list[Tensor]:
         value, total = torch.zeros(2, dtype=torch.float64), GradientSum(params)
-        for part in ranks.mine(parts):
+        for part in ranks.shard(parts):
             one, grads = _pulled_back(part, params)
             value += torch.tensor([float(one), 1.0], dtype=torch.float64)
             total.add(grads)
         return [value, *total.sums]
 
-    (value, count), *sums = ranks.summed(local)
+    (value, count), *sums = ranks.all_reduce(local)
     return float(value), as_gradients(sums, params), int(count)
 
 
@@ -269,7 +269,7 @@ def over_shards(mine: float, params: Params) -> float:
     holders = shards_of(params)
     if holders.size == 1:
         return mine
-    return float(holders.summed(lambda: [torch.tensor(mine, dtype=torch.float64)])[0])
+    return float(holders.all_reduce(lambda: [torch.tensor(mine, dtype=torch.float64)])[0])
 
 
 def _dot64(x: Tensor, y: Tensor) -> float:

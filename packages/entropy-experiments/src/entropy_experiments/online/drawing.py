@@ -37,13 +37,13 @@ def drawer(
         ]
 
         def mine() -> Rollouts | None:
-            own = list(ranks.mine(asked))
+            own = list(ranks.shard(asked))
             if not own:
                 return None
             drawn = generator.generate(own, group=group, name="online")
             return replace(drawn, behaviour_logprob_NS=None, text=None)
 
-        parts = ranks.gathered(mine)
+        parts = ranks.all_gather(mine)
         return dealt([part for part in parts if part is not None], group)
 
     return draw

@@ -41,7 +41,7 @@ from entropy_experiments.pipelines.influence.stages import Study
 from entropy_experiments.pipelines.influence.store import RunDirectory, digest_of_tensors
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs, limits_of
 from entropy_experiments.pipelines.probe_sampling import prompts_of
-from entropy_experiments.pipelines.run_conditions import careful
+from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.pipelines.step_facts import training_facts
 from entropy_experiments.types import Direction, Rollouts, UpdateBatch
 from entropy_experiments.update.live import live_direction, live_state
@@ -108,7 +108,7 @@ def write_ledger(
     divisor: float | None = None,
 ) -> Path:
     """The run directory of the step that `optimizer` is about to make."""
-    with careful():
+    with analysis_conditions():
         inputs = _inputs(
             policy,
             live_state(policy.params, optimizer),

@@ -329,7 +329,7 @@ class EntropyProbeCallback(TrainerCallback):
             found = (trainer._buffered_inputs[place]["advantages"] for place in used)
             return [torch.tensor(sum(int((a != 0).sum()) for a in found))]
 
-        self._idle = 0 if int(ranks.summed(local)[0]) else self._idle + 1
+        self._idle = 0 if int(ranks.all_reduce(local)[0]) else self._idle + 1
         if self._idle == IDLE_STEPS and not self._said_idle and ranks.rank == 0:
             self._said_idle = True
             LOG.warning(

@@ -248,7 +248,7 @@ def _everyones(
         ]
         return parts if captures is None else captures.with_factors(parts)
 
-    return [part for parts in ranks.gathered(mine) for part in parts]
+    return [part for parts in ranks.all_gather(mine) for part in parts]
 
 
 def training_facts(trainer: Any) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class StepNoise:
                 raise RuntimeError("a step is closed that was never opened")
             self.noise.end_microbatch(prompts)
 
-        self._ranks.gathered(failed)  # before anything waits for a rank that has failed
+        self._ranks.all_gather(failed)  # before anything waits for a rank that has failed
         self._listening = False
         counted = self.noise.close_step(distributed=self._ranks.size > 1)
         if not counted or self._ranks.rank:
@@ -187,7 +187,7 @@ def shared_pairs(trainer: Any, ranks: Ranks) -> float:
         parts = [_prompts(trainer._buffered_inputs[place]) for place in used]
         return parts if ranks.size == 1 else [sum(parts, Counter())]
 
-    units = [unit for units in ranks.gathered(mine) for unit in units]
+    units = [unit for units in ranks.all_gather(mine) for unit in units]
     return shared_share(units)
 
 

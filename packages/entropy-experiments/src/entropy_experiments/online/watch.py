@@ -151,7 +151,7 @@ class Watch:
             bad = sum(int(not bool(torch.isfinite(g).all())) for g in found)
             return [torch.tensor(bad)]
 
-        return bool(self.ranks.summed(local)[0])
+        return bool(self.ranks.all_reduce(local)[0])
 
     def _say_throttled(self, step: int) -> None:
         throttle = self.throttle

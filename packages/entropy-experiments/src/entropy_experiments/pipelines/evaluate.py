@@ -49,7 +49,7 @@ from entropy_experiments.pipelines.evaluation.store import (
     EvaluationStore,
     Finished,
 )
-from entropy_experiments.pipelines.run_conditions import careful, check_sharding, loaded
+from entropy_experiments.pipelines.run_conditions import analysis_conditions, check_sharding, loaded
 from entropy_experiments.report.figures.style import NEEDED, can_draw
 from entropy_experiments.report.findings import numbers
 from entropy_experiments.sampling.datasets import Problem
@@ -84,9 +84,11 @@ def evaluate_checkpoints(
     store = EvaluationStore(out or _usual_folder(asked))
     keys = {one.label: asked.key(one) for one in asked.candidates}
     if not overwrite:
-        ranks.told(lambda: store.refuse_others(asked.settings, keys))
-    done = ranks.told(lambda: {label: store.get(label, key) for label, key in keys.items()})
-    with careful():
+        ranks.broadcast_from_zero(lambda: store.refuse_others(asked.settings, keys))
+    done = ranks.broadcast_from_zero(
+        lambda: {label: store.get(label, key) for label, key in keys.items()}
+    )
+    with analysis_conditions():
         pending = [one for one in asked.candidates if done[one.label] is None]
         if pending:
             check_sharding(config, top_p=asked.law["top_p"])
@@ -95,12 +97,14 @@ def evaluate_checkpoints(
         for one in pending if len(pending) > 1 and config.checkpoint.sharding == "none" else ():
             _opened(asked, one)
             gc.collect()
-        ranks.told(lambda: store.bind(asked.settings))
+        ranks.broadcast_from_zero(lambda: store.bind(asked.settings))
         for one in asked.candidates:
             if one in pending:
                 rows, facts = _evaluated(asked, one, store, quiet=quiet)
                 label = one.label
-                done[label] = ranks.told(lambda: store.put(label, keys[label], rows, facts))
+                done[label] = ranks.broadcast_from_zero(
+                    lambda: store.put(label, keys[label], rows, facts)
+                )
                 gc.collect()  # a module holds itself in cycles; the next one needs its memory
                 say(f"{one.label}: evaluated in {facts['seconds']:.1f} s")
             else:
@@ -112,7 +116,7 @@ def evaluate_checkpoints(
         store.finish(result)
         return result
 
-    return ranks.told(write)
+    return ranks.broadcast_from_zero(write)
 
 
 def _usual_folder(asked: Evaluation) -> Path:
@@ -167,7 +171,7 @@ def _evaluated(
     microbatch = asked.config.forward_batch_size
     scores = score_all(policy, policy.params, rollouts, microbatch=microbatch)
     # By one rank: a judge that is asked twice may answer twice.
-    rows = current().told(
+    rows = current().broadcast_from_zero(
         lambda: rollout_rows(
             rollouts,
             scores,

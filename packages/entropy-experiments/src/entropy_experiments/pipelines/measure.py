@@ -39,8 +39,8 @@ from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.pipelines.influence.batches import gather_study
 from entropy_experiments.pipelines.influence.store import Stage, StageStore
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs
-from entropy_experiments.pipelines.probe_sampling import Opened, contents, opened
-from entropy_experiments.pipelines.run_conditions import careful
+from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint, contents, open_checkpoint
+from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.findings import numbers, weights_of
 from entropy_experiments.report.measurements import FORMAT, SCHEMA, measurement_report
 from entropy_experiments.report.notebook import Measurements
@@ -136,8 +136,8 @@ class EntropyMeasurements:
                 f"{self.config.rollouts.load}: every repeat would have the same rollouts. Leave "
                 "rollouts.load out, or set experiment.repeats: 1."
             )
-        with careful():
-            probed = opened(self.config, checkpoint_path, may_shard=True)
+        with analysis_conditions():
+            probed = open_checkpoint(self.config, checkpoint_path, may_shard=True)
             etas = plan.eta_list or self.config.estimator.etas(probed.optimizer.lr)
             base_key = self._key(plan, etas, probed)
             self.config.rollout_folder.mkdir(parents=True, exist_ok=True)
@@ -173,10 +173,10 @@ class EntropyMeasurements:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, encoded)
 
-        current().told(write)
+        current().broadcast_from_zero(write)
         return Measurements(results)
 
-    def _key(self, plan: ExperimentPlan, etas: Sequence[float], probed: Opened) -> str:
+    def _key(self, plan: ExperimentPlan, etas: Sequence[float], probed: OpenCheckpoint) -> str:
         """Everything that a repeat depends on besides its seed."""
         said = {k: v for k, v in self.config.dump().items() if k not in NOT_RESULTS}
         said["probe_rework"] = {**said["probe_rework"], "master_seed": None}
@@ -187,7 +187,7 @@ class EntropyMeasurements:
         return digest_of(SCHEMA, said, computes, loaded, files, versions)
 
     def _repeat(
-        self, plan: ExperimentPlan, etas: Sequence[float], seed: int, probed: Opened
+        self, plan: ExperimentPlan, etas: Sequence[float], seed: int, probed: OpenCheckpoint
     ) -> Stage:
         config = self.config.replaced(
             {

@@ -31,7 +31,7 @@ from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.pipelines.influence.certified import certificate_of
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs, gather, timed
-from entropy_experiments.pipelines.run_conditions import careful
+from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.findings import Findings, MadeCheck, results_of
 from entropy_experiments.report.logs import DetailedLogger
 from entropy_experiments.report.messages import messages
@@ -62,13 +62,15 @@ class OfflineEntropyProbe:
     def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> ProbeResults:
         """Results under the names of the documents; prints where the log is."""
         if self.config.output.results_path is not None:  # now: a folder that is gone later, is gone
-            current().told(lambda: _made_for(Path(str(self.config.output.results_path))))
+            current().broadcast_from_zero(
+                lambda: _made_for(Path(str(self.config.output.results_path)))
+            )
         found, decode = self.findings(checkpoint_path)
         results = ProbeResults(results_of(found), unit=found.level.estimand.unit)
         results["verdict"] = verdict(found)
         for message in messages(found):
             self._say(message)
-        log = current().told(lambda: self._written(found, decode, results))
+        log = current().broadcast_from_zero(lambda: self._written(found, decode, results))
         if log is not None:
             results["log_path"] = log
         return results
@@ -86,7 +88,7 @@ class OfflineEntropyProbe:
 
     def findings(self, checkpoint_path: str | Path | None = None) -> tuple[Findings, Any]:
         """(what was found, the tokenizer's decode): the numbers as Estimates, for further use."""
-        with careful():
+        with analysis_conditions():
             say = None if self._quiet else self._say
             inputs = gather(self.config, checkpoint_path, say=say, may_shard=True)
             return self._probe(inputs), inputs.checkpoint.tokenizer.decode
@@ -104,7 +106,9 @@ class OfflineEntropyProbe:
         measured = self._measure(inputs, direction, base)
         with timed(timing, "certificate"):
             # Another model to load: by one rank.
-            certificate, absent = current().told(lambda: certificate_of(inputs, direction))
+            certificate, absent = current().broadcast_from_zero(
+                lambda: certificate_of(inputs, direction)
+            )
         to_go = self._to_go(inputs, direction, base)
         made = MadeCheck(
             of_gradient=inputs.has_gradient,

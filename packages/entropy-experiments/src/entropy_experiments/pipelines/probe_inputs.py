@@ -20,10 +20,10 @@ from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.numerics.sketch import distance, sketch
 from entropy_experiments.pipelines.probe_sampling import (
-    Opened,
+    OpenCheckpoint,
     PromptIds,
     Sampler,
-    opened,
+    open_checkpoint,
     prompts_of,
 )
 from entropy_experiments.pipelines.step_facts import TrainingFacts
@@ -238,7 +238,7 @@ def gather(
     """
     tell, timing = say or (lambda line: None), dict[str, float]()
     with timed(timing, "load"):
-        probed = opened(config, checkpoint_path, may_shard=may_shard)
+        probed = open_checkpoint(config, checkpoint_path, may_shard=may_shard)
     checkpoint, facts = probed.checkpoint, probed.facts
     trainable = sum(theta.numel() for theta in probed.policy.params.values())
     tell(
@@ -338,7 +338,12 @@ def refuse_shared(prompts: set[PromptIds]) -> None:
 
 
 def with_reference(
-    config: Config, probed: Opened, batch: UpdateBatch, *, real: bool, what_if: str | None = None
+    config: Config,
+    probed: OpenCheckpoint,
+    batch: UpdateBatch,
+    *,
+    real: bool,
+    what_if: str | None = None,
 ) -> UpdateBatch:
     """A KL term needs the reference policy's log-probs; an adapter's is the base without it.
 

@@ -52,7 +52,7 @@ MIN_RECORDED = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Opened:
+class OpenCheckpoint:
     """A checkpoint, ready to be probed."""
 
     checkpoint: Checkpoint
@@ -61,9 +61,9 @@ class Opened:
     optimizer: OptimizerState
 
 
-def opened(
+def open_checkpoint(
     config: Config, checkpoint_path: str | Path | None, *, may_shard: bool = False
-) -> Opened:
+) -> OpenCheckpoint:
     """Read the checkpoint that the call or the config names; the embedded default otherwise.
 
     `may_shard`: what is done with it can be done with a model cut over the ranks.
@@ -109,11 +109,11 @@ def opened(
             sharded, temperature=facts["temperature"], checkpointing=checkpointing
         )
     optimizer = with_learning_rate(checkpoint.optimizer, lr)
-    return Opened(checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer)
+    return OpenCheckpoint(checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer)
 
 
 def contents(
-    config: Config, probed: Opened, more: Iterable[str | Path | None] = ()
+    config: Config, probed: OpenCheckpoint, more: Iterable[str | Path | None] = ()
 ) -> dict[str, list[str]]:
     """Hashes of the files beside the checkpoint that decide a batch: part of every key.
 
@@ -162,7 +162,7 @@ class Sampler:
     """Draws rollouts of a checkpoint on its task; what is drawn is on disk at once."""
 
     def __init__(
-        self, config: Config, probed: Opened, *, quiet: bool = True, units: int = UNITS
+        self, config: Config, probed: OpenCheckpoint, *, quiet: bool = True, units: int = UNITS
     ) -> None:
         facts = probed.facts
         self.config, self.facts, self.policy = config, facts, probed.policy
@@ -200,7 +200,9 @@ class Sampler:
             rollouts = self.generator.generate_evaluation_batch(problems)
             if self.config.rollouts.save is not None:
                 folder = self._folder / "evaluation"
-                current().told(lambda: save_rollouts(folder, rollouts, meta=self.meta))
+                current().broadcast_from_zero(
+                    lambda: save_rollouts(folder, rollouts, meta=self.meta)
+                )
         return replace(rollouts, behaviour_logprob_NS=None)  # of the very policy that is probed
 
     def saved_update(self) -> tuple[UpdateBatch, list[str]] | None:
@@ -230,7 +232,9 @@ class Sampler:
         self.retries = drawn.retries
         if self.config.rollouts.save is not None:
             folder = self._folder / "update"
-            current().told(lambda: save_update_batch(folder, drawn.batch, meta=self.meta))
+            current().broadcast_from_zero(
+                lambda: save_update_batch(folder, drawn.batch, meta=self.meta)
+            )
         used = {"B_U": asked.B_U, "G": asked.G}
         other = [
             f"training had {name} = {facts.values[name]}; the drawn batch has {value} "

@@ -82,8 +82,8 @@ def refuse_sharding(config: Config) -> None:
 
 
 @contextmanager
-def careful() -> Iterator[None]:
-    """fp32 means fp32, and afterwards whatever it was; out of memory names the keys to lower."""
+def analysis_conditions() -> Iterator[None]:
+    """fp32 means fp32, threads as many as are quickest; out of memory names the keys to lower."""
     try:
         with full_precision(), chosen_threads():
             yield

@@ -22,7 +22,12 @@ from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import even_part, measured_many
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.pipelines.probe_inputs import gather, measuring
-from entropy_experiments.pipelines.probe_sampling import PromptIds, Sampler, opened, prompts_of
+from entropy_experiments.pipelines.probe_sampling import (
+    PromptIds,
+    Sampler,
+    open_checkpoint,
+    prompts_of,
+)
 from entropy_experiments.report.findings import numbers
 from entropy_experiments.report.notebook import trajectory_html
 from entropy_experiments.report.trajectory_file import TOTALS
@@ -147,7 +152,7 @@ def _probed(config: Config, path: Path, number: int, avoid: set[PromptIds]) -> T
 
 def fresh_level(config: Config, path: Path, avoid: set[PromptIds]) -> Estimate:
     """Entropy of one checkpoint by rollouts of its own; no update is looked for."""
-    sampler = Sampler(config, opened(config, path), units=1)
+    sampler = Sampler(config, open_checkpoint(config, path), units=1)
     return entropy_level(
         sampler.policy, sampler.evaluation(avoid), **measuring(config, sampler.horizon)
     )

@@ -228,7 +228,7 @@ def decode(
 ) -> list[Drawn]:
     """The responses of one unit; `report` is told how many tokens were drawn since last time.
 
-    `told` decides where a step is drawn (`Ranks.told`: on rank 0, for all); here unless given.
+    `told` decides where a step is drawn (`broadcast_from_zero` of ranks, say); here unless given.
     """
     _check_context(logits, draws, max_new_tokens)
     device = logits.device

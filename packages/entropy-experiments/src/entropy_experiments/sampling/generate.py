@@ -158,7 +158,7 @@ class SampleGenerator:
         asked = [problem for problem in problems for _ in range(group)]
         # By one rank: a judge that is asked twice may answer twice.
         ids = [rollout.tokens for rollout in drawn]
-        result = current().told(lambda: reward(texts, asked, completion_ids=ids))
+        result = current().broadcast_from_zero(lambda: reward(texts, asked, completion_ids=ids))
         # Whether a group moves anything does not depend on the spread of the other groups.
         own = "group" if scale == "group" else "none"
         advantage_PG = group_advantages(result.total_N, group, own).view(-1, group)
@@ -287,7 +287,7 @@ class SampleGenerator:
         with torch.no_grad(), evaluating(policy.model), math_attention():
             if isinstance(policy, ShardedPolicy):
                 # The ranks stay in step only if they go on with the same tokens.
-                return policy.sharded.passed(lambda: decoded(told=policy.ranks.told))
+                return policy.sharded.passed(lambda: decoded(told=policy.ranks.broadcast_from_zero))
             return decoded()
 
     def _units(self, draws: Sequence[Draw]) -> list[list[int]]:

@@ -52,8 +52,10 @@ def dealt_units(
         return {at for at, key in enumerate(keys) if store.holds(key)}
 
     if store is not None:
-        ranks.told(lambda: store.bind(identity or {}))  # rank 0 first: it makes the folder
-    everyones = ranks.gathered(held)
+        ranks.broadcast_from_zero(
+            lambda: store.bind(identity or {})
+        )  # rank 0 first: it makes the folder
+    everyones = ranks.all_gather(held)
     # A file that several ranks see is read by one of them.
     reader = {at: rank for rank in reversed(range(ranks.size)) for at in everyones[rank]}
     missing = [at for at in range(len(units)) if at not in reader]
@@ -66,7 +68,7 @@ def dealt_units(
                 assert found is not None  # it was there a moment ago
                 out[at] = unpacked(found, len(units[at]))
                 meter.finished(len(units[at]))
-        for at in missing if together else ranks.mine(missing):
+        for at in missing if together else ranks.shard(missing):
             # Nothing to finish without a store, nor where all ranks are needed and one is gone.
             with nullcontext() if store is None or together else unit_in_work():
                 drawn = decode(units[at], meter)
@@ -78,7 +80,7 @@ def dealt_units(
             meter.finished(len(units[at]))
         return out
 
-    found = ranks.gathered(local)
+    found = ranks.all_gather(local)
     others = [part for rank, part in enumerate(found) if rank != ranks.rank]
     if others:
         meter.finished(sum(len(drawn) for part in others for drawn in part.values()))

@@ -62,9 +62,9 @@ class BatchedPolicy(Policy, Protocol):
         ...
 
     def gradients_by_rollout(
-        self, params: Params, rollouts: Rollouts, worths: Sequence[Scores]
+        self, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
     ) -> list[dict[str, Tensor]]:
-        """For each worth, [n, *shape] gradients of sum(worth_l l + worth_h h) of each rollout."""
+        """For each cotangent c, [n, *shape] gradients of sum(c_l l + c_h h) of each rollout."""
         ...
 
 

@@ -60,7 +60,7 @@ def loss_gradient(
     split = batch.rollouts.split(microbatch, policy)
     loss, gradient, _ = pullback_sum((loss_of(*part) for part in split), policy.params)
     # Each rank has the scores of its own microbatches.
-    everyones = Scores(*current().summed(lambda: scores))
+    everyones = Scores(*current().all_reduce(lambda: scores))
     check_finite("loss gradient", gradient)
     count = ceil(len(batch.rollouts) / microbatch)
     return LossGradient(gradient=gradient, loss=loss, scores=everyones, microbatches=count)

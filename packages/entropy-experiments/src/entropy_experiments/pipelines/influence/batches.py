@@ -42,7 +42,7 @@ from entropy_experiments.pipelines.influence.rollout_sources import (
 from entropy_experiments.pipelines.influence.workspace import save_workspace, workspace_sizes
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs, timed
 from entropy_experiments.pipelines.probe_sampling import (
-    Opened,
+    OpenCheckpoint,
     PromptIds,
     Sampler,
     prompt_ids,
@@ -96,7 +96,7 @@ def check_requests(config: Config) -> None:
         evaluation_params(request, f"influence.evaluation_requests[{i}]")
 
 
-def gather_study(config: Config, probed: Opened, *, quiet: bool = True) -> StudyInputs:
+def gather_study(config: Config, probed: OpenCheckpoint, *, quiet: bool = True) -> StudyInputs:
     """Every batch that the plan names, of a checkpoint that was opened with this config."""
     check_requests(config)
     config, timing = workspace_sizes(config), dict[str, float]()
@@ -160,7 +160,7 @@ def folded(batch: EvaluationBatch, asked: int) -> EvaluationBatch:
 class _Maker:
     """Makes the batches of one study, each after those it must not share prompts with."""
 
-    def __init__(self, config: Config, probed: Opened, *, quiet: bool) -> None:
+    def __init__(self, config: Config, probed: OpenCheckpoint, *, quiet: bool) -> None:
         self.config, self.probed = config, probed
         self.sampler = Sampler(config, probed, quiet=quiet)
         self.tokenizer = probed.checkpoint.tokenizer
@@ -187,7 +187,9 @@ class _Maker:
             if request.kind == "update":
                 found[i] = self._own_prompts(i, request, made.batch)
         kept, model = made, self.given.model
-        current().told(lambda: save_workspace(asked.workspace, kept, self.probed, model))
+        current().broadcast_from_zero(
+            lambda: save_workspace(asked.workspace, kept, self.probed, model)
+        )
         return made, tuple(folded(found[i], asked.folds) for i in sorted(found))
 
     def _workspace(self, asked: Workspace) -> Made | None:
@@ -295,7 +297,7 @@ class _Maker:
         if "reward_sources" not in facts and not all(problem.answer for problem in asked):
             return None, []
         reward = self._reward()
-        found = current().told(lambda: reward(texts, asked, completion_ids=ids))
+        found = current().broadcast_from_zero(lambda: reward(texts, asked, completion_ids=ids))
         return found.total_N, []
 
     def _asked(
@@ -319,7 +321,7 @@ class _Maker:
         notes = (*notes, *absent)
         if self.config.rollouts.save is not None:
             folder, meta = Path(self.config.rollouts.save) / name, self.sampler.meta
-            current().told(lambda: save_rollouts(folder, rollouts, meta=meta))
+            current().broadcast_from_zero(lambda: save_rollouts(folder, rollouts, meta=meta))
         return EvaluationBatch(
             name=name, request=request, rollouts=rollouts, reward_N=reward_N, notes=notes
         )

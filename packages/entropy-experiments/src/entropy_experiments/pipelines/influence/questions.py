@@ -117,7 +117,7 @@ def fisher(found: Evaluation) -> Stage:
                 kernel.value_NM
             )
         else:
-            weighed_EN = fisher_blocks(*given, worth=coefficient, **options).value_NM
+            weighed_EN = fisher_blocks(*given, cotangent=coefficient, **options).value_NM
         measured_E = logprob_changes(
             *found.asked_of,
             study.direction.only("gradient"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from entropy_experiments.pipelines.influence.requests import File, Sequences
 from entropy_experiments.pipelines.probe_inputs import refuse_foreign
-from entropy_experiments.pipelines.probe_sampling import Opened
+from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint
 from entropy_experiments.sampling import text_dumps
 from entropy_experiments.sampling.importers import Imported, from_jsonl, from_trl_completions
 from entropy_experiments.sampling.rollout_files import MANIFEST, load_rollouts, load_update_batch
@@ -41,7 +41,7 @@ class Made:
 class Given:
     """Reads rollouts for one opened checkpoint."""
 
-    probed: Opened
+    probed: OpenCheckpoint
     model: str
     """Hash of the weights that are probed."""
 

@@ -29,8 +29,8 @@ from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFile
 from entropy_experiments.pipelines.influence.removed import told_removed
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
 from entropy_experiments.pipelines.influence.store import SCHEMA, RunDirectory, open_run
-from entropy_experiments.pipelines.probe_sampling import Opened, contents, opened
-from entropy_experiments.pipelines.run_conditions import careful
+from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint, contents, open_checkpoint
+from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.figures.style import can_draw
 from entropy_experiments.report.notebook import InfluenceSummary, WhatIfAnswers
 
@@ -123,8 +123,8 @@ class EntropyInfluenceRunner:
             whatif.parse(text)  # a typing mistake costs no minutes
         ranks = current()
         say = None if self._quiet or not ranks.first else to_stderr
-        with careful():
-            probed = opened(config, checkpoint_path)
+        with analysis_conditions():
+            probed = open_checkpoint(config, checkpoint_path)
             _check_etas(asked.etas or (probed.optimizer.lr,), asked.per_sequence_etas or ())
             study_key = _study_key(config, probed)
             questions = asked.model_dump(mode="json", include=set(QUESTIONS))
@@ -134,7 +134,7 @@ class EntropyInfluenceRunner:
             place = asked.run_directory
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)
-            ranks.told(lambda: run.bind(study_key, overwrite=overwrite))
+            ranks.broadcast_from_zero(lambda: run.bind(study_key, overwrite=overwrite))
             with _released_unused(run):
                 summary = self._studied(config, probed, run, key, say)
         return InfluenceSummary({**summary, "run_directory": str(run.folder)})
@@ -142,14 +142,14 @@ class EntropyInfluenceRunner:
     def _studied(
         self,
         config: Config,
-        probed: Opened,
+        probed: OpenCheckpoint,
         run: RunDirectory,
         key: str,
         say: Callable[[str], None] | None,
     ) -> dict[str, Any]:
         """Compute what is not there yet; returns summary.json."""
         asked, ranks = config.influence, current()
-        finished, inputs = ranks.told(lambda: run.finished(key)), None
+        finished, inputs = ranks.broadcast_from_zero(lambda: run.finished(key)), None
         if not finished or asked.workspace.save_path is not None:  # which may be new
             inputs = gather_study(config, probed, quiet=self._quiet)
         if inputs is not None and not finished:
@@ -164,10 +164,10 @@ class EntropyInfluenceRunner:
                     for line in told_removed(before, summary, gone, run.folder):
                         say(line)
 
-            ranks.told(write)
+            ranks.broadcast_from_zero(write)
         elif say is not None:
             say(f"{run.folder}: finished already, nothing was computed")
-        return ranks.told(lambda: open_run(run.folder).summary())
+        return ranks.broadcast_from_zero(lambda: open_run(run.folder).summary())
 
 
 @contextmanager
@@ -226,7 +226,7 @@ def _check_etas(etas: Sequence[float], per_sequence_etas: Sequence[float]) -> No
             )
 
 
-def _study_key(config: Config, probed: Opened) -> str:
+def _study_key(config: Config, probed: OpenCheckpoint) -> str:
     """Everything that decides the arrays of a study, known before anything is drawn."""
     said = {name: value for name, value in config.dump().items() if name not in NOT_RESULTS}
     influence = dict(said["influence"])

@@ -128,13 +128,15 @@ class StageStore:
         is in the file: they go on with the same bits, whichever disks they see.
         """
         ranks = current()
-        data = ranks.told(lambda: self._read(name, key))
+        data = ranks.broadcast_from_zero(lambda: self._read(name, key))
         if data is None:
             started = time.perf_counter()
             made = compute()
-            ranks.told(lambda: self.put(name, key, made, time.perf_counter() - started))
+            ranks.broadcast_from_zero(
+                lambda: self.put(name, key, made, time.perf_counter() - started)
+            )
             # The same path for a first run and for a resumed one.
-            data = ranks.told(lambda: self._read(name, key))
+            data = ranks.broadcast_from_zero(lambda: self._read(name, key))
         assert data is not None
         return self._unpacked(self._path(name, key), data)
 

@@ -14,7 +14,7 @@ from entropy_experiments.pipelines.influence.requests import (
 )
 from entropy_experiments.pipelines.influence.rollout_sources import Made
 from entropy_experiments.pipelines.influence.store import batch_digest
-from entropy_experiments.pipelines.probe_sampling import Opened
+from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint
 from entropy_experiments.sampling.rollout_files import (
     MANIFEST,
     load_update_batch,
@@ -38,7 +38,7 @@ def workspace_sizes(config: Config) -> Config:
     return config.replaced(changes, where="influence.workspace.params") if changes else config
 
 
-def save_workspace(asked: Workspace, made: Made, probed: Opened, model: str) -> None:
+def save_workspace(asked: Workspace, made: Made, probed: OpenCheckpoint, model: str) -> None:
     """Into save_path, once: a rerun changes nothing, and another batch is refused."""
     if asked.save_path is None or asked.save_path == asked.load_path:
         return
