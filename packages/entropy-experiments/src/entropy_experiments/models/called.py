@@ -8,7 +8,7 @@ Attention that is differentiated runs through torch's MATH kernel: fused kernels
 forward mode nor a double backward. Shared rows go by `segments`, except where an ordinary graph is
 recorded. Eager attention casts its softmax to fp32, which ends fp64.
 
-The model is never changed: parameters travel through `functional_call`, and training mode, which
+The model is never changed: parameters travel through `call_with`, and training mode, which
 is off during a call, is put back module by module.
 """
 
@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from entropy_experiments.models.calling import (
     GradientsKept,
     PaddingRows,
+    call_with,
     causal_lm,
     checkpointable_layers,
     differentiated_fully,
@@ -191,7 +191,7 @@ class CalledModel:
             self.contexts.fresh(),
         ):
             arguments = accepted(module, {**named, "use_cache": False})
-            return functional_call(module, dict(params), (), arguments)
+            return call_with(module, params, (), arguments)
 
     def _keeps_gradients(self) -> bool:
         return self._truncated and not self._as_trained and torch.is_grad_enabled()

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._functorch import get_interpreter_stack
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,6 +26,29 @@ def causal_lm(model: nn.Module) -> Any:
     """The transformers model inside a PeftModel, or the model itself."""
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model
+
+
+def call_with(module: nn.Module, params: Params, args: Any, kwargs: Any) -> Any:
+    """`module(*args, **kwargs)` with these parameters in place of its own, which then come back.
+
+    torch's functional_call puts a parameter into every *name* that it has. A module that stands in
+    two places (a layer used twice, peft's trainable tokens over tied embeddings) has two names for
+    one slot: the second one would keep what the first had put there, and the module's own parameter
+    would be lost to its optimizer. So every slot is named once here.
+    """
+    return functional_call(module, _slots(module, params), args, kwargs, tie_weights=False)
+
+
+def _slots(module: nn.Module, params: Params) -> dict[str, Tensor]:
+    """Every slot that holds one of these parameters, once, whatever ties them."""
+    own = dict(module.named_parameters(remove_duplicate=False))
+    value_of = {id(own[name]): value for name, value in params.items() if name in own}
+    slots = {name: value for name, value in params.items() if name not in own}  # torch refuses them
+    for path, part in module.named_modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) in value_of:
+                slots[f"{path}.{key}" if path else key] = value_of[id(parameter)]
+    return slots
 
 
 @contextmanager
@@ -283,7 +306,7 @@ def _recomputing(
         # The first time, these conditions hold already; in backward they are long over.
         again, first = () if first else within, False
         with evaluating(layer), math_attention(), differentiated_fully(again):
-            return functional_call(bare, dict(params), args, kwargs)
+            return call_with(bare, params, args, kwargs)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         params = {f"layer.{name}": value for name, value in layer.named_parameters()}

@@ -62,6 +62,6 @@ def check_worths(rollouts: Rollouts, cotangents: Sequence[Scores]) -> None:
             if tuple(cotangent_NS.shape) != shape:
                 raise ValueError(
                     f"The cotangent of {name} has shape {tuple(cotangent_NS.shape)}; expected "
-                    f"{shape}, one number per position of these rollouts. Cut it like the part itself: "
-                    "cotangent_NS[rows_N, columns]."
+                    f"{shape}, one number per position of these rollouts. Cut it like the part "
+                    "itself: cotangent_NS[rows_N, columns]."
                 )
