@@ -100,36 +100,66 @@ class _Expired(BaseException):
     """Not an Exception: code that catches those must not catch its own time limit."""
 
 
+_RING = getattr(signal, "SIGRTMIN", 34) + 9
+"""Beside SIGALRM, whose alarms a reward may set and cancel for itself."""
+AGAIN = 0.2
+"""Seconds between rings: a bare `except:`, or a pool that waits for its workers, swallows some."""
+
+
 def can_interrupt() -> bool:
     """Whether `time_limit` works here: signals reach the main thread alone."""
     main = threading.current_thread() is threading.main_thread()
-    return main and hasattr(signal, "setitimer")
+    return main and hasattr(signal, "setitimer") and hasattr(signal, "SIGRTMIN")
 
 
 @contextmanager
 def time_limit(seconds: float, what: str, advice: str) -> Iterator[None]:
-    """Raise TimeLimitError if the block takes longer; no limit where nothing `can_interrupt`."""
+    """Raise TimeLimitError if the block takes longer; no limit where nothing `can_interrupt`.
+
+    Two things ring, again and again until the block has ended: the kernel's timer, which needs no
+    lock of Python's (a regular expression holds it), and a thread, which nobody cancels. Code that
+    swallows every ring ends when it ends by itself; it is late all the same.
+    """
     if not can_interrupt():
         yield
         return
+    started, main, ended = time.monotonic(), threading.get_ident(), threading.Event()
 
-    def expired(*_: Any) -> None:
-        raise _Expired
+    def late() -> bool:
+        return time.monotonic() - started >= seconds
 
-    started = time.monotonic()
-    before = signal.signal(signal.SIGALRM, expired)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    def ring(*_: Any) -> None:
+        if late() and not ended.is_set():
+            raise _Expired
+
+    def watch() -> None:
+        wait = seconds
+        while not ended.wait(wait):
+            signal.pthread_kill(main, _RING)
+            wait = AGAIN
+
+    before = {number: signal.signal(number, ring) for number in (signal.SIGALRM, _RING)}
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+    watcher = threading.Thread(target=watch, daemon=True, name="time limit")
+    watcher.start()
     try:
-        yield
+        try:
+            yield
+        finally:
+            ended.set()
+        if late():
+            raise _Expired
     except _Expired:
         raise TimeLimitError(f"{what} takes more than {seconds:g} s. {advice}") from None
     finally:
+        ended.set()  # a ring may have come before the other one
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)  # None: not set from Python
+        watcher.join()
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
         if left:  # somebody's own alarm, less the time that has gone
-            signal.setitimer(
-                signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-3), interval
-            )
+            gone = time.monotonic() - started
+            signal.setitimer(signal.ITIMER_REAL, max(left - gone, 1e-3), interval)
 
 
 @contextmanager

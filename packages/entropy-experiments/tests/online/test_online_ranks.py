@@ -37,7 +37,7 @@ FAULTS: dict[str, tuple[str, str, Exception, tuple[int, ...]]] = {
     "before: gradients": ("online.trl", "named_gradients", RuntimeError("no such model"), BOTH),
     "before: optimizer": ("online.trl", "unwrapped_optimizer", TypeError("no optimizer"), BOTH),
     "before: drawing": (
-        "rollouts.sample.SampleGenerator",
+        "sampling.generate.SampleGenerator",
         "generate",
         RuntimeError("out of memory"),
         BOTH,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,45 @@ def test_a_function_that_hangs_is_given_up(file, aside):
     assert "for 2 completions, takes more than 0.1 s. Is it waiting for something?" in str(
         caught[0]
     )
+
+
+HANGS = {
+    "a pool": """
+from concurrent.futures import ThreadPoolExecutor
+import threading
+def reward(completions, **_):
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda c: threading.Event().wait(2) or 0.0, completions))
+""",
+    "an alarm of its own": """
+import signal, time
+def reward(completions, **_):
+    signal.alarm(3); signal.alarm(0)
+    time.sleep(5)
+    return [0.0] * len(completions)
+""",
+    "a bare except": """
+import time
+def reward(completions, **_):
+    for _ in range(10):
+        try:
+            time.sleep(0.1)
+        except:
+            pass
+    return [0.0] * len(completions)
+""",
+}
+
+
+@pytest.mark.parametrize("kind", HANGS)
+def test_a_function_cannot_lose_its_time_limit(kind, tmp_path):
+    file = tmp_path / "hangs.py"
+    file.write_text(HANGS[kind])
+    reward = build_reward([f"{file}:reward"], seconds=0.3)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"takes more than 0.3 s"):
+        reward(["0", "x"], PROBLEMS, completion_ids=IDS)
+    assert time.monotonic() - began < 1.9  # what it would take by itself, but for the last one
 
 
 def test_a_file_that_cannot_be_imported(tmp_path):

@@ -125,6 +125,8 @@ class Recorder:
         for place, meta in self._places(step):
             save_update_batch(place / UPDATE, batch, meta={**meta, **_known(more)})
         present = {name: g.detach() for name, g in gradient.items() if g is not None}
+        if not all(bool(g.isfinite().all()) for g in present.values()):
+            return  # it has no fingerprint; the probe leaves this step out and says so
         made = {
             "step": step,
             "lr": float(unwrapped_optimizer(trainer.optimizer).param_groups[0]["lr"]),
