@@ -68,7 +68,7 @@ def test_a_curvature_that_is_not_trusted_explains_nothing(probed):
     assert found.predicted is not None
     sure = 1e-6 * found.predicted.total
     apart = _Apart(**{**vars(found), "bend": sure, "linear_range": 0.25})
-    assert "it misses by more than its curvature" in "\n".join(verdict(apart))
+    assert "its curvature does not account for that" in "\n".join(verdict(apart))
     assert "up to learning rate 0.25" in "\n".join(verdict(apart))
     doubtful = replace(apart, bend=replace(sure, given_reasons=("the widths disagree",)))
     text = "\n".join(verdict(doubtful))

@@ -74,7 +74,15 @@ def test_a_step_too_long_for_a_straight_line_does_not_agree():
 def test_a_miss_is_its_curvature_or_more():
     missed = (-0.013, -0.01, 0.001)
     assert words(*missed, bend=0.003).endswith("it misses by its curvature")
-    assert "it misses by more than its curvature" in words(*missed, bend=0.0)
+    assert "its curvature does not account for that" in words(*missed, bend=0.0)
+
+
+def test_a_narrow_interval_does_not_make_a_small_rest_large():
+    """Two orders are 0.4 % off: the paired interval excludes 0, and the miss is the curvature."""
+    said = words(-0.013, -0.01, 1e-6, bend=0.00304)
+    assert said == "does not agree with the measurement (30% off): it misses by its curvature"
+    assert "two orders do not suffice" in words(-0.013, -0.01, 1e-6, bend=0.0019)
+    assert "two orders do not suffice" in words(-0.013, -0.01, 1e-6, bend=0.0041)
 
 
 def test_a_curvature_that_is_not_trusted_explains_nothing():
@@ -84,8 +92,8 @@ def test_a_curvature_that_is_not_trusted_explains_nothing():
 
 def test_no_measured_change_at_all():
     assert words(-0.001, 0.0, 0.0005) == (
-        "does not agree with the measurement: it misses by more than its curvature, two orders do "
-        "not suffice here"
+        "does not agree with the measurement: its curvature does not account for that, two orders "
+        "do not suffice here"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from entropy_experiments.report.amounts import AGREEMENT
 from entropy_experiments.report.findings import Findings
 from entropy_experiments.types import Estimate
 
@@ -140,10 +141,6 @@ def _comparison(found: Findings) -> list[str]:
     return lines
 
 
-AGREEMENT = 0.1
-"""Of the measured change: how far the paired interval may reach for the prediction to agree."""
-
-
 def _agreement(found: Findings) -> str:
     """Whether prediction and measurement agree, said only as far as the paired interval reaches."""
     gap, change = found.difference, found.change
@@ -173,9 +170,10 @@ def _agreement(found: Findings) -> str:
         return off
     if not known:
         return f"{off}, and its curvature is not trusted to say why"
-    if (gap + found.bend).covers(0.0):
+    rest = gap + found.bend
+    if rest.covers(0.0) or abs(rest.value) <= AGREEMENT * abs(change.value):
         return f"{off}: it misses by its curvature"
-    return f"{off}: it misses by more than its curvature, two orders do not suffice here"
+    return f"{off}: its curvature does not account for that, two orders do not suffice here"
 
 
 def _origin(found: Findings) -> list[str]:
