@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from entropy_experiments.attribution.eventual import momentum_of
-from entropy_experiments.report.verdict import _agreement
+from entropy_experiments.report.verdict import _agreement, verdict
 from entropy_experiments.types import AdamGroup, OptimizerState, Rollouts, UpdateBatch
 
 pytestmark = pytest.mark.naive
@@ -104,10 +104,27 @@ def test_coupled_decay_lives_on_in_momentum_as_the_gradient_does(probed):
     decay, gradient = lines["decay"].value, lines["gradient"].value
     apart = replace(found, momentum_decay=0.9, coupled_decay=False)
     assert apart.gradient_eventual.value == pytest.approx(10 * gradient)
-    assert apart.baseline_eventual == pytest.approx(decay / (decay + 10 * gradient))
     joined = replace(found, momentum_decay=0.9, coupled_decay=True)
-    assert joined.baseline_eventual == pytest.approx(decay / (decay + gradient))
-    assert joined.baseline_eventual != pytest.approx(apart.baseline_eventual)
+    for got, part in ((apart, decay), (joined, 10 * decay)):
+        assert [x.value for x in got.baseline_eventual] == pytest.approx(
+            [part, part + 10 * gradient]
+        )
+
+
+def test_the_eventual_share_of_a_total_lost_in_its_noise_is_withheld(probed):
+    found, _ = probed
+    lines = found.predicted.lines
+    gradient = lines["gradient"]
+
+    def eventual(gradient):
+        """What is printed where this is the gradient's line."""
+        predicted = replace(found.predicted, lines={**lines, "gradient": gradient})
+        text = "\n".join(verdict(replace(found, predicted=predicted)))
+        return text.partition("earlier batches' share): ")[2].splitlines()[0]
+
+    lost = replace(gradient, value=0.01 * gradient.stderr)
+    assert eventual(lost) == "no share given, the total's interval contains 0"
+    assert eventual(replace(gradient, value=1e3 * gradient.stderr)).endswith(("%", "none"))
 
 
 def group(name, **changes):

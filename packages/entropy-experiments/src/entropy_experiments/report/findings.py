@@ -160,16 +160,15 @@ class Findings:
         return self._eventual("gradient")
 
     @property
-    def baseline_eventual(self) -> float | None:
-        """Decay's share beside what this batch does in the end.
+    def baseline_eventual(self) -> tuple[Estimate, Estimate] | None:
+        """What decay does in the end, and what decay and this batch do together: for a share.
 
         Momentum has none: it is what earlier batches do in the end.
         """
         decay, gradient = self._eventual("decay"), self._eventual("gradient")
         if decay is None or gradient is None:
             return None
-        total = decay.value + gradient.value
-        return decay.value / total if total else None
+        return decay, decay + gradient
 
     def _eventual(self, part: str) -> Estimate | None:
         if self.predicted is None:

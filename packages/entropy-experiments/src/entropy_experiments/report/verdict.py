@@ -181,7 +181,9 @@ def _origin(found: Findings) -> list[str]:
         return []
     total, lines = found.predicted.total, found.predicted.lines
     baseline, eventual = found.baseline, found.gradient_eventual
+    in_the_end = found.baseline_eventual
     assert baseline is not None
+    assert in_the_end is not None
     assert eventual is not None
     direct, state = (found.terms[name] for name in ("direct", "state"))
     return [
@@ -191,7 +193,7 @@ def _origin(found: Findings) -> list[str]:
         f"  momentum {lines['momentum'].value:+.4g}, weight decay {lines['decay'].value:+.4g}, "
         f"this batch's gradient {lines['gradient'].value:+.4g}",
         f"  baseline (momentum and decay) share of this step: {_ratio(baseline, total)}; eventual "
-        f"(momentum is earlier batches' share): {_percent(found.baseline_eventual)}",
+        f"(momentum is earlier batches' share): {_ratio(*in_the_end, digits=1)}",
         f"  this batch in the end, through the momentum it leaves: {spoken(eventual)}"
         f"{_early(found)}",
     ]
@@ -201,12 +203,6 @@ def _early(found: Findings) -> str:
     """Bias correction enlarges the first steps; later ones take less of what momentum keeps."""
     young = found.stats.step < 1 / (1 - found.momentum_decay)
     return ", overstated this early in training" if young else ""
-
-
-def _percent(share: float | None) -> str:
-    if share is None:
-        return "no share of 0"
-    return f"{share:.1%}" if abs(share) >= 0.0005 else "none"
 
 
 DIFFERENTIATED = {
@@ -263,11 +259,21 @@ def _share(part: Estimate, total: Estimate) -> str:
     return f" ({_ratio(part, total)})" if total.value else ""
 
 
-def _ratio(part: Estimate, total: Estimate) -> str:
+def _ratio(part: Estimate, total: Estimate, digits: int = 0) -> str:
     """A share of a total; of a total lost in its own error bar there is none."""
-    if total.interval is not None and total.covers(0.0):
+    if _lost(total):
         return "no share given, the total's interval contains 0"
-    return f"{part.value / total.value:.0%}" if total.value else "no share of 0"
+    if not total.value:
+        return "no share of 0"
+    share = part.value / total.value
+    return (
+        f"{share:.{digits}%}" if not digits or abs(share) >= 0.5 * 0.1 ** (digits + 2) else "none"
+    )
+
+
+def _lost(change: Estimate) -> bool:
+    """In its own noise: the interval contains 0, so that nothing can be a share of it."""
+    return change.interval is not None and change.covers(0.0)
 
 
 def _rate(eta: float | None) -> str:
