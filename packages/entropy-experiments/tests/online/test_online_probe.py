@@ -6,6 +6,7 @@ the optimizer really makes, and measurements are exact changes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,21 @@ def test_groups_may_have_other_rates_and_the_first_may_rest():
         probe.before_step({n: p.grad for n, p in policy.params.items()}, optimizer)
         optimizer.step()
         assert probe.after_step().mismatch < 1e-12
+
+
+def test_a_slope_lost_in_its_noise_has_no_linear_range():
+    training = Training("tabular", "adamw")
+    training.probe.before_step(training.backward(), training.optimizer)
+    training.optimizer.step()
+    found = training.probe.after_step()
+    value = found.prediction.change.value
+
+    def reach(*interval):
+        change = replace(found.prediction.change, interval=interval)
+        return replace(found, prediction=replace(found.prediction, change=change)).linear_range
+
+    assert reach(-1.0, 1.0) is None
+    assert reach(*sorted((0.9 * value, 1.1 * value))) > 0
 
 
 def test_a_skipped_step_measures_nothing():

@@ -139,10 +139,12 @@ class StepMeasurement:
     @property
     def linear_range(self) -> float | None:
         """The learning rate up to which the prediction would be within 10 % of the measurement."""
-        bend = abs(self.bend.value)
+        bend, predicted = abs(self.bend.value), self.prediction.change
         if self.skipped or bend == 0:
             return None
-        return LINEAR_TOLERANCE * abs(self.prediction.change.value) / bend * self.prediction.lr
+        if predicted.interval is not None and predicted.covers(0.0):
+            return None  # a tenth of a change that may be 0
+        return LINEAR_TOLERANCE * abs(predicted.value) / bend * self.prediction.lr
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

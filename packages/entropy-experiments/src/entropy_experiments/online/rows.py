@@ -149,7 +149,8 @@ def _reasons(found: StepMeasurement) -> dict[str, str]:
     prediction = found.prediction
     reasons = {
         "k_hat": "fewer than 100 rollouts, or weights so even that it says nothing",
-        "linear_range": "the step was skipped, or measured exactly as predicted",
+        "linear_range": "the step was skipped, or measured exactly as predicted, or the interval "
+        "of the predicted change contains 0",
         "step_mismatch": NEVER_MADE,
         "baseline": "parts=False",
         "baseline_share": "parts=False, or a predicted change of zero",

@@ -201,6 +201,9 @@ class OfflineEntropyProbe:
         # A curvature near 0 within its error bar would promise a range that nobody has seen.
         low = bend.diagnostics["linear_range_low"]
         reach = bend.diagnostics["linear_range"] if low is None else low
+        total = predicted.total
+        if total.interval is not None and total.covers(0.0):
+            reach = None  # a tenth of a slope that may be 0
         return predicted, lr**2 / 2 * bend, reach
 
     def _to_go(self, inputs: ProbeInputs, direction: Direction, base: Scores) -> Estimate | None:

@@ -22,7 +22,7 @@ def spoken(estimate: Numbers) -> str:
 
 
 def contains_zero(estimate: Numbers) -> bool:
-    interval = estimate["interval"]
+    interval = estimate.get("interval")
     return interval is not None and interval[0] <= 0 <= interval[1]
 
 

@@ -76,7 +76,10 @@ class Findings:
     bend: Estimate | None
     """lr^2 / 2 times the curvature."""
     linear_range: float | None
-    """The eta up to which the bend is within 10 % of the slope, at its interval's larger end."""
+    """The eta up to which the bend is within 10 % of the slope, at its interval's larger end.
+
+    None without a curvature, and where the slope's own interval contains 0: 10 % of what?
+    """
     measured: Mapping[float, Estimate] | None
     """By eta; the learning rate is among them."""
     real: bool

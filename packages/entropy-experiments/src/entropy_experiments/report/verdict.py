@@ -116,17 +116,12 @@ def _comparison(found: Findings) -> list[str]:
         gap = found.difference
         share = (
             f", {abs(gap.value / found.change.value):.1%} of the change"
-            if found.change.value
+            if found.change.value and not _lost(found.change)
             else ""
         )
         lines.append(f"  difference       {spoken(gap)}, paired{share}")
     if found.bend is not None and found.predicted is not None:
-        reach = (
-            f"the straight line holds within 10 % up to learning rate {_rate(found.linear_range)}"
-            if found.bend.trusted
-            else "not trusted, so how far the straight line holds is not known"
-        )
-        lines.append(f"  curvature adds   {spoken(found.bend)}; {reach}")
+        lines.append(f"  curvature adds   {spoken(found.bend)}; {_reach(found.bend, found)}")
     if found.difference is not None and found.difference.interval is not None:
         lines.append(f"  so the prediction {_agreement(found)}")
     if found.bend is None and found.predicted is not None:
@@ -141,6 +136,17 @@ def _comparison(found: Findings) -> list[str]:
     return lines
 
 
+def _reach(bend: Estimate, found: Findings) -> str:
+    if not bend.trusted:
+        return "not trusted, so how far the straight line holds is not known"
+    if found.linear_range is None:
+        return (
+            "how far the straight line holds is not known: the predicted change is below its own "
+            "noise"
+        )
+    return f"the straight line holds within 10 % up to learning rate {_rate(found.linear_range)}"
+
+
 def _agreement(found: Findings) -> str:
     """Whether prediction and measurement agree, said only as far as the paired interval reaches."""
     gap, change = found.difference, found.change
@@ -149,9 +155,14 @@ def _agreement(found: Findings) -> str:
     assert change is not None
     if max(map(abs, gap.interval)) <= AGREEMENT * abs(change.value):
         return f"agrees with the measurement, to within {AGREEMENT:.0%} of the change"
-    if change.interval is not None and change.covers(0.0) and gap.covers(0.0):
+    predicted = found.predicted.total if found.predicted else None
+    below = _lost(change)
+    if below and (gap.covers(0.0) or (predicted is not None and _lost(predicted))):
         return "agrees with the measurement, whose change is below its own noise"
-    share = f" ({abs(gap.value / change.value):.0%} off)" if change.value else ""
+    if below:
+        share = " (whose change is below its own noise)"
+    else:
+        share = f" ({abs(gap.value / change.value):.0%} off)" if change.value else ""
     off = f"does not agree with the measurement{share}"
     known = found.bend is not None and found.bend.trusted
     reach = found.linear_range if known else None
@@ -276,5 +287,5 @@ def _lost(change: Estimate) -> bool:
     return change.interval is not None and change.covers(0.0)
 
 
-def _rate(eta: float | None) -> str:
-    return "any" if eta is None or math.isinf(eta) else f"{eta:.2g}"
+def _rate(eta: float) -> str:
+    return "any" if math.isinf(eta) else f"{eta:.2g}"
