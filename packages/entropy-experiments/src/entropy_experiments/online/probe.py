@@ -58,7 +58,14 @@ from entropy_experiments.online.buffers import Buffer
 from entropy_experiments.threads import chosen_threads
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
 from entropy_experiments.types.direction import BASELINE_PARTS
+from entropy_experiments.update.certificate import APART
 from entropy_experiments.update.live import live_direction
+
+NEVER_MADE = (
+    "a step was predicted, and no weight changed: it was never made, or is lost in the weights' "
+    "rounding"
+)
+SKIPPED = "no weight changed: the optimizer made no step"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,6 +131,28 @@ class StepMeasurement:
     @property
     def skipped(self) -> bool:
         return self.moved == 0
+
+    @property
+    def apart(self) -> bool:
+        """The step that was made is not the one that was predicted."""
+        return self.mismatch is not None and not self.mismatch <= APART
+
+    @property
+    def why_not(self) -> tuple[str, ...]:
+        """Why prediction and measurement are not to be trusted as one step's; empty: they are."""
+        reasons = []
+        if self.never_made:
+            reasons.append(NEVER_MADE)
+        elif self.skipped:
+            reasons.append(SKIPPED)
+        elif self.apart:
+            reasons.append(
+                f"the step that was made is {self.mismatch:.0%} away from the one predicted, more "
+                f"than {APART:.0%}: gradients were changed after the prediction (clip them before "
+                "it), the optimizer has hooks or is a subclass with a step() of its own, or the "
+                "weights' rounding took part of the step"
+            )
+        return tuple(dict.fromkeys((*reasons, *self.prediction.best.why_not, *self.change.why_not)))
 
     @property
     def bend(self) -> Estimate:
