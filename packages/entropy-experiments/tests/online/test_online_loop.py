@@ -176,10 +176,11 @@ def test_the_rounding_of_coarse_weights_is_not_in_the_interval(dtype):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     options = {"prompts": PROMPTS, "max_new_tokens": 10, "drawn": 6, "max_overhead": None}
-    probe = LoopProbe(model, optimizer, tokenizer, **options)
+    probe = LoopProbe(model, optimizer, tokenizer, order=2, **options)
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     model(**batch, labels=batch["input_ids"]).loss.backward()
     with probe.step():
+        predicted = probe._watch.probe.predicted
         optimizer.step()
     assert probe.off is None
     (row,) = probe.rows
@@ -187,6 +188,9 @@ def test_the_rounding_of_coarse_weights_is_not_in_the_interval(dtype):
     why = "weights are bfloat16, whose rounding the interval has not"
     assert (row["trusted"] == 0) == (dtype == torch.bfloat16)
     assert (why in row["why_not"]) == (dtype == torch.bfloat16)
+    # To second order the prediction rests on a measurement with the same weights.
+    assert (why in predicted.second_order.why_not) == (dtype == torch.bfloat16)
+    assert why not in predicted.change.why_not
 
 
 def test_where_a_scaler_may_leave_steps_out_it_is_no_surprise(caplog):

@@ -352,7 +352,9 @@ class OnlineProbe:
             self.policy, behind, rollouts, microbatch=self.microbatch, ranks=self.ranks
         )
         rounding = step_rounding(params, behind, direction.total, eta)
-        return change(base, scores, rollouts, self.estimand, step_rounding=rounding)
+        seen = change(base, scores, rollouts, self.estimand, step_rounding=rounding)
+        doubt = coarse_weights(self.policy)
+        return seen.doubted(doubt) if doubt else seen
 
     def _across(
         self,
