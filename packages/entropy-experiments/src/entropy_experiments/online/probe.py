@@ -42,7 +42,7 @@ from entropy_experiments.estimate.first_order import (
     slope_estimand,
     slope_of_scores,
 )
-from entropy_experiments.estimate.level import level_of_scores
+from entropy_experiments.estimate.level import level_of_scores, within_entropy
 from entropy_experiments.estimate.measured import (
     change,
     coarse_weights,
@@ -256,15 +256,18 @@ class OnlineProbe:
             change = in_sample
             if own is not None:
                 change = direction.lr * self._across(own, direction, given, base, slopes, mode)
+            level = level_of_scores(base, rollouts, self.estimand)
             second = None
             if self.order == 2:
                 # On its own batch only the bend is taken as it is seen (see `_corrected`).
                 second = change + even_part(in_sample, self._behind(direction, rollouts, base))
+                second = within_entropy(second, level)
+            change = within_entropy(change, level)
         if own is None:
             self.buffer.scored(base.logprob_NS)
         prediction = StepPrediction(
             step=self.step,
-            entropy=level_of_scores(base, rollouts, self.estimand),
+            entropy=level,
             change=change,
             second_order=second,
             baseline=baseline[0] if baseline else None,

@@ -25,7 +25,7 @@ from entropy_experiments.config import Config, load_config, parse_config
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.curvature import curvature
 from entropy_experiments.estimate.first_order import first_order, first_order_by_part
-from entropy_experiments.estimate.level import entropy_level
+from entropy_experiments.estimate.level import entropy_level, within_entropy
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
@@ -117,6 +117,9 @@ class OfflineEntropyProbe:
             reasons=inputs.reasons if inputs.real else (),
             unfollowed=inputs.facts.unfollowed if inputs.real else (),
         )
+        if predicted is not None:
+            predicted = replace(predicted, total=within_entropy(predicted.total, level))
+        to_go = to_go and within_entropy(to_go, level)
         doubt = made.doubt(certificate)
         if doubt:
             predicted = predicted and predicted.doubted(doubt)
