@@ -82,3 +82,15 @@ def test_options_that_have_no_slope_are_refused():
         EstimatorOptions(form="resampled")
     with pytest.raises(ValueError, match="microbatch is 0; expected at least 1"):
         EstimatorOptions(microbatch=0)
+
+
+def test_a_fall_by_more_than_all_the_entropy_is_not_trusted():
+    w, seen = world("tabular", 1, "bare"), set()
+    for sign in (1, -1):
+        optimizer = torch.optim.AdamW(w.policy.params.values(), lr=40.0, weight_decay=0.0)
+        batch = replace(w.batch, advantage_NS=sign * w.batch.advantage_NS)
+        found = analyze_step(w.policy, optimizer, batch, w.evaluation, options_of(w))
+        impossible = found.level.value + found.predicted.value < 0
+        assert any("below 0 it cannot be" in why for why in found.predicted.why_not) == impossible
+        seen.add(impossible)
+    assert seen == {False, True}

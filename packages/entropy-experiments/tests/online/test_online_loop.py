@@ -11,8 +11,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from entropy_experiments.online.loop import LoopProbe
-from entropy_experiments.online.probe import named_gradients
-from entropy_experiments.online.rows import SKIPPED, RowFile, metrics_of, read_rows
+from entropy_experiments.online.probe import SKIPPED, named_gradients
+from entropy_experiments.online.rows import RowFile, metrics_of, read_rows
 from entropy_experiments.online.throttle import FARTHEST, Throttle
 from oracles.tiny_grpo import PROMPTS
 from oracles.tiny_models import tiny_model, tiny_tokenizer
@@ -106,6 +106,47 @@ def test_a_step_that_was_never_made_is_told_and_not_trusted(caplog):
     assert "optimizer.step() belongs inside" in said[0]
 
 
+class _Halving(torch.optim.AdamW):
+    """A step() of its own: half of AdamW's."""
+
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in params]
+        super().step(closure)
+        with torch.no_grad():
+            for p, old in zip(params, before, strict=True):
+                p.lerp_(old, 0.5)
+
+
+@pytest.mark.parametrize("how", ["as predicted", "clipped inside", "its own step()"])
+def test_a_step_other_than_the_one_predicted_is_not_trusted(how):
+    """The offline rule: 5 %. Before, such rows were trusted whatever was made of the step."""
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    kind = {
+        "as predicted": torch.optim.AdamW,
+        "clipped inside": torch.optim.SGD,
+        "its own step()": _Halving,
+    }[how]
+    optimizer = kind(model.parameters(), lr=1e-3)
+    options = {"prompts": PROMPTS, "max_new_tokens": 10, "drawn": 6, "max_overhead": None}
+    probe = LoopProbe(model, optimizer, tokenizer, **options)
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    with probe.step():
+        if how == "clipped inside":
+            clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    assert probe.off is None
+    (row,) = probe.rows
+    made = how == "as predicted"
+    assert (row["step_mismatch"] < 0.05) == made
+    assert bool(row["trusted"]) == made
+    told = [why for why in row["why_not"] if "away from the one predicted, more than 5%" in why]
+    assert len(told) == (not made)
+    for reason in ("gradients were changed", "hooks", "subclass"):
+        assert all(reason in why for why in told)
+
+
 def test_a_step_of_nothing_is_not_trusted(caplog):
     """No gradient, no momentum, no decay: predicted as nothing, made as nothing."""
     model, tokenizer = tiny_model(), tiny_tokenizer()
@@ -135,10 +176,11 @@ def test_the_rounding_of_coarse_weights_is_not_in_the_interval(dtype):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     options = {"prompts": PROMPTS, "max_new_tokens": 10, "drawn": 6, "max_overhead": None}
-    probe = LoopProbe(model, optimizer, tokenizer, **options)
+    probe = LoopProbe(model, optimizer, tokenizer, order=2, **options)
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     model(**batch, labels=batch["input_ids"]).loss.backward()
     with probe.step():
+        predicted = probe._watch.probe.predicted
         optimizer.step()
     assert probe.off is None
     (row,) = probe.rows
@@ -146,6 +188,9 @@ def test_the_rounding_of_coarse_weights_is_not_in_the_interval(dtype):
     why = "weights are bfloat16, whose rounding the interval has not"
     assert (row["trusted"] == 0) == (dtype == torch.bfloat16)
     assert (why in row["why_not"]) == (dtype == torch.bfloat16)
+    # To second order the prediction rests on a measurement with the same weights.
+    assert (why in predicted.second_order.why_not) == (dtype == torch.bfloat16)
+    assert why not in predicted.change.why_not
 
 
 def test_where_a_scaler_may_leave_steps_out_it_is_no_surprise(caplog):

@@ -6,6 +6,7 @@ the optimizer really makes, and measurements are exact changes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,44 @@ def test_groups_may_have_other_rates_and_the_first_may_rest():
         probe.before_step({n: p.grad for n, p in policy.params.items()}, optimizer)
         optimizer.step()
         assert probe.after_step().mismatch < 1e-12
+
+
+def test_a_slope_lost_in_its_noise_has_no_linear_range():
+    training = Training("tabular", "adamw")
+    training.probe.before_step(training.backward(), training.optimizer)
+    training.optimizer.step()
+    found = training.probe.after_step()
+    value = found.prediction.change.value
+
+    def reach(*interval):
+        change = replace(found.prediction.change, interval=interval)
+        return replace(found, prediction=replace(found.prediction, change=change)).linear_range
+
+    assert reach(-1.0, 1.0) is None
+    assert reach(*sorted((0.9 * value, 1.1 * value))) > 0
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_fall_by_more_than_all_the_entropy_is_not_trusted(order):
+    """Along one gradient at ever higher rates, and along its opposite, which raises entropy."""
+    why = "below 0 it cannot be"
+    seen = set()
+    for sign, rate in ((1, 0.02), (1, 50.0), (-1, 0.02), (-1, 50.0)):
+        policy = TabularPolicy.random(3)
+        buffer = Fresh(lambda _, policy=policy: all_rollouts(policy))
+        probe = OnlineProbe(policy, buffer, order=order)
+        generator = torch.Generator().manual_seed(3)
+        gradient = {
+            name: sign * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+            for name, value in policy.params.items()
+        }
+        optimizer = torch.optim.SGD(list(policy.params.values()), lr=rate)
+        found = probe.before_step(gradient, optimizer)
+        for one in filter(None, (found.change, found.second_order)):
+            impossible = found.entropy.value + one.value < 0
+            assert any(why in reason for reason in one.why_not) == impossible
+            seen.add(impossible)
+    assert seen == {False, True}
 
 
 def test_a_skipped_step_measures_nothing():

@@ -207,10 +207,13 @@ def test_without_rewards_there_is_one_book(summary):
     ]
 
 
-def test_what_is_left_is_judged_by_its_interval(summary):
+def test_what_is_left_is_judged_by_its_interval_and_its_size(summary):
     assert row(influence_report(summary), "unexplained entropy").endswith("+0.0003: nothing")
     ledger = summary["evaluations"][0]["ledger"]["entropy"]
-    ledger["unexplained"]["interval"] = [-0.0005, -0.0001]
+    ledger["unexplained"] = estimate(-0.0000255, 1e-6, [-0.000028, -0.000023])
+    told = row(influence_report(summary), "unexplained entropy")
+    assert told.endswith("-2.3e-05: 0.3% of the change, so two orders suffice")
+    ledger["unexplained"] = estimate(-0.002, 1e-4, [-0.0022, -0.0018])
     assert "outside the range where two orders suffice" in row(
         influence_report(summary), "unexplained entropy"
     )

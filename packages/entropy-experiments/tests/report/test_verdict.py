@@ -68,7 +68,7 @@ def test_a_curvature_that_is_not_trusted_explains_nothing(probed):
     assert found.predicted is not None
     sure = 1e-6 * found.predicted.total
     apart = _Apart(**{**vars(found), "bend": sure, "linear_range": 0.25})
-    assert "it misses by more than its curvature" in "\n".join(verdict(apart))
+    assert "its curvature does not account for that" in "\n".join(verdict(apart))
     assert "up to learning rate 0.25" in "\n".join(verdict(apart))
     doubtful = replace(apart, bend=replace(sure, given_reasons=("the widths disagree",)))
     text = "\n".join(verdict(doubtful))
@@ -473,3 +473,12 @@ def test_imported_rollouts_are_not_taken_for_drawn_ones(tmp_path):
     save_rollouts(kept / "evaluation", drawn.evaluation, meta=drawn_at)
     with pytest.raises(ValueError, match=r"drawn with another .*model, .*; expected rollouts of"):
         gather(small(tmp_path, f"rollouts.load={kept}"), path)
+
+
+def test_a_fall_by_more_than_all_the_entropy_is_not_trusted(tmp_path):
+    changes = {"update.lr": 3.0, "importance.enabled": False, "approx_delta_h.curvature": False}
+    results = run(tmp_path, changes)
+    assert results["deltaH1"] < -results["H_orig"] < 0
+    assert not results["estimates"]["deltaH1"]["trusted"]
+    assert "The prediction is NOT trusted: it is a fall of" in said(results)
+    assert "below 0 it cannot be" in said(results)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from entropy_experiments.attribution.eventual import momentum_of
-from entropy_experiments.report.verdict import _agreement
+from entropy_experiments.report.html import books
+from entropy_experiments.report.verdict import _agreement, verdict
 from entropy_experiments.types import AdamGroup, OptimizerState, Rollouts, UpdateBatch
 
 pytestmark = pytest.mark.naive
@@ -34,10 +35,14 @@ class Number:
         return Number(self.value + other.value, self.half + other.half)
 
 
-def words(predicted, measured, half, *, noise=0.0, bend=0.0, reach=1.0, trusted=True):
-    """Of a step at learning rate 0.01 whose paired difference has an interval of +- half."""
+def words(predicted, measured, half, *, noise=0.0, bend=0.0, reach=1.0, trusted=True, sure=True):
+    """Of a step at learning rate 0.01 whose paired difference has an interval of +- half.
+
+    `sure`: the prediction's own interval excludes 0.
+    """
     return _agreement(
         SimpleNamespace(
+            predicted=SimpleNamespace(total=Number(predicted, 0.0 if sure else 2 * abs(predicted))),
             change=Number(measured, noise),
             difference=Number(predicted - measured, half),
             bend=Number(bend, 0.0, trusted),
@@ -54,6 +59,38 @@ def test_it_agrees_when_the_whole_interval_is_within_a_tenth_of_the_change():
 
 def test_a_change_below_its_own_noise_is_no_disagreement():
     assert "below its own noise" in words(-0.0002, 0.0001, 0.0005, noise=0.0004)
+
+
+def test_no_percentage_of_a_change_below_its_own_noise():
+    """However far apart the two are, and however many linear ranges the step is long."""
+    unsure = {"noise": 4e-4, "reach": 0.001}
+    said = words(-0.0002, 0.0001, 1e-5, sure=False, **unsure)
+    assert said == "agrees with the measurement, whose change is below its own noise"
+    said = words(-0.001, 0.0001, 1e-5, sure=True, **unsure)
+    assert said.startswith("does not agree with the measurement (whose change is below its own")
+    assert "%" not in said
+
+
+def test_no_linear_range_of_a_slope_lost_in_its_noise(probed):
+    found, _ = probed
+    sure = replace(found, bend=replace(found.bend, given_reasons=(), own_reasons=()))
+    assert "holds within 10 % up to learning rate 0.25" in "\n".join(
+        verdict(replace(sure, linear_range=0.25))
+    )
+    text = "\n".join(verdict(replace(sure, linear_range=None)))
+    assert "how far the straight line holds is not known: the predicted change is below" in text
+    change = replace(found.change, interval=(-1.0, 1.0))
+    lost = replace(found, measured={**found.measured, found.lr: change})
+    assert "of the change" not in "\n".join(verdict(lost)).partition("  difference")[2][:120]
+
+
+@pytest.mark.parametrize(("interval", "reach"), [((-0.02, -0.01), 0.15), ((-0.04, 0.01), None)])
+def test_the_curve_has_a_linear_range_where_its_slope_is_known(interval, reach):
+    slope = {"value": -0.015, "interval": interval}
+    curve = books.curve(0.1, slope, {"value": 0.001, "interval": (0.0, 0.001)}, [])
+    assert curve["linear_range"] == (reach and pytest.approx(reach))
+    assert curve["unsure"] == (reach is None)
+    assert books.curve(0.1, slope, None, [], linear_range=0.15)["linear_range"] == reach
 
 
 def test_a_wide_interval_decides_nothing():
@@ -74,7 +111,15 @@ def test_a_step_too_long_for_a_straight_line_does_not_agree():
 def test_a_miss_is_its_curvature_or_more():
     missed = (-0.013, -0.01, 0.001)
     assert words(*missed, bend=0.003).endswith("it misses by its curvature")
-    assert "it misses by more than its curvature" in words(*missed, bend=0.0)
+    assert "its curvature does not account for that" in words(*missed, bend=0.0)
+
+
+def test_a_narrow_interval_does_not_make_a_small_rest_large():
+    """Two orders are 0.4 % off: the paired interval excludes 0, and the miss is the curvature."""
+    said = words(-0.013, -0.01, 1e-6, bend=0.00304)
+    assert said == "does not agree with the measurement (30% off): it misses by its curvature"
+    assert "two orders do not suffice" in words(-0.013, -0.01, 1e-6, bend=0.0019)
+    assert "two orders do not suffice" in words(-0.013, -0.01, 1e-6, bend=0.0041)
 
 
 def test_a_curvature_that_is_not_trusted_explains_nothing():
@@ -84,8 +129,8 @@ def test_a_curvature_that_is_not_trusted_explains_nothing():
 
 def test_no_measured_change_at_all():
     assert words(-0.001, 0.0, 0.0005) == (
-        "does not agree with the measurement: it misses by more than its curvature, two orders do "
-        "not suffice here"
+        "does not agree with the measurement (whose change is below its own noise): its curvature "
+        "does not account for that, two orders do not suffice here"
     )
 
 
@@ -96,10 +141,27 @@ def test_coupled_decay_lives_on_in_momentum_as_the_gradient_does(probed):
     decay, gradient = lines["decay"].value, lines["gradient"].value
     apart = replace(found, momentum_decay=0.9, coupled_decay=False)
     assert apart.gradient_eventual.value == pytest.approx(10 * gradient)
-    assert apart.baseline_eventual == pytest.approx(decay / (decay + 10 * gradient))
     joined = replace(found, momentum_decay=0.9, coupled_decay=True)
-    assert joined.baseline_eventual == pytest.approx(decay / (decay + gradient))
-    assert joined.baseline_eventual != pytest.approx(apart.baseline_eventual)
+    for got, part in ((apart, decay), (joined, 10 * decay)):
+        assert [x.value for x in got.baseline_eventual] == pytest.approx(
+            [part, part + 10 * gradient]
+        )
+
+
+def test_the_eventual_share_of_a_total_lost_in_its_noise_is_withheld(probed):
+    found, _ = probed
+    lines = found.predicted.lines
+    gradient = lines["gradient"]
+
+    def eventual(gradient):
+        """What is printed where this is the gradient's line."""
+        predicted = replace(found.predicted, lines={**lines, "gradient": gradient})
+        text = "\n".join(verdict(replace(found, predicted=predicted)))
+        return text.partition("earlier batches' share): ")[2].splitlines()[0]
+
+    lost = replace(gradient, value=0.01 * gradient.stderr)
+    assert eventual(lost) == "no share given, the total's interval contains 0"
+    assert eventual(replace(gradient, value=1e3 * gradient.stderr)).endswith(("%", "none"))
 
 
 def group(name, **changes):

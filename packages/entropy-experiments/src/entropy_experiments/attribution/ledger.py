@@ -33,6 +33,7 @@ from entropy_experiments.estimate.first_order import (
     first_order,
     slope_estimand,
 )
+from entropy_experiments.estimate.level import level_of_scores, within_entropy
 from entropy_experiments.estimate.measured import measured as entropy_change
 from entropy_experiments.estimate.modes import Mode, used_forward_mode
 from entropy_experiments.estimate.ratio import score_all
@@ -178,7 +179,9 @@ def entropy_ledger(
     )
     given_step = (policy, trained, batch, objective, direction)
     step = _Step(*given_step, momentum_decay, coupled_decay, microbatch)
-    return _ledger(step, known, estimand, directions)
+    found = _ledger(step, known, estimand, directions)
+    level = level_of_scores(base, evaluation, estimand)
+    return replace(found, predicted=within_entropy(found.predicted, level))
 
 
 def reward_ledger(

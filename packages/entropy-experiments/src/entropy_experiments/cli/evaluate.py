@@ -65,7 +65,9 @@ def evaluate(
     seed: Annotated[int | None, typer.Option("--seed", help="Of problems and responses.")] = None,
     rewards: Annotated[
         list[str] | None,
-        typer.Option("--reward", metavar="NAME", help="What passes (at 1); may be repeated."),
+        typer.Option(
+            "--reward", metavar="NAME", help="What passes (at 1 or more); may be repeated."
+        ),
     ] = None,
     threshold: Annotated[
         float | None,

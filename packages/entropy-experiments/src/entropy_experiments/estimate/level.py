@@ -65,6 +65,16 @@ def level_of_scores(
     )
 
 
+def within_entropy(predicted: Estimate, level: Estimate) -> Estimate:
+    """The prediction; not trusted where it is a fall by more than all the entropy there is."""
+    if predicted.value >= -level.value:
+        return predicted
+    return predicted.doubted(
+        f"it is a fall of {-predicted.value:.3g} nats, and the entropy is only {level.value:.3g}, "
+        "below 0 it cannot be: the step is too long for this prediction"
+    )
+
+
 def _sums(scores: Scores, rollouts: Rollouts, estimand: Estimand) -> Tensor:
     moved_NS = scores.logprob_NS - drawn_with(scores, rollouts)
     return torch.stack(ratio_sums(payload(scores, estimand), moved_NS, rollouts, estimand), 1)

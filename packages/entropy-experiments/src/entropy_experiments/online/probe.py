@@ -42,7 +42,7 @@ from entropy_experiments.estimate.first_order import (
     slope_estimand,
     slope_of_scores,
 )
-from entropy_experiments.estimate.level import level_of_scores
+from entropy_experiments.estimate.level import level_of_scores, within_entropy
 from entropy_experiments.estimate.measured import (
     change,
     coarse_weights,
@@ -58,7 +58,14 @@ from entropy_experiments.online.buffers import Buffer
 from entropy_experiments.threads import chosen_threads
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
 from entropy_experiments.types.direction import BASELINE_PARTS
+from entropy_experiments.update.certificate import APART
 from entropy_experiments.update.live import live_direction
+
+NEVER_MADE = (
+    "a step was predicted, and no weight changed: it was never made, or is lost in the weights' "
+    "rounding"
+)
+SKIPPED = "no weight changed: the optimizer made no step"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,6 +133,28 @@ class StepMeasurement:
         return self.moved == 0
 
     @property
+    def apart(self) -> bool:
+        """The step that was made is not the one that was predicted."""
+        return self.mismatch is not None and not self.mismatch <= APART
+
+    @property
+    def why_not(self) -> tuple[str, ...]:
+        """Why prediction and measurement are not to be trusted as one step's; empty: they are."""
+        reasons = []
+        if self.never_made:
+            reasons.append(NEVER_MADE)
+        elif self.skipped:
+            reasons.append(SKIPPED)
+        elif self.apart:
+            reasons.append(
+                f"the step that was made is {self.mismatch:.0%} away from the one predicted, more "
+                f"than {APART:.0%}: gradients were changed after the prediction (clip them before "
+                "it), the optimizer has hooks or is a subclass with a step() of its own, or the "
+                "weights' rounding took part of the step"
+            )
+        return tuple(dict.fromkeys((*reasons, *self.prediction.best.why_not, *self.change.why_not)))
+
+    @property
     def bend(self) -> Estimate:
         """What the straight line missed; paired, hence far less noisy than either."""
         return self.change - self.prediction.change
@@ -139,10 +168,12 @@ class StepMeasurement:
     @property
     def linear_range(self) -> float | None:
         """The learning rate up to which the prediction would be within 10 % of the measurement."""
-        bend = abs(self.bend.value)
+        bend, predicted = abs(self.bend.value), self.prediction.change
         if self.skipped or bend == 0:
             return None
-        return LINEAR_TOLERANCE * abs(self.prediction.change.value) / bend * self.prediction.lr
+        if predicted.interval is not None and predicted.covers(0.0):
+            return None  # a tenth of a change that may be 0
+        return LINEAR_TOLERANCE * abs(predicted.value) / bend * self.prediction.lr
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -225,15 +256,18 @@ class OnlineProbe:
             change = in_sample
             if own is not None:
                 change = direction.lr * self._across(own, direction, given, base, slopes, mode)
+            level = level_of_scores(base, rollouts, self.estimand)
             second = None
             if self.order == 2:
                 # On its own batch only the bend is taken as it is seen (see `_corrected`).
                 second = change + even_part(in_sample, self._behind(direction, rollouts, base))
+                second = within_entropy(second, level)
+            change = within_entropy(change, level)
         if own is None:
             self.buffer.scored(base.logprob_NS)
         prediction = StepPrediction(
             step=self.step,
-            entropy=level_of_scores(base, rollouts, self.estimand),
+            entropy=level,
             change=change,
             second_order=second,
             baseline=baseline[0] if baseline else None,
@@ -321,7 +355,9 @@ class OnlineProbe:
             self.policy, behind, rollouts, microbatch=self.microbatch, ranks=self.ranks
         )
         rounding = step_rounding(params, behind, direction.total, eta)
-        return change(base, scores, rollouts, self.estimand, step_rounding=rounding)
+        seen = change(base, scores, rollouts, self.estimand, step_rounding=rounding)
+        doubt = coarse_weights(self.policy)
+        return seen.doubted(doubt) if doubt else seen
 
     def _across(
         self,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from entropy_experiments.online.probe import StepMeasurement
+from entropy_experiments.online.probe import NEVER_MADE, StepMeasurement
 from entropy_experiments.report.training_rows import last_branch
 from entropy_experiments.types import Estimate
 
@@ -25,11 +25,6 @@ ALIASES = {
     "simple_entropy_step_count": "probed_steps",
 }
 """Names of the earlier probe's curves."""
-NEVER_MADE = (
-    "a step was predicted, and no weight changed: it was never made, or is lost in the weights' "
-    "rounding"
-)
-SKIPPED = "no weight changed: the optimizer made no step"
 NOT_PLOTTED = ("why_not", "missing", "policy", "sampling")
 SCHEMA = 1
 
@@ -47,7 +42,6 @@ def row_of(
     `sampling`: options by which training samples from another distribution than the policy's.
     """
     prediction, weights = found.prediction, found.change.diagnostics["weights"]
-    never = (NEVER_MADE,) if found.never_made else (SKIPPED,) if found.skipped else ()
     row: dict[str, Any] = {
         "schema": SCHEMA,
         "step": step,
@@ -78,11 +72,11 @@ def row_of(
         "step_norm": found.moved,
         "step_mismatch": found.mismatch,
         "skipped": float(found.skipped),
-        "trusted": float(found.change.trusted and prediction.best.trusted and not found.skipped),
+        "trusted": float(not found.why_not),
         "rollouts": prediction.rollouts,
         "probed_steps": probed_steps,
         "overhead": overhead,
-        "why_not": list(dict.fromkeys((*never, *prediction.best.why_not, *found.change.why_not))),
+        "why_not": list(found.why_not),
     }
     return _without_nan(row, _reasons(found))
 
@@ -149,7 +143,8 @@ def _reasons(found: StepMeasurement) -> dict[str, str]:
     prediction = found.prediction
     reasons = {
         "k_hat": "fewer than 100 rollouts, or weights so even that it says nothing",
-        "linear_range": "the step was skipped, or measured exactly as predicted",
+        "linear_range": "the step was skipped, or measured exactly as predicted, or the interval "
+        "of the predicted change contains 0",
         "step_mismatch": NEVER_MADE,
         "baseline": "parts=False",
         "baseline_share": "parts=False, or a predicted change of zero",

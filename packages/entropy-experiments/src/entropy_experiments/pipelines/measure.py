@@ -33,7 +33,7 @@ from entropy_experiments.config import Config, load_config, parse_config
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.curvature import curvature
 from entropy_experiments.estimate.first_order import first_order
-from entropy_experiments.estimate.level import entropy_level
+from entropy_experiments.estimate.level import entropy_level, within_entropy
 from entropy_experiments.estimate.measured import Case, measured_many
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.pipelines.influence.batches import gather_study
@@ -261,7 +261,7 @@ def _points(
         changes = measured_many(
             policy, rollouts, {"step": direction}, etas, base=base, clips=clips, **inputs.measuring
         )
-    return [_point(eta, plan, slope, bend, changes, own) for eta in etas], level
+    return [_point(eta, plan, slope, bend, changes, own, level) for eta in etas], level
 
 
 def _point(
@@ -271,14 +271,15 @@ def _point(
     bend: Estimate | None,
     changes: Mapping[Case, Estimate],
     own: float | None,
+    level: Estimate,
 ) -> dict[str, Any]:
     found: dict[str, Estimate] = {}
     if plan.compute_true:
         found["measured"] = changes[Case("step", eta, own)]
     if plan.compute_linear and slope is not None:
-        found["linear"] = eta * slope
+        found["linear"] = within_entropy(eta * slope, level)
     if slope is not None and bend is not None:
-        found["linquad"] = combine([(eta, slope), (eta**2 / 2, bend)])
+        found["linquad"] = within_entropy(combine([(eta, slope), (eta**2 / 2, bend)]), level)
     out: dict[str, Any] = {"eta": eta, **{name: numbers(e) for name, e in found.items()}}
     if "measured" in found:
         out["diagnostics"] = weights_of(found["measured"])

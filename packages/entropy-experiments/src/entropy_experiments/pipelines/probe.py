@@ -25,7 +25,7 @@ from entropy_experiments.config import Config, load_config, parse_config
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.curvature import curvature
 from entropy_experiments.estimate.first_order import first_order, first_order_by_part
-from entropy_experiments.estimate.level import entropy_level
+from entropy_experiments.estimate.level import entropy_level, within_entropy
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
@@ -117,6 +117,9 @@ class OfflineEntropyProbe:
             reasons=inputs.reasons if inputs.real else (),
             unfollowed=inputs.facts.unfollowed if inputs.real else (),
         )
+        if predicted is not None:
+            predicted = replace(predicted, total=within_entropy(predicted.total, level))
+        to_go = to_go and within_entropy(to_go, level)
         doubt = made.doubt(certificate)
         if doubt:
             predicted = predicted and predicted.doubted(doubt)
@@ -201,6 +204,9 @@ class OfflineEntropyProbe:
         # A curvature near 0 within its error bar would promise a range that nobody has seen.
         low = bend.diagnostics["linear_range_low"]
         reach = bend.diagnostics["linear_range"] if low is None else low
+        total = predicted.total
+        if total.interval is not None and total.covers(0.0):
+            reach = None  # a tenth of a slope that may be 0
         return predicted, lr**2 / 2 * bend, reach
 
     def _to_go(self, inputs: ProbeInputs, direction: Direction, base: Scores) -> Estimate | None:

@@ -18,7 +18,7 @@ import torch
 from entropy_experiments.checkpoints.runs import embedded_trajectory, steps_of
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.first_order import first_order
-from entropy_experiments.estimate.level import entropy_level
+from entropy_experiments.estimate.level import entropy_level, within_entropy
 from entropy_experiments.estimate.measured import even_part, measured_many
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.pipelines.probe_inputs import gather, measuring
@@ -138,13 +138,15 @@ def _probed(config: Config, path: Path, number: int, avoid: set[PromptIds]) -> T
     ahead, behind = measured_many(
         policy, rollouts, {"step": direction}, [inputs.lr, -inputs.lr], **shared, **common
     ).values()
+    second_order = predicted + even_part(predicted, behind)
+    level = entropy_level(policy, rollouts, **shared, **common)
     reward_N = inputs.update.reward_N
     return TrajectoryStep(
         name=inputs.checkpoint.name,
         step=number,
-        level=entropy_level(policy, rollouts, **shared, **common),
-        predicted=predicted,
-        second_order=predicted + even_part(predicted, behind),
+        level=level,
+        predicted=within_entropy(predicted, level),
+        second_order=within_entropy(second_order, level),
         measured=ahead,
         reward=None if reward_N is None else float(reward_N.double().mean()),
     )

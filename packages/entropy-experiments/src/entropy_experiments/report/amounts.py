@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 Numbers = Mapping[str, Any]
+AGREEMENT = 0.1
+"""Of the measured change: how much one or two orders may leave over and still agree with it."""
 
 
 def value_of(estimate: Numbers) -> float:
@@ -20,8 +22,21 @@ def spoken(estimate: Numbers) -> str:
 
 
 def contains_zero(estimate: Numbers) -> bool:
-    interval = estimate["interval"]
+    interval = estimate.get("interval")
     return interval is not None and interval[0] <= 0 <= interval[1]
+
+
+def left_over(rest: Numbers, measured: Numbers) -> str:
+    """What lines and curvature leave of the measured change, in words; `rest` has an interval.
+
+    A paired interval is narrow: that it excludes 0 does not make what is left over large.
+    """
+    if contains_zero(rest):
+        return "nothing"
+    share = abs(value_of(rest) / value_of(measured)) if value_of(measured) else float("inf")
+    if share <= AGREEMENT:
+        return f"{share:.1%} of the change, so two orders suffice"
+    return "the step is outside the range where two orders suffice"
 
 
 def cell(value: float | None, width: int, form: str = "+.2e") -> str:

@@ -9,6 +9,8 @@ from entropy_experiments.report.html import words
 
 Result = Mapping[str, Any]
 TOKENS_SHOWN = 8
+REWARD = "reward:"
+"""Before the name of a reward function whose mean was measured: one that is no pass or fail."""
 
 
 def evaluation_report(result: Result) -> list[str]:
@@ -20,8 +22,8 @@ def evaluation_report(result: Result) -> list[str]:
         f"{settings['dataset']}{split}: {settings['prompts']} prompts, {settings['samples']} "
         f"responses each, {law}, at most {settings['max_new_tokens']} tokens, seed "
         f"{settings['seed']}",
-        f"A response passes with {' and '.join(settings['rewards'])} at 1. Intervals: 95 %, by "
-        "prompt.",
+        f"A response passes with {' and '.join(settings['rewards'])} at least 1. Intervals: "
+        "95 %, by prompt.",
     ]
     lines += _table("Task", *_task(result))
     lines += _table("Responses", *_responses(result))
@@ -36,11 +38,27 @@ def evaluation_report(result: Result) -> list[str]:
 def _task(result: Result) -> tuple[list[str], list[list[str]]]:
     names = ["pass_rate", *(f"pass@{k}" for k in result["k"] if k > 1), "format_rate", "answered"]
     heads = {"pass_rate": "pass rate", "format_rate": "format"}
+    graded = _graded(result)
     rows = [
-        [one["label"], *(_percent(one["measures"][name]) for name in names)]
+        [
+            one["label"],
+            *(_percent(one["measures"][name]) for name in names),
+            *(_mean(one["measures"].get(name)) for name in graded),
+        ]
         for one in result["checkpoints"]
     ]
-    return ["checkpoint", *(heads.get(name, name) for name in names)], rows
+    means = (f"mean {name.removeprefix(REWARD)}" for name in graded)
+    return ["checkpoint", *(heads.get(name, name) for name in names), *means], rows
+
+
+def _graded(result: Result) -> list[str]:
+    """Reward functions that gave some checkpoint something else than 0 and 1."""
+    every = (name for one in result["checkpoints"] for name in one["measures"])
+    return [name for name in dict.fromkeys(every) if name.startswith(REWARD)]
+
+
+def _mean(found: Mapping[str, Any] | None) -> str:
+    return "0s and 1s alone" if found is None else _plain(found, 3)
 
 
 def _responses(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -66,18 +84,25 @@ def _responses(result: Result) -> tuple[list[str], list[list[str]]]:
 def _changes(result: Result) -> tuple[str, list[str], list[list[str]]]:
     largest = f"pass@{max(result['k'])}"
     names = ["pass_rate", *([largest] if largest != "pass@1" else []), "format_rate"]
+    graded = _graded(result)
     rows = [
         [
             one["label"],
             *(_points(one["measures"][name]) for name in names),
+            *(_change(one["measures"].get(name)) for name in graded),
             _signed(one["measures"]["length"], 1),
             _signed(one["measures"]["entropy"], 3),
         ]
         for one in result["differences"]
     ]
     first = result["differences"][0]["from"]
-    head = ["checkpoint", "pass rate, points", *names[1:-1], "format", "tokens", "entropy"]
+    means = [f"mean {name.removeprefix(REWARD)}" for name in graded]
+    head = ["checkpoint", "pass rate, points", *names[1:-1], "format", *means, "tokens", "entropy"]
     return f"Change from {first}, same prompts and seeds", head, rows
+
+
+def _change(found: Mapping[str, Any] | None) -> str:
+    return "0s and 1s alone" if found is None else _signed(found, 3)
 
 
 def _tokens(result: Result) -> list[str]:

@@ -76,7 +76,10 @@ class Findings:
     bend: Estimate | None
     """lr^2 / 2 times the curvature."""
     linear_range: float | None
-    """The eta up to which the bend is within 10 % of the slope, at its interval's larger end."""
+    """The eta up to which the bend is within 10 % of the slope, at its interval's larger end.
+
+    None without a curvature, and where the slope's own interval contains 0: 10 % of what?
+    """
     measured: Mapping[float, Estimate] | None
     """By eta; the learning rate is among them."""
     real: bool
@@ -160,16 +163,15 @@ class Findings:
         return self._eventual("gradient")
 
     @property
-    def baseline_eventual(self) -> float | None:
-        """Decay's share beside what this batch does in the end.
+    def baseline_eventual(self) -> tuple[Estimate, Estimate] | None:
+        """What decay does in the end, and what decay and this batch do together: for a share.
 
         Momentum has none: it is what earlier batches do in the end.
         """
         decay, gradient = self._eventual("decay"), self._eventual("gradient")
         if decay is None or gradient is None:
             return None
-        total = decay.value + gradient.value
-        return decay.value / total if total else None
+        return decay, decay + gradient
 
     def _eventual(self, part: str) -> Estimate | None:
         if self.predicted is None:

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from entropy_experiments.report.amounts import Numbers, cell, contains_zero, spoken, value_of
+from entropy_experiments.report.amounts import (
+    Numbers,
+    cell,
+    contains_zero,
+    left_over,
+    spoken,
+    value_of,
+)
 from entropy_experiments.report.html.words import sampling_points
 from entropy_experiments.report.influence_answers import budget, fisher, left_out, what_if
 
@@ -154,7 +161,7 @@ def _ledger(evaluation: Mapping[str, Any]) -> list[str]:
     for title, book in books:
         rest = book.get("unexplained")
         if rest is not None:
-            lines.append(f"  unexplained {title.split(',')[0]}: {_settled(rest)}")
+            lines.append(f"  unexplained {title.split(',')[0]}: {_settled(rest, book['measured'])}")
         lines += [f"  Note: {note}." for note in book.get("notes", ())]
     return lines
 
@@ -178,14 +185,11 @@ def _share(share: float) -> str:
     return f" {share:>+{SHARE}.0%}" if abs(share) >= 0.005 else f" {'none':>{SHARE}}"
 
 
-def _settled(rest: Numbers) -> str:
+def _settled(rest: Numbers, measured: Numbers) -> str:
     interval = rest["interval"]
     if interval is None:
         return "no interval, so nothing can be said"
-    ends = f"95% {interval[0]:+.2g} to {interval[1]:+.2g}"
-    if interval[0] <= 0 <= interval[1]:
-        return f"{ends}: nothing"
-    return f"{ends}: the step is outside the range where two orders suffice"
+    return f"95% {interval[0]:+.2g} to {interval[1]:+.2g}: {left_over(rest, measured)}"
 
 
 # How far to believe it.

@@ -20,7 +20,7 @@ NULLS = {
     "noise_floor": "rounding and repacking were not tried for this number",
     "k_hat": "says nothing: fewer than 100 rollouts, weights nearly equal, or not weighted at all",
     "samples_needed": "more than can be told: the policies are too far apart",
-    "linear_range": "infinite: no curvature",
+    "linear_range": "infinite: no curvature; or the slope's own interval contains 0",
     "git": "not run from a repository",
 }
 """Why a field may be null."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from entropy_experiments.report.amounts import AGREEMENT
 from entropy_experiments.report.findings import Findings
 from entropy_experiments.types import Estimate
 
@@ -115,17 +116,12 @@ def _comparison(found: Findings) -> list[str]:
         gap = found.difference
         share = (
             f", {abs(gap.value / found.change.value):.1%} of the change"
-            if found.change.value
+            if found.change.value and not _lost(found.change)
             else ""
         )
         lines.append(f"  difference       {spoken(gap)}, paired{share}")
     if found.bend is not None and found.predicted is not None:
-        reach = (
-            f"the straight line holds within 10 % up to learning rate {_rate(found.linear_range)}"
-            if found.bend.trusted
-            else "not trusted, so how far the straight line holds is not known"
-        )
-        lines.append(f"  curvature adds   {spoken(found.bend)}; {reach}")
+        lines.append(f"  curvature adds   {spoken(found.bend)}; {_reach(found.bend, found)}")
     if found.difference is not None and found.difference.interval is not None:
         lines.append(f"  so the prediction {_agreement(found)}")
     if found.bend is None and found.predicted is not None:
@@ -140,8 +136,15 @@ def _comparison(found: Findings) -> list[str]:
     return lines
 
 
-AGREEMENT = 0.1
-"""Of the measured change: how far the paired interval may reach for the prediction to agree."""
+def _reach(bend: Estimate, found: Findings) -> str:
+    if not bend.trusted:
+        return "not trusted, so how far the straight line holds is not known"
+    if found.linear_range is None:
+        return (
+            "how far the straight line holds is not known: the predicted change is below its own "
+            "noise"
+        )
+    return f"the straight line holds within 10 % up to learning rate {_rate(found.linear_range)}"
 
 
 def _agreement(found: Findings) -> str:
@@ -152,9 +155,14 @@ def _agreement(found: Findings) -> str:
     assert change is not None
     if max(map(abs, gap.interval)) <= AGREEMENT * abs(change.value):
         return f"agrees with the measurement, to within {AGREEMENT:.0%} of the change"
-    if change.interval is not None and change.covers(0.0) and gap.covers(0.0):
+    predicted = found.predicted.total if found.predicted else None
+    below = _lost(change)
+    if below and (gap.covers(0.0) or (predicted is not None and _lost(predicted))):
         return "agrees with the measurement, whose change is below its own noise"
-    share = f" ({abs(gap.value / change.value):.0%} off)" if change.value else ""
+    if below:
+        share = " (whose change is below its own noise)"
+    else:
+        share = f" ({abs(gap.value / change.value):.0%} off)" if change.value else ""
     off = f"does not agree with the measurement{share}"
     known = found.bend is not None and found.bend.trusted
     reach = found.linear_range if known else None
@@ -173,9 +181,10 @@ def _agreement(found: Findings) -> str:
         return off
     if not known:
         return f"{off}, and its curvature is not trusted to say why"
-    if (gap + found.bend).covers(0.0):
+    rest = gap + found.bend
+    if rest.covers(0.0) or abs(rest.value) <= AGREEMENT * abs(change.value):
         return f"{off}: it misses by its curvature"
-    return f"{off}: it misses by more than its curvature, two orders do not suffice here"
+    return f"{off}: its curvature does not account for that, two orders do not suffice here"
 
 
 def _origin(found: Findings) -> list[str]:
@@ -183,7 +192,9 @@ def _origin(found: Findings) -> list[str]:
         return []
     total, lines = found.predicted.total, found.predicted.lines
     baseline, eventual = found.baseline, found.gradient_eventual
+    in_the_end = found.baseline_eventual
     assert baseline is not None
+    assert in_the_end is not None
     assert eventual is not None
     direct, state = (found.terms[name] for name in ("direct", "state"))
     return [
@@ -193,7 +204,7 @@ def _origin(found: Findings) -> list[str]:
         f"  momentum {lines['momentum'].value:+.4g}, weight decay {lines['decay'].value:+.4g}, "
         f"this batch's gradient {lines['gradient'].value:+.4g}",
         f"  baseline (momentum and decay) share of this step: {_ratio(baseline, total)}; eventual "
-        f"(momentum is earlier batches' share): {_percent(found.baseline_eventual)}",
+        f"(momentum is earlier batches' share): {_ratio(*in_the_end, digits=1)}",
         f"  this batch in the end, through the momentum it leaves: {spoken(eventual)}"
         f"{_early(found)}",
     ]
@@ -203,12 +214,6 @@ def _early(found: Findings) -> str:
     """Bias correction enlarges the first steps; later ones take less of what momentum keeps."""
     young = found.stats.step < 1 / (1 - found.momentum_decay)
     return ", overstated this early in training" if young else ""
-
-
-def _percent(share: float | None) -> str:
-    if share is None:
-        return "no share of 0"
-    return f"{share:.1%}" if abs(share) >= 0.0005 else "none"
 
 
 DIFFERENTIATED = {
@@ -265,12 +270,22 @@ def _share(part: Estimate, total: Estimate) -> str:
     return f" ({_ratio(part, total)})" if total.value else ""
 
 
-def _ratio(part: Estimate, total: Estimate) -> str:
+def _ratio(part: Estimate, total: Estimate, digits: int = 0) -> str:
     """A share of a total; of a total lost in its own error bar there is none."""
-    if total.interval is not None and total.covers(0.0):
+    if _lost(total):
         return "no share given, the total's interval contains 0"
-    return f"{part.value / total.value:.0%}" if total.value else "no share of 0"
+    if not total.value:
+        return "no share of 0"
+    share = part.value / total.value
+    return (
+        f"{share:.{digits}%}" if not digits or abs(share) >= 0.5 * 0.1 ** (digits + 2) else "none"
+    )
 
 
-def _rate(eta: float | None) -> str:
-    return "any" if eta is None or math.isinf(eta) else f"{eta:.2g}"
+def _lost(change: Estimate) -> bool:
+    """In its own noise: the interval contains 0, so that nothing can be a share of it."""
+    return change.interval is not None and change.covers(0.0)
+
+
+def _rate(eta: float) -> str:
+    return "any" if math.isinf(eta) else f"{eta:.2g}"

@@ -84,8 +84,11 @@ def _rewards(rows: Rows, samples: int, estimand: Estimand) -> dict[str, Estimate
 def differences(
     found: Mapping[str, Estimate], first: Mapping[str, Estimate]
 ) -> dict[str, Estimate]:
-    """Each measure minus the first checkpoint's, paired by prompt."""
-    return {name: honest(found[name] - first[name]) for name in found}
+    """Each measure minus the first checkpoint's, paired by prompt.
+
+    A reward that was graded in one and all 0s and 1s in the other has no mean to subtract.
+    """
+    return {name: honest(found[name] - first[name]) for name in found if name in first}
 
 
 def length_quantiles(rows: Rows) -> dict[str, float]:

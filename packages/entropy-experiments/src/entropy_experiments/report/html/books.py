@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from entropy_experiments.report.amounts import contains_zero
 from entropy_experiments.report.influence_tables import LINE_NAMES
 
 TOLERANCE = 0.1
@@ -89,9 +90,15 @@ def curve(
     *,
     linear_range: float | None = None,
 ) -> dict[str, Any]:
-    """Changes over the step size. Without `linear_range` it is found from the curvature."""
+    """Changes over the step size. Without `linear_range` it is found from the curvature.
+
+    There is none for a slope whose own interval contains 0.
+    """
     points = [{"eta": eta, **_measured(found)} for eta, found in sorted(measured)]
-    if linear_range is None and predicted is not None and curvature is not None:
+    unsure = predicted is not None and contains_zero(predicted)
+    if unsure:
+        linear_range = None
+    elif linear_range is None and predicted is not None and curvature is not None:
         # At the interval's larger end: a curvature that is not known is no reason to trust a line.
         worst = max(abs(x) for x in curvature.get("interval") or (curvature["value"],))
         linear_range = TOLERANCE * lr * abs(predicted["value"]) / worst if worst else None
@@ -102,6 +109,7 @@ def curve(
         "curvature": curvature,
         "points": points,
         "linear_range": linear_range,
+        "unsure": unsure,
         "noise_floor": max(floors, default=None),
     }
 

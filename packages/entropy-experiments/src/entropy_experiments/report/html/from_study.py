@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from entropy_experiments.report.amounts import contains_zero, left_over
 from entropy_experiments.report.html import books, words
 from entropy_experiments.report.html.covariance import covariance
 from entropy_experiments.report.html.influence_charts import FULL
@@ -84,7 +85,7 @@ def _verdict(summary: Mapping[str, Any], found: Mapping[str, Any], unit: str) ->
     share = predicted["value"]
     withheld = found["cancellation"]["withheld"]
     lines = sorted(ledger["lines"].items(), key=lambda pair: -abs(pair[1]["this_step"]))
-    if lines and share and not withheld and not _holds_zero(predicted):
+    if lines and share and not withheld and not contains_zero(predicted):
         told = [
             f"{line['this_step'] / share:.0%} {books.LINE_NAMES.get(name, name)}"
             for name, line in lines
@@ -97,7 +98,7 @@ def _verdict(summary: Mapping[str, Any], found: Mapping[str, Any], unit: str) ->
     if rest is not None and rest["interval"] is not None:
         points.append(
             f"Unexplained by all lines and curvature: {words.with_bar(rest, 2)}, "
-            + ("nothing." if _holds_zero(rest) else "more than two orders can tell.")
+            f"{left_over(rest, measured)}."
         )
     tokens = found["reliability"]
     if tokens is not None:
@@ -117,11 +118,6 @@ def _verdict(summary: Mapping[str, Any], found: Mapping[str, Any], unit: str) ->
         "doubts": [*words.doubts_of(predicted, measured), *found["doubts"]],
         "text": influence_report(summary),
     }
-
-
-def _holds_zero(estimate: Mapping[str, Any]) -> bool:
-    interval = estimate["interval"]
-    return interval is not None and interval[0] <= 0 <= interval[1]
 
 
 def _ledger(found: Mapping[str, Any], unit: str, absent: dict[str, str]) -> dict[str, Any]:
