@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.training_record import RECORD_FILE
 from entropy_experiments.cli import app
 from entropy_experiments.online.trl import EntropyProbeCallback
@@ -221,6 +222,57 @@ def test_a_swapped_base_is_refused(run, tmp_path):
     base = f"checkpoint.base={tmp_path / 'other'}"
     said = _command("run", "--checkpoint", checkpoint, "--set", base, code=2)
     assert "is not the one that training used" in said
+
+
+def _named_by_a_relative_folder(run: Path, copy: Path) -> Path:
+    """A copy of the checkpoint as a training on `base` would have left it."""
+    import shutil
+
+    shutil.copytree(run / "run", copy)
+    checkpoint = copy / f"checkpoint-{STEP}"
+    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "base"
+    (checkpoint / "adapter_config.json").write_text(json.dumps(config))
+    record = json.loads((checkpoint / RECORD_FILE).read_text())
+    record["base_location"]["name"] = "base"
+    del record["files"]["adapter_config.json"]
+    (checkpoint / RECORD_FILE).write_text(json.dumps(record))
+    return checkpoint
+
+
+def test_a_local_base_is_found_from_any_folder_and_never_looked_for_on_the_hub(
+    run, tmp_path, monkeypatch
+):
+    folder, _ = run
+    checkpoint = _named_by_a_relative_folder(folder, tmp_path / "run")
+    record = json.loads((checkpoint / RECORD_FILE).read_text())
+    assert record["base_location"]["folder"] == str((folder / "base").resolve())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    loaded = load_checkpoint(checkpoint, device_map="cpu")
+    assert "folder base (adapter_config.json)" in loaded.base
+    record["base_location"]["folder"] = str(tmp_path / "gone")
+    (checkpoint / RECORD_FILE).write_text(json.dumps(record))
+    for command in (("run", "--checkpoint"), ("evaluate",)):
+        said = _command(*command, checkpoint, code=2).replace("\n", " ")
+        assert "Base not found: training had it in the folder" in said
+        assert "Set checkpoint.base" in said
+
+
+def test_a_relative_base_is_recorded_with_its_folder(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from entropy_experiments.checkpoints.made_step import base_location
+
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = {"default": SimpleNamespace(base_model_name_or_path="base")}
+    found = base_location(SimpleNamespace(peft_config=config))
+    assert found == {"name": "base", "folder": str((tmp_path / "base").resolve())}
+    config["default"].base_model_name_or_path = "owner/model"
+    found = base_location(SimpleNamespace(peft_config=config))
+    assert found == {"name": "owner/model", "folder": None}
+    assert base_location(SimpleNamespace()) is None
 
 
 def test_a_reward_that_fails_ends_the_command_with_a_sentence(run, tmp_path):

@@ -95,17 +95,19 @@ def find_base(
     backbone: str | None,
     recorded: str | None,
     revision: str | None = None,
+    local: Path | None = None,
 ) -> Base:
     """`base` (the user's) before `backbone` before what the adapter config records.
 
-    `revision`: of the recorded one.
+    `revision`: of the recorded one. `local`: the folder that it was, by the run's own record; what
+    was a folder in training is never looked for on the hub.
     """
     if base is not None:
         return _located(str(base), layout, "checkpoint.base")
     if backbone is not None:
         return _backbone(backbone)
     if recorded:
-        return _located(recorded, layout, "adapter_config.json", revision)
+        return _located(recorded, layout, "adapter_config.json", revision, local)
     where = "adapter_config.json" if layout.kind == "lora" else MODEL_CONFIG
     got = (
         "base_model_name_or_path is empty"
@@ -378,9 +380,17 @@ def _bar_for_terminals() -> Iterator[None]:
         yield
 
 
-def _located(name: str, layout: Layout, said_by: str, revision: str | None = None) -> Base:
+def _located(
+    name: str,
+    layout: Layout,
+    said_by: str,
+    revision: str | None = None,
+    local: Path | None = None,
+) -> Base:
     given = expanded(name, f"The base, as {said_by} has it,")
     tried = [given] if given.is_absolute() else [layout.config / given, layout.root / given, given]
+    if local is not None:
+        tried = list(dict.fromkeys((local, *tried)))
     for path in tried:
         if path.suffix == ".gguf" and path.is_file():
             return Base(
@@ -389,6 +399,11 @@ def _located(name: str, layout: Layout, said_by: str, revision: str | None = Non
         if path.is_dir():
             refuse_special_files(path)
             return Base(location=os.path.normpath(path), words=f"folder {name} ({said_by})")
+    if local is not None:
+        raise FileNotFoundError(
+            f"Base not found: training had it in the folder {local}, by the run's record; tried "
+            f"{', '.join(map(str, tried))}. Set checkpoint.base to the folder where it is now."
+        )
     # "org/model" is a hub name; anything that looks like a path is a missing folder.
     hub = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and given.suffix != ".gguf"
     if not hub:

@@ -131,15 +131,16 @@ def load_checkpoint(
     elif need_optimizer and layout.optimizer is None:
         raise missing_optimizer(layout)
     facts, sources, fact_files = read_facts(layout.folders)
+    record = read_record(layout.folders)
+    local = None if record is None else record.base_folder
     given = None if base is None else str(base)
     cuda = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=cuda):
-        build = partial(_lora, quantise=quantise) if layout.kind == "lora" else _full
+        build = partial(_lora, quantise=quantise, local=local) if layout.kind == "lora" else _full
         model, found, words, notes = build(layout, given, backbone, dtype, device_map, facts)
         if dtype == "float64":
             true_float64(model)
     model.eval()
-    record = read_record(layout.folders)
     hashes = _hashes(layout, found, fact_files)
     if record is not None and record.path.parent == layout.root:
         record.refuse_changed(hashes)
@@ -197,6 +198,7 @@ def _lora(
     facts: Mapping[str, Any],
     *,
     quantise: bool,
+    local: Path | None,
 ) -> tuple[Any, Base, str, tuple[str, ...]]:
     config = read_adapter_config(layout.config)
     check_safetensors(layout.files)
@@ -206,6 +208,7 @@ def _lora(
         backbone=backbone,
         recorded=config.get("base_model_name_or_path"),
         revision=config.get("revision"),
+        local=local,
     )
     files = sorted(found.folder.glob("*.safetensors")) if found.folder else []
     check_safetensors(files)

@@ -31,6 +31,7 @@ from entropy_experiments.artifacts import sha256, write_whole
 from entropy_experiments.checkpoints.layout import find_checkpoint
 from entropy_experiments.checkpoints.made_step import (
     base_fingerprint,
+    base_location,
     gradient_bytes,
     made_step_json,
 )
@@ -100,6 +101,7 @@ class Recorder:
             "rewards": recorded_rewards(trainer),
             "prompts": prompts,
             "base": base_fingerprint(model),
+            "base_location": base_location(model),
         }
         write_facts(self.folder, trainer, self.facts)
         self._write_record(self.folder)
