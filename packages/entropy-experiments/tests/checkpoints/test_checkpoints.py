@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from entropy_experiments.checkpoints.load import load_checkpoint
-from entropy_experiments.checkpoints.optimizer_state import read_optimizer_state
-from entropy_experiments.checkpoints.optimizer_state import refuse_zero_lr
+from entropy_experiments.checkpoints.optimizer_state import read_optimizer_state, refuse_zero_lr
 from entropy_experiments.checkpoints.runs import of_the_package
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model
 

@@ -83,6 +83,11 @@ def test_run_speaks_of_the_step_that_training_made(run, tmp_path):
     assert "ASSUMED" not in said
     assert "none is assumed" in said
     assert "training's own, after clipping: 0.1)" in said
+    # Of what is on record, and compared, nothing is called open.
+    flat = said.replace("\n", " ")
+    assert "base: compared with the recorded one by a sketch" in flat
+    for verified in ("nothing records the weights", "lora_alpha: nothing", "optimizer order"):
+        assert verified not in flat
     found = json.loads((out / "results.json").read_text())
     row = _row(callback)
     for key, name in (("deltaH1", "predicted"), ("deltaH_true", "measured"), ("H_orig", "entropy")):
@@ -206,6 +211,39 @@ def test_a_changed_file_of_the_checkpoint_is_refused_by_name(run, tmp_path):
     assert "is not the file that training saved" in said
     said = _command("evaluate", file.parent, code=2)
     assert "is not the file that training saved" in said
+
+
+def _rotated_digits(file: Path) -> None:
+    """The same tokens, the ids of the digits each one further."""
+    found = json.loads(file.read_text())
+    vocabulary = found["model"]["vocab"]
+    ids = [vocabulary[digit] for digit in "0123456789"]
+    for digit, other in zip("0123456789", [*ids[1:], ids[0]], strict=True):
+        vocabulary[digit] = other
+    file.write_text(json.dumps(found))
+
+
+def _other_template(file: Path) -> None:
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "chat_template": "{{ messages }}"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("tokenizer.json", _rotated_digits), ("tokenizer_config.json", _other_template)],
+)
+def test_another_tokenizer_is_refused_by_name(run, tmp_path, name, change):
+    """Rewards are of decoded texts: with other ids they are of other texts."""
+    import shutil
+
+    folder, _ = run
+    checkpoint = tmp_path / "run" / f"checkpoint-{STEP}"
+    shutil.copytree(folder / "run", tmp_path / "run")
+    change(checkpoint / name)
+    for command in (("run", "--checkpoint"), ("evaluate",)):
+        said = _command(*command, checkpoint, code=2).replace("\n", " ")
+        assert f"{name} in" in said
+        assert "is not the file that training saved" in said
 
 
 def test_a_swapped_base_is_refused(run, tmp_path):

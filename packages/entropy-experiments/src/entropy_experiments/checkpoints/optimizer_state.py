@@ -52,6 +52,7 @@ NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 NO_DECAY_BEFORE_V5 = (r"bias",)
 """Its older rule: LayerNorm modules by class, and biases; RMSNorm weights decayed."""
 
+ORDER_NOTE = "optimizer order:"
 LARGEST_STEP = 10**12
 """Nobody trains for longer, and a damaged count may have any number of digits."""
 
@@ -140,7 +141,7 @@ def read_optimizer_state(
     alike = _alike(named)
     if order not in ("names in the file", PARAM_NAMES) and alike:
         unsure.append(
-            f"optimizer order: {path.name} does not name its parameters; {alike} of {len(named)} "
+            f"{ORDER_NOTE} {path.name} does not name its parameters; {alike} of {len(named)} "
             f"share their shape with another and were matched by position ({order} order)"
         )
     steps = sorted({float(entry["step"]) for entry in entries.values() if "step" in entry})

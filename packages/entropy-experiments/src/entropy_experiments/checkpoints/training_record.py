@@ -124,6 +124,12 @@ class TrainingRecord:
                     "batch_config.dataset_path."
                 )
 
+    def covers(self, file: Path) -> bool:
+        """Whether this file's sha256 is on record; one that differs is refused on loading."""
+        own = self.path.parent.resolve()
+        file = file.resolve()
+        return file.is_relative_to(own) and str(file.relative_to(own)) in self.files
+
     def holds(self, names: Iterable[str]) -> bool:
         """Whether the sha256 of each of these files is on record."""
         return all(name in self.files for name in names)

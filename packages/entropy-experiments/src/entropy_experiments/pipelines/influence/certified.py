@@ -6,10 +6,12 @@ training's, shares of it would be shares of a step that nobody made: it is refus
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.optimizer_state import ORDER_NOTE
 from entropy_experiments.checkpoints.runs import following
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs
@@ -23,6 +25,9 @@ from entropy_experiments.update.certificate import (
     fingerprint_certificate,
     step_certificate,
 )
+
+SAME_STEP = 1e-4
+"""Relative distance below which a rebuilt step has every moment at its own parameter."""
 
 
 def certified_step(probe: ProbeInputs, direction: Direction, stats: UpdateStats) -> dict[str, Any]:
@@ -54,6 +59,15 @@ def _refused(what: str, probe: ProbeInputs) -> ValueError:
         "made. `entropy-probe run` analyses the whole step, by the gradient that training "
         "recorded; update.batch: drawn splits a hypothetical one."
     )
+
+
+def still_open(notes: Iterable[str], distance: float | None) -> tuple[str, ...]:
+    """Of what the files leave open, what a step this near to training's (or None) leaves open too.
+
+    Moments of two parameters in each other's place would have made another step.
+    """
+    proven = distance is not None and distance < SAME_STEP
+    return tuple(note for note in notes if not (proven and note.startswith(ORDER_NOTE)))
 
 
 def certificate_of(
