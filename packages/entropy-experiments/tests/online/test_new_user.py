@@ -116,6 +116,25 @@ def test_run_draws_the_run_s_own_prompts(run, tmp_path):
     assert json.loads(log.read_text())
 
 
+def test_a_run_of_few_prompts_has_some_for_both_batches(run, tmp_path):
+    """49 prompts, no recorded batch: training's four are left for the update."""
+    import shutil
+
+    folder, _ = run
+    checkpoint = tmp_path / "run" / f"checkpoint-{STEP}"
+    shutil.copytree(folder / "run", tmp_path / "run")
+    for name in ("update_batch", "made_step", "evaluation"):
+        shutil.rmtree(checkpoint / name)
+    shutil.rmtree(tmp_path / "run" / "record" / f"step_{STEP}")
+    out = tmp_path / "out"
+    options = ("--set", "approx_delta_h.curvature=false", "--set", "importance.enabled=false")
+    said = _command("run", "--checkpoint", checkpoint, "--out", out, *options)
+    found = json.loads((out / "results.json").read_text())
+    assert found["update"] == "hypothetical"
+    assert (found["B_E"], found["B_U"]) == (45, 4)
+    assert "training had B_U" not in said
+
+
 @pytest.mark.slow
 def test_influence_splits_the_same_step(run, tmp_path):
     folder, callback = run
