@@ -135,6 +135,39 @@ def test_a_run_of_few_prompts_has_some_for_both_batches(run, tmp_path):
     assert "training had B_U" not in said
 
 
+def test_a_training_resumed_with_other_options_is_described_by_these(run, tmp_path):
+    """And no gradient of the earlier training stays beside the new batch."""
+    import shutil
+
+    folder, _ = run
+    checkpoint = tmp_path / "user" / "run" / f"checkpoint-{STEP}"
+    shutil.copytree(folder, tmp_path / "user")
+    before = json.loads((checkpoint / RECORD_FILE).read_text())
+    assert (checkpoint / "made_step" / "gradient.safetensors").is_file()
+    callback = EntropyProbeCallback(
+        max_overhead=None,
+        prompts=6,
+        microbatch=4,
+        record=checkpoint.parent / "record",
+        record_gradient=False,
+    )
+    reward = imported(folder / "project" / "my_reward.py")
+    options = {"loss_type": "dr_grpo", "epsilon": 0.05, "max_steps": STEP + 1}
+    with torch.random.fork_rng(devices=[]):
+        trainer = trainer_of(tmp_path / "user", reward, callback, **options)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert callback.off is None
+    facts = json.loads((checkpoint / "entropy_probe.json").read_text())
+    assert (facts["loss"], facts["clip_low"], facts["max_grad_norm"]) == ("dr_grpo", 0.05, 1.0)
+    after = json.loads((checkpoint / RECORD_FILE).read_text())
+    assert after["options"]["loss_type"] == "dr_grpo"
+    assert after["files"] == before["files"]
+    assert not (checkpoint / "made_step" / "gradient.safetensors").exists()
+    _command("run", "--checkpoint", checkpoint, "--out", tmp_path / "out", *SAME)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["made_step"]["gradient_distance"] < 1e-4
+
+
 @pytest.mark.slow
 def test_influence_splits_the_same_step(run, tmp_path):
     folder, callback = run
