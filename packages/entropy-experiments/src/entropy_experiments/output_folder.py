@@ -2,8 +2,10 @@
 
     <out>/run.json    the verb and its settings, from the moment the command begins
 
-The same command again continues. Another verb or other settings are refused, unless they are to
-replace what is there. A command that ends before anything else is in the folder leaves no claim.
+The same command again continues. Another verb or other settings are refused where there are
+results, unless they are to replace these: rollouts alone, of a command that failed, are kept under
+what drew them and are in nobody's way. A command that ends before anything else is in the folder
+leaves no claim.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ CLAIM = "run.json"
 FORMAT = "entropy_experiments.run"
 NOT_RESULTS = ("detailed_logging", "output", "rollouts.save")
 """Sections and keys that say where things go, and how much of them."""
+ROLLOUTS = "rollouts"
+"""Folder of finished rollouts (`Config.rollout_folder`)."""
 LISTED = 3
 
 
@@ -74,6 +78,8 @@ def _refuse_other(path: Path, mine: dict[str, Any]) -> None:
             f"{path} was not written by `entropy-probe`; expected an empty or a new folder, or one "
             "of an earlier run. Give another --out."
         )
+    if not _has_results(path.parent):
+        return
     if theirs.get("verb") != mine["verb"]:
         raise ValueError(
             f"{path.parent} holds results of `entropy-probe {theirs.get('verb')}`. Give another "
@@ -91,6 +97,14 @@ def _refuse_other(path: Path, mine: dict[str, Any]) -> None:
             f"{path.parent} holds results of other settings: {listed}{more}. Give another --out, "
             "or let this command replace them with --overwrite."
         )
+
+
+def _has_results(out: Path) -> bool:
+    """Whether anything is there besides the claim and finished rollouts."""
+    return any(
+        file.is_file() and file.name != CLAIM and ROLLOUTS not in file.relative_to(out).parts
+        for file in out.rglob("*")
+    )
 
 
 def _let_go(out: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from entropy_experiments.checkpoints.load import load_checkpoint
-from entropy_experiments.checkpoints.optimizer_state import refuse_zero_lr
+from entropy_experiments.checkpoints.optimizer_state import read_optimizer_state, refuse_zero_lr
 from entropy_experiments.checkpoints.runs import of_the_package
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model
 
@@ -412,6 +412,24 @@ def test_state_for_some_parameters_only(lora):
 def test_state_without_a_moment(lora):
     edit_optimizer(lora.path / "optimizer.pt", lambda s: s["state"][0].pop("exp_avg_sq"))
     refused(lora.path, "optimizer.pt: the state of", "lacks ['exp_avg_sq']")
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("name", ["RAdam", "NAdam", "Adamax", "SparseAdam", "Muon"])
+def test_relatives_of_adam_and_sgd_are_refused_by_name(name, stepped, tmp_path):
+    """Moments of RAdam, SparseAdam and Muon have the very names of Adam's and SGD's."""
+    kind = getattr(torch.optim, name, None)
+    if kind is None:
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = kind(model.parameters(), lr=0.1)
+    if stepped:
+        gradient = torch.ones(2, 3)
+        model.weight.grad = gradient.to_sparse() if name == "SparseAdam" else gradient
+        optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    with pytest.raises(ValueError, match=rf"cannot be rebuilt: {name} without"):
+        read_optimizer_state(tmp_path / "optimizer.pt", model)
 
 
 def test_optimizers_that_cannot_be_rebuilt(lora):

@@ -56,6 +56,45 @@ def test_without_its_gradient_another_loss_is_not_trusted(run, tmp_path):
     assert "is not the step that training made" in split
 
 
+def test_at_another_rate_it_is_checked_at_the_stored_one(run, tmp_path):
+    """A longer step along the same direction is no nearer to training's."""
+    stored = probed(_copy(run, tmp_path, gradient=False))[0]["step_certificate"]["relative_error"]
+    found, split = probed(tmp_path, update={"lr": 0.006})
+    assert found["learning_rate"] == 0.006
+    assert found["step_certificate"]["relative_error"] == pytest.approx(stored, rel=1e-6)
+    assert found["verdict"][0].startswith("This is not the step that training made: after step_3")
+    for why in _reasons(found):
+        assert any("this is not the step that training made" in reason for reason in why)
+    assert "is not the step that training made" in split
+
+
+def test_beside_half_a_checkpoint_the_fingerprint_is_what_it_is_checked_by(run, tmp_path):
+    folder = _copy(run, tmp_path, gradient=False)
+    after = folder / "run" / f"checkpoint-{STEP + 1}"
+    shutil.copytree(folder / "run" / f"checkpoint-{STEP}", after)
+    (after / "trainer_state.json").unlink()  # written last
+    found, split = probed(folder)
+    assert found["step_certificate"]["apart"]
+    assert not any(found["estimates"][name]["trusted"] for name in ("deltaH1", "deltaH_true"))
+    assert "is not the step that training made" in split
+
+
+def test_another_gradient_alone_is_reason_enough(run, tmp_path):
+    """Training ended before the step was made: of it the gradient's fingerprint is all there is."""
+    folder = _copy(run, tmp_path, gradient=False)
+    file = folder / "run" / f"checkpoint-{STEP}" / MADE_STEP / "fingerprint.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "change": None}))
+    found, split = probed(folder)
+    assert "step_certificate" not in found
+    away = f"{found['made_step']['gradient_distance']:.0%}"
+    first = found["verdict"][0]
+    assert first.startswith("This is not the step that training made: after step_3, the gradient")
+    assert f"is {away} away from training's" in first
+    for why in _reasons(found):
+        assert any(f"the batch is {away} away from the recorded one" in reason for reason in why)
+    assert split.startswith("The gradient rebuilt from the recorded batch is not the one")
+
+
 def test_with_its_gradient_the_whole_step_is_right(run, tmp_path):
     found, split = probed(_copy(run, tmp_path))
     assert found["verdict"][0].startswith("The update that training made after step_3")

@@ -60,6 +60,24 @@ def test_what_failed_at_once_claims_nothing(tmp_path):
     assert (out / CLAIM).is_file()  # what is finished can be gone on with
 
 
+def test_rollouts_without_a_result_claim_nothing_against_other_settings(tmp_path):
+    out = tmp_path / "out"
+
+    def failed():
+        with claimed(out, config(), verb="run"):
+            (out / "logs" / "rollouts" / "units").mkdir(parents=True)
+            (out / "logs" / "rollouts" / "units" / "a.safetensors").touch()
+            raise ValueError("too few prompts")
+
+    with pytest.raises(ValueError, match="too few prompts"):
+        failed()
+    with claimed(out, config(batch_config__B_E=7), verb="run"):
+        (out / "results.json").write_text("{}")
+    assert json.loads((out / CLAIM).read_text())["settings"]["batch_config.B_E"] == 7
+    with pytest.raises(ValueError, match="holds results"), claimed(out, config(), verb="run"):
+        pytest.fail("two runs in one folder")
+
+
 def test_a_folder_deleted_meanwhile_is_an_error(tmp_path):
     """Not a few files of a run in a folder that was made anew."""
     store = RolloutStore(tmp_path / "rollouts")

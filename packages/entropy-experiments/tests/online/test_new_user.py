@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.training_record import RECORD_FILE
 from entropy_experiments.cli import app
 from entropy_experiments.online.trl import EntropyProbeCallback
@@ -82,6 +83,11 @@ def test_run_speaks_of_the_step_that_training_made(run, tmp_path):
     assert "ASSUMED" not in said
     assert "none is assumed" in said
     assert "training's own, after clipping: 0.1)" in said
+    # Of what is on record, and compared, nothing is called open.
+    flat = said.replace("\n", " ")
+    assert "base: compared with the recorded one by a sketch" in flat
+    for verified in ("nothing records the weights", "lora_alpha: nothing", "optimizer order"):
+        assert verified not in flat
     found = json.loads((out / "results.json").read_text())
     row = _row(callback)
     for key, name in (("deltaH1", "predicted"), ("deltaH_true", "measured"), ("H_orig", "entropy")):
@@ -108,6 +114,58 @@ def test_run_draws_the_run_s_own_prompts(run, tmp_path):
     (log,) = out.rglob("*_summary.json")
     assert found["B_E"] < 49
     assert json.loads(log.read_text())
+
+
+def test_a_run_of_few_prompts_has_some_for_both_batches(run, tmp_path):
+    """49 prompts, no recorded batch: training's four are left for the update."""
+    import shutil
+
+    folder, _ = run
+    checkpoint = tmp_path / "run" / f"checkpoint-{STEP}"
+    shutil.copytree(folder / "run", tmp_path / "run")
+    for name in ("update_batch", "made_step", "evaluation"):
+        shutil.rmtree(checkpoint / name)
+    shutil.rmtree(tmp_path / "run" / "record" / f"step_{STEP}")
+    out = tmp_path / "out"
+    options = ("--set", "approx_delta_h.curvature=false", "--set", "importance.enabled=false")
+    said = _command("run", "--checkpoint", checkpoint, "--out", out, *options)
+    found = json.loads((out / "results.json").read_text())
+    assert found["update"] == "hypothetical"
+    assert (found["B_E"], found["B_U"]) == (45, 4)
+    assert "training had B_U" not in said
+
+
+def test_a_training_resumed_with_other_options_is_described_by_these(run, tmp_path):
+    """And no gradient of the earlier training stays beside the new batch."""
+    import shutil
+
+    folder, _ = run
+    checkpoint = tmp_path / "user" / "run" / f"checkpoint-{STEP}"
+    shutil.copytree(folder, tmp_path / "user")
+    before = json.loads((checkpoint / RECORD_FILE).read_text())
+    assert (checkpoint / "made_step" / "gradient.safetensors").is_file()
+    callback = EntropyProbeCallback(
+        max_overhead=None,
+        prompts=6,
+        microbatch=4,
+        record=checkpoint.parent / "record",
+        record_gradient=False,
+    )
+    reward = imported(folder / "project" / "my_reward.py")
+    options = {"loss_type": "dr_grpo", "epsilon": 0.05, "max_steps": STEP + 1}
+    with torch.random.fork_rng(devices=[]):
+        trainer = trainer_of(tmp_path / "user", reward, callback, **options)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert callback.off is None
+    facts = json.loads((checkpoint / "entropy_probe.json").read_text())
+    assert (facts["loss"], facts["clip_low"], facts["max_grad_norm"]) == ("dr_grpo", 0.05, 1.0)
+    after = json.loads((checkpoint / RECORD_FILE).read_text())
+    assert after["options"]["loss_type"] == "dr_grpo"
+    assert after["files"] == before["files"]
+    assert not (checkpoint / "made_step" / "gradient.safetensors").exists()
+    _command("run", "--checkpoint", checkpoint, "--out", tmp_path / "out", *SAME)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["made_step"]["gradient_distance"] < 1e-4
 
 
 @pytest.mark.slow
@@ -207,6 +265,39 @@ def test_a_changed_file_of_the_checkpoint_is_refused_by_name(run, tmp_path):
     assert "is not the file that training saved" in said
 
 
+def _rotated_digits(file: Path) -> None:
+    """The same tokens, the ids of the digits each one further."""
+    found = json.loads(file.read_text())
+    vocabulary = found["model"]["vocab"]
+    ids = [vocabulary[digit] for digit in "0123456789"]
+    for digit, other in zip("0123456789", [*ids[1:], ids[0]], strict=True):
+        vocabulary[digit] = other
+    file.write_text(json.dumps(found))
+
+
+def _other_template(file: Path) -> None:
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "chat_template": "{{ messages }}"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("tokenizer.json", _rotated_digits), ("tokenizer_config.json", _other_template)],
+)
+def test_another_tokenizer_is_refused_by_name(run, tmp_path, name, change):
+    """Rewards are of decoded texts: with other ids they are of other texts."""
+    import shutil
+
+    folder, _ = run
+    checkpoint = tmp_path / "run" / f"checkpoint-{STEP}"
+    shutil.copytree(folder / "run", tmp_path / "run")
+    change(checkpoint / name)
+    for command in (("run", "--checkpoint"), ("evaluate",)):
+        said = _command(*command, checkpoint, code=2).replace("\n", " ")
+        assert f"{name} in" in said
+        assert "is not the file that training saved" in said
+
+
 def test_a_swapped_base_is_refused(run, tmp_path):
     from oracles.tiny_models import tiny_model
 
@@ -221,6 +312,57 @@ def test_a_swapped_base_is_refused(run, tmp_path):
     base = f"checkpoint.base={tmp_path / 'other'}"
     said = _command("run", "--checkpoint", checkpoint, "--set", base, code=2)
     assert "is not the one that training used" in said
+
+
+def _named_by_a_relative_folder(run: Path, copy: Path) -> Path:
+    """A copy of the checkpoint as a training on `base` would have left it."""
+    import shutil
+
+    shutil.copytree(run / "run", copy)
+    checkpoint = copy / f"checkpoint-{STEP}"
+    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "base"
+    (checkpoint / "adapter_config.json").write_text(json.dumps(config))
+    record = json.loads((checkpoint / RECORD_FILE).read_text())
+    record["base_location"]["name"] = "base"
+    del record["files"]["adapter_config.json"]
+    (checkpoint / RECORD_FILE).write_text(json.dumps(record))
+    return checkpoint
+
+
+def test_a_local_base_is_found_from_any_folder_and_never_looked_for_on_the_hub(
+    run, tmp_path, monkeypatch
+):
+    folder, _ = run
+    checkpoint = _named_by_a_relative_folder(folder, tmp_path / "run")
+    record = json.loads((checkpoint / RECORD_FILE).read_text())
+    assert record["base_location"]["folder"] == str((folder / "base").resolve())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    loaded = load_checkpoint(checkpoint, device_map="cpu")
+    assert "folder base (adapter_config.json)" in loaded.base
+    record["base_location"]["folder"] = str(tmp_path / "gone")
+    (checkpoint / RECORD_FILE).write_text(json.dumps(record))
+    for command in (("run", "--checkpoint"), ("evaluate",)):
+        said = _command(*command, checkpoint, code=2).replace("\n", " ")
+        assert "Base not found: training had it in the folder" in said
+        assert "Set checkpoint.base" in said
+
+
+def test_a_relative_base_is_recorded_with_its_folder(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from entropy_experiments.checkpoints.made_step import base_location
+
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = {"default": SimpleNamespace(base_model_name_or_path="base")}
+    found = base_location(SimpleNamespace(peft_config=config))
+    assert found == {"name": "base", "folder": str((tmp_path / "base").resolve())}
+    config["default"].base_model_name_or_path = "owner/model"
+    found = base_location(SimpleNamespace(peft_config=config))
+    assert found == {"name": "owner/model", "folder": None}
+    assert base_location(SimpleNamespace()) is None
 
 
 def test_a_reward_that_fails_ends_the_command_with_a_sentence(run, tmp_path):

@@ -69,7 +69,7 @@ def _rows(folder: str, case: Case) -> list[dict[str, Any]]:
     return callback.rows
 
 
-def probed(folder: Path) -> tuple[dict[str, Any], Any]:
+def probed(folder: Path, **sections: Any) -> tuple[dict[str, Any], Any]:
     """(results of `run`, what a study says of its split) of the step after the checkpoint."""
     config = {
         "checkpoint": {"base": str(folder / "base")},
@@ -77,6 +77,7 @@ def probed(folder: Path) -> tuple[dict[str, Any], Any]:
         "memory_config": {"microbatch_size": 4},
         "approx_delta_h": {"curvature": False},
         "detailed_logging": {"enabled": False, "output_directory": str(folder / "logs")},
+        **sections,
     }
     checkpoint = folder / "run" / f"checkpoint-{STEP}"
     found = OfflineEntropyProbe(config, quiet=True).run_mixed_probe(checkpoint)

@@ -185,17 +185,15 @@ def test_without_a_recorded_batch_there_is_none_to_be_had(tmp_path):
         run(tmp_path, {**FACTS, **OFF, "update.batch": "recorded"}, copied(tmp_path))
 
 
-def test_another_learning_rate_is_not_the_step_that_was_made(tmp_path, real):
+def test_another_learning_rate_is_checked_at_the_stored_one(tmp_path, real):
     """The same direction: a third of the rate, about a third of the change."""
     results = run(tmp_path, {"update.lr": 1e-3, "probe_rework.compute_delta_h1": False})
     assert results["learning_rate"] == 1e-3
     assert results["deltaH_true"] == pytest.approx(real["deltaH_true"] / 3, rel=0.2)
     first = results["verdict"][0]
     assert first.endswith("after step_13, at learning rate 0.001 instead of 0.003:")
-    assert "step_certificate" not in results
-    assert "No step certificate: update.lr is 0.001, and the step was made at 0.003." in said(
-        results
-    )
+    assert results["step_certificate"]["passed"]
+    assert "Step certificate, at the stored rate 0.003: the step rebuilt" in said(results)
 
 
 def test_a_stored_rate_of_zero_is_refused_until_one_is_given(tmp_path):

@@ -31,6 +31,9 @@ from entropy_experiments.checkpoints.stored_weights import adapter_tensors
 from entropy_experiments.input_errors import library_errors
 
 ALPHA_NOTE = "lora_alpha: nothing in the files records the value that training used"
+SKETCH_NOTE = (
+    "base: compared with the recorded one by a sketch, which tells another base, not another bit"
+)
 BASE_NOTE = "base: adapter_config.json names it, but nothing records the weights that training used"
 
 
@@ -134,12 +137,26 @@ def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
     return model
 
 
-def adapter_notes(config: Mapping[str, Any], *, base_saved: bool = False) -> tuple[str, ...]:
-    """`base_saved`: the base's weights came with the adapter, so they are what training used."""
+def adapter_notes(
+    config: Mapping[str, Any],
+    *,
+    base_saved: bool = False,
+    base_compared: bool = False,
+    config_recorded: bool = False,
+) -> tuple[str, ...]:
+    """What the files leave open about an adapter.
+
+    Args:
+        config: Of the adapter.
+        base_saved: The base's weights came with the adapter, so they are what training used.
+        base_compared: The base is compared with a sketch that training recorded.
+        config_recorded: The config is compared with the sha256 that training recorded.
+    """
     alpha = f"{ALPHA_NOTE} (taken: {config['lora_alpha']:g})"
+    notes = [] if config_recorded else [alpha]
     if base_saved:
-        return (alpha,)
-    notes = [alpha, BASE_NOTE]
+        return tuple(notes)
+    notes.append(SKETCH_NOTE if base_compared else BASE_NOTE)
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start != "gaussian":
         notes.append(

@@ -61,6 +61,17 @@ BACKBONES: dict[str, str] = {
 }
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+OF_TOKENIZERS = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        "chat_template*",
+        "additional_chat_templates/*",
+        "spiece.model",
+        "sentencepiece*",
+        "*.tiktoken",
+    ),
+)
+"""Every file that a tokenizer may read: ids, their texts, how messages are put."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +106,19 @@ def find_base(
     backbone: str | None,
     recorded: str | None,
     revision: str | None = None,
+    local: Path | None = None,
 ) -> Base:
     """`base` (the user's) before `backbone` before what the adapter config records.
 
-    `revision`: of the recorded one.
+    `revision`: of the recorded one. `local`: the folder that it was, by the run's own record; what
+    was a folder in training is never looked for on the hub.
     """
     if base is not None:
         return _located(str(base), layout, "checkpoint.base")
     if backbone is not None:
         return _backbone(backbone)
     if recorded:
-        return _located(recorded, layout, "adapter_config.json", revision)
+        return _located(recorded, layout, "adapter_config.json", revision, local)
     where = "adapter_config.json" if layout.kind == "lora" else MODEL_CONFIG
     got = (
         "base_model_name_or_path is empty"
@@ -208,13 +221,34 @@ def deciding_files(layout: Layout, found: Base | None) -> tuple[list[Path], list
     """(the checkpoint's own, its base's): every file that decides what the model says, and when it
     stops. Some of them may not be there."""
     own = [*layout.files, *(layout.config / name for name in (ADAPTER_CONFIG, MODEL_CONFIG))]
+    own += [layout.weights / INDEX] if len(layout.files) > 1 else []
     if layout.kind == "full":
         folders = (layout.weights, layout.root, layout.config)
         own += [folder / GENERATION_CONFIG for folder in folders]
+    places = tokenizer_folders(layout)
+    tokenizer = next((files for place in places if (files := tokenizer_files(place))), [])
+    own += tokenizer
     if found is None or found.folder is None:
         return own, []
     base = [found.folder / name for name in (MODEL_CONFIG, GENERATION_CONFIG)]
+    base += [] if tokenizer else tokenizer_files(found.folder)
     return own, base + sorted(found.folder.glob("*.safetensors"))
+
+
+def tokenizer_folders(layout: Layout) -> tuple[Path, ...]:
+    """Where the checkpoint's own tokenizer may be; after these the base's is taken.
+
+    With shards a trainer leaves none: the run's comes before the base's.
+    """
+    return (layout.weights, layout.root) if layout.sharded is None else layout.folders
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Those of a local folder that has a tokenizer; none of one that has not."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return []
+    found = {file for pattern in OF_TOKENIZERS for file in folder.glob(pattern)}
+    return sorted(file for file in found if file.is_file())
 
 
 def generation_config(places: Sequence[Path | str], config: Any) -> GenerationConfig:
@@ -378,9 +412,17 @@ def _bar_for_terminals() -> Iterator[None]:
         yield
 
 
-def _located(name: str, layout: Layout, said_by: str, revision: str | None = None) -> Base:
+def _located(
+    name: str,
+    layout: Layout,
+    said_by: str,
+    revision: str | None = None,
+    local: Path | None = None,
+) -> Base:
     given = expanded(name, f"The base, as {said_by} has it,")
     tried = [given] if given.is_absolute() else [layout.config / given, layout.root / given, given]
+    if local is not None:
+        tried = list(dict.fromkeys((local, *tried)))
     for path in tried:
         if path.suffix == ".gguf" and path.is_file():
             return Base(
@@ -389,6 +431,11 @@ def _located(name: str, layout: Layout, said_by: str, revision: str | None = Non
         if path.is_dir():
             refuse_special_files(path)
             return Base(location=os.path.normpath(path), words=f"folder {name} ({said_by})")
+    if local is not None:
+        raise FileNotFoundError(
+            f"Base not found: training had it in the folder {local}, by the run's record; tried "
+            f"{', '.join(map(str, tried))}. Set checkpoint.base to the folder where it is now."
+        )
     # "org/model" is a hub name; anything that looks like a path is a missing folder.
     hub = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and given.suffix != ".gguf"
     if not hub:

@@ -19,6 +19,7 @@ import torch
 
 from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.adapter import (
+    SKETCH_NOTE,
     adapter_notes,
     load_adapter,
     read_adapter_config,
@@ -35,9 +36,12 @@ from entropy_experiments.checkpoints.base import (
     load_causal_lm,
     load_tokenizer,
     model_config,
+    tokenizer_folders,
 )
 from entropy_experiments.checkpoints.layout import (
+    ADAPTER_CONFIG,
     MODEL_CONFIG,
+    TRAINER_STATE,
     Layout,
     files_of,
     find_checkpoint,
@@ -131,25 +135,24 @@ def load_checkpoint(
     elif need_optimizer and layout.optimizer is None:
         raise missing_optimizer(layout)
     facts, sources, fact_files = read_facts(layout.folders)
+    record = read_record(layout.folders)
     given = None if base is None else str(base)
     cuda = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=cuda):
-        build = partial(_lora, quantise=quantise) if layout.kind == "lora" else _full
+        build = partial(_lora, quantise=quantise, record=record) if layout.kind == "lora" else _full
         model, found, words, notes = build(layout, given, backbone, dtype, device_map, facts)
         if dtype == "float64":
             true_float64(model)
     model.eval()
-    record = read_record(layout.folders)
     hashes = _hashes(layout, found, fact_files)
     if record is not None and record.path.parent == layout.root:
         record.refuse_changed(hashes)
     if record is not None and record.base is not None and layout.kind == "lora":
         unlike = refuse_other_base(model, record.base, words)
-        notes = notes if unlike is None else (*notes, unlike)
-    # With shards a trainer leaves no tokenizer: the run's comes before the base's.
-    folders = (layout.weights, layout.root) if layout.sharded is None else layout.folders
+        if unlike is not None:
+            notes = (*(note for note in notes if note != SKETCH_NOTE), unlike)
     tokenizer = load_tokenizer(
-        [*folders, *([found.location] if found else [])],
+        [*tokenizer_folders(layout), *([found.location] if found else [])],
         model,
         revision=None if found is None else found.revision,
     )
@@ -197,6 +200,7 @@ def _lora(
     facts: Mapping[str, Any],
     *,
     quantise: bool,
+    record: TrainingRecord | None,
 ) -> tuple[Any, Base, str, tuple[str, ...]]:
     config = read_adapter_config(layout.config)
     check_safetensors(layout.files)
@@ -206,6 +210,7 @@ def _lora(
         backbone=backbone,
         recorded=config.get("base_model_name_or_path"),
         revision=config.get("revision"),
+        local=None if record is None else record.base_folder,
     )
     files = sorted(found.folder.glob("*.safetensors")) if found.folder else []
     check_safetensors(files)
@@ -229,7 +234,12 @@ def _lora(
     )
     if base_saved:
         words += ", with the weights saved beside the adapter"
-    notes = adapter_notes(config, base_saved=base_saved)
+    notes = adapter_notes(
+        config,
+        base_saved=base_saved,
+        base_compared=record is not None and record.base is not None,
+        config_recorded=record is not None and record.covers(layout.config / ADAPTER_CONFIG),
+    )
     return model, found, f"{found.words}, {_precision(plain)}{words}", notes
 
 
@@ -381,7 +391,13 @@ def _save_notes(layout: Layout) -> tuple[str, ...]:
 
 def _hashes(layout: Layout, found: Base | None, fact_files: list[Path]) -> dict[str, str]:
     own, of_base = deciding_files(layout, found)
-    files = [*own, *of_base, *fact_files]
+    files = [
+        *own,
+        *of_base,
+        *fact_files,
+        layout.weights / TRAINER_STATE,
+        layout.root / TRAINER_STATE,
+    ]
     for path in (layout.optimizer, layout.param_names):
         files += [] if path is None else files_of(path)
     return {

@@ -140,6 +140,20 @@ def base_fingerprint(model: Any) -> dict[str, Any] | None:
     return {"elements": sum(p.numel() for p in frozen.values()), "sketch": _sampled(frozen)}
 
 
+def base_location(model: Any) -> dict[str, str | None] | None:
+    """Where the base below an adapter was: the name that it was loaded by and, if that was a local
+    folder, which one. None: there is no adapter, or the base has no name."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return None
+    name = next(iter(configs.values())).base_model_name_or_path
+    if not name:
+        return None
+    # The name is relative to the folder in which training runs, which is the one at hand.
+    folder = Path(name).expanduser()
+    return {"name": str(name), "folder": str(folder.resolve()) if folder.is_dir() else None}
+
+
 def _sampled(frozen: Mapping[str, Tensor]) -> list[float]:
     sampled = {}
     for name, value in frozen.items():

@@ -36,11 +36,23 @@ MOMENTS = {
     "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "sgd": ("momentum_buffer",),
 }
+OF_KIND = {"adam": ("amsgrad",), "sgd": ("dampening",)}
+"""Options that torch's own Adam, AdamW and SGD always write, and their relatives never."""
+RELATIVES = {
+    "RAdam": {"weight_decay", "decoupled_weight_decay"},
+    "SparseAdam": set[str](),
+    "Muon": {"weight_decay", "ns_steps"},
+    "NAdam": {"weight_decay", "decoupled_weight_decay", "momentum_decay"},
+    "Adamax": {"weight_decay"},
+}
+"""By which of MARKS they have; before its first step an optimizer is known by its options alone."""
+MARKS = {"weight_decay", "decoupled_weight_decay", "momentum_decay", "ns_steps"}
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """transformers.Trainer's patterns of names that do not decay (tests/contract)."""
 NO_DECAY_BEFORE_V5 = (r"bias",)
 """Its older rule: LayerNorm modules by class, and biases; RMSNorm weights decayed."""
 
+ORDER_NOTE = "optimizer order:"
 LARGEST_STEP = 10**12
 """Nobody trains for longer, and a damaged count may have any number of digits."""
 
@@ -129,7 +141,7 @@ def read_optimizer_state(
     alike = _alike(named)
     if order not in ("names in the file", PARAM_NAMES) and alike:
         unsure.append(
-            f"optimizer order: {path.name} does not name its parameters; {alike} of {len(named)} "
+            f"{ORDER_NOTE} {path.name} does not name its parameters; {alike} of {len(named)} "
             f"share their shape with another and were matched by position ({order} order)"
         )
     steps = sorted({float(entry["step"]) for entry in entries.values() if "step" in entry})
@@ -204,6 +216,16 @@ def _kind(path: Path, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, A
     kind = "adam" if "betas" in groups[0] else "sgd" if "nesterov" in groups[0] else None
     keys = {key for entry in state.values() for key in entry}
     foreign = keys - {"step", *MOMENTS[kind]} if kind else keys
+    lacking = [key for group in groups for key in OF_KIND.get(kind or "", ()) if key not in group]
+    if lacking:  # moments may have the same names, and be used in another way
+        options = set(groups[0])
+        named = next((name for name, own in RELATIVES.items() if own == options & MARKS), None)
+        raise ValueError(
+            f"{path} is the state of an optimizer that cannot be rebuilt: "
+            f"{named or 'one'} without {lacking[0]!r} among its options "
+            f"{sorted(options - {'params'})}; expected torch's Adam, AdamW or SGD (others can be "
+            "probed through their observed step)."
+        )
     if kind is None or foreign:
         raise ValueError(
             f"{path} is the state of an optimizer that cannot be rebuilt: it holds "

@@ -10,6 +10,7 @@ The callback writes it beside every checkpoint (and once into the record's folde
     prompts     where the prompts are, with every column of the dataset, and their sha256
     files       sha256 of every file of the checkpoint as the trainer saved it
     base        a fingerprint of the frozen weights below a LoRA adapter
+    base_location   the name that these were loaded by, and the folder if it was a local one
 
 A reward function is the user's code, and a record may come with a download. So code is run only
 from a file outside of the run's folders that has the recorded sha256, and only as TRL calls it.
@@ -57,6 +58,12 @@ class TrainingRecord:
     @property
     def base(self) -> Mapping[str, Any] | None:
         return self.content.get("base")
+
+    @property
+    def base_folder(self) -> Path | None:
+        """The local folder that training had the base from; None: a name on a hub, or unknown."""
+        folder = (self.content.get("base_location") or {}).get("folder")
+        return None if folder is None else Path(str(folder))
 
     @property
     def prompts_folder(self) -> Path | None:
@@ -116,6 +123,12 @@ class TrainingRecord:
                     "it again, or name other prompts: batch_config.dataset_name and "
                     "batch_config.dataset_path."
                 )
+
+    def covers(self, file: Path) -> bool:
+        """Whether this file's sha256 is on record; one that differs is refused on loading."""
+        own = self.path.parent.resolve()
+        file = file.resolve()
+        return file.is_relative_to(own) and str(file.relative_to(own)) in self.files
 
     def holds(self, names: Iterable[str]) -> bool:
         """Whether the sha256 of each of these files is on record."""

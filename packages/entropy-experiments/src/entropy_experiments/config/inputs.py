@@ -70,9 +70,10 @@ class BatchConfig(Section):
     """Wrap each prompt in the tokenizer's chat template."""
     B_E: Annotated[int, Field(ge=2), Countable] = 64
     """Evaluation prompts, one response each; intervals are over these prompts. A recorded run
-    with fewer prompts has all that are left."""
+    with fewer prompts has all that are left, without those that U needs."""
     B_U: Count = 16
-    """Update prompts, G responses each; never the same prompts as E."""
+    """Update prompts, G responses each; never the same prompts as E. A recorded run with
+    fewer prompts has as many as training's batch had."""
     G: Annotated[int, Field(ge=2), Countable] = 8
     """Responses per update prompt: the group that advantages compare."""
     evaluation: Literal["drawn", "recorded"] = "drawn"

@@ -31,6 +31,7 @@ from entropy_experiments.artifacts import sha256, write_whole
 from entropy_experiments.checkpoints.layout import find_checkpoint
 from entropy_experiments.checkpoints.made_step import (
     base_fingerprint,
+    base_location,
     gradient_bytes,
     made_step_json,
 )
@@ -41,6 +42,7 @@ from entropy_experiments.checkpoints.training_record import (
     MADE_STEP,
     RECORD_FILE,
     SCHEMA,
+    read_record,
 )
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.numerics.sketch import Fingerprint, sketch
@@ -80,6 +82,8 @@ class Recorder:
         self.folder, self.facts, self.gradient = folder, facts, gradient
         self._beside: tuple[int, Path, str] | None = None
         """(step, checkpoint, its weights), what the step at hand is made from."""
+        self._resumed: Path | None = None
+        """The checkpoint that training was resumed from, until its batch is replaced."""
         self._record: dict[str, Any] | None = None
         self._before: Tensor | None = None
         """Sketch of the parameters before the step at hand."""
@@ -100,6 +104,7 @@ class Recorder:
             "rewards": recorded_rewards(trainer),
             "prompts": prompts,
             "base": base_fingerprint(model),
+            "base_location": base_location(model),
         }
         write_facts(self.folder, trainer, self.facts)
         self._write_record(self.folder)
@@ -121,6 +126,8 @@ class Recorder:
             return
         if not (self.folder / FACTS_FILE).is_file():
             write_facts(self.folder, trainer, self.facts)
+        if self._resumed is not None:
+            self._describe_again(trainer, self._resumed)
         more = {"divisor": token_divisor(trainer), "rewards": _by_function(parts, trainer)}
         for place, meta in self._places(step):
             save_update_batch(place / UPDATE, batch, meta={**meta, **_known(more)})
@@ -142,8 +149,12 @@ class Recorder:
         self._pending = (step, made, digest)
         for place, meta in places:
             self._write_made(place, made, None, digest if "weights" in meta else None)
-            if "weights" in meta and content is not None:
+            if "weights" not in meta:
+                continue
+            if content is not None:
                 write_whole(place / MADE_STEP / GRADIENT_FILE, content)
+            else:  # one that an earlier training left is of another batch
+                (place / MADE_STEP / GRADIENT_FILE).unlink(missing_ok=True)
 
     def made(self, step: int, params: Params, ranks: Ranks) -> None:
         """The optimizer has stepped: what became of the parameters."""
@@ -186,7 +197,16 @@ class Recorder:
         if not (checkpoint / RECORD_FILE).is_file():
             # killed between the trainer's last file and our first
             self._write_record(checkpoint, files=_hashes(checkpoint))
+        self._resumed = checkpoint
         self._belongs_to(trainer.state.global_step, checkpoint)
+
+    def _describe_again(self, trainer: Any, checkpoint: Path) -> None:
+        """Facts and record of the training at hand, whose batch is about to replace the earlier
+        one's: its options may be others. The files are as they were saved."""
+        write_facts(checkpoint, trainer, self.facts)
+        earlier = read_record((checkpoint,))
+        self._write_record(checkpoint, files=None if earlier is None else earlier.files)
+        self._resumed = None
 
     def _belongs_to(self, step: int, checkpoint: Path) -> None:
         weights = find_checkpoint(checkpoint).files[0]

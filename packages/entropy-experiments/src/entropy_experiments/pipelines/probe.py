@@ -29,7 +29,7 @@ from entropy_experiments.estimate.level import entropy_level, within_entropy
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.pipelines.influence.certified import certificate_of
+from entropy_experiments.pipelines.influence.certified import certificate_of, still_open
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs, gather, timed
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.findings import Findings, MadeCheck, results_of
@@ -160,7 +160,9 @@ class OfflineEntropyProbe:
             update=inputs.update,
             assumed=inputs.facts.assumed,
             read={name: source for name, source in inputs.facts.sources.items() if source},
-            not_verifiable=inputs.not_verifiable,
+            not_verifiable=still_open(
+                inputs.not_verifiable, None if certificate is None else certificate.relative_error
+            ),
             notes=tuple(notes),
             sampling=inputs.facts.sampling,
             timing=timing,

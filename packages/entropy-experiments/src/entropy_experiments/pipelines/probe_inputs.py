@@ -251,7 +251,11 @@ def gather(
         taken = set() if made is None else prompts_of(made[0].rollouts)
         again = recorded_evaluation(config, checkpoint)
         # E before U: prompts that U tries and drops for equal rewards must not fill E.
-        evaluation = sampler.evaluation(taken.union(avoid)) if again is None else again
+        if again is None:
+            leave = sampler.room if made is None else 0
+            evaluation = sampler.evaluation(taken.union(avoid), leave=leave)
+        else:
+            evaluation = again
         asked = prompts_of(evaluation)
         if made is None:
             drawn, said = sampler.update(asked)

@@ -188,15 +188,26 @@ class Sampler:
         named = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         self.generator.store = RolloutStore(self._folder / "units" / named)
 
-    def evaluation(self, avoid: set[PromptIds]) -> Rollouts:
-        """B_E prompts with one response each, none of them a prompt of `avoid`."""
+    @property
+    def room(self) -> int:
+        """Prompts that an update batch needs of a run that has few: as many as training's had."""
+        asked = self.config.batch_config.B_U
+        return max(MIN_RECORDED, min(asked, self.facts.values.get("B_U") or asked))
+
+    def evaluation(self, avoid: set[PromptIds], *, leave: int = 0) -> Rollouts:
+        """B_E prompts with one response each, none of them a prompt of `avoid`.
+
+        `leave`: so many prompts of a recorded run are left for the update batch, if it has few.
+        """
         if self._loaded is not None:
             folder = self._loaded / "evaluation"
             rollouts, meta = load_rollouts(folder)
             self._refuse_other_policy(meta, folder)
         else:
             asked = self.config.batch_config
-            problems = self.problems("evaluation", asked.E_split, asked.B_E, avoid)
+            problems = self.problems(
+                "evaluation", asked.E_split, asked.B_E, avoid, leave=self._shared(leave)
+            )
             rollouts = self.generator.generate_evaluation_batch(problems)
             if self.config.rollouts.save is not None:
                 folder = self._folder / "evaluation"
@@ -204,6 +215,16 @@ class Sampler:
                     lambda: save_rollouts(folder, rollouts, meta=self.meta)
                 )
         return replace(rollouts, behaviour_logprob_NS=None)  # of the very policy that is probed
+
+    def _shared(self, leave: int) -> int:
+        """`leave`, where both batches are of one recorded set."""
+        batch, values = self.config.batch_config, self.facts.values
+        either = batch.split or values.get("split")
+        sets = (
+            batch.E_split or either or values.get("E_split"),
+            batch.U_split or either or values.get("U_split"),
+        )
+        return leave if sets[0] == sets[1] else 0
 
     def saved_update(self) -> tuple[UpdateBatch, list[str]] | None:
         """The update batch in rollouts.load, if there is one."""
@@ -219,9 +240,10 @@ class Sampler:
         asked, facts = self.config.batch_config, self.facts
         most = asked.B_U * (1 + asked.max_resample_attempts)
         pool = self.problems("update", asked.U_split, asked.B_U, avoid, most=most)
+        count = min(asked.B_U, len(pool))
         drawn = self.generator.generate_update_batch(
             pool,
-            prompts=min(asked.B_U, len(pool)),
+            prompts=count,
             group=asked.G,
             reward=reward_of(facts, self.config),
             scale=facts["advantage"],
@@ -235,7 +257,7 @@ class Sampler:
             current().broadcast_from_zero(
                 lambda: save_update_batch(folder, drawn.batch, meta=self.meta)
             )
-        used = {"B_U": asked.B_U, "G": asked.G}
+        used = {"B_U": count, "G": asked.G}
         other = [
             f"training had {name} = {facts.values[name]}; the drawn batch has {value} "
             f"(batch_config.{name})"
@@ -252,8 +274,12 @@ class Sampler:
         avoid: set[PromptIds],
         *,
         most: int | None = None,
+        leave: int = 0,
     ) -> list[Problem]:
-        """At least `least` and up to `most` problems whose prompts are none of `avoid`."""
+        """At least `least` and up to `most` problems whose prompts are none of `avoid`.
+
+        Of a recorded run with too few, what there is without the last `leave`.
+        """
         batch, most, facts = self.config.batch_config, most or least, self.facts
         recorded = facts["dataset_name"] == RECORDED
         if recorded:
@@ -265,19 +291,21 @@ class Sampler:
             facts["dataset_name"],
             path=batch.dataset_path or facts.values.get("dataset_path"),
             split=split or batch.split or facts.values.get("split") or own_split,
-            count=most + len(avoid),
+            count=most + len(avoid) + (leave if recorded else 0),
             seed=self.config.probe_rework.master_seed,
             tokenizer=self.generator.tokenizer,
             chat=batch.chat_template,
         )
         # As far as needed: tokenizing thousands takes longer than answering a few.
         unlike = (p for p in found if self.generator.prompt_ids(p) not in avoid)
-        fresh = list(islice(unlike, most))
+        fresh = list(islice(unlike, most + (leave if recorded else 0)))
+        fresh = fresh[: min(most, max(MIN_RECORDED, len(fresh) - leave))] if recorded else fresh
         named = "B_E" if role == "evaluation" else "B_U"
         if recorded and MIN_RECORDED <= len(fresh) < least:
             self.notes.append(
                 f"the run has {len(fresh)} prompts for the {role} batch, and all are used "
-                f"(batch_config.{named} is {least})"
+                f"(batch_config.{named} is {least}"
+                + (f"; {leave} are left for the update batch)" if leave else ")")
             )
             return fresh
         if len(fresh) < least:

@@ -45,6 +45,11 @@ class MadeCheck:
                 "this is not the step that training made: it is "
                 f"{certificate.relative_error:.0%} away from it"
             )
+        if self.loss_differs and not self.of_gradient:
+            return (
+                "this is not the step that training made: the gradient rebuilt from the batch is "
+                f"{self.gradient_distance:.0%} away from the recorded one"
+            )
         if certificate is None and not self.of_gradient and self.unfollowed and not self.altered:
             return (
                 f"training had {'; '.join(self.unfollowed)}, which is not followed here, and "

@@ -85,8 +85,14 @@ def _which_step(found: Findings, rate: str) -> list[str]:
             f"recorded batch is {certificate.relative_error:.0%} away from it{why}. About the "
             f"rebuilt step, {rate}:"
         ]
+    if made.loss_differs and not made.of_gradient:
+        return [
+            f"This is not the step that training made: after {after}, the gradient rebuilt from "
+            f"the recorded batch is {made.gradient_distance:.0%} away from training's{why}. About "
+            f"the rebuilt step, {rate}:"
+        ]
     lines = [f"The update that training made after {after}, {rate}:"]
-    if certificate is None and not made.of_gradient and not found.lr_changed:
+    if certificate is None and not made.of_gradient:
         lines = [
             f"The update that the batch recorded after {after} makes, {rate} (not checked against "
             "the step that training made):"
@@ -251,7 +257,8 @@ def _trust(found: Findings) -> list[str]:
         else:
             lines.append(f"The {name} is NOT trusted: {'; '.join(estimate.why_not)}.")
     if found.certificate is not None:
-        lines.append(f"Step certificate: {found.certificate}.")
+        at = f", at the stored rate {found.lr_stored:.3g}" if found.lr_changed else ""
+        lines.append(f"Step certificate{at}: {found.certificate}.")
     elif found.certificate_absent:
         lines.append(f"No step certificate: {found.certificate_absent}.")
     return lines

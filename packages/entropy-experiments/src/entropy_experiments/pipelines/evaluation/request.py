@@ -291,14 +291,19 @@ def _labels(layouts: Sequence[Layout]) -> list[str]:
 def _candidate(config: Config, layout: Layout, label: str) -> Candidate:
     asked = config.checkpoint
     check_safetensors(layout.files)
-    recorded, found = None, None
+    recorded, found, record = None, None, read_record(layout.folders)
     if layout.kind == "lora":
         recorded = read_adapter_config(layout.config).get("base_model_name_or_path")
     if layout.kind == "lora" or not (layout.config / MODEL_CONFIG).is_file():
-        found = find_base(layout, base=asked.base, backbone=asked.backbone, recorded=recorded)
+        found = find_base(
+            layout,
+            base=asked.base,
+            backbone=asked.backbone,
+            recorded=recorded,
+            local=None if record is None else record.base_folder,
+        )
     own, of_base = deciding_files(layout, found)
     known = {os.path.relpath(f, layout.root): sha256(f) for f in own if f.is_file()}
-    record = read_record(layout.folders)
     if record is not None and record.path.parent == layout.root:
         record.refuse_changed(known)
     if found is not None:

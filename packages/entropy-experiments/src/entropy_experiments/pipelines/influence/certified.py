@@ -6,9 +6,12 @@ training's, shares of it would be shares of a step that nobody made: it is refus
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.optimizer_state import ORDER_NOTE
 from entropy_experiments.checkpoints.runs import following
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs
@@ -16,11 +19,15 @@ from entropy_experiments.pipelines.run_conditions import own_device
 from entropy_experiments.types import Direction
 from entropy_experiments.update.adamw import UpdateStats
 from entropy_experiments.update.certificate import (
+    APART,
     FingerprintCertificate,
     StepCertificate,
     fingerprint_certificate,
     step_certificate,
 )
+
+SAME_STEP = 1e-4
+"""Relative distance below which a rebuilt step has every moment at its own parameter."""
 
 
 def certified_step(probe: ProbeInputs, direction: Direction, stats: UpdateStats) -> dict[str, Any]:
@@ -29,32 +36,55 @@ def certified_step(probe: ProbeInputs, direction: Direction, stats: UpdateStats)
         return {}
     if probe.checkpoint.recorded is None:  # an online ledger, which compares with the live step
         return {}
-    found: dict[str, Any] = {"gradient_distance": probe.gradient_distance(stats)}
+    gradient_distance = probe.gradient_distance(stats)
+    found: dict[str, Any] = {"gradient_distance": gradient_distance}
     certificate, absent = certificate_of(probe, direction)
+    if certificate is not None and certificate.apart:
+        raise _refused(str(certificate).capitalize(), probe)
+    if gradient_distance is not None and gradient_distance > APART:
+        raise _refused(
+            "The gradient rebuilt from the recorded batch is not the one that training used: it is "
+            f"{gradient_distance:.0%} away from its recorded fingerprint",
+            probe,
+        )
     if certificate is None:
         return {**found, "unchecked": absent}
-    if certificate.apart:
-        reasons = "; ".join(probe.reasons) or "no reason is known"
-        raise ValueError(
-            f"{str(certificate).capitalize()} ({reasons}). Its split into rollouts and tokens "
-            "would be of a step that nobody made. `entropy-probe run` analyses the whole step, by "
-            "the gradient that training recorded; update.batch: drawn splits a hypothetical one."
-        )
     return {**found, "step_distance": certificate.relative_error}
+
+
+def _refused(what: str, probe: ProbeInputs) -> ValueError:
+    reasons = "; ".join(probe.reasons) or "no reason is known"
+    return ValueError(
+        f"{what} ({reasons}). Its split into rollouts and tokens would be of a step that nobody "
+        "made. `entropy-probe run` analyses the whole step, by the gradient that training "
+        "recorded; update.batch: drawn splits a hypothetical one."
+    )
+
+
+def still_open(notes: Iterable[str], distance: float | None) -> tuple[str, ...]:
+    """Of what the files leave open, what a step this near to training's (or None) leaves open too.
+
+    Moments of two parameters in each other's place would have made another step.
+    """
+    proven = distance is not None and distance < SAME_STEP
+    return tuple(note for note in notes if not (proven and note.startswith(ORDER_NOTE)))
 
 
 def certificate_of(
     probe: ProbeInputs, direction: Direction
 ) -> tuple[StepCertificate | FingerprintCertificate | None, str]:
-    """The step against the checkpoint that followed, or against its recorded fingerprint."""
+    """The step against the checkpoint that followed, or against its recorded fingerprint.
+
+    Both are at the rate of training: a step asked about at another one is checked at that.
+    """
     if not probe.real:
         return None, "the update is hypothetical, nobody made this step"
     if probe.altered:
         return None, f"the config asks for another loss ({'; '.join(probe.altered)})"
-    if probe.lr_stored > 0 and probe.lr != probe.lr_stored:
-        return None, f"update.lr is {probe.lr:.3g}, and the step was made at {probe.lr_stored:.3g}"
     if probe.config.checkpoint.sharding != "none":
         return None, "the model is cut over the processes, and so is the rebuilt step"
+    if probe.lr_stored > 0:
+        direction = replace(direction, lr=probe.lr_stored)
     later = following(probe.checkpoint.path)
     if later is None:
         return _by_fingerprint(probe, direction)
@@ -72,7 +102,9 @@ def certificate_of(
         params = SequenceProcessor(after.model).params
         return step_certificate(direction, probe.policy.params, params), ""
     except (ValueError, OSError) as error:  # half-written, say: the probe itself is done
-        return None, f"the checkpoint one step later cannot be used ({error})"
+        certificate, absent = _by_fingerprint(probe, direction)
+        unusable = f"the checkpoint one step later cannot be used ({error})"
+        return certificate, "" if certificate is not None else f"{unusable}; {absent}"
 
 
 def _by_fingerprint(

@@ -22,6 +22,7 @@ from entropy_experiments.attribution.token_rows import token_rows
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
+from entropy_experiments.pipelines.influence.certified import still_open
 from entropy_experiments.pipelines.influence.evaluation import Evaluation, evaluations_of
 from entropy_experiments.pipelines.influence.facts import (
     budget_facts,
@@ -325,7 +326,9 @@ class StudyFiles:
             "evaluations": evaluations,
             "notes": notes,
             "assumed": dict(probe.facts.assumed),
-            "not_verifiable": list(probe.not_verifiable),
+            "not_verifiable": list(
+                still_open(probe.not_verifiable, step.get("certified", {}).get("step_distance"))
+            ),
             "timings": dict(sorted(study.timings.items())),  # whatever was needed first
             "provenance": {
                 **provenance(),
