@@ -114,10 +114,9 @@ def commands_page() -> str:
     page = [
         BY_HAND,
         "# Commands and exit codes\n",
-        "What `entropy-probe COMMAND --help` prints. Help does not import torch. `doctor` and `arc`",
-        "exist when their packages are installed ([install](../install.md)). "
-        "[Exit codes](#exit-codes)",
-        "are at the end.\n",
+        "What `entropy-probe COMMAND --help` prints. Help does not import torch. `doctor` and",
+        "`arc` exist when their packages are installed ([install](../install.md)).",
+        "[Exit codes](#exit-codes) are at the end.\n",
     ]
     for words in _verbs(get_command(app)):
         found = CliRunner().invoke(
