@@ -73,14 +73,17 @@ def navigation(entries):
 
 @cache
 def headings(page):
-    """The anchors that mkdocs gives to a page's headings."""
+    """The anchors that mkdocs gives to a page's headings, as deep as its sidebar shows them."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    depth = site["theme"]["navigation_depth"]
     reader = Markdown(extensions=["toc", "tables", "fenced_code"])
     reader.convert((DOCS / page).read_text("utf-8"))
 
     def walk(tokens):
         for token in tokens:
-            yield token["id"]
-            yield from walk(token["children"])
+            if token["level"] <= depth:
+                yield token["id"]
+                yield from walk(token["children"])
 
     return set(walk(reader.toc_tokens))
 
