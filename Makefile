@@ -34,7 +34,7 @@ demo: setup  ## Probe the embedded run: its entropy collapse, step by step, and 
 test: setup  ## The tests that every change must pass, about 6 minutes on two quiet cores
 	$(BIN)/python -m pytest $(EACH_FILE_ONCE) -m 'not slow and not wild'
 
-test-slow: smollm2  ## One job of the slow tier, under 45 minutes: JOB=1 to 4; notes its result in docs/LOG.md
+test-slow: smollm2  ## One job of the slow tier, under 45 minutes: JOB=1 to 4; notes its result in LOG.md
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e 'packages/entropy-experiments[browser,reasoning-gym]'
 	$(BIN)/python tests/tiers.py $(JOB)
 
@@ -45,7 +45,7 @@ test-all: test  ## The fast tier, then every job of the slow one; goes on after 
 test-wild: setup  ## Code that nobody here wrote, in environments of its own (build/wild)
 	$(BIN)/python -m pytest -n auto -m wild tests/wild
 
-test-lowest: setup  ## A short tier with every dependency at its declared minimum; notes its result in docs/LOG.md
+test-lowest: setup  ## A short tier with every dependency at its declared minimum; notes its result in LOG.md
 	$(BIN)/python tests/versions.py lowest --python $(PYTHON)
 
 test-newest: setup  ## The same with the newest versions; PYTHON=python3.12 for another interpreter

@@ -114,7 +114,7 @@ def measure(arm: str, seed: int, steps: int, max_side: int) -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table for docs/LOG.md."""
+    """The table for LOG.md."""
     lines = [
         f"{found['steps']} steps per run, batches of {found['batch_size']}, tasks with grids up to "
         f"{found['max_side']} a side; one attempt per task, held-out tasks, after refinement.",

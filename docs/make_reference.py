@@ -69,7 +69,7 @@ def training_page() -> str:
         BY_HAND,
         "# Training configuration reference\n",
         "The file of `entropy-probe train --config`. Every key is optional. Meanings and",
-        "presets: [train with the probe inside](../howto_train.md).\n",
+        "presets: [how to train with the probe inside](../howto_train.md).\n",
         *_header(),
         *_rows(TrainingConfig, schema, known_training_fields(), prefix=""),
         "",
@@ -82,13 +82,41 @@ def training_page() -> str:
     return "\n".join(page) + "\n"
 
 
+EXIT_CODES = """\
+## Exit codes
+
+| code | `run`, `measure`, `influence`, `train`, `evaluate`, `report`, `config`, `arc` | `doctor` |
+|---|---|---|
+| 0 | done | no finding of warning or above |
+| 1 | a bug: please report the traceback | the script crashed; its traceback and the diagnosis are printed |
+| 2 | bad input: a key, a file, a checkpoint, too little memory. The message says what to change | bad usage: nothing was run |
+| 3 | `arc train`: a gradient contract is broken; the message names parameters and fix. `train`: no group of the first five steps had two different rewards, or `doctor.raise_on` ended it | findings of warning or above; with `--entropy`, a case is wrong |
+| 129 | SIGHUP, as when the terminal is closed: as 130 | |
+| 130 | interrupted by Ctrl-C. Current work is saved; run the same command to resume (`arc train` with `--resume`) | interrupted; the report so far is printed |
+| 143 | SIGTERM, from a scheduler: as 130; [under torchrun](../howto_scale.md#when-something-fails) after storing the current unit | |
+| other | | the script's own `sys.exit(n)` |
+
+torchrun has exit codes of its own: 1 whenever one of its processes ended with a code above 0 or by a signal.
+
+A number that is not trusted is no error: the code is 0, and the results contain `"trusted": false`. In a script:
+
+```console
+entropy-probe run --checkpoint runs/grpo/checkpoint-340 --json > results.json
+```
+
+With `--json`, standard output carries JSON and nothing else; progress and messages go to standard error.
+`--debug` shows the traceback behind a message of code 2.
+"""  # noqa: E501
+
+
 def commands_page() -> str:
-    """`--help` of every command."""
+    """`--help` of every command, and what their exit codes mean."""
     page = [
         BY_HAND,
-        "# Command reference\n",
-        "What `entropy-probe COMMAND --help` prints. Help does not import torch.",
-        "Exit codes: [the table](../exit_codes.md).\n",
+        "# Commands and exit codes\n",
+        "What `entropy-probe COMMAND --help` prints. Help does not import torch. `doctor` and",
+        "`arc` exist when their packages are installed ([install](../install.md)).",
+        "[Exit codes](#exit-codes) are at the end.\n",
     ]
     for words in _verbs(get_command(app)):
         found = CliRunner().invoke(
@@ -101,7 +129,7 @@ def commands_page() -> str:
         assert found.exit_code == 0, found.output
         text = "\n".join(line.rstrip() for line in found.stdout.strip().splitlines())
         page += [f"## {' '.join(['entropy-probe', *words])}\n", "```text", text, "```\n"]
-    return "\n".join(page).rstrip() + "\n"
+    return "\n".join([*page, EXIT_CODES]).rstrip() + "\n"
 
 
 PAGES = {

@@ -6,7 +6,7 @@ Files, not single tests, are dealt out, and files that share what is dear to mak
 whoever has least: no job is longer than the mean plus one file or group of them, and every slow
 test is in exactly one job, whatever the table says.
 
-    python tests/tiers.py 2        # runs job 2 and notes its result in docs/LOG.md
+    python tests/tiers.py 2        # runs job 2 and notes its result in LOG.md
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from checkout import ROOT
 
 DURATIONS = Path(__file__).with_name("durations.json")
-LOG = ROOT / "docs" / "LOG.md"
+LOG = ROOT / "LOG.md"
 JOBS = 4
 UNKNOWN = 30.0
 """Seconds of a file that nobody has timed."""

@@ -5,7 +5,7 @@
 
 Each set gets an environment of its own in build/versions, made by pip from pyproject.toml alone:
 the lowest set is the lower bounds written there, so a bound cannot be declared and not be tried.
-Then the tests of `FILES` and the commands of the README run in it, and docs/LOG.md gets a row. A
+Then the tests of `FILES` and the commands of the README run in it, and LOG.md gets a row. A
 torch that was built with CUDA is used without its libraries (`hollow_cuda`).
 """
 
@@ -32,7 +32,7 @@ Set = Literal["lowest", "newest"]
 
 HOME = ROOT / "build" / "versions"
 DOCTOR = ROOT / "packages" / "gradient-doctor"
-LOG = ROOT / "docs" / "LOG.md"
+LOG = ROOT / "LOG.md"
 EXTRAS = ("plot", "report", "trl")
 """What the demo and the callback need besides the package itself."""
 TOOLS = ("hypothesis", "psutil", "pytest", "pytest-xdist")

@@ -33,15 +33,19 @@ LONG = (
 )
 """Pages of many runs, or of a training: the slow tier executes them."""
 
+QUICK = ("entropy-probe evaluate ", "evaluate_checkpoints")
+"""Blocks of such pages that the fast tier executes all the same."""
+
 
 def blocks(language):
     for document in DOCUMENTS:
         for kind, body in BLOCK.findall(document.read_text()):
             if kind == language:
+                slow = document.name in LONG and not any(words in body for words in QUICK)
                 yield pytest.param(
                     body,
                     id=f"{document.name}:{body.splitlines()[0][:40]}",
-                    marks=[pytest.mark.slow] if document.name in LONG else [],
+                    marks=[pytest.mark.slow] if slow else [],
                 )
 
 
@@ -175,14 +179,15 @@ def test_the_earlier_paths_of_the_migration_table_import():
             found = getattr(found, name)
 
 
-def test_the_readme_has_the_first_rows_of_the_migration_table():
-    """The same sentences: two tables that are written apart would come to differ."""
+def test_the_readme_fits_two_screens_and_leads_to_the_rest():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = readme.split("## Coming from the earlier scripts")[1]
-    rows = re.findall(r"^\| (`.*) \|$", shown, re.MULTILINE)
-    assert 3 <= len(rows) <= 8
-    assert set(rows) <= set(migration_rows(ROOT / "docs" / "migration.md"))
-    assert "(docs/migration.md)" in shown
+    assert len(readme.splitlines()) <= 90
+    links = re.findall(r"[^!]\[[^]]+\]\(([^)]+)\)", readme)
+    assert len(links) <= 15
+    assert {"docs/index.md", "docs/architecture.md", "docs/migration.md"} <= set(links)
+    for folder in sorted((ROOT / "packages").iterdir()):
+        assert f"`packages/{folder.name}`" in readme
+        assert f"./packages/{folder.name}" in readme
 
 
 def test_importing_the_package_does_not_import_torch():

@@ -24,6 +24,7 @@ from entropy_experiments.config import (
     template_names,
 )
 from entropy_experiments.config.aliases import ALIASES, RETIRED
+from entropy_experiments.report.html.glossary import TERMS
 from entropy_experiments.sampling.datasets import load_problems
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
@@ -129,7 +130,7 @@ def test_keys_that_pages_name_exist():
 
 
 def test_defaults_of_the_memory_page():
-    rows = re.findall(r"^\| `(\S+)` \| (\S+) \|", (DOCS / "howto_memory.md").read_text(), re.M)
+    rows = re.findall(r"^\| `(\S+)` \| (\S+) \|", (DOCS / "howto_scale.md").read_text(), re.M)
     assert len(rows) >= 6
     for key, said in rows:
         section, name = key.split(".")
@@ -147,6 +148,23 @@ def test_reasons_of_the_trust_page_are_those_of_the_code():
         assert reason in source, reason
 
 
+def test_the_glossary_page_has_every_term_of_the_report():
+    page = (DOCS / "glossary.md").read_text("utf-8").lower()
+    for term in TERMS:
+        assert f"**{term.lower()}**" in page, term
+
+
+def test_paths_of_the_architecture_page_exist():
+    page = (DOCS / "architecture.md").read_text("utf-8")
+    paths = re.findall(r"`((?:\w+/)*(?:\w+/|\w+\.py))`", page)
+    assert len(paths) >= 30
+    for path in paths:
+        assert (PACKAGE / path).exists(), path
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    for room in rooms - {"utils", "configs", "embedded"}:
+        assert f"`{room}/`" in page, room
+
+
 def test_extras_of_the_install_page_are_those_of_the_package():
     rows = re.findall(r"^\| `([\w-]+)` \|", (DOCS / "install.md").read_text(), re.M)
     project = tomllib.loads((DISTRIBUTION / "pyproject.toml").read_text())["project"]
@@ -154,7 +172,7 @@ def test_extras_of_the_install_page_are_those_of_the_package():
 
 
 def test_exit_codes_of_the_page():
-    rows = re.findall(r"^\| (\d+) \|", (DOCS / "exit_codes.md").read_text(), re.M)
+    rows = re.findall(r"^\| (\d+) \|", (DOCS / "reference" / "commands.md").read_text(), re.M)
     known = {0, 3, endings.UNEXPECTED, endings.BAD_INPUT, endings.INTERRUPTED}
     known |= {endings.TERMINATED, endings.HUNG_UP}
     assert set(map(int, rows)) == known

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.naive
 
 JVP_FP32, CENTRAL_FP32, CENTRAL_FP64 = 1e-5, 1e-3, 1e-7
 SUM_FP32, SUM_FP64 = 1e-4, 1e-9
-"""Acceptance of issue 4; what is reached is in docs/LOG.md."""
+"""Acceptance of issue 4; what is reached is in LOG.md."""
 
 OBJECTIVE = Objective(loss="dapo", beta=0.1, entropy_coef=0.05)
 PROMPTS, RESPONSES = (3, 9, 5, 4, 7, 6), (4, 7, 2, 5, 6, 3)

@@ -13,7 +13,10 @@ from oracles.sweep import Row, fault
 
 HEAD = """<!-- Written by docs/make_architectures.py from its own results: do not edit. -->
 
-# Which models are scored right
+# Which models are supported?
+
+Find the `model_type` of your `config.json` in [the table](#the-table): an empty last column means
+supported.
 
 Every causal-LM type of transformers {version}: {built} of {all} types are built with two or three
 small layers and random weights, trained fully and with LoRA. Scores, both measured forms (`snis`,
@@ -23,19 +26,24 @@ python loops, ordinary backward. {equal} types are equal to it, {refused} are re
 that names the model and the reason.
 
 - **slope by**: the mode of differentiation that was chosen, fully trained and with LoRA.
+- **Mixture of experts** is supported: `mixtral`, `qwen3_moe`, `deepseek_v3`, `gpt_oss` and others
+  are rows of the table. Where forward mode (`jvp`) is not implemented for the experts' layers, the
+  next exact mode (`double_backward`) computes the slope.
 - **shared prompts**: rollouts of one prompt go through the model together. Types that are not known
   to look at all that came before, and configs with windows, do without: the same numbers, slower.
 - **logits by**: `head` applies the LM head at response positions only; `model` lets the model make
   its logits, where there is more to them (a soft cap, a scaling, a head of several layers).
 
-What is tried when a model is loaded, for types that are not in this table, too: that later tokens
-change no earlier logits, that a padded batch with positions has the logits of the model's own
-calls, that a head alone makes the logits even if they are large. RoBERTa-like decoders count
-positions from their padding index; that is found out and followed. Models whose rotary factors
-depend on the length of a call (longrope, dynamic NTK) never have rollouts with different factors in
-one call; drawing across their original context is refused.
+A model is tried on a few tokens when it is loaded, also if its type is not in this table: later
+tokens must not change earlier logits, a padded batch with positions must have the logits of the
+model's own calls, and a head alone must make the logits even if they are large. RoBERTa-like
+decoders count positions from their padding index; the loader detects and follows that. Models
+whose rotary factors depend on the length of a call (longrope, dynamic NTK) never have rollouts with
+different factors in one call; drawing across their original context is refused.
 
-The slow test `tests/models/test_every_architecture.py` holds every line of this table.
+The slow test `tests/models/test_every_architecture.py` checks every row.
+
+## The table
 
 | type | class | slope by | shared prompts | logits by | refused, or not tried |
 |---|---|---|---|---|---|

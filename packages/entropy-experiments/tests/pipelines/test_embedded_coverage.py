@@ -1,6 +1,6 @@
 """Intervals of a run on the embedded policy: a real one, with the heavy tails that it has.
 
-`python -m benchmarks.coverage` does the same with 2,000 and 1,000 probes (docs/LOG.md).
+`python -m benchmarks.coverage` does the same with 2,000 and 1,000 probes (LOG.md).
 """
 
 from __future__ import annotations

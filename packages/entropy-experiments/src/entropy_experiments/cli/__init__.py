@@ -3,7 +3,7 @@
 Nothing heavy is imported until a verb has read its configuration: help answers at once, and a
 mistake in a file is reported before torch is loaded.
 
-Exit codes are in `endings`, and in docs/exit_codes.md for those who read.
+Exit codes are in `endings`, and in docs/reference/commands.md for readers.
 """
 
 from __future__ import annotations

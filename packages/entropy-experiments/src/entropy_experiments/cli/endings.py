@@ -33,7 +33,7 @@ EXIT_CODES = {
     INTERRUPTED: "interrupted: the message says what is kept, and how to go on",
     TERMINATED: "ended by SIGTERM: go on as after 130; torchrun's units in work are stored",
 }
-"""Of every verb; docs/exit_codes.md says more."""
+"""Of every verb; docs/reference/commands.md says more."""
 PACKAGE = Path(entropy_experiments.__file__).parent
 
 

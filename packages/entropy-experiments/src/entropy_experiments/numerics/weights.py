@@ -21,7 +21,7 @@ from entropy_experiments.types import Rollouts
 K_HAT_MIN_ROLLOUTS = 100
 K_HAT_ESS_FRACTION = 0.99
 ESS_FLOOR = {"snis": 0.7, "per_decision": 0.2}
-"""ESS/N below which intervals on the Markov policy stop covering (docs/LOG.md). Per decision it is
+"""ESS/N below which intervals on the Markov policy stop covering (LOG.md). Per decision it is
 the worst position's, and most tokens have better weights."""
 REACHED = 0.1
 LOG_MAX = 700.0

@@ -12,7 +12,7 @@ Intervals are Student's t. Its degrees of freedom are those of the variance *est
 well-behaved units, fewer where a few units carry most of it (their kurtosis tells), since a spread
 seen in a few units is itself uncertain. The bias is reported, not subtracted: subtracting it
 widens the spread by more than it centres it, and a value that was shifted in one line but not in
-another no longer adds up (docs/LOG.md has the numbers).
+another no longer adds up (LOG.md has the numbers).
 """
 
 from __future__ import annotations
