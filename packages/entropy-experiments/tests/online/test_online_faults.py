@@ -263,6 +263,43 @@ def test_prompts_that_a_tokenizer_makes_one_are_said_once(distinct, caplog):
     assert all("40 rows" in text and "have 4 different prompts" in text for text in said)
 
 
+@pytest.mark.parametrize("longest", [7, 0, None])
+def test_prompts_beyond_the_context_are_left_out_and_said_once(longest, caplog):
+    trainer = SimpleNamespace(
+        eval_dataset=[{"prompt": str(n)} for n in range(1, 21)],
+        _tokenize_prompts=lambda texts: ([[3] * int(texts[0])],),
+        is_world_process_zero=lambda: True,
+        args=SimpleNamespace(max_completion_length=10),
+    )
+    prompts = trl_batch.EvaluationPrompts(trainer, 16, 0, longest)
+    if longest == 0:
+        with pytest.raises(ValueError, match=r"short enough.*Lower max_completion_length") as got:
+            prompts(0)
+        assert "generation." not in str(got.value)
+        return
+    for step in (0, 1):
+        lengths = sorted(map(len, prompts(step)))
+        assert lengths == list(range(1, 8)) if longest else len(lengths) == 16
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == (longest is not None)
+    for text in said:
+        assert "20 tokens with max_completion_length = 10 exceeds the model's 17 positions" in text
+
+
+def test_a_prompt_beyond_the_context_does_not_switch_the_probe_off(tmp_path, caplog):
+    """The model has 256 positions; training's own prompts are short."""
+    with torch.random.fork_rng(devices=[]):
+        callback = EntropyProbeCallback(max_overhead=None, prompts=6)
+        trainer = grpo(tmp_path, callbacks=[callback], max_steps=1)
+        texts = [row["prompt"] for row in trainer.train_dataset]
+        trainer.eval_dataset = [{"prompt": text} for text in (*texts, 300 * texts[0])]
+        callback.prompts = len(trainer.eval_dataset)  # all of them are looked at
+        trainer.train()
+    assert callback.off is None
+    assert len(callback.rows) == 1
+    assert any("too long are left out" in r.getMessage() for r in caplog.records)
+
+
 def test_a_loss_of_one_s_own_is_refused_only_where_it_would_be_rebuilt(tmp_path):
     from trl import GRPOTrainer
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.online.loop import LoopProbe
 from entropy_experiments.online.probe import SKIPPED, named_gradients
 from entropy_experiments.online.rows import RowFile, metrics_of, read_rows
@@ -145,6 +146,24 @@ def test_a_step_other_than_the_one_predicted_is_not_trusted(how):
     assert len(told) == (not made)
     for reason in ("gradients were changed", "hooks", "subclass"):
         assert all(reason in why for why in told)
+
+
+def test_a_compiled_model_is_refused_by_what_to_pass_instead():
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    compiled = torch.compile(model, backend="eager")
+    options = {"prompts": PROMPTS, "max_new_tokens": 10, "drawn": 6, "max_overhead": None}
+    with pytest.raises(ValueError, match="torch.compile has wrapped.*pass the uncompiled model"):
+        LoopProbe(compiled, optimizer, tokenizer, **options)
+    with pytest.raises(ValueError, match="pass the uncompiled model"):
+        SequenceProcessor(compiled)
+    probe = LoopProbe(model, optimizer, tokenizer, **options)  # the same weights
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    compiled(**batch, labels=batch["input_ids"]).loss.backward()
+    with probe.step():
+        optimizer.step()
+    (row,) = probe.rows
+    assert row["step_mismatch"] < 1e-3
 
 
 def test_a_step_of_nothing_is_not_trusted(caplog):

@@ -221,6 +221,15 @@ def test_what_is_left_is_judged_by_its_interval_and_its_size(summary):
     assert "nothing can be said" in row(influence_report(summary), "unexplained entropy")
 
 
+def test_the_best_of_a_bad_batch_is_told_by_reward(summary):
+    found = summary["evaluations"][0]["groups"]
+    one = {"value": -0.005, "stderr": 4e-4, "tokens": 130, "stable": True}
+    found["correctness"] = {"lower rewards": one, "best reward of the batch": one}
+    lines = influence_report(summary)
+    assert "By reward (this batch's tokens, nats):" in lines
+    assert not any("correct" in line for line in lines)
+
+
 def test_shares_are_withheld_where_parts_cancel(summary):
     summary["evaluations"][0]["cancellation"] = {"ratio": 31.0, "withheld": True}
     lines = influence_report(summary)

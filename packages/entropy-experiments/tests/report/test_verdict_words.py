@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from entropy_experiments.attribution import groups
+from entropy_experiments.attribution.counterfactual import Recorded
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.report.html import books
 from entropy_experiments.report.verdict import _agreement, verdict
@@ -196,14 +198,39 @@ def rewarded(*rewards):
         ((1.1, 0.1, 1.1, 0.0), [True, False, True, False]),  # a right format is not an answer
         ((1.0, 1.0), [True, True]),
         ((0.0, 0.0), [False, False]),
+        ((-1.0, 1.0), [False, True]),
+        ((0.999999999, 0.4), [True, False]),  # weights of functions round
+        ((float("nan"), 1.0), [False, True]),
+        ((float("nan"), 0.0), [False, False]),
+    ],
+    ids=str,
+)
+def test_correct_is_the_highest_reward_if_that_is_a_full_one(rewards, correct):
+    assert rewarded(*rewards).correct_N.tolist() == correct
+
+
+@pytest.mark.parametrize(
+    ("rewards", "best"),
+    [
+        ((0.198, 0.1), [True, False]),
         ((-1.0, 0.0), [False, True]),
         ((-1.0, -1.0), [False, False]),
         ((float("nan"), 0.5), [False, True]),
     ],
     ids=str,
 )
-def test_correct_is_the_highest_reward(rewards, correct):
-    assert rewarded(*rewards).correct_N.tolist() == correct
+def test_the_best_of_a_bad_batch_is_not_correct(rewards, best):
+    batch = rewarded(*rewards)
+    assert batch.correct_N is None
+    assert batch.best_N.tolist() == best
+    labels_N1, names = groups._correctness(SimpleNamespace(batch=batch))
+    assert names == ["lower rewards", "best reward of the batch"]
+    assert labels_N1[:, 0].bool().tolist() == best
+    labels_N1, names = groups._correctness(SimpleNamespace(batch=rewarded(1.0, 0.2)))
+    assert (names, labels_N1[:, 0].tolist()) == (["incorrect", "correct"], [1, 0])
+    recorded = Recorded(objective=None, scores=None, batch=batch, lr=0.1)
+    with pytest.raises(ValueError, match=r"no reward of the update batch is a full one.*by reward"):
+        recorded.column("correct")
 
 
 def test_without_rewards_nothing_is_correct_or_wrong():

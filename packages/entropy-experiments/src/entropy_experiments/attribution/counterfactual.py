@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.types import Scores, UpdateBatch
+from entropy_experiments.types.rollouts import FULL_REWARD
 from entropy_experiments.update.objective import Objective, TokenWeights
 
 ROUNDING = 1e-5
@@ -56,6 +57,12 @@ class Recorded:
             raise ValueError(
                 "A selector reads 'reward', and the update batch has no reward_N. Record rewards "
                 "with the batch, or select by advantage."
+            )
+        if name == "correct" and self.batch.correct_N is None:
+            raise ValueError(
+                "A selector reads 'correct', and no reward of the update batch is a full one: the "
+                f"highest is {float(self.batch.reward_N.nan_to_num(-torch.inf).max()):.4g}, "
+                f"expected {FULL_REWARD:g} or more. Select by reward instead, such as reward>0.5."
             )
         per_rollout = {
             "reward": self.batch.reward_N,

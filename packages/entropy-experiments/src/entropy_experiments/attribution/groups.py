@@ -137,13 +137,19 @@ def _position(found: TokenInfluence) -> tuple[Tensor, list[str]]:
     return bin_NS, [f"{i * width}-{(i + 1) * width}%" for i in range(POSITION_BINS)]
 
 
+BY_REWARD = ("lower rewards", "best reward of the batch")
+"""Where no reward of the batch is a full one, so that which are correct is not known."""
+
+
 def _correctness(found: TokenInfluence) -> tuple[Tensor, list[str]]:
-    correct_N = found.batch.correct_N
-    if correct_N is None:
+    correct_N, best_N = found.batch.correct_N, found.batch.best_N
+    if best_N is None:
         raise ValueError(
             "by='correctness' needs rewards, and this update batch has reward_N = None. Record "
             "them, or group by 'advantage_probability'."
         )
+    if correct_N is None:
+        return best_N.long()[:, None], list(BY_REWARD)
     return correct_N.long()[:, None], ["incorrect", "correct"]
 
 

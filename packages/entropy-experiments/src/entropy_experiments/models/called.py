@@ -38,6 +38,7 @@ from entropy_experiments.models.calling import (
     records_a_graph,
     trains_padded_embeddings,
 )
+from entropy_experiments.models.compiled import refuse_compiled
 from entropy_experiments.models.lora import fused_adapters, plain_lora_layers
 from entropy_experiments.models.own_call import (
     BEGINNING,
@@ -60,6 +61,7 @@ class CalledModel:
     """A model, and how it is called with parameters of ours."""
 
     def __init__(self, model: nn.Module, *, checkpointing: bool, training_gradient: bool) -> None:
+        refuse_compiled(model)
         self.model = model
         self.checkpointing = checkpointing
         self._names = tuple(n for n, p in model.named_parameters() if p.requires_grad)

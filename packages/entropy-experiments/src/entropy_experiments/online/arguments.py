@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from entropy_experiments.models.compiled import refuse_compiled
+
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -39,3 +41,4 @@ def check_bare(model: Any) -> None:
             f"model is a {type(model).__name__}; expected the bare model inside it, whose "
             "parameters have their own names: give model.module."
         )
+    refuse_compiled(model)

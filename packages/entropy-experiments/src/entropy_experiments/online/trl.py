@@ -406,7 +406,7 @@ class EntropyProbeCallback(TrainerCallback):
             master_seed=self.seed,
         )
         generator.ends = tuple(sorted({*generator.ends, *trainer.eos_token_ids}))
-        prompts = EvaluationPrompts(trainer, self.prompts, self.seed)
+        prompts = EvaluationPrompts(trainer, self.prompts, self.seed, generator.longest_prompt)
         return Fresh(drawer(generator, prompts, group=self.group, ranks=ranks), uses=self.uses)
 
     def _publish(self, row: Mapping[str, Any]) -> None:

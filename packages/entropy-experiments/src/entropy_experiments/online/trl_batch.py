@@ -111,11 +111,13 @@ def without_autocast(model: Any) -> Iterator[None]:
 class EvaluationPrompts:
     """`count` prompts for a step, as token ids: of the evaluation set, or of the training set.
 
-    Which ones depends on the seed and the step alone, so every rank chooses the same.
+    Which ones depends on the seed and the step alone, so every rank chooses the same. Those of
+    more than `longest` tokens are left out.
     """
 
-    def __init__(self, trainer: Any, count: int, seed: int) -> None:
+    def __init__(self, trainer: Any, count: int, seed: int, longest: int | None = None) -> None:
         self.trainer, self.count, self.seed = trainer, count, seed
+        self.longest = longest
         data = trainer.eval_dataset
         if isinstance(data, dict):  # several evaluation sets: the first
             data = next(iter(data.values()))
@@ -126,19 +128,43 @@ class EvaluationPrompts:
                 "Give the trainer an eval_dataset, or the callback evaluation='half' or Rollouts."
             )
         self.count = min(count, len(self.data))
-        self._said_few = False
+        self._said_few = self._said_long = False
 
     def __call__(self, step: int) -> list[Sequence[int]]:
         rows = chosen_rows(len(self.data), len(self.data), self.seed, step)
         # One by one: a tokenizer's padding must not join the prompts.
         ids = (tuple(self.trainer._tokenize_prompts([self.data[r]["prompt"]])[0][0]) for r in rows)
         found: dict[tuple[int, ...], None] = {}
+        too_long: set[tuple[int, ...]] = set()
         for prompt in ids:
+            if self.longest is not None and len(prompt) > self.longest:
+                too_long.add(prompt)
+                continue
             found.setdefault(prompt)
             if len(found) == self.count:
                 break
+        if too_long:
+            self._note_long(max(map(len, too_long)), any_left=bool(found))
         self._say_few(len(found))
         return list(found)
+
+    def _note_long(self, length: int, *, any_left: bool) -> None:
+        limit = self.trainer.args.max_completion_length
+        why = (
+            f"a prompt of {length} tokens with max_completion_length = {limit} exceeds the "
+            f"model's {(self.longest or 0) + limit} positions"
+        )
+        advice = "Lower max_completion_length in the trainer's config, or shorten the prompts"
+        if not any_left:
+            raise ValueError(f"No evaluation prompt is short enough: {why}. {advice}.")
+        if not self._said_long and self.trainer.is_world_process_zero():
+            LOG.warning(
+                "Evaluation prompts that are too long are left out: %s. %s, to have them in. "
+                "(Said once.)",
+                why,
+                advice,
+            )
+        self._said_long = True
 
     def _say_few(self, distinct: int) -> None:
         if distinct >= MIN_PROMPTS or self._said_few or not self.trainer.is_world_process_zero():

@@ -253,7 +253,10 @@ def _groups(evaluation: Mapping[str, Any]) -> list[str]:
         groups = (evaluation.get("groups") or {}).get(by)
         if not groups:
             continue
-        lines.append(f"By {GROUP_NAMES[by]} (this batch's tokens, nats):")
+        # Where no reward is a full one, the groups are the best of the batch and the others.
+        judged = by != "correctness" or {"correct", "incorrect"} & set(groups)
+        named = GROUP_NAMES[by] if judged else "reward"
+        lines.append(f"By {named} (this batch's tokens, nats):")
         # Where the loss counts nothing (A = 0), nothing was done.
         groups = {name: group for name, group in groups.items() if group["value"] != 0}
         shown = list(groups.items())

@@ -231,14 +231,21 @@ class SampleGenerator:
         ids = tuple(ids)
         if not ids:
             raise ValueError(f"Problem {problem.id!r} has a prompt of no tokens; got an empty one.")
-        limit = getattr(self.policy.model.config, "max_position_embeddings", None)
-        if limit is not None and len(ids) + self.max_new_tokens > limit:
+        longest = self.longest_prompt
+        if longest is not None and len(ids) > longest:
             raise ValueError(
                 f"Problem {problem.id!r} has a prompt of {len(ids)} tokens; with "
-                f"{self.max_new_tokens} new ones that exceeds the model's {limit} positions. Lower "
-                "generation.max_new_tokens, or leave the problem out."
+                f"{self.max_new_tokens} new ones that exceeds the model's "
+                f"{longest + self.max_new_tokens} positions. Lower max_new_tokens (in a config: "
+                "generation.max_new_tokens), or leave the problem out."
             )
         return ids
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of a prompt that leave positions for a whole response; None: no end to them."""
+        limit = getattr(self.policy.model.config, "max_position_embeddings", None)
+        return None if limit is None else limit - self.max_new_tokens
 
     def _draw(self, problems: Sequence[Problem], group: int, name: str) -> list[Drawn]:
         ids = [problem.id for problem in problems]

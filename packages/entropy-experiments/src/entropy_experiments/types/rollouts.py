@@ -239,6 +239,12 @@ class Rollouts:
             yield Part(order_N[:0], columns, self.take(shortest_N, columns))
 
 
+FULL_REWARD = 1.0
+"""What a reward function gives for all that it asks for; more than one may add up to more."""
+ROUNDED = 1e-6
+"""Of a reward: the rounding of weights by which functions are added up."""
+
+
 class Part(NamedTuple):
     """A microbatch and where it came from: `whole[rows_N, columns]`.
 
@@ -289,11 +295,10 @@ class UpdateBatch:
         return self.rollouts.response_NS if self.loss_NS is None else self.loss_NS
 
     @property
-    def correct_N(self) -> Tensor | None:
+    def best_N(self) -> Tensor | None:
         """Rollouts with the highest reward of the batch; None without rewards.
 
-        A part of the reward (a right format around a wrong answer) is not correct, and a batch in
-        which nobody got anything, all rewards alike and none above 0, has no correct rollout.
+        A batch in which nobody got anything, all rewards alike and none above 0, has no best.
         """
         if self.reward_N is None:
             return None
@@ -301,7 +306,23 @@ class UpdateBatch:
         highest, lowest = reward_N.max(), reward_N.min()
         if highest == lowest and highest <= 0:
             return torch.zeros_like(reward_N, dtype=torch.bool)
-        return reward_N >= highest - 1e-6 * highest.abs()  # weights of functions round
+        return reward_N >= highest - ROUNDED * highest.abs()
+
+    @property
+    def correct_N(self) -> Tensor | None:
+        """Rollouts with the highest reward of the batch, if that is a full one: at least 1.
+
+        A part of the reward (a right format around a wrong answer) is not correct. None: without
+        rewards, and where graded ones are all below 1, so that nobody knows what a full one is.
+        Of rewards that are 0 throughout none is correct.
+        """
+        if self.reward_N is None or self.best_N is None:
+            return None
+        reward_N = self.reward_N[~self.reward_N.isnan()]
+        full = FULL_REWARD * (1 - ROUNDED)
+        if bool((reward_N == 0).all()):
+            return torch.zeros_like(self.best_N)
+        return self.best_N if bool((reward_N >= full).any()) else None
 
     def take(self, rows_N: Tensor, columns: slice) -> UpdateBatch:
         return UpdateBatch(

@@ -11,8 +11,9 @@ from entropy_experiments.pipelines.probe_sampling import response_ids
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.rewards import Reward, build_reward, final_answer
 from entropy_experiments.types import Rollouts, Scores
+from entropy_experiments.types.rollouts import FULL_REWARD
 
-PASS = 1.0
+PASS = FULL_REWARD
 """What every reward function must give for a response to pass."""
 LEAST_COUNT = 5
 """Draws of a token below which its mean entropy is anecdote."""
