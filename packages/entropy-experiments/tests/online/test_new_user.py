@@ -21,8 +21,13 @@ from entropy_experiments.checkpoints.training_record import RECORD_FILE
 from entropy_experiments.cli import app
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.report.html.data import gather
-from entropy_experiments.sampling.rollout_files import load_update_batch, recorded_meta
+from entropy_experiments.sampling.rollout_files import (
+    load_rollouts,
+    load_update_batch,
+    recorded_meta,
+)
 from oracles.new_user import STEPS, imported, trainer_of, written
+from oracles.tiny_models import tiny_tokenizer
 
 pytestmark = pytest.mark.contract
 
@@ -166,6 +171,52 @@ def test_a_training_resumed_with_other_options_is_described_by_these(run, tmp_pa
     _command("run", "--checkpoint", checkpoint, "--out", tmp_path / "out", *SAME)
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["made_step"]["gradient_distance"] < 1e-4
+
+
+def test_other_questions_are_asked_in_the_form_of_training_s(run, tmp_path):
+    """A run on conversations: plain prompts of a file go through the chat template, or it is
+    said beside the headline that they do not."""
+    import shutil
+
+    folder, _ = run
+    checkpoint = tmp_path / "run" / f"checkpoint-{STEP}"
+    shutil.copytree(folder / "run", tmp_path / "run")
+    file = checkpoint / "tokenizer_config.json"
+    template = "1{% for m in messages %}{{ m.content }}{% endfor %}2"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    record = json.loads((checkpoint / RECORD_FILE).read_text())
+    assert record["prompts"]["messages"] is False
+    record["prompts"]["messages"] = True
+    del record["files"]["tokenizer_config.json"]
+    (checkpoint / RECORD_FILE).write_text(json.dumps(record))
+    rows = [{"prompt": f"{a}*{b}=", "answer": str(a * b)} for a in (3, 5) for b in (3, 7)]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--set", f"batch_config.dataset_path={tmp_path / 'other.jsonl'}"]
+    for more in (
+        "batch_config.B_E=4",
+        "importance.enabled=false",
+        "approx_delta_h.curvature=false",
+    ):
+        options += ["--set", more]
+
+    def asked(*more: str) -> tuple[str, set[str]]:
+        saved = tmp_path / f"rollouts{len(more)}"
+        keep = ("--set", f"rollouts.save={saved}")
+        said = _command("run", "--checkpoint", checkpoint, *options, *keep, *more)
+        rollouts, _ = load_rollouts(saved / "evaluation")
+        ids = (rollouts.attention_NS & ~rollouts.response_NS).nonzero(as_tuple=True)
+        lines: dict[int, list[int]] = {}
+        for n, s in zip(*(index.tolist() for index in ids), strict=True):
+            lines.setdefault(n, []).append(int(rollouts.tokens_NS[n, s]))
+        tokenizer = tiny_tokenizer()
+        return said, {tokenizer.decode(line).replace(" ", "") for line in lines.values()}
+
+    said, prompts = asked()
+    assert prompts == {f"1{row['prompt']}2" for row in rows}
+    assert "NOT AS TRAINING ASKED" not in said
+    said, prompts = asked("--set", "batch_config.chat_template=false")
+    assert prompts == {row["prompt"] for row in rows}
+    assert "NOT AS TRAINING ASKED: prompts are asked without the chat template" in said
 
 
 @pytest.mark.slow

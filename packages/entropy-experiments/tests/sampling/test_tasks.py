@@ -198,6 +198,34 @@ def test_evaluation_and_update_share_no_prompt(gsm8k):
     assert without(pool, renamed) == without(pool, evaluation)
 
 
+def test_prompts_of_messages_go_through_the_template_whether_or_not_it_is_asked_for(tmp_path):
+    class Tokenizer:
+        name_or_path, chat_template = "one", "any"
+
+        def apply_chat_template(self, messages, **_):
+            return "|".join(f"{one['role']}>{one['content']}" for one in messages)
+
+    talk = [{"role": "system", "content": "short"}, {"role": "user", "content": "1+1"}]
+    rows = [
+        {"prompt": talk, "answer": 2, "hint": "two"},
+        {"prompt": "2+2", "answer": "4", "messages": "mine"},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for chat, plain in ((False, "2+2"), (True, "user>2+2")):
+        found = load_problems("jsonl", path=file, tokenizer=Tokenizer(), chat=chat)
+        by_answer = {problem.answer: problem for problem in found}
+        assert by_answer["2"].prompt == "system>short|user>1+1"
+        assert by_answer["2"].facts["messages"] == talk
+        assert by_answer["2"].facts["columns"] == {"answer": "2", "hint": "two"}
+        assert by_answer["4"].prompt == plain
+        assert "messages" not in by_answer["4"].facts
+        assert by_answer["4"].facts["columns"]["messages"] == "mine"
+    file.write_text(json.dumps({"prompt": [{"role": "user"}], "answer": "4"}))
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: .*expected text, or messages such as"):
+        load_problems("jsonl", path=file)
+
+
 def test_a_chat_template_is_applied_when_asked(gsm8k):
     from oracles.tiny_models import tiny_tokenizer
 

@@ -19,6 +19,7 @@ from a file outside of the run's folders that has the recorded sha256, and only 
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ FINGERPRINT_FILE, GRADIENT_FILE = "fingerprint.json", "gradient.safetensors"
 RECORDED = "recorded"
 """Name of the dataset whose problems are the run's own prompts."""
 SETS = ("train", "eval")
+LONGEST_LINE = 1 << 20
 REQUIRED = ("schema", "trainer", "options", "unfollowed", "sampling", "rewards", "prompts")
 
 
@@ -74,6 +76,23 @@ class TrainingRecord:
     def sets(self) -> Mapping[str, Mapping[str, Any]]:
         return self.content["prompts"].get("sets") or {}
 
+    @property
+    def messages(self) -> bool:
+        """Whether prompts were conversations; of earlier records the first prompt tells."""
+        noted = self.content["prompts"].get("messages")
+        if noted is not None or self.prompts_folder is None:
+            return bool(noted)
+        file = self.prompts_folder / f"{next(iter(self.sets))}.jsonl"
+        if not file.is_file():
+            return False
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            first = lines.readline(LONGEST_LINE)
+        try:
+            row = json.loads(first)
+        except ValueError:  # damaged: refused by its sha256 when the prompts are asked for
+            return False
+        return isinstance(row, dict) and isinstance(row.get("prompt"), list)
+
     def facts(self) -> dict[str, Any]:
         """Dataset and rewards, under the names of the training facts."""
         found: dict[str, Any] = {"dataset_name": RECORDED}
@@ -81,6 +100,8 @@ class TrainingRecord:
             found["dataset_path"] = str(self.prompts_folder)
             found["E_split"] = "eval" if "eval" in self.sets else "train"
             found["U_split"] = "train" if "train" in self.sets else "eval"
+            if self.messages:
+                found["chat_template"] = True
         else:
             found["dataset_absent"] = self.content["prompts"].get("why_not") or "no reason is given"
         rewards, run = self.content["rewards"], self._folders

@@ -66,8 +66,9 @@ class BatchConfig(Section):
     """Split of the evaluation prompts."""
     U_split: Text | None = None
     """Split of the update prompts."""
-    chat_template: bool = False
-    """Wrap each prompt in the tokenizer's chat template."""
+    chat_template: bool | None = None
+    """Wrap each prompt in the tokenizer's chat template. null: where training recorded messages as
+    its prompts. Prompts that are messages themselves always are."""
     B_E: Annotated[int, Field(ge=2), Countable] = 64
     """Evaluation prompts, one response each; intervals are over these prompts. A recorded run
     with fewer prompts has all that are left, without those that U needs."""

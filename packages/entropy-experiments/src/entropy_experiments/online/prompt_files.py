@@ -23,7 +23,8 @@ MOST = 20_000
 
 
 def write_prompts(folder: Path, trainer: Any) -> dict[str, Any]:
-    """The record's entry: {"sets": {name: {rows, of, sha256}}, "dropped": [columns]}."""
+    """The record's entry: {"sets": {name: {rows, of, sha256}}, "dropped": [columns],
+    "messages": whether prompts are conversations, put in the chat template}."""
     data = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
     if isinstance(data["eval"], dict):  # several evaluation sets: the first, as the probe does
         data["eval"] = next(iter(data["eval"].values()), None)
@@ -38,10 +39,19 @@ def write_prompts(folder: Path, trainer: Any) -> dict[str, Any]:
         write_whole(_made(folder) / f"{name}.jsonl", content)
         digest = hashlib.sha256(content).hexdigest()
         sets[name] = {"rows": len(lines), "of": len(rows), "sha256": digest}
-    entry: dict[str, Any] = {"sets": sets, "dropped": sorted(dropped)}
+    messages = [_asks_in_messages(rows) for name, rows in data.items() if name in sets]
+    entry: dict[str, Any] = {
+        "sets": sets,
+        "dropped": sorted(dropped),
+        "messages": any(messages),
+    }
     if not sets:
         entry["why_not"] = "training drew its prompts from a stream, which was not recorded"
     return entry
+
+
+def _asks_in_messages(rows: Any) -> bool:
+    return len(rows) > 0 and not isinstance(rows[0]["prompt"], str)
 
 
 def _lines(trainer: Any, rows: Any) -> tuple[list[str], set[str]]:

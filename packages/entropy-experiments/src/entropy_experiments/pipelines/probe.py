@@ -165,6 +165,7 @@ class OfflineEntropyProbe:
             ),
             notes=tuple(notes),
             sampling=inputs.facts.sampling,
+            asked_otherwise=inputs.facts.asked_otherwise,
             timing=timing,
             provenance={
                 **provenance(),

@@ -294,7 +294,8 @@ class Sampler:
             count=most + len(avoid) + (leave if recorded else 0),
             seed=self.config.probe_rework.master_seed,
             tokenizer=self.generator.tokenizer,
-            chat=batch.chat_template,
+            chat=facts.chat,
+            conversation=facts.conversation,
         )
         # As far as needed: tokenizing thousands takes longer than answering a few.
         unlike = (p for p in found if self.generator.prompt_ids(p) not in avoid)

@@ -70,6 +70,28 @@ class TrainingFacts:
         return tuple(text for text in options if text != f"top_p = {self['top_p']:g}")
 
     @property
+    def chat(self) -> bool:
+        """Whether prompts are put in the tokenizer's chat template."""
+        return bool(self.values.get("chat_template"))
+
+    @property
+    def conversation(self) -> bool:
+        """Whether they are messages to rewards too, as they were in training."""
+        return self.chat and bool(self.read.get("chat_template"))
+
+    @property
+    def asked_otherwise(self) -> tuple[str, ...]:
+        """What the policy is asked in another form than in training, in words."""
+        if self.chat or not self.read.get("chat_template"):
+            return ()
+        if self["dataset_name"] == RECORDED:  # in training's own words
+            return ()
+        return (
+            "prompts are asked without the chat template, and training's were conversations "
+            "(batch_config.chat_template: true asks as training did)",
+        )
+
+    @property
     def objective(self) -> Objective:
         return Objective(
             **{name: self.values[name] for name in OPTIONAL if self.values.get(name) is not None},
@@ -97,6 +119,7 @@ def training_facts(
         "temperature": config.generation.temperature,
         "top_p": config.generation.top_p or 1.0,  # the full softmax, whatever training sampled with
         "dataset_name": config.batch_config.dataset_name,
+        "chat_template": config.batch_config.chat_template,
         "reward_functions": config.reward.functions,
         "reward_weights": config.reward.weights,
     }

@@ -106,6 +106,8 @@ class Findings:
     notes: tuple[str, ...]
     sampling: tuple[str, ...] = ()
     """Options by which training sampled from another distribution than the policy probed."""
+    asked_otherwise: tuple[str, ...] = ()
+    """In which way prompts are put in another form than training's."""
     timing: Mapping[str, float]
     provenance: Mapping[str, Any] = field(default_factory=dict)
     made: MadeCheck = field(default_factory=MadeCheck)

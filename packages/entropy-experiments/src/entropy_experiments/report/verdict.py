@@ -40,6 +40,7 @@ def _headline(found: Findings) -> list[str]:
     if found.lr_changed:
         rate += f" instead of {found.lr_stored:.3g}"
     lines = [*_which_step(found, rate), *_assumed(found)]
+    lines += [f"  NOT AS TRAINING ASKED: {text}" for text in found.asked_otherwise]
     unit = found.level.estimand.unit
     lines.append(
         f"  entropy now      {found.level.value:.4f} nats per {unit}"

@@ -76,11 +76,13 @@ def load_problems(
     seed: int = 0,
     tokenizer: Any = None,
     chat: bool = False,
+    conversation: bool = False,
 ) -> list[Problem]:
     """Up to `count` problems in an order given by `seed`; None: all there are in a file.
 
     `path`: a JSONL file, or a folder with one per split. `chat` wraps each prompt in the
-    tokenizer's chat template.
+    tokenizer's chat template, which prompts of messages need in any case; `conversation`: such
+    prompts are messages to rewards, too.
     """
     if count is not None and not 0 < count <= LARGEST_COUNT:
         raise ValueError(f"count is {count}; expected 1 to {LARGEST_COUNT} problems.")
@@ -96,7 +98,12 @@ def load_problems(
         problems = _reasoning_gym(name, split or "train", seed, _needed(name, count))
     else:
         raise _unknown(name)
-    return [_in_chat(problem, tokenizer) for problem in problems] if chat else problems
+    return [
+        _in_chat(problem, tokenizer, conversation=conversation)
+        if chat or (tokenizer is not None and "messages" in problem.facts)
+        else problem
+        for problem in problems
+    ]
 
 
 def check_dataset(name: str) -> None:
@@ -231,7 +238,11 @@ def _jsonl(path: str | Path | None, split: str | None) -> Iterator[Problem]:
     file = _file(path, split)
     for number, record in read_jsonl(file, PROMPT_LINE):
         where = f"{file}:{number}"
-        prompt = _text(record, "prompt", where, PROMPT_LINE)
+        messages = record.get("prompt")
+        if isinstance(messages, list):
+            prompt = _conversation(_messages(messages, where))
+        else:
+            prompt, messages = _text(record, "prompt", where, PROMPT_LINE), None
         answer = record.get("answer")
         if isinstance(answer, (int, float)) and not isinstance(answer, bool):
             answer = str(answer)
@@ -241,11 +252,17 @@ def _jsonl(path: str | Path | None, split: str | None) -> Iterator[Problem]:
                 f"{PROMPT_LINE}."
             )
         others = {key: x for key, x in record.items() if key not in ("id", "prompt", "answer")}
+        facts: dict[str, Any] = {**others, "style": others.get("style", "free")}
+        if messages is not None:
+            facts |= {"messages": messages, "columns": {"answer": answer, **others}}
+        elif "messages" in facts:  # a column of the user's, for rewards alone
+            facts["columns"] = {"answer": answer, **facts}
+            del facts["messages"]
         yield Problem(
             id=str(record.get("id", f"{file.name}/{number}")),
             prompt=prompt,
             answer=answer,
-            facts={"style": "free", **others},
+            facts=facts,
         )
 
 
@@ -271,6 +288,17 @@ def _recorded(path: str | Path | None, split: str | None) -> Iterator[Problem]:
             answer=answer if isinstance(answer, str) else str(answer),
             facts=facts,
         )
+
+
+def _messages(prompt: list[Any], where: str) -> list[Any]:
+    if not prompt or not all(
+        isinstance(one, dict) and {"role", "content"} <= set(one) for one in prompt
+    ):
+        raise ValueError(
+            f'{where}: "prompt" is a list; expected text, or messages such as '
+            '[{"role": "user", "content": "..."}].'
+        )
+    return prompt
 
 
 def _conversation(messages: Any) -> str:
@@ -333,7 +361,7 @@ def _made(problems: Iterable[Problem], name: str, count: int) -> list[Problem]:
     return found
 
 
-def _in_chat(problem: Problem, tokenizer: Any) -> Problem:
+def _in_chat(problem: Problem, tokenizer: Any, *, conversation: bool = False) -> Problem:
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "chat=True needs a tokenizer with a chat template; got "
@@ -342,18 +370,18 @@ def _in_chat(problem: Problem, tokenizer: Any) -> Problem:
     # What the plain prompt had opened for the assistant is opened again after the template.
     opening = problem.facts.get("opening", "")
     said = problem.prompt.removesuffix(f"\nAssistant: {opening}") if opening else problem.prompt
+    messages = problem.facts.get("messages") or [{"role": "user", "content": said}]
     where = f"The chat template of the tokenizer at {tokenizer.name_or_path}"
     advice = "Repair it, or set batch_config.chat_template: false."
     with (
         library_errors(f"{where} fails on a prompt", advice),
         time_limit(TEMPLATE_SECONDS, f"{where}, for one prompt,", advice),
     ):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True
-        )
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where} makes nothing of a prompt; expected text. {advice}")
-    return replace(problem, prompt=text + opening, facts={**problem.facts, "chat": True})
+    facts = {**problem.facts, "chat": True, **({"messages": messages} if conversation else {})}
+    return replace(problem, prompt=text + opening, facts=facts)
 
 
 def _file(path: str | Path, split: str | None) -> Path:

@@ -140,7 +140,8 @@ class Evaluation:
 
     def problems_for(self, tokenizer: Any) -> list[Problem]:
         """In the tokenizer's chat template, where that was asked for."""
-        if not self.config.batch_config.chat_template:
+        talk = any("messages" in problem.facts for problem in self.problems)
+        if not (self.facts.chat or talk):
             return list(self.problems)
         return _problems(self.config, self.facts, len(self.problems), tokenizer=tokenizer)
 
@@ -180,7 +181,7 @@ def prepared(
         "prompts": request.prompts,
         "samples": request.samples,
         "seed": config.probe_rework.master_seed,
-        "chat_template": batch.chat_template,
+        "chat_template": facts.chat,
         "temperature": facts["temperature"],
         "top_p": facts["top_p"],
         "max_new_tokens": generation.max_new_tokens or facts["max_completion_length"],
@@ -348,7 +349,8 @@ def _problems(
         count=count,
         seed=config.probe_rework.master_seed,
         tokenizer=tokenizer,
-        chat=tokenizer is not None,
+        chat=facts.chat and tokenizer is not None,
+        conversation=facts.conversation,
     )
 
 

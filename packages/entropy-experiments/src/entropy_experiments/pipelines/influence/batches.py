@@ -376,7 +376,8 @@ class _Maker:
             count=max(ids) + 1,
             seed=self.config.probe_rework.master_seed,
             tokenizer=self.tokenizer,
-            chat=batch.chat_template,
+            chat=facts.chat,
+            conversation=facts.conversation,
         )
         beyond = [i for i in ids if i >= len(found)]
         if beyond:
