@@ -53,19 +53,20 @@ class Recorded:
             return self.influence_NS
         if name == "advantage":
             return self.batch.advantage_NS
-        if name in ("reward", "correct") and self.batch.reward_N is None:
+        reward_N = self.batch.reward_N
+        if name in ("reward", "correct") and reward_N is None:
             raise ValueError(
                 "A selector reads 'reward', and the update batch has no reward_N. Record rewards "
                 "with the batch, or select by advantage."
             )
-        if name == "correct" and self.batch.correct_N is None:
+        if name == "correct" and reward_N is not None and self.batch.correct_N is None:
             raise ValueError(
                 "A selector reads 'correct', and no reward of the update batch is a full one: the "
-                f"highest is {float(self.batch.reward_N.nan_to_num(-torch.inf).max()):.4g}, "
+                f"highest is {float(reward_N.nan_to_num(-torch.inf).max()):.4g}, "
                 f"expected {FULL_REWARD:g} or more. Select by reward instead, such as reward>0.5."
             )
         per_rollout = {
-            "reward": self.batch.reward_N,
+            "reward": reward_N,
             "correct": self.batch.correct_N,
             "prompt": rollouts.prompt_N,
             "rollout": torch.arange(len(rollouts), device=device),

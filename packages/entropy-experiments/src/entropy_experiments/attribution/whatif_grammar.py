@@ -37,9 +37,9 @@ FORMS = (
 JOINED = "Joined by ';' they are applied in order: 'drop=negative; lr=1e-3'. N and K from 0."
 SELECTORS = (
     "SELECTOR: positive, negative (advantage), correct, wrong (the highest reward, if",
-    "  that is 1 or more; or less), or comparisons joined by &, such as 'k>=20&h>1', of A (advantage),",
-    "  p (probability), h (entropy), logprob, reward, k (place in the response),",
-    "  position, rollout, prompt, influence.",
+    "  that is 1 or more; or less), or comparisons joined by &, such as 'k>=20&h>1', of",
+    "  A (advantage), p (probability), h (entropy), logprob, reward, k (place in the",
+    "  response), position, rollout, prompt, influence.",
 )
 CLIP_COV = (
     "RATIO: the share of all tokens taken. Clip-Cov draws them at random (SEED, 0)",
