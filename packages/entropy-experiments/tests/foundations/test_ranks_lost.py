@@ -20,7 +20,7 @@ def two_ranks() -> Any:
     return ranks
 
 
-@pytest.mark.parametrize("exchange", ["agree", "summed", "gathered", "told"])
+@pytest.mark.parametrize("exchange", ["agree", "all_reduce", "all_gather", "broadcast_from_zero"])
 def test_a_broken_exchange_is_a_lost_rank(exchange):
     """What gloo raises when the other process was killed."""
     closed = RuntimeError("[gloo/transport] Connection closed by peer [127.0.0.1]:1234\nmore")

@@ -219,6 +219,32 @@ def test_other_questions_are_asked_in_the_form_of_training_s(run, tmp_path):
     assert "NOT AS TRAINING ASKED: prompts are asked without the chat template" in said
 
 
+def test_a_batch_that_is_not_beside_its_checkpoint_is_the_record_s(run, tmp_path):
+    import shutil
+
+    folder, callback = run
+    checkpoint = tmp_path / "run" / f"checkpoint-{STEP}"
+    shutil.copytree(folder / "run", tmp_path / "run")
+    for name in ("update_batch", "made_step", "evaluation"):
+        shutil.rmtree(checkpoint / name)
+    _command("run", "--checkpoint", checkpoint, "--out", tmp_path / "out", *SAME)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["update"] == "recorded"
+    assert found["step_certificate"]["relative_error"] < 1e-3
+    row = _row(callback)
+    assert abs(found["deltaH1"] - row["predicted"]) <= 1e-5 * _size(row)
+    assert any("nothing records the weights it was drawn" in n for n in found["not_verifiable"])
+
+
+def test_the_folder_of_a_record_is_no_list_of_checkpoints(run):
+    folder, _ = run
+    said = _command("run", "--checkpoint", folder / "run" / "record", code=2).replace("\n", " ")
+    assert "It holds what training recorded of ..., step_4" in said
+    assert "give one of those" in said
+    said = _command("run", "--checkpoint", folder / "run", code=2).replace("\n", " ")
+    assert "It holds checkpoint-5, checkpoint-10, checkpoint-12: give one of those" in said
+
+
 @pytest.mark.slow
 def test_influence_splits_the_same_step(run, tmp_path):
     folder, callback = run

@@ -235,3 +235,39 @@ def test_reinforce_gradient_is_the_gradient_of_expected_reward():
         found.gradient.items(), torch.autograd.grad(value, tuple(leaves.values()))
     ):
         assert torch.allclose(-g, expected, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_with_momentum_and_a_first_gradient_that_comes_late(nesterov):
+    """Its buffer begins as that gradient, steps after the others': as torch has it."""
+    from entropy_experiments.update.optimizer import direction_of
+
+    torch.manual_seed(0)
+    params = {name: torch.nn.Parameter(torch.randn(3, dtype=torch.float64)) for name in "ab"}
+    optimizer = torch.optim.SGD(params.values(), lr=0.1, momentum=0.9, nesterov=nesterov)
+    params["a"].grad = torch.randn(3, dtype=torch.float64)
+    optimizer.step()
+    gradient = {name: torch.randn(3, dtype=torch.float64) for name in params}
+    before = {name: p.detach().clone() for name, p in params.items()}
+    found = direction_of(before, gradient, read_state(optimizer, params), sgd_direction)
+    for name, p in params.items():
+        p.grad = gradient[name].clone()
+    optimizer.step()
+    for name, p in params.items():
+        made = (p.detach() - before[name]) / 0.1
+        torch.testing.assert_close(found.total[name], made, rtol=1e-12, atol=1e-12)
+
+
+def test_groups_without_a_ratio_of_rates_are_not_given_one():
+    from entropy_experiments.pipelines.step_facts import with_learning_rate
+
+    def rates(*stored):
+        tensors = {name: torch.zeros(2) for name in "ab"[: len(stored)]}
+        groups = [{"params": [tensors[n]], "lr": lr} for n, lr in zip(tensors, stored)]
+        state = read_state(torch.optim.AdamW(groups), tensors)
+        return [group.lr for group in with_learning_rate(state, 1e-5).groups]
+
+    assert rates(1e-4, 1e-3) == pytest.approx([1e-5, 1e-4])
+    assert rates(0.0, 0.0) == [1e-5, 1e-5]
+    with pytest.raises(ValueError, match=r"rates 0 and 0.0001: there is no ratio to keep"):
+        rates(0.0, 1e-4)

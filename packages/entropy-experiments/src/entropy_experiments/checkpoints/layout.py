@@ -41,6 +41,8 @@ FSDP_WEIGHTS = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
 PARAM_NAMES = "optimizer_param_names.json"
 TRAINER_STATE = "trainer_state.json"
 RECORDED = "update_batch"
+OF_RECORDS = {RECORDED, "evaluation", "made_step"}
+"""All that the callback keeps of a step in the folder of its record."""
 INSIDE = ("model", "adapter", "adapter_model")
 STEP = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d+)$")
 EXPECTED = (
@@ -225,11 +227,24 @@ def _checkpoints_in(run: Path) -> str:
     """Of a run's folder: the checkpoints that it holds, those with a recorded step by name."""
     steps = {p: int(m[1]) for p in run.iterdir() if p.is_dir() and (m := STEP.search(p.name))}
     inside = sorted(steps, key=lambda p: (steps[p], p.name))
+    batches = [p for p in inside if _is_record(p)]
+    inside = [p for p in inside if p not in batches]
     if not inside:
-        return ""
+        return (
+            f" It holds what training recorded of {_few([p.name for p in batches])}: weights are "
+            "in the run's checkpoints, give one of those."
+            if batches
+            else ""
+        )
     recorded = [p.name for p in inside if (p / RECORDED).is_dir()]
     also = f" The step that followed is recorded in {_few(recorded)}." if recorded else ""
     return f" It holds {_few([p.name for p in inside])}: give one of those.{also}"
+
+
+def _is_record(folder: Path) -> bool:
+    """Whether it holds what was recorded of a step, and no weights."""
+    held = {path.name for path in folder.iterdir()}
+    return RECORDED in held and held <= OF_RECORDS
 
 
 def _few(names: list[str]) -> str:

@@ -41,6 +41,7 @@ from entropy_experiments.checkpoints.base import (
 from entropy_experiments.checkpoints.layout import (
     ADAPTER_CONFIG,
     MODEL_CONFIG,
+    RECORDED,
     TRAINER_STATE,
     Layout,
     files_of,
@@ -56,7 +57,7 @@ from entropy_experiments.checkpoints.stored_weights import (
     take_base,
 )
 from entropy_experiments.checkpoints.training_facts import read_facts
-from entropy_experiments.checkpoints.training_record import TrainingRecord, read_record
+from entropy_experiments.checkpoints.training_record import MADE_STEP, TrainingRecord, read_record
 from entropy_experiments.checkpoints.two_saves import unread_forms
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.input_errors import short
@@ -183,7 +184,7 @@ def load_checkpoint(
             *unread_forms(layout, adapter_path=adapter_path, optimizer_path=optimizer_path),
             *coverage.get("not_verifiable", ()),
         ),
-        recorded=layout.recorded,
+        recorded=_recorded_batch(layout, record),
         optimizer_path=layout.optimizer,
         hashes=hashes,
         weights=tuple(os.path.relpath(file, layout.root) for file in layout.files),
@@ -283,6 +284,20 @@ def _full(
     if found is not None and not own:
         words = f"none: a full fine-tune, with the config of {found.words}, {_precision(model)}"
     return model, found, words, ()
+
+
+def _recorded_batch(layout: Layout, record: TrainingRecord | None) -> Path | None:
+    """The batch beside the checkpoint; without one, the record's of the step made from here.
+
+    That is not bound to the weights, and must have a fingerprint to be checked by.
+    """
+    beside = record is not None and record.path.parent == layout.root
+    if layout.recorded is not None or not beside or layout.step is None:
+        return layout.recorded
+    assert record is not None  # beside
+    place = record.step_folder(layout.step)
+    whole = place is not None and (place / MADE_STEP).is_dir() and (place / RECORDED).is_dir()
+    return place / RECORDED if place is not None and whole else None
 
 
 def _commit(found: Base, model: Any) -> str:

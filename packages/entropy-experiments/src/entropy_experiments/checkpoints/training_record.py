@@ -72,6 +72,11 @@ class TrainingRecord:
         folder = self.content["prompts"].get("folder")
         return None if folder is None else (self.path.parent / folder).resolve()
 
+    def step_folder(self, step: int) -> Path | None:
+        """What the record's own folder, where the prompts are, has of a step."""
+        folder = self.prompts_folder
+        return None if folder is None else folder.parent / f"step_{step}"
+
     @property
     def sets(self) -> Mapping[str, Mapping[str, Any]]:
         return self.content["prompts"].get("sets") or {}

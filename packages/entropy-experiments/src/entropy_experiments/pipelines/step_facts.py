@@ -204,6 +204,13 @@ def _plain(value: Any) -> Any:
 def with_learning_rate(optimizer: OptimizerState, lr: float) -> OptimizerState:
     """The same optimizer at another rate; groups keep their ratios, where they had rates at all."""
     stored = optimizer.lr
+    others = [group.lr for group in optimizer.groups if group.lr != stored]
+    if not stored and others:
+        raise ValueError(
+            f"update.lr is {lr:g}, and the optimizer's groups have the rates 0 and {others[0]:g}: "
+            "there is no ratio to keep. Leave update.lr out, or use a checkpoint whose first group "
+            "has a rate."
+        )
     # Not x * lr / stored throughout: that rounds, and 1e-4 would become another rate.
     groups = tuple(
         replace(group, lr=group.lr * lr / stored if stored and group.lr != stored else lr)

@@ -170,6 +170,8 @@ def moving_part(state: OptimizerState, moving: Params) -> OptimizerState:
                 # It gets its first gradient now, steps after the others: it starts from zero.
                 zero = torch.zeros_like(moving[name])
                 entry = {"step": 0.0, **dict.fromkeys(ADAM_MOMENTS, zero)}
+            elif entry is None and state.state:
+                entry = {}  # SGD's buffer begins as the gradient itself
             if entry is not None:
                 entries[name] = entry
     # A direction is per unit of the first group's rate: one that is 0 (a warm-up) cannot be it.

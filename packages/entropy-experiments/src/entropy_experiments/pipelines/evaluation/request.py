@@ -172,7 +172,7 @@ def prepared(
         names = request.rewards or default_functions(facts["dataset_name"])
         reward = build_reward(names, seconds=config.reward.seconds)
         code = {name: _code(name) for name in names}
-    batch, generation = config.batch_config, config.generation
+    generation = config.generation
     settings = {
         "schema": SCHEMA,
         "dataset": facts["dataset_name"],
