@@ -153,7 +153,7 @@ def test_a_compiled_model_is_refused_by_what_to_pass_instead():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     compiled = torch.compile(model, backend="eager")
     options = {"prompts": PROMPTS, "max_new_tokens": 10, "drawn": 6, "max_overhead": None}
-    with pytest.raises(ValueError, match="torch.compile has wrapped.*pass the uncompiled model"):
+    with pytest.raises(ValueError, match=r"torch.compile has wrapped.*pass the uncompiled model"):
         LoopProbe(compiled, optimizer, tokenizer, **options)
     with pytest.raises(ValueError, match="pass the uncompiled model"):
         SequenceProcessor(compiled)

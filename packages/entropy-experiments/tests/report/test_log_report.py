@@ -148,6 +148,7 @@ def test_units_of_a_ledger_stand_apart(log):
 def test_no_curvature_at_all_is_said(log):
     data = gather(log)
     data["curve"] |= {"linear_range": None, "curvature": {"value": 0.0, "interval": None}}
+    data["curve"]["unsure"] = False
     assert "The curvature is 0: the straight line holds everywhere" in render(data)
 
 
