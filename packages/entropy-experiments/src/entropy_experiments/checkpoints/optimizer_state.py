@@ -48,7 +48,7 @@ RELATIVES = {
 """By which of MARKS they have; before its first step an optimizer is known by its options alone."""
 MARKS = {"weight_decay", "decoupled_weight_decay", "momentum_decay", "ns_steps"}
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-"""transformers.Trainer's patterns of names that do not decay (tests/contract)."""
+"""transformers.Trainer's patterns of names that do not decay (tests hold that they are)."""
 NO_DECAY_BEFORE_V5 = (r"bias",)
 """Its older rule: LayerNorm modules by class, and biases; RMSNorm weights decayed."""
 

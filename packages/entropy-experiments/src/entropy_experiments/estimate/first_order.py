@@ -8,7 +8,7 @@ matched is the derivative of the snis measurement, to_go that of the per_decisio
 
 The first term is *direct*: the same states, flatter or sharper choices. The second is the *state*
 term: other states visited. Both are derivatives of `ratio_sums`, so neither form is written out
-here; tests/exact holds the formulas above against it.
+here; `tests/estimate` holds the formulas above against it.
 
 Forward modes give per-rollout terms, hence standard errors. Reverse mode gives g_H, one gradient
 that serves every direction.

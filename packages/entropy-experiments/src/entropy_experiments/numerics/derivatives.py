@@ -177,7 +177,7 @@ def pullback_sum(
         raise ValueError(
             f"The parameters are sharded over {holders.size} ranks, and the work is not shared by "
             "them: each would add the whole gradient once more. Compute inside "
-            "numerics.ranks.across(policy.ranks)."
+            "distributed.across(policy.ranks)."
         )
 
     def local() -> list[Tensor]:

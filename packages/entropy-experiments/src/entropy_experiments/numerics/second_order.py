@@ -13,7 +13,7 @@ parameters' size alone was 55 to 108 learning rates on full fine-tunes in fp32, 
 
 Nesting torch's transforms instead would be exact in theory and silently wrong in practice: a jvp
 of a jvp drops terms inside every custom Function, and native layer_norm is wrong at the third order
-that forward over double_backward needs (torch 2.13; tests/contract holds both facts).
+that forward over double_backward needs (torch 2.13; `tests/numerics` holds both facts).
 """
 
 from __future__ import annotations

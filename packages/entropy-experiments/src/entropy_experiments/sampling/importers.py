@@ -2,7 +2,7 @@
 
 `from_trl_inputs` takes the dictionaries of `GRPOTrainer._buffered_inputs` (one per accumulation
 microbatch): tokens and advantages exactly as the loss saw them. `from_trl_completions` and
-`from_jsonl` (rollouts/text_dumps.py) read files that kept only text: they are tokenised again, and
+`from_jsonl` (text_dumps.py) read files that kept only text: they are tokenised again, and
 what was lost on the way is reported. Engine log-probs are kept as behaviour only; the ratio's
 denominator is always scored by our own policy unless the trainer itself recorded it.
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 STEPS = 5
 """Of a run's beginning. A group of a hard task may be unlucky, all of five steps are not."""
 METRIC = "frac_reward_zero_std"
-"""TRL's: the share of groups without any spread (tests/contract)."""
+"""TRL's: the share of groups without any spread (tests hold the name)."""
 
 
 KEPT = "equal_rewards"
