@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -246,7 +247,9 @@ def test_messages_name_the_folder_as_it_was_given(lora, monkeypatch):
 def test_the_folder_of_a_run_names_its_checkpoints(lora):
     refused(lora.path.parent, "checkpoint-3: give one of those", kind=FileNotFoundError)
     for step in (10, 5):
-        (lora.path.parent / f"checkpoint-{step}" / "update_batch").mkdir(parents=True)
+        other = lora.path.parent / f"checkpoint-{step}"
+        shutil.copytree(lora.path, other)
+        (other / "update_batch").mkdir(exist_ok=True)
     refused(
         lora.path.parent,
         "It holds checkpoint-3, checkpoint-5, checkpoint-10: give one of those. The step that "
