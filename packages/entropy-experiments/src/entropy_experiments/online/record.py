@@ -133,6 +133,7 @@ class Recorder:
             save_update_batch(place / UPDATE, batch, meta={**meta, **_known(more)})
         present = {name: g.detach() for name, g in gradient.items() if g is not None}
         if not all(bool(g.isfinite().all()) for g in present.values()):
+            self._before = self._pending = None  # what it does to the weights is not kept
             return  # it has no fingerprint; the probe leaves this step out and says so
         made = {
             "step": step,
@@ -161,6 +162,9 @@ class Recorder:
         if ranks.rank or self._pending is None or self._pending[0] != step:
             return
         after = sketch(params)
+        if not bool(after.isfinite().all()):
+            self._before = self._pending = None
+            return  # weights that overflowed have no fingerprint; measuring them says so
         assert self._before is not None  # set with the pending step
         _, made, digest = self._pending
         for place, meta in self._places(step):
