@@ -101,7 +101,7 @@ def test_measured_changes_are_those_of_measured(study):
     def along(total):
         parts = {"momentum": total}
         made = type(direction)(parts=parts, lr=direction.lr)
-        found = measured(probe.policy, probe.evaluation, made, eta, repackings=0, **probe.measuring)
+        found = measured(probe.policy, probe.evaluation, made, eta, probe.estimator, repackings=0)
         params = probe.policy.params
         base, moved = (
             score_all(probe.policy, at, probe.evaluation, microbatch=32)
