@@ -109,6 +109,7 @@ def shared_rows(
     segment_RS = torch.full_like(tokens_RS, -1)
     row_NS, column_NS = torch.zeros_like(tokens_NS), torch.zeros_like(tokens_NS)
     for r, (p, some) in enumerate(rows):
+        tokens_RS[r] = tokens_NS[some[0], 0]  # padding is an ordinary token, as in `packed`
         tokens_RS[r, :p] = tokens_NS[some[0], :p]
         position_RS[r, :p] = torch.arange(p)
         segment_RS[r, :p] = 0
