@@ -76,7 +76,6 @@ bench: smollm2  ## Performance and memory, against plain implementations; an hou
 	$(BIN)/python -m benchmarks.entropy --json docs/benchmarks/entropy.json
 	$(BIN)/python -m benchmarks.scoring
 	$(BIN)/python -m benchmarks.estimators
-	$(BIN)/python -m benchmarks.settings
 	$(BIN)/python -m benchmarks.profile
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.ranks

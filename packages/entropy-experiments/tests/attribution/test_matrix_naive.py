@@ -334,7 +334,7 @@ def test_measured_columns_approach_the_matrix(form):
     assert others[1] > 10 * gaps[1]
 
 
-def test_measured_columns_without_score_many():
+def test_measured_columns_of_a_policy_that_only_scores():
     policy = TabularPolicy.random(1, prompts=2)
     evaluation = Rollouts(
         tokens_NS=torch.tensor([[3, 1, 2, 0], [3, 2, 0, 0], [4, 4, 4, 1]]),

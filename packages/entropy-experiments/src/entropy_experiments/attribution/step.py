@@ -71,7 +71,7 @@ class StepOptions:
         clip: Of the measurement's log-weights; None: not clipped.
         measured_rollouts: Update rollouts along whose own directions the change is measured, too:
             so many, the largest by first-order influence.
-        grad_chunk: Parameter settings measured in one pass; None: see `moved_scores`.
+        grad_chunk: Parameter settings in memory at a time when changes are measured; None: one.
     """
 
     objective: Objective = field(default_factory=Objective)

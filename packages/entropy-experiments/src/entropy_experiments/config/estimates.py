@@ -213,8 +213,7 @@ class Influence(Section):
     per_sequence_etas: Some[Positive] | None = None
     """Step sizes of the measurement rollout by rollout. null: as etas."""
     grad_chunk_size: Count | None = None
-    """Directions and step sizes per pass over the evaluation batch. null: up to 8 where adapters
-    are all that is trained, which then share the work, and 1 elsewhere."""
+    """Directions and step sizes per pass over the evaluation batch. null: 1."""
     microbatch_size: Count | None = None
     """Same as memory_config.microbatch_size."""
     measured_rollouts: Annotated[int | tuple[int, ...], BeforeValidator(_rollouts)] = 16

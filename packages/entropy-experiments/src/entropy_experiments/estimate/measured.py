@@ -9,15 +9,14 @@ this sample, so their agreement shows linearity, not truth: for that there is `r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import isfinite
-from typing import Generic, NamedTuple, TypeVar, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from entropy_experiments.distributed import current, local_part
 from entropy_experiments.estimate.noise import repackings_of
 from entropy_experiments.estimate.options import (
     EstimatorOptions,
@@ -29,18 +28,9 @@ from entropy_experiments.estimate.ratio import (
     drawn_with,
     payload,
     ratio_sums,
-    refuse_unmoved,
     score_all,
-    score_each,
 )
-from entropy_experiments.estimate.support import Support
-from entropy_experiments.numerics.derivatives import (
-    in_cache,
-    norm,
-    over_shards,
-    shifted,
-    square_sum,
-)
+from entropy_experiments.estimate.several_directions import moved_scores
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.numerics.weights import diagnose
 from entropy_experiments.types import (
@@ -56,12 +46,6 @@ from entropy_experiments.types import (
 
 MAX_STEP_ROUNDING = 0.05
 FP32_EPS = torch.finfo(torch.float32).eps
-MOST_SETTINGS = 8
-"""In memory at a time, where a policy spares work with several."""
-SETTINGS_BYTES = 512 << 20
-"""What they may take together."""
-
-Key = TypeVar("Key", int, str)
 
 
 class Case(NamedTuple):
@@ -175,71 +159,8 @@ def coarse_weights(policy: Policy) -> str:
     return ""
 
 
-class Moved(NamedTuple, Generic[Key]):
-    """Scores at theta + eta v, and the share of the step that rounding took."""
-
-    key: Key
-    eta: float
-    scores: Scores
-    rounding: float
-
-
-def moved_scores(
-    policy: Policy,
-    rollouts: Rollouts,
-    along: Mapping[Key, Callable[[], Params]],
-    etas: Sequence[float],
-    *,
-    base: Scores,
-    microbatch: int,
-    at_once: int | None = None,
-) -> Iterator[Moved[Key]]:
-    """Every direction at every eta; `at_once` of the parameter settings are in memory at a time.
-
-    None: several only where that may spare work (`BatchedPolicy`), and they are small. Refused:
-    steps that move a top-p support, and scores that follow no step at all.
-    """
-    if at_once is None:  # rank 0's word: a hook on one rank alone must not part them
-        at_once = current().broadcast_from_zero(lambda: _at_once(policy))
-    support = Support(policy, rollouts, microbatch)
-    cases = [(key, eta) for key in along for eta in etas]
-    for start in range(0, len(cases), at_once):
-        chunk = cases[start : start + at_once]
-        directions = {key: along[key]() for key in dict.fromkeys(key for key, _ in chunk)}
-        # A generator of its own: its settings are gone before the next chunk's are made.
-        yield from _moved(policy, rollouts, directions, chunk, support, base, microbatch)
-
-
-def _moved(
-    policy: Policy,
-    rollouts: Rollouts,
-    directions: Mapping[Key, Params],
-    cases: Sequence[tuple[Key, float]],
-    support: Support,
-    base: Scores,
-    microbatch: int,
-) -> Iterator[Moved[Key]]:
-    settings = [shifted(policy.params, directions[key], eta) for key, eta in cases]
-    for (_, eta), params in zip(cases, settings, strict=True):
-        support.refuse_if_moved(params, eta)
-    found = score_each(policy, settings, rollouts, microbatch=microbatch)
-    for (key, eta), params, scores in zip(cases, settings, found, strict=True):
-        v = directions[key]
-        rounding = step_rounding(policy.params, params, v, eta)
-        if eta and rounding < 0.5 and torch.equal(scores.logprob_NS, base.logprob_NS):
-            refuse_unmoved(policy, rollouts, v)
-        yield Moved(key, eta, scores, rounding)
-
-
 def _total(direction: Direction) -> Params:
     return direction.total
-
-
-def _at_once(policy: Policy) -> int:
-    if not getattr(policy, "spares_work", False):
-        return 1
-    size = sum(p.numel() * p.element_size() for p in policy.params.values())
-    return max(1, min(MOST_SETTINGS, SETTINGS_BYTES // size))
 
 
 def change(
@@ -317,24 +238,6 @@ def _change_sums(
 
 def _difference(new_top: Tensor, new: Tensor, old_top: Tensor, old: Tensor) -> Tensor:
     return new_top / new - old_top / old
-
-
-def step_rounding(before: Params, after: Params, v: Params, eta: float) -> float:
-    """Share of eta v that stored parameters do not show: |after - before - eta v| / |eta v|."""
-    size = abs(eta) * norm(v)
-    if not size:
-        return 0.0
-    lost = 0.0
-    for name, theta in before.items():
-        for old, new, along in in_cache(*map(local_part, (theta, after[name], v[name]))):
-            lost += square_sum(_missed(old, new, along, eta))
-    return over_shards(lost, before) ** 0.5 / size
-
-
-def _missed(old: Tensor, new: Tensor, along: Tensor, eta: float) -> Tensor:
-    """new - old - eta v in the parameters' precision: of the step it errs by a last digit."""
-    dtype = torch.promote_types(old.dtype, torch.float32)
-    return (new.to(dtype) - old.to(dtype)).sub_(along.to(dtype), alpha=eta)
 
 
 def noise_floors(

@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from entropy_experiments.models.called import CalledModel
 from entropy_experiments.models.calling import (
     causal_lm,
-    evaluating,
-    hooked,
     nothing_differentiated,
     records_a_graph,
 )
@@ -39,16 +37,10 @@ from entropy_experiments.models.parts import (
     Parts,
     alike,
     few_tokens,
-    some_rollouts,
     two_of_one_prompt,
 )
 from entropy_experiments.models.rollout_gradients import gradients_by_rollout
 from entropy_experiments.models.shared_prompts import Rows, may_share, shared_rows
-from entropy_experiments.models.stacked_settings import (
-    may_stack,
-    settings_in_a_pass,
-    stacked_adapters,
-)
 from entropy_experiments.numerics.entropy import (
     before_response,
     nucleus_fingerprint,
@@ -137,40 +129,20 @@ class SequenceProcessor(CalledModel):
         return other
 
     def score(self, params: Params, rollouts: Rollouts) -> Scores:
-        (scores,) = self.score_many([params], rollouts)
-        return scores
-
-    def score_many(self, many: Sequence[Params], rollouts: Rollouts) -> list[Scores]:
-        """The same rollouts under several parameter settings, packed once.
-
-        Where adapters are all that is trained, settings of few tokens go through the model together
-        (`stacked_settings`): the same numbers up to rounding. Nothing is shared under derivatives.
-        """
         groups = self.contexts.groups(rollouts)
         if len(groups) > 1:
-            apart = [self.score_many(many, rollouts.take(rows_N)) for rows_N in groups]
-            return [
-                Scores(*(_rows_again(parts, groups) for parts in zip(*scores, strict=True)))
-                for scores in zip(*apart, strict=True)
-            ]
+            apart = [self.score(params, rollouts.take(rows_N)) for rows_N in groups]
+            return Scores(*(_rows_again(parts, groups) for parts in zip(*apart, strict=True)))
         packed = self._packed(rollouts)
-        tokens = len(many) * rollouts.tokens_NS.numel()
+        tokens = rollouts.tokens_NS.numel()
         kind = (records_a_graph(), nothing_differentiated(), tokens.bit_length())
         with timed_pass(kind, tokens, self._device, self.trial_pass):
-            if len(many) < 2 or not nothing_differentiated():
-                found = [self._reached(params, self._score(params, packed)) for params in many]
-            else:
-                found = self._score_together(many, packed, self._stack_size(packed))
-        return [Scores(*map(packed.back, scores)) for scores in found]
+            scores = self._reached(params, self._score(params, packed))
+        return Scores(*map(packed.back, scores))
 
-    @property
-    def spares_work(self) -> bool:
-        """Whether `score_many` of several settings is less than a pass for each, as things stand.
-
-        Without gradients, that is, and if the rollouts at a time are few.
-        """
-        with torch.no_grad():
-            return self._stacks()
+    def score_many(self, many: Sequence[Params], rollouts: Rollouts) -> list[Scores]:
+        """The same rollouts under several parameter settings, one after the other."""
+        return [self.score(params, rollouts) for params in many]
 
     def gradients_by_rollout(
         self, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
@@ -230,49 +202,6 @@ class SequenceProcessor(CalledModel):
         widest = getattr(causal_lm(self.model).config, "max_position_embeddings", None)
         square = self._attention != "sdpa" or records_a_graph()
         return replace(packed, rows=shared_rows(packed.rollouts, widest, square=square))
-
-    def _stack_size(self, packed: Packed) -> int:
-        """How many settings of these rows to have in one pass."""
-        size = settings_in_a_pass(packed.inputs.numel())
-        return size if size > 1 and self._stacks() else 1
-
-    def _stacks(self) -> bool:
-        """Whether settings can share a pass; hooks would see the rows of all of them."""
-        if self._parts is None or hooked(self._parts.decoder):
-            return False
-        with evaluating(self.model):  # a dropout that is off does not stand in the way
-            return may_stack(self._adapters, self._names) and self._stacking_works
-
-    @cached_property
-    def _stacking_works(self) -> bool:
-        return self._together_changes_nothing()
-
-    def _score_together(self, many: Sequence[Params], packed: Packed, size: int) -> list[Scores]:
-        """In groups of `size`."""
-        scores: list[Scores] = []
-        for start in range(0, len(many), size):
-            group = many[start : start + size]
-            if len(group) == 1:
-                scores.append(self._score(group[0], packed))
-            else:
-                scores += self._score_stack(group, packed)
-        return scores
-
-    def _score_stack(self, many: Sequence[Params], packed: Packed) -> list[Scores]:
-        """One pass for all of them."""
-        for params in many:
-            check_params("params", params, self.params)
-        assert self._parts is not None  # then the head is not trained: adapters are all that is
-        head, tokens_NS = self._parts.head, packed.rollouts.tokens_NS
-        with stacked_adapters(self._adapters, many, len(packed.inputs)):
-            hidden_RSD = self._call(
-                self._parts.decoder, {}, tokens_NS, packed.rows, stacked=len(many)
-            )[0]
-        # One setting after the other: all at once, the head's products round differently.
-        return [
-            self._from_hidden(block_RSD.to(head.weight.device), head.weight, head.bias, packed)
-            for block_RSD in hidden_RSD.chunk(len(many))
-        ]
 
     def _from_hidden(
         self, hidden_RSD: Tensor, head_VD: Tensor, bias_V: Tensor | None, packed: Packed
@@ -386,32 +315,6 @@ class SequenceProcessor(CalledModel):
         except FAILURES:
             return False  # a head with layers of its own before it
         return True
-
-    def _together_changes_nothing(self) -> bool:
-        """Three settings far apart, in one pass and one by one: the same scores."""
-        packed = Packed.of(some_rollouts(self.model), self.device)
-        draw = torch.Generator().manual_seed(0)
-        many = [
-            {n: p + 0.1 * torch.randn(p.shape, generator=draw).to(p) for n, p in here.items()}
-            for here in [self.params] * 3
-        ]
-        full = copy(self)  # outside of a top-p law, where random tokens are, nothing is finite
-        full.top_p = 1.0
-        with torch.no_grad():
-            apart = [full._score(params, packed) for params in many]
-            try:
-                together = full._score_together(many, packed, len(many))
-            except torch.OutOfMemoryError:
-                raise
-            except FAILURES:
-                return False  # layers that hand on more than states, or deal out their tokens
-
-        def same(a: Scores, b: Scores) -> bool:
-            dtype = causal_lm(self.model).get_input_embeddings().weight.dtype
-            return all(alike(x_NS, y_NS, dtype) for x_NS, y_NS in zip(a, b, strict=True))
-
-        # Settings that cannot be told apart would show nothing.
-        return all(map(same, together, apart)) and not same(apart[0], apart[1])
 
 
 def _rows_again(parts: Sequence[Tensor], groups: Sequence[Tensor]) -> Tensor:

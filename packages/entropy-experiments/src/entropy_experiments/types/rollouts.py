@@ -52,14 +52,7 @@ class NucleusPolicy(Policy, Protocol):
 
 @runtime_checkable
 class BatchedPolicy(Policy, Protocol):
-    """What a policy may offer to spare passes; without it the same numbers come one by one.
-
-    Where `score_many` of several settings costs less than a pass for each, `spares_work` says so.
-    """
-
-    def score_many(self, many: Sequence[Params], rollouts: Rollouts) -> list[Scores]:
-        """Scores of the same rollouts under several parameter settings."""
-        ...
+    """What a policy may offer to spare passes; without it the same numbers come one by one."""
 
     def gradients_by_rollout(
         self, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
