@@ -28,9 +28,9 @@ from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.pipelines.influence.clock import in_words
-from entropy_experiments.pipelines.influence.facts import ledger_facts
 from entropy_experiments.pipelines.influence.stages import Study
 from entropy_experiments.pipelines.influence.store import RunDirectory, Stage, StageStore
+from entropy_experiments.pipelines.influence.summary_json import ledger_json
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.findings import numbers
 from entropy_experiments.report.influence_tables import influence_report
@@ -108,7 +108,7 @@ def test_the_study_is_analyze_step_with_a_store(study, tmp_path):
         )
     assert stored["level"] == numbers(analysis.level)
     for name, ledger in (("entropy", analysis.ledger), ("reward", analysis.reward_ledger)):
-        ours, theirs = ledger_facts(ledger), stored["ledger"][name]
+        ours, theirs = ledger_json(ledger), stored["ledger"][name]
         assert ours["lines"] == theirs["lines"]
         for key in ("predicted", "curvature", "measured", "unexplained"):
             size = abs(theirs["predicted"]["value"])
@@ -121,7 +121,7 @@ def test_the_study_is_analyze_step_with_a_store(study, tmp_path):
         clipped = analyze_step(
             step.policy, step.optimizer, step.batch, batch.rollouts, other, trained=step.trained
         )
-    assert ledger_facts(clipped.ledger)["lines"] != stored["ledger"]["entropy"]["lines"]
+    assert ledger_json(clipped.ledger)["lines"] != stored["ledger"]["entropy"]["lines"]
 
 
 def test_measured_changes_are_those_of_measured(study):

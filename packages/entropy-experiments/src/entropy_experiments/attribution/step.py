@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from entropy_experiments.attribution.by_rollout import BLOCK_BYTES
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.attribution.finite import finite_columns
 from entropy_experiments.attribution.folds import prompt_folds
@@ -38,6 +37,7 @@ from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.estimate.reward import reward_change
+from entropy_experiments.numerics.rollout_gradients import BLOCK_BYTES
 from entropy_experiments.types import (
     Direction,
     Estimate,

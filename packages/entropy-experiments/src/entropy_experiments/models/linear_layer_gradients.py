@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.numerics.by_rollout import (
+from entropy_experiments.numerics.rollout_gradients import (
     Score,
-    check_worths,
+    check_cotangents,
     full,
     one_by_one,
     weighted_sum,
@@ -44,7 +44,7 @@ def gradients_by_rollout(
     score: Score, model: nn.Module, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
 ) -> list[dict[str, Tensor]]:
     """For each cotangent c the gradients [n, *shape] of sum(c_l l + c_h h) of each rollout."""
-    check_worths(rollouts, cotangents)
+    check_cotangents(rollouts, cotangents)
     owners = linear_owners(model, params)
     found = None if owners is None else batched(score, owners, params, rollouts, cotangents)
     return one_by_one(score, params, rollouts, cotangents) if found is None else found

@@ -30,6 +30,7 @@ from entropy_experiments.models.calling import (
     nothing_differentiated,
     records_a_graph,
 )
+from entropy_experiments.models.linear_layer_gradients import gradients_by_rollout
 from entropy_experiments.models.own_call import HIGH, scaled_states, trial_tokens
 from entropy_experiments.models.packed import Packed
 from entropy_experiments.models.parts import (
@@ -39,7 +40,6 @@ from entropy_experiments.models.parts import (
     few_tokens,
     two_of_one_prompt,
 )
-from entropy_experiments.models.rollout_gradients import gradients_by_rollout
 from entropy_experiments.models.shared_prompts import Rows, may_share, shared_rows
 from entropy_experiments.numerics.entropy import (
     before_response,

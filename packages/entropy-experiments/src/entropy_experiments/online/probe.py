@@ -45,12 +45,12 @@ from entropy_experiments.estimate.measured import (
     change,
     coarse_weights,
     even_part,
-    step_rounding,
 )
 from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.estimate.options import SlopeForm, slope_estimand
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
+from entropy_experiments.estimate.several_directions import step_rounding
 from entropy_experiments.numerics.derivatives import How, full_precision, norm, shifted
 from entropy_experiments.online.arguments import check_order
 from entropy_experiments.online.buffers import Buffer

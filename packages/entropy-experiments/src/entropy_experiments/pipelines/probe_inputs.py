@@ -26,7 +26,7 @@ from entropy_experiments.pipelines.probe_sampling import (
     open_checkpoint,
     prompts_of,
 )
-from entropy_experiments.pipelines.step_facts import TrainingFacts
+from entropy_experiments.pipelines.training_facts import TrainingFacts
 from entropy_experiments.sampling.generate import UNITS
 from entropy_experiments.sampling.rollout_files import (
     load_rollouts,

@@ -27,7 +27,7 @@ from entropy_experiments.pipelines.run_conditions import (
     loaded,
     refuse_sharding,
 )
-from entropy_experiments.pipelines.step_facts import (
+from entropy_experiments.pipelines.training_facts import (
     TrainingFacts,
     refuse_unrecorded,
     reward_of,

@@ -33,7 +33,7 @@ from entropy_experiments.checkpoints.runs import embedded_trajectory, of_the_pac
 from entropy_experiments.checkpoints.training_facts import read_facts
 from entropy_experiments.checkpoints.training_record import RECORDED, read_record
 from entropy_experiments.config import Config
-from entropy_experiments.pipelines.step_facts import (
+from entropy_experiments.pipelines.training_facts import (
     TrainingFacts,
     refuse_unrecorded,
     reward_of,

@@ -49,7 +49,7 @@ from entropy_experiments.pipelines.probe_sampling import (
     prompts_of,
     response_ids,
 )
-from entropy_experiments.pipelines.step_facts import reward_of
+from entropy_experiments.pipelines.training_facts import reward_of
 from entropy_experiments.sampling.datasets import Problem, load_problems
 from entropy_experiments.sampling.rewards import Reward
 from entropy_experiments.sampling.rollout_files import save_rollouts

@@ -23,7 +23,6 @@ from entropy_experiments.attribution.step import (
 )
 from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.pipelines.influence.batches import EvaluationBatch
-from entropy_experiments.pipelines.influence.facts import changes
 from entropy_experiments.pipelines.influence.packing import (
     pack_estimate,
     pack_matrix,
@@ -35,6 +34,7 @@ from entropy_experiments.pipelines.influence.packing import (
 )
 from entropy_experiments.pipelines.influence.stages import Study, rollouts_digest
 from entropy_experiments.pipelines.influence.store import Stage, digest_of_tensors
+from entropy_experiments.pipelines.influence.summary_json import changes
 from entropy_experiments.report.findings import numbers
 from entropy_experiments.types import Scores
 

@@ -23,10 +23,10 @@ from entropy_experiments.attribution.token_rows import token_rows
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
-from entropy_experiments.pipelines.influence.facts import budget_facts, fisher_facts
 from entropy_experiments.pipelines.influence.questions import answer_or_error
 from entropy_experiments.pipelines.influence.results import EvaluationResults, StudyResults
 from entropy_experiments.pipelines.influence.store import FORMAT, SCHEMA, Stage
+from entropy_experiments.pipelines.influence.summary_json import budget_json, fisher_json
 from entropy_experiments.pipelines.influence.texts import update_texts
 from entropy_experiments.report.figures.study import study_plots
 from entropy_experiments.report.figures.style import INSTALL, can_draw
@@ -138,7 +138,7 @@ class StudyFiles:
             else {
                 "budget": budget,
                 **answer_or_error(
-                    lambda: budget_facts(books["entropy"], results.direction.lr, budget)
+                    lambda: budget_json(books["entropy"], results.direction.lr, budget)
                 ),
             },
             "table": whatif.facts(tokens),
@@ -214,7 +214,7 @@ class StudyFiles:
             self._array(f"{folder}/{name}.npy", values_EN, f"{what} [evaluation, update]", units)
         what = f"measured change of S_i along the gradient part of the step at eta {eta:g}"
         self._array(f"{folder}/measured.npy", stage.tensors["measured_E"].numpy(), what)
-        facts = fisher_facts(stage)
+        facts = fisher_json(stage)
         rows = facts.pop("rollouts")
         self.files[f"{folder}/changes.json"] = json.dumps(rows, indent=1).encode()
         moved = sorted(rows, key=lambda row: -abs(row["measured"]))[:MOVED]
@@ -277,7 +277,7 @@ class StudyFiles:
         return out
 
     def _summary(self, evaluations: list[dict[str, Any]], key: str) -> dict[str, Any]:
-        results, step = self.results, self.results.step_facts
+        results, step = self.results, self.results.step_json
         batch, first, notes = results.batch, evaluations[0], list(results.notes)
         if step["norms"]["gradient"] == 0 and results.real:  # a drawn batch comes with a note
             notes.append(

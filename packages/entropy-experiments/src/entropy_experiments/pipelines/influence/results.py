@@ -79,7 +79,7 @@ class StudyResults:
     """Training made this step of the batch."""
     objective: Objective
     direction: Direction
-    step_facts: Mapping[str, Any]
+    step_json: Mapping[str, Any]
     """JSON of the step: norms, loss, precision, clip factor, and `certified` where it was."""
     momentum_decay: float
     coupled_decay: bool
@@ -114,7 +114,7 @@ def study_results(study: Study) -> StudyResults:
         real=probe.real,
         objective=study.objective,
         direction=study.direction,
-        step_facts=facts,
+        step_json=facts,
         momentum_decay=momentum_decay,
         coupled_decay=coupled_decay,
         estimand=study.estimand,

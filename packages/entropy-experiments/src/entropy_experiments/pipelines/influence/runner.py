@@ -24,12 +24,12 @@ from entropy_experiments.config.estimates import BatchRequest
 from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
 from entropy_experiments.distributed import current
 from entropy_experiments.pipelines.influence.batches import check_requests, gather_study
-from entropy_experiments.pipelines.influence.facts import budget_facts, prediction_facts
 from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFiles
 from entropy_experiments.pipelines.influence.removed import told_removed
 from entropy_experiments.pipelines.influence.results import study_results
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
 from entropy_experiments.pipelines.influence.store import SCHEMA, RunDirectory, open_run
+from entropy_experiments.pipelines.influence.summary_json import budget_json, prediction_json
 from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint, contents, open_checkpoint
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.figures.style import can_draw
@@ -201,12 +201,12 @@ def what_if_from(
         predictions = [whatif.repredict(found, text) for text in questions]
         budget = None
         if entropy_budget is not None and not out:  # of the first evaluation batch
-            budget = budget_facts(evaluation["ledger"]["entropy"], summary["lr"], entropy_budget)
+            budget = budget_json(evaluation["ledger"]["entropy"], summary["lr"], entropy_budget)
         out.append(
             {
                 "name": evaluation["name"],
                 "what_if": [
-                    {"name": p.name, "prediction": prediction_facts(p), "text": str(p)}
+                    {"name": p.name, "prediction": prediction_json(p), "text": str(p)}
                     for p in predictions
                 ],
                 "entropy_budget": budget,
