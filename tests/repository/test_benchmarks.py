@@ -25,7 +25,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from checkout import ROOT
-from entropy_experiments.models.calling import hooked
+from entropy_experiments.models.call_conditions import hooked
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Scores
 from oracles.tiny_models import tiny_lora

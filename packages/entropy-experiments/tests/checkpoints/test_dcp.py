@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 
 from checkout import DOCS
 from checkpoints.test_loading import ADAPTERS, assert_same_model, assert_same_optimizer
-from entropy_experiments.checkpoints import sharded_files
+from entropy_experiments.checkpoints import dcp as reader
+from entropy_experiments.checkpoints.dcp import read_sharded
+from entropy_experiments.checkpoints.dcp_state import sharded_weights
 from entropy_experiments.checkpoints.layout import find_checkpoint
 from entropy_experiments.checkpoints.load import load_checkpoint
-from entropy_experiments.checkpoints.sharded_files import read_sharded
-from entropy_experiments.checkpoints.sharded_state import sharded_weights
 from entropy_experiments.checkpoints.stored_weights import load_sharded_causal_lm
 from oracles.dcp_pieces import save_dcp, write_pieces
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model
@@ -250,8 +250,8 @@ def test_each_table_of_contents_is_read_once(tmp_path, monkeypatch, kind, form, 
         save_dcp(tree, saved.path / folder)
     for name in ("adapter_model.safetensors", "model.safetensors", "optimizer.pt"):
         (saved.path / name).unlink(missing_ok=True)
-    read, own = [], sharded_files.read_metadata
-    monkeypatch.setattr(sharded_files, "read_metadata", lambda f: read.append(f) or own(f))
+    read, own = [], reader.read_metadata
+    monkeypatch.setattr(reader, "read_metadata", lambda f: read.append(f) or own(f))
     load_checkpoint(saved.path)
     assert len(read) == len(set(read)) == tables
 

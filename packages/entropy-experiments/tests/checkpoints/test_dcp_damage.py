@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from checkout import DOCS
+from entropy_experiments.checkpoints.dcp import newer_shards, read_sharded
+from entropy_experiments.checkpoints.dcp_state import sharded_weights
 from entropy_experiments.checkpoints.layout import find_checkpoint
 from entropy_experiments.checkpoints.load import load_checkpoint
-from entropy_experiments.checkpoints.sharded_files import newer_shards, read_sharded
-from entropy_experiments.checkpoints.sharded_state import sharded_weights
 from oracles.dcp_pieces import save_dcp, write_pieces
 from oracles.tiny_models import save_tiny_checkpoint
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from entropy_experiments.checkpoints.dcp import read_sharded
+from entropy_experiments.checkpoints.dcp_state import sharded_optimizer, sharded_weights
 from entropy_experiments.checkpoints.layout import find_checkpoint
 from entropy_experiments.checkpoints.load import load_checkpoint
-from entropy_experiments.checkpoints.sharded_files import read_sharded
-from entropy_experiments.checkpoints.sharded_state import sharded_optimizer, sharded_weights
 from entropy_experiments.checkpoints.stored_weights import load_sharded_causal_lm, stored_weights
 from oracles.dcp_pieces import read_metadata, save_dcp, write_metadata, write_pieces
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model

@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from entropy_experiments.artifacts import try_file, try_folder
-from entropy_experiments.checkpoints.adapter_checks import check_adapter_config, check_patterns
+from entropy_experiments.checkpoints.adapter import check_adapter_config, check_patterns
 from entropy_experiments.checkpoints.sizes import check_config_file, check_size
 from entropy_experiments.cli import app
 from entropy_experiments.cli.endings import ending, signals_interrupt
@@ -299,9 +299,9 @@ def test_what_peft_writes_is_accepted():
 
 
 def test_patterns_end(monkeypatch):
-    from entropy_experiments.checkpoints import adapter_checks
+    from entropy_experiments.checkpoints import adapter as adapters
 
-    monkeypatch.setattr(adapter_checks, "PATTERN_SECONDS", 0.1)
+    monkeypatch.setattr(adapters, "PATTERN_SECONDS", 0.1)
     trap = adapter(target_modules=r"(?:(?:.?.?.?)*)*(?:.*.*.*.*)*Z")
     with pytest.raises(TimeLimitError, match=r"target_modules has the pattern .* takes more than"):
         check_patterns(PATH, trap, ["model.layers.0.self_attn.q_proj"])

@@ -33,9 +33,9 @@ from entropy_experiments.distributed import (
 )
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.models.fsdp import ShardedModel, ShardedPolicy, decoder_layers
 from entropy_experiments.models.precision import true_float64
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.sharded import ShardedModel, ShardedPolicy, decoder_layers
 from entropy_experiments.numerics.derivatives import dot, norm, pullback
 from entropy_experiments.types import Direction, Rollouts, Scores
 from oracles.processes import on_ranks

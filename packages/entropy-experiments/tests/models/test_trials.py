@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from entropy_experiments.models.own_call import UnsupportedModelError
 from entropy_experiments.models.positions import counted, following, tokens_counted
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.trials import UnsupportedModelError
 from entropy_experiments.numerics.derivatives import dot, pullback, pushforward
 from entropy_experiments.sampling.decode import Draw, LastLogits, decode
 from entropy_experiments.types import Rollouts

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from entropy_experiments.online.noise_scale import METRICS, NoiseScale
-from entropy_experiments.online.throttle import Throttle
+from entropy_experiments.online.watch import Throttle
 from tolerances import assert_exact
 
 pytestmark = pytest.mark.exact

@@ -16,8 +16,13 @@ from torch import multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from entropy_experiments.online import noise_scale
-from entropy_experiments.online.noise_ratio import StepSums, summarised
-from entropy_experiments.online.noise_scale import METRICS, NoiseScale, adam_preconditioner
+from entropy_experiments.online.noise_scale import (
+    METRICS,
+    NoiseScale,
+    StepSums,
+    adam_preconditioner,
+    summarised,
+)
 from tolerances import EXACT, INVARIANT, assert_exact
 
 pytestmark = pytest.mark.exact

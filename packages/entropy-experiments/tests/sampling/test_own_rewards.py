@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from entropy_experiments.checkpoints.training_record import code_refused
-from entropy_experiments.online.reward_paths import recorded_rewards, reward_path
+from entropy_experiments.online.record import recorded_rewards, reward_path
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.own_rewards import OwnReward, recorded
 from entropy_experiments.sampling.rewards import build_reward

@@ -7,6 +7,10 @@ Both are a stranger's files, and no code of theirs is run. The slices that a sha
 must tile it, the pieces of a tensor must tile the tensor, and each is loaded with `weights_only`,
 after the CRC that torch.save wrote (and torch.load does not look at) was found to be right. In
 memory is one tensor and one piece of it.
+
+torch's own reader unpickles `.metadata` freely: whatever a stranger wrote into it runs. Here no
+class of torch is built from it. The names that DCP writes stand for inert records, and any other
+name is refused before it is looked up.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -23,15 +28,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entropy_experiments.checkpoints.sharded_metadata import (
-    METADATA,
-    Record,
-    broken,
-    fields_of,
-    read_metadata,
-)
-from entropy_experiments.checkpoints.zip_crc import check_crc, is_zip
+from entropy_experiments.checkpoints.torch_files import check_crc, is_zip
 
+METADATA = ".metadata"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+RECORDS = {
+    *(
+        (_METADATA_MODULE, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+}
+VALUES = {
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
+    *((module, "WindowsPath") for module in ("pathlib", "pathlib._local")),
+}
+"""Called with plain values, and of no interest: the call gives its arguments back."""
+PLAIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): OrderedDict}
 SHARD = ".distcp"
 VERSIONS = (None, "1.0.0")
 """DCP's own; torch before 2.3 wrote none."""
@@ -47,9 +72,100 @@ DAMAGE = (
     ValueError,
 )
 """What torch.load may raise on a pickle with changed bytes, where no CRC tells first."""
-
 Key = tuple[str, tuple[int, ...] | None]
 Steps = tuple[str | int, ...]
+
+
+class Record:
+    """Stands for any of DCP's classes; keeps what the pickle says of it and does nothing."""
+
+    kind = ""
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        # Of this reading alone: a pickle can set attributes of a class that it is given.
+        self._given: dict[tuple[str, str], Any] = {
+            (module, name): type(name, (Record,), {"kind": name}) for module, name in RECORDS
+        }
+        self._given |= {pair: lambda *arguments: arguments for pair in VALUES}
+        self._given |= PLAIN
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._given:
+            return self._given[module, name]
+        # Not getattr, which imports what torch loads lazily.
+        dtype = vars(torch).get(name) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise _Refused(f"{module}.{name}")
+
+
+class _Refused(pickle.UnpicklingError):
+    pass
+
+
+def read_metadata(folder: Path) -> Any:
+    path = folder / METADATA
+    if not path.is_file():
+        alone = sorted(file.name for file in folder.glob(f"__*{METADATA}"))
+        if alone:
+            raise ValueError(
+                f"{folder} was saved without coordination of the ranks: it has {alone[0]} instead "
+                f"of {METADATA}, and each rank's table alone. Expected {METADATA}: save with "
+                "torch.distributed.checkpoint.save, use_collectives left on."
+            )
+        raise FileNotFoundError(
+            f"{folder} has shards but no {METADATA}, which is written last. Saving was interrupted "
+            "(use an earlier checkpoint), or the folder was copied without its hidden files (copy "
+            "that one too)."
+        )
+    if (folder / f"{METADATA}.tmp").exists():
+        raise ValueError(
+            f"{folder} is half-written: {METADATA}.tmp shows that a save into it was interrupted, "
+            "and its shards may be of two saves. Use an earlier checkpoint."
+        )
+    try:
+        with path.open("rb") as file:
+            return _Unpickler(file).load()
+    except _Refused as error:
+        raise ValueError(
+            f"{path} was refused: it asks for {error}, and nothing in it was executed. Expected "
+            "the records of torch.distributed.checkpoint alone: a torch of another version wrote "
+            "it, or somebody who wants code to be run."
+        ) from error
+    except (
+        pickle.UnpicklingError,
+        ArithmeticError,
+        AttributeError,
+        EOFError,
+        ImportError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise broken(folder, f"it cannot be read ({type(error).__name__}: {error})") from error
+
+
+def fields_of(folder: Path, found: Any, kind: str) -> Mapping[str, Any]:
+    if not isinstance(found, Record) or found.kind != kind or not isinstance(found.state, dict):
+        got = found.kind if isinstance(found, Record) else type(found).__name__
+        raise broken(folder, f"it has a {got} where a {kind} is expected")
+    return found.state
+
+
+def broken(folder: Path, what: str) -> ValueError:
+    return ValueError(
+        f"{folder / METADATA}: {what}. The file is damaged, or torch.distributed.checkpoint did "
+        "not write it: use an earlier checkpoint."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from entropy_experiments.checkpoints.sharded_files import ShardedFiles, Steps, read_sharded
+from entropy_experiments.checkpoints.dcp import ShardedFiles, Steps, read_sharded
 
 MODEL = ("model",)
 OPTIMIZER = ("optimizer", "optim")

@@ -11,6 +11,12 @@
 Nothing but the table of contents of DCP shards is loaded here. Formats that only unsafe pickle can
 read (DeepSpeed, verl) are refused with the command that converts them; training_args.bin is never
 looked at.
+
+A checkpoint may hold the same thing in two forms, of which one is read (`unread_forms` notes the
+other). Trainers do that rightly: under FSDP they save `pytorch_model_fsdp.bin` and the safetensors,
+or shards and an adapter. So it is no error; but if a folder was saved into twice, or weights were
+merged from shards of which newer ones were written since, nothing tells which of them is meant.
+What the user named is meant.
 """
 
 from __future__ import annotations
@@ -21,10 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from entropy_experiments.checkpoints.dcp_state import holds_optimizer
 from entropy_experiments.input_files import expanded, read_json_value, refuse_special_files
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -127,7 +135,7 @@ def find_checkpoint(
         config = weights
     optimizer = _optimizer((given, root), weights, optimizer_path)
     if optimizer is None and stored is not None:
-        from entropy_experiments.checkpoints.sharded_state import holds_optimizer
+        from entropy_experiments.checkpoints.dcp_state import holds_optimizer
 
         optimizer = sharded if holds_optimizer(stored) else None
     # Of one DCP folder that is the whole checkpoint, the run's folder is not "beside".
@@ -253,7 +261,7 @@ def _few(names: list[str]) -> str:
 
 
 def _sharded_weights(given: Path) -> Path | None:
-    """What an FSDP trainer saved, where nothing else is there to read (or see `two_saves`)."""
+    """What an FSDP trainer saved, where nothing else is there to read (or see `unread_forms`)."""
     plain = (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS)
     if _first(folder / n for folder in (given, *(given / i for i in INSIDE)) for n in plain):
         return None
@@ -432,3 +440,55 @@ def _step(root: Path, weights: Path) -> int | None:
 
 def _first(paths: Iterator[Path] | tuple[Path, ...] | Any) -> Path | None:
     return next((path for path in paths if path.exists()), None)
+
+
+def unread_forms(
+    layout: Layout, *, adapter_path: Path | str | None, optimizer_path: Path | str | None
+) -> tuple[str, ...]:
+    """`adapter_path`, `optimizer_path`: as the user named them."""
+    notes: list[str] = []
+    if layout.sharded is None and adapter_path is None:
+        notes += _note("weights", layout, layout.files[0], _shards(layout))
+    if layout.optimizer is not None:
+        read, named = layout.optimizer, None if optimizer_path is None else Path(optimizer_path)
+        notes += _note("optimizers", layout, read, _optimizers(layout, read, named))
+    return tuple(notes)
+
+
+def _note(what: str, layout: Layout, read: Path, found: Iterator[Path]) -> Iterator[str]:
+    others = [path for path in dict.fromkeys(found) if path != read]
+    if others:
+        words = ", ".join(_named(layout, path) for path in others)
+        yield (
+            f"which of two saved {what} is meant: {_named(layout, read)} was read; {words} was "
+            "not, and may be of another save"
+        )
+
+
+def _named(layout: Layout, path: Path) -> str:
+    name = str(path.relative_to(layout.root)) if path.is_relative_to(layout.root) else path.name
+    return f"{name}/" if path.is_dir() else name
+
+
+def _shards(layout: Layout) -> Iterator[Path]:
+    """What an FSDP trainer saved of the model, beside weights that came first."""
+    for folder in dict.fromkeys((layout.weights, layout.root)):
+        if is_sharded(folder) and folder != layout.optimizer:
+            yield folder
+        for path in sorted(folder.iterdir()):
+            # step_N is another checkpoint.
+            foreign = path.name in SHARDED_OPTIMIZERS or STEP.search(path.name)
+            if path.name in FSDP_WEIGHTS or (is_sharded(path) and not foreign):
+                yield path
+
+
+def _optimizers(layout: Layout, read: Path, named: Path | None) -> Iterator[Path]:
+    if named is None:
+        if layout.sharded is not None and holds_optimizer(layout.stored):
+            yield layout.sharded
+        folders = (layout.weights, layout.root)
+    else:
+        folders = () if named.name == read.name else (read.parent,)
+    for folder in dict.fromkeys(folders):
+        yield from (folder / name for name in OPTIMIZERS if (folder / name).is_file())
+        yield from (folder / name for name in SHARDED_OPTIMIZERS if is_sharded(folder / name))

@@ -38,6 +38,7 @@ from entropy_experiments.checkpoints.base import (
     model_config,
     tokenizer_folders,
 )
+from entropy_experiments.checkpoints.dcp import newer_shards
 from entropy_experiments.checkpoints.layout import (
     ADAPTER_CONFIG,
     MODEL_CONFIG,
@@ -47,24 +48,26 @@ from entropy_experiments.checkpoints.layout import (
     files_of,
     find_checkpoint,
     missing_optimizer,
+    unread_forms,
 )
-from entropy_experiments.checkpoints.made_step import refuse_other_base
-from entropy_experiments.checkpoints.optimizer_state import load_safely, read_optimizer_state
-from entropy_experiments.checkpoints.sharded_files import newer_shards
+from entropy_experiments.checkpoints.optimizer_state import read_optimizer_state
 from entropy_experiments.checkpoints.stored_weights import (
     load_sharded_causal_lm,
     shapes_of,
     take_base,
 )
+from entropy_experiments.checkpoints.torch_files import load_safely
 from entropy_experiments.checkpoints.training_facts import read_facts
-from entropy_experiments.checkpoints.training_record import MADE_STEP, TrainingRecord, read_record
-from entropy_experiments.checkpoints.two_saves import unread_forms
+from entropy_experiments.checkpoints.training_record import (
+    MADE_STEP,
+    TrainingRecord,
+    read_record,
+    refuse_other_base,
+)
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.input_errors import short
-from entropy_experiments.models.mesh import mesh_of
+from entropy_experiments.models.fsdp import ShardedModel, check_torch, in_one_process, mesh_of
 from entropy_experiments.models.precision import true_float64
-from entropy_experiments.models.shardable import check_torch, in_one_process
-from entropy_experiments.models.sharded import ShardedModel
 from entropy_experiments.types import OptimizerState
 
 DTYPES = {

@@ -15,8 +15,6 @@ What remains untold is which of two parameters of equal shape came first: `not_v
 from __future__ import annotations
 
 import math
-import pickle
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from entropy_experiments.checkpoints.dcp_state import sharded_optimizer, unwrapped
 from entropy_experiments.checkpoints.layout import PARAM_NAMES
-from entropy_experiments.checkpoints.sharded_state import sharded_optimizer, unwrapped
-from entropy_experiments.checkpoints.zip_crc import check_crc, is_zip
-from entropy_experiments.input_errors import short, words_of
-from entropy_experiments.input_files import check_regular, read_json_value
+from entropy_experiments.checkpoints.torch_files import load_safely
+from entropy_experiments.input_errors import short
+from entropy_experiments.input_files import read_json_value
 from entropy_experiments.types import AdamGroup, OptimizerState, SGDGroup
 
 MOMENTS = {
@@ -57,33 +55,6 @@ LARGEST_STEP = 10**12
 """Nobody trains for longer, and a damaged count may have any number of digits."""
 
 Groups = list[list[str]]
-
-
-def load_safely(path: Path, *, mmap: bool = False) -> Any:
-    """torch.load that runs no code and takes no damaged number: such files are refused."""
-    check_regular(path)
-    try:
-        with path.open("rb") as file:
-            if is_zip(file):
-                check_crc(file)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"{path} was refused: it holds more than tensors and plain values, and nothing in it "
-            f"was executed ({first}). Expected a state dict: if you trust the file, save its "
-            "tensors again in that form (weights as safetensors)."
-        ) from error
-    except zipfile.BadZipFile as error:
-        raise ValueError(
-            f"{path} cannot be read: it is truncated or damaged ({error}); expected the bytes "
-            "that torch.save wrote. Copy the file again, or use another checkpoint."
-        ) from error
-    except Exception as error:  # the reader of pickles raises whatever a damaged byte leads it to
-        raise ValueError(
-            f"{path} cannot be read ({words_of(error)}). It is truncated or not a torch file: use "
-            "an earlier checkpoint."
-        ) from error
 
 
 def refuse_zero_lr(lr: float | None, path: Path | str) -> None:

@@ -22,9 +22,9 @@ from entropy_experiments.checkpoints.base import (
     check_loaded,
     quiet_transformers,
 )
-from entropy_experiments.checkpoints.optimizer_state import load_safely
-from entropy_experiments.checkpoints.sharded_state import StoredWeights, sharded_weights, unwrapped
+from entropy_experiments.checkpoints.dcp_state import StoredWeights, sharded_weights, unwrapped
 from entropy_experiments.checkpoints.sizes import check_size
+from entropy_experiments.checkpoints.torch_files import load_safely
 
 
 def stored_weights(path: Path) -> Mapping[str, Tensor]:

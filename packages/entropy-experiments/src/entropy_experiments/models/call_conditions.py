@@ -1,4 +1,4 @@
-"""The conditions under which a model is called, and nothing of it changed afterwards."""
+"""The conditions under which `functional_model` calls a model; each leaves the model unchanged."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ A pass needs all ranks at once. The ranks' microbatches are different, their num
 `Rollouts.split` adds idle ones (see `lockstep`). Sampling is one long pass, in which rank 0 draws
 for all. Each pass begins with `Ranks.agree`, so a rank that fails between passes ends the others
 there. One that fails *inside* a pass cannot be heard by ranks that wait for its share of a layer;
-it raises, and the others notice that its process ends.
+it raises, and the others notice that its process ends. What cannot be sharded (`check_shardable`)
+is refused before anything is cut.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import get_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,19 +40,25 @@ from entropy_experiments.distributed import (
     LostRankError,
     RankError,
     Ranks,
+    hold_shards,
     known_to_all,
     local_part,
 )
-from entropy_experiments.models.calling import causal_lm
-from entropy_experiments.models.mesh import mesh_of
+from entropy_experiments.models.call_conditions import causal_lm
 from entropy_experiments.models.positions import Contexts
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.shardable import check_shardable
 from entropy_experiments.threads import same_threads
 from entropy_experiments.types import OptimizerState, Params, Rollouts, Scores, check_params
 
+NEEDED = (
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+    "set_reduce_scatter_unused_params",
+)
+"""Of FSDP2's modules; torch got them later than `fully_shard` itself."""
+TRIED = "2.13"
+"""The version of torch that shards in the tests."""
 T = TypeVar("T")
-
 MODES = ("central", "reverse")
 CLOSED_CONNECTION = ("gloo/transport", "NCCL", "Connection closed by peer")
 """In the message of an exchange that broke inside a pass."""
@@ -358,3 +367,72 @@ def _cut(value: Tensor, shard: DTensor) -> DTensor:
         shape=shard.shape,
         stride=shard.stride(),
     )
+
+
+def check_shardable(model: nn.Module, ranks: Ranks) -> None:
+    if ranks.group is None:
+        raise in_one_process()
+    check_torch()
+    quantised = [name for name, p in model.named_parameters() if not p.is_floating_point()]
+    if quantised:
+        raise ValueError(
+            f"{len(quantised)} parameters are quantised ({quantised[0]} is "
+            f"{model.get_parameter(quantised[0]).dtype}); expected floating point, which can be "
+            "cut over ranks. Load the base without quantisation, or set checkpoint.base to the "
+            "unquantised model."
+        )
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    if len(trained) > 1:
+        said = ", ".join(sorted(str(dtype) for dtype in trained))
+        raise ValueError(
+            f"The trainable parameters have several dtypes ({said}); expected one, since their "
+            "gradients are summed together. Set checkpoint.dtype."
+        )
+
+
+def check_torch(module: type = FSDPModule) -> None:
+    """Before anything is cut: a mean in place of a sum would be another gradient."""
+    missing = [name for name in NEEDED if not hasattr(module, name)]
+    if missing:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {', '.join(missing)} on {module.__name__}; expected "
+            f"all of them, as torch {TRIED} has, with which sharding works. Upgrade torch, or set "
+            "checkpoint.sharding: none."
+        )
+
+
+def in_one_process() -> ValueError:
+    return ValueError(
+        "A sharded model in 1 process; expected several. Start the command with torchrun "
+        "--nproc-per-node 2 (or more), or set checkpoint.sharding: none."
+    )
+
+
+@cache
+def mesh_of(ranks: Ranks, device: str) -> DeviceMesh:
+    """A line of these ranks. On CPU its exchanges are those of `ranks`, in the same order.
+
+    Made once: a group takes memory on its devices until the process ends.
+    """
+    group: Any = ranks.group
+    if device != "cpu":
+        group = dist.new_group(**like_group(ranks, f"cpu:gloo,{device}:nccl"))
+    hold_shards(group, ranks)
+    return DeviceMesh.from_group(group, device)
+
+
+def like_group(ranks: Ranks, backend: str) -> dict[str, Any]:
+    """For `new_group`: the same processes, who wait as long for each other, by another backend.
+
+    The ranks' own is gloo, and parameters travel between the devices.
+    """
+    group: Any = ranks.group
+    members = dist.get_process_group_ranks(group)
+    return {
+        "ranks": members,
+        "backend": backend,
+        # torch would take its own 10 or 30 minutes.
+        "timeout": group._get_backend(torch.device("cpu")).options._timeout,
+        # Otherwise torch waits for the processes outside, too, and they do not come.
+        "use_local_synchronization": len(members) < dist.get_world_size(),
+    }

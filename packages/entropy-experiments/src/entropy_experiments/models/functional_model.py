@@ -2,7 +2,7 @@
 
 All padding is on the right. A causal model then never looks at it, needs no mask, and every rollout
 has the positions that it has alone (`positions`). Rollouts of one prompt may share a row
-(`shared_prompts`). That the model's own call gives the same is tried at construction (`own_call`).
+(`shared_prompts`). That the model's own call gives the same is tried at construction (`trials`).
 
 Attention that is differentiated runs through torch's MATH kernel: fused kernels have neither
 forward mode nor a double backward. Shared rows go by `segments`, except where an ordinary graph is
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.models.calling import (
+from entropy_experiments.models.call_conditions import (
     GradientsKept,
     PaddingRows,
     call_with,
@@ -38,26 +38,28 @@ from entropy_experiments.models.calling import (
     records_a_graph,
     trains_padded_embeddings,
 )
-from entropy_experiments.models.compiled import refuse_compiled
 from entropy_experiments.models.lora import fused_adapters, plain_lora_layers
-from entropy_experiments.models.own_call import (
+from entropy_experiments.models.positions import Contexts, counted
+from entropy_experiments.models.shared_prompts import Rows
+from entropy_experiments.models.trials import (
     BEGINNING,
+    FAILURES,
+    Parts,
     Trial,
     UnsupportedModelError,
     accepted,
     difference,
+    find_parts,
     first_line,
     name_of,
     own_trial,
+    passing_tokens,
 )
-from entropy_experiments.models.parts import FAILURES, Parts, find_parts, passing_tokens
-from entropy_experiments.models.positions import Contexts, counted
-from entropy_experiments.models.shared_prompts import Rows
 from entropy_experiments.numerics.forward_mode import frozen_weights
 from entropy_experiments.types import Params
 
 
-class CalledModel:
+class FunctionalModel:
     """A model, and how it is called with parameters of ours."""
 
     def __init__(self, model: nn.Module, *, checkpointing: bool, training_gradient: bool) -> None:
@@ -216,3 +218,12 @@ class CalledModel:
     @property
     def _attention(self) -> str:
         return getattr(causal_lm(self.model).config, "_attn_implementation", "")
+
+
+def refuse_compiled(model: Any) -> None:
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            f"model is a {type(model._orig_mod).__name__} that torch.compile has wrapped; expected "
+            "the model itself: pass the uncompiled model (model._orig_mod, whose weights are the "
+            "same ones). Training may go on with the compiled one."
+        )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from entropy_experiments.models.calling import forward_as, nothing_differentiated
+from entropy_experiments.models.call_conditions import forward_as, nothing_differentiated
 from entropy_experiments.types import Params
 
 DTYPES = (torch.float32, torch.float64)

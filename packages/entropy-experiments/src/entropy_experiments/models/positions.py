@@ -2,7 +2,7 @@
 
 Most models count 0, 1, 2, .... RoBERTa and its descendants make positions from the tokens: padding
 tokens stand at `padding_idx`, and the others are counted from `padding_idx + 1`. Which of the two a
-model does is tried at construction (`own_call`).
+model does is tried at construction (`trials`).
 
 Two kinds of rotary embedding choose their factors by the longest sequence of a call, so that a
 short rollout beside a long one gets the long one's:

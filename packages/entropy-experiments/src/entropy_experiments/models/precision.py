@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from entropy_experiments.models.calling import causal_lm, evaluating, math_attention
+from entropy_experiments.models.call_conditions import causal_lm, evaluating, math_attention
 
 PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the sequence at hand."""

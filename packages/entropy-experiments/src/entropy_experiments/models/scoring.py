@@ -1,8 +1,8 @@
 """Teacher forcing of a transformers causal LM, as a function of its trainable parameters.
 
 Rollouts are moved to the left edge first, so that a batch gives the numbers of one rollout at a
-time (`called`). Rollouts of one prompt share a row (`shared_prompts`), where the model allows it.
-The scores come back where the tokens were.
+time (`functional_model`). Rollouts of one prompt share a row (`shared_prompts`), where the model
+allows it. The scores come back where the tokens were.
 
 The decoder's hidden states meet the LM head at response positions only, inside `response_scores`.
 That is right where logits are `head(hidden)` and nothing else; where they are not (an adapter on
@@ -24,30 +24,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.models.called import CalledModel
-from entropy_experiments.models.calling import (
+from entropy_experiments.models.call_conditions import (
     causal_lm,
     evaluating,
     hooked,
     nothing_differentiated,
     records_a_graph,
 )
-from entropy_experiments.models.own_call import HIGH, scaled_states, trial_tokens
-from entropy_experiments.models.packed import Packed
-from entropy_experiments.models.parts import (
-    FAILURES,
-    Parts,
-    alike,
-    few_tokens,
-    some_rollouts,
-    two_of_one_prompt,
-)
+from entropy_experiments.models.functional_model import FunctionalModel
 from entropy_experiments.models.rollout_gradients import gradients_by_rollout
-from entropy_experiments.models.shared_prompts import Rows, may_share, shared_rows
+from entropy_experiments.models.shared_prompts import Packed, Rows, may_share, shared_rows
 from entropy_experiments.models.stacked_settings import (
     may_stack,
     settings_in_a_pass,
     stacked_adapters,
+)
+from entropy_experiments.models.trials import (
+    FAILURES,
+    HIGH,
+    Parts,
+    alike,
+    few_tokens,
+    scaled_states,
+    some_rollouts,
+    trial_tokens,
+    two_of_one_prompt,
 )
 from entropy_experiments.numerics.entropy import (
     before_response,
@@ -63,7 +64,7 @@ KNOWN_MASKS = ("sdpa", "eager")
 """Implementations of attention that take a square mask."""
 
 
-class SequenceProcessor(CalledModel):
+class SequenceProcessor(FunctionalModel):
     """A loaded model as the estimators see it (`types.Policy`, and `types.NucleusPolicy`)."""
 
     def __init__(

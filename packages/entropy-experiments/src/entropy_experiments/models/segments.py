@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from entropy_experiments.models.calling import nothing_differentiated
+from entropy_experiments.models.call_conditions import nothing_differentiated
 
 CALL = 10_000
 """Pairs of padding that are worth one more call of attention.

@@ -1,4 +1,4 @@
-"""Rollouts of one prompt in one row: the prompt is computed once, and nothing is padding.
+"""Rollouts as the model gets them (`Packed`): no left padding, and one row per prompt if possible.
 
     row        prompt | response 1 | response 2 | response 3
     position   0 .. p | p+1 ..     | p+1 ..     | p+1 ..
@@ -16,7 +16,7 @@ mask, the square of a row's length, where attention is the model's own affair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,54 @@ KNOWN = frozenset(
 )
 """Architectures that look at all that came before, unless their config says otherwise."""
 WINDOWS = ("sliding_window", "attention_chunk_size")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """Rollouts in rows of their own or shared, and the way back."""
+
+    rollouts: Rollouts
+    original: Rollouts
+    start_N: Tensor
+    rows: Rows | None
+
+    @classmethod
+    def of(cls, rollouts: Rollouts, device: torch.device) -> Packed:
+        length_N = rollouts.attention_NS.sum(1)
+        start_N = rollouts.attention_NS.int().argmax(1)
+        column_S = torch.arange(int(length_N.max()), device=length_N.device)
+        inside_NS = column_S < length_N[:, None]
+        source_NS = (start_N[:, None] + column_S).clamp(max=rollouts.tokens_NS.shape[1] - 1)
+        packed = replace(
+            rollouts,
+            # Whatever stood in the padding (-100, say) must be a token that can be embedded.
+            tokens_NS=torch.where(inside_NS, rollouts.tokens_NS.gather(1, source_NS), 0).to(device),
+            attention_NS=inside_NS.to(device),
+            response_NS=(inside_NS & rollouts.response_NS.gather(1, source_NS)).to(device),
+            prompt_N=rollouts.prompt_N.to(device),
+            weight_N=rollouts.weight_N.to(device),
+            truncated_N=rollouts.truncated_N.to(device),
+            behaviour_logprob_NS=None,
+            text=None,
+        )
+        return cls(rollouts=packed, original=rollouts, start_N=start_N, rows=None)
+
+    @property
+    def inputs(self) -> Tensor:
+        """Tokens as the model gets them."""
+        return self.rollouts.tokens_NS if self.rows is None else self.rows.tokens_RS
+
+    @property
+    def place(self) -> tuple[Tensor, Tensor] | None:
+        """Row and column of every token's state; None: those of the rollouts."""
+        return None if self.rows is None else self.rows.place
+
+    def back(self, x_NS: Tensor) -> Tensor:
+        """From packed columns to those of the rollouts as given, on their device."""
+        column_S = torch.arange(self.original.tokens_NS.shape[1], device=self.start_N.device)
+        source_NS = (column_S - self.start_N[:, None]).clamp(0, x_NS.shape[1] - 1)
+        x_NS = x_NS.to(source_NS.device)
+        return torch.where(self.original.response_NS, x_NS.gather(1, source_NS), 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

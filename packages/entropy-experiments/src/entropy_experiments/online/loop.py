@@ -23,17 +23,16 @@ import torch
 
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.online.arguments import (
+from entropy_experiments.online.evaluation_rollouts import Buffer, Fixed, Fresh, chosen_rows, drawer
+from entropy_experiments.online.probe import (
+    OnlineProbe,
     check_bare,
     check_counts,
     check_order,
     check_positive,
+    named_gradients,
 )
-from entropy_experiments.online.buffers import Buffer, Fixed, Fresh
-from entropy_experiments.online.drawing import chosen_rows, drawer
-from entropy_experiments.online.probe import OnlineProbe, named_gradients
-from entropy_experiments.online.throttle import Throttle
-from entropy_experiments.online.watch import PATIENCE, Watch
+from entropy_experiments.online.watch import PATIENCE, Throttle, Watch
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.types import Rollouts
 
@@ -76,7 +75,7 @@ class LoopProbe:
         if evaluation is not None and not isinstance(evaluation, Rollouts | Buffer):
             raise ValueError(
                 f"evaluation is {evaluation!r}; expected Rollouts, or a buffer "
-                "(entropy_experiments.online.buffers). Words such as 'half' are for "
+                "(entropy_experiments.online.evaluation_rollouts). Words such as 'half' are for "
                 "EntropyProbeCallback; to draw fresh answers leave evaluation out."
             )
         if isinstance(prompts, str):

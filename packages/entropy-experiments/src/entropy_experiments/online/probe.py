@@ -21,6 +21,8 @@ the same rollouts the prediction is right to second order, and still made before
 
 Gradients are read, never written; the model's mode, `.grad` and the global random numbers stay as
 they are. Every rank calls both methods with the same gradient; microbatches are shared out.
+Arguments are checked when they are passed: later, in a training, a probe that finds a mistake can
+only switch itself off.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from entropy_experiments.distributed import ALONE, Ranks, across
 from entropy_experiments.estimate.curvature import LINEAR_TOLERANCE
@@ -52,20 +56,50 @@ from entropy_experiments.estimate.measured import (
 from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
+from entropy_experiments.models.functional_model import refuse_compiled
 from entropy_experiments.numerics.derivatives import How, full_precision, norm, shifted
-from entropy_experiments.online.arguments import check_order
-from entropy_experiments.online.buffers import Buffer
+from entropy_experiments.online.evaluation_rollouts import Buffer
 from entropy_experiments.threads import chosen_threads
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
 from entropy_experiments.types.direction import BASELINE_PARTS
 from entropy_experiments.update.certificate import APART
 from entropy_experiments.update.live import live_direction
 
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 NEVER_MADE = (
     "a step was predicted, and no weight changed: it was never made, or is lost in the weights' "
     "rounding"
 )
 SKIPPED = "no weight changed: the optimizer made no step"
+
+
+def check_counts(*, least: int = 1, **given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} is {value!r}; expected a whole number, at least {least}.")
+
+
+def check_positive(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ValueError(f"{name} is {value!r}; expected a number above 0.")
+
+
+def check_order(order: Any) -> None:
+    if isinstance(order, bool) or order not in (1, 2):
+        raise ValueError(
+            f"order is {order!r}; expected 1 (the straight line) or 2 (with its curvature, for one "
+            "more pass without gradients before the step)."
+        )
+
+
+def check_bare(model: Any) -> None:
+    if isinstance(model, WRAPPERS):
+        raise ValueError(
+            f"model is a {type(model).__name__}; expected the bare model inside it, whose "
+            "parameters have their own names: give model.module."
+        )
+    refuse_compiled(model)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

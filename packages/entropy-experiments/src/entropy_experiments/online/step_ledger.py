@@ -32,7 +32,7 @@ from entropy_experiments.config import Config, parse_config
 from entropy_experiments.config.estimates import BatchRequest
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import norm, shifted
-from entropy_experiments.online.facts_file import facts_of
+from entropy_experiments.online.record import facts_of
 from entropy_experiments.pipelines.influence.batches import EvaluationBatch, StudyInputs, folded
 from entropy_experiments.pipelines.influence.evaluation import evaluations_of
 from entropy_experiments.pipelines.influence.files import StudyFiles

@@ -28,15 +28,16 @@ from torch import Tensor
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.online.arguments import check_counts, check_order
-from entropy_experiments.online.buffers import Buffer, Fixed, Fresh, Given
-from entropy_experiments.online.captures import Captures
-from entropy_experiments.online.drawing import drawer
-from entropy_experiments.online.facts_file import refuse_unknown
-from entropy_experiments.online.guard import LOG
-from entropy_experiments.online.noise_ratio import MIN_STEPS
-from entropy_experiments.online.probe import OnlineProbe, named_gradients, trained_parameters
-from entropy_experiments.online.record import Recorder
+from entropy_experiments.online.evaluation_rollouts import Buffer, Fixed, Fresh, Given, drawer
+from entropy_experiments.online.noise_scale import MIN_STEPS
+from entropy_experiments.online.probe import (
+    OnlineProbe,
+    check_counts,
+    check_order,
+    named_gradients,
+    trained_parameters,
+)
+from entropy_experiments.online.record import Recorder, refuse_unknown
 from entropy_experiments.online.rows import metrics_of
 from entropy_experiments.online.step_ledger import (
     LEDGERS,
@@ -45,8 +46,18 @@ from entropy_experiments.online.step_ledger import (
     refuse_optimizer,
     write_ledger,
 )
-from entropy_experiments.online.throttle import Throttle
-from entropy_experiments.online.trl_batch import (
+from entropy_experiments.online.trl_noise import (
+    ALONE_MESSAGE,
+    NOISE_ROWS,
+    StepNoise,
+    noise_metrics,
+    prompts_of_passes,
+    refuse_scaled,
+    shared_pairs,
+)
+from entropy_experiments.online.trl_options import sampled_otherwise, unfollowed
+from entropy_experiments.online.trl_trainer import (
+    Captures,
     EvaluationPrompts,
     other_rollouts,
     own_batch,
@@ -59,17 +70,7 @@ from entropy_experiments.online.trl_batch import (
     used_now,
     without_autocast,
 )
-from entropy_experiments.online.trl_noise import (
-    ALONE_MESSAGE,
-    NOISE_ROWS,
-    StepNoise,
-    noise_metrics,
-    prompts_of_passes,
-    refuse_scaled,
-    shared_pairs,
-)
-from entropy_experiments.online.trl_options import sampled_otherwise, unfollowed
-from entropy_experiments.online.watch import PATIENCE, ROWS, Watch
+from entropy_experiments.online.watch import LOG, PATIENCE, ROWS, Throttle, Watch
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.types import Rollouts
 from entropy_experiments.types.estimate import MIN_PROMPTS

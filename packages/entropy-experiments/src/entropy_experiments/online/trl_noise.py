@@ -28,11 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from entropy_experiments.distributed import Ranks
-from entropy_experiments.online.guard import LOG
-from entropy_experiments.online.noise_ratio import METRICS
-from entropy_experiments.online.noise_scale import NoiseScale, adam_preconditioner
+from entropy_experiments.online.noise_scale import METRICS, NoiseScale, adam_preconditioner
 from entropy_experiments.online.rows import PREFIX, RowFile
-from entropy_experiments.online.trl_batch import used_now
+from entropy_experiments.online.trl_trainer import used_now
+from entropy_experiments.online.watch import LOG
 
 NOISE_ROWS = "entropy_probe_noise.jsonl"
 SCHEMA = 1

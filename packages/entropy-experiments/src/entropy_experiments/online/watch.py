@@ -2,28 +2,162 @@
 
 Adapters (`trl`, `loop`) say when a step is about to be made and when it was; everything that all of
 them need is here. Both methods must be called on every rank, for every step.
+
+`Throttle` chooses the steps: every n-th, fewer when that would cost too much time.
+
+    overhead = seconds in the probe / seconds of training without it
+
+A step is skipped while the overhead, were it probed at the mean cost so far, would exceed
+`max_overhead`; but it probes at least every 10 steps. One rank decides for all of them
+(`Ranks.agree`). What was requested by its number of steps (ledgers, the noise scale) counts as
+overhead, but no probed step is skipped to make up for it.
+
+`Guard` keeps the probe's failures from training: one message, all ranks off together, no hang.
+Every hook of every rank ends in one exchange of flags (`Ranks.agree`). A rank that failed in the
+middle meets the others there, or in whichever exchange they come to first, and nobody exchanges
+anything afterwards. Of several that failed the first one gives the message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from entropy_experiments.distributed import ALONE, Ranks
+from entropy_experiments.distributed import ALONE, RankError, Ranks, announced
 from entropy_experiments.estimate.own_batch import OwnBatch
-from entropy_experiments.online.guard import LOG, Guard
-from entropy_experiments.online.probe import OnlineProbe
+from entropy_experiments.online.probe import OnlineProbe, check_counts
 from entropy_experiments.online.rows import RowFile, probed_before, row_of
-from entropy_experiments.online.throttle import FARTHEST, Throttle
 
+LOG = logging.getLogger("entropy_experiments.online")
+
+T = TypeVar("T")
+FARTHEST = 10
+"""Steps from one probe to the next, unless `every` is more. A curve with fewer points would miss a
+collapse."""
 ROWS = "entropy_probe.jsonl"
 PATIENCE = timedelta(minutes=30)
 """How long ranks in training wait for one that is late: then the probe is off, not the training."""
+
+
+class Guard:
+    def __init__(self, ranks: Ranks = ALONE, *, on_failure: Callable[[], None] | None = None):
+        self.ranks, self.error = ranks, None
+        self._on_failure = on_failure
+
+    @property
+    def off(self) -> bool:
+        return self.error is not None
+
+    def run(self, work: Callable[[], T], *, doing: str) -> T | None:
+        """`work()`, or None if the probe is off or has just failed."""
+        if self.off:
+            return None
+        try:
+            found = work()
+            self.ranks.agree()
+            return found
+        except Exception as error:  # whatever it is, training goes on
+            self._leave(error, doing)
+            return None
+
+    def _leave(self, error: Exception, doing: str) -> None:
+        self.error = error
+        if not announced(error):
+            try:
+                self.ranks.agree(failed=True)
+            except Exception as lost:  # the other ranks are gone, and training will say so
+                LOG.debug("the other ranks could not be told: %s", lost)
+        mine = not isinstance(error, RankError) and self.ranks.first_failed in (
+            None,
+            self.ranks.rank,
+        )
+        LOG.log(
+            logging.WARNING if mine else logging.INFO,  # one message is enough
+            "The entropy probe failed while %s and is off from here on; training goes on. %s: %s",
+            doing,
+            type(error).__name__,
+            error,
+            exc_info=LOG.isEnabledFor(logging.DEBUG),
+        )
+        error.__traceback__ = None  # its frames hold rollouts and scores
+        if self._on_failure is not None:
+            try:
+                self._on_failure()
+            except Exception as again:  # the message above tells what matters
+                LOG.debug("what the probe held could not be let go: %s", again)
+
+
+class Throttle:
+    def __init__(
+        self,
+        *,
+        every: int = 1,
+        max_overhead: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        check_counts(every=every)
+        number = isinstance(max_overhead, int | float)
+        if max_overhead is not None and not (number and max_overhead > 0):
+            raise ValueError(
+                f"max_overhead is {max_overhead!r}; expected above 0, such as 0.1 for ten per cent "
+                "of the training time, or None for no limit."
+            )
+        self.every, self.max_overhead = every, max_overhead
+        self._clock, self._began = clock, clock()
+        self.seconds, self.asked_seconds, self.probed = 0.0, 0.0, 0
+        self._last: int | None = None
+        self.throttled: float | None = None
+        """The overhead at which a step was first skipped to save time."""
+
+    @contextmanager
+    def timing(self, *, asked: bool = False) -> Iterator[None]:
+        """Time spent here is the probe's. `asked`: for what is not skipped to save time."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            spent = self._clock() - began
+            if asked:
+                self.asked_seconds += spent
+            else:
+                self.seconds += spent
+
+    @property
+    def training(self) -> float:
+        """Seconds of training without the probe, so far."""
+        return self._clock() - self._began - self.seconds - self.asked_seconds
+
+    @property
+    def overhead(self) -> float:
+        """Of the training time so far."""
+        training = self.training
+        return (self.seconds + self.asked_seconds) / training if training > 0 else 0.0
+
+    def wants(self, step: int) -> bool:
+        """Whether `step` (counted from 0) is to be probed."""
+        if step % self.every:
+            return False
+        if self.max_overhead is None or self._last is None:
+            return True
+        if step + self.every - self._last > max(self.every, FARTHEST):
+            return True  # the next turn would come too late
+        cost = self.seconds / max(self.probed, 1)
+        affordable = self.seconds + cost <= self.max_overhead * self.training
+        if not affordable and self.throttled is None:
+            self.throttled = self.overhead
+        return affordable
+
+    def note(self, step: int) -> None:
+        """This step is being probed."""
+        self._last, self.probed = step, self.probed + 1
 
 
 class Watch:

@@ -3,7 +3,7 @@
     gsm8k_r1_template     GSM8K questions in the <think>/<answer> template
     gsm8k                 GSM8K questions, plainly, answers after ####
     jsonl                 any JSONL with "prompt" and "answer" (dataset_path), prompts as they are
-    countdown             made from the seed, in the words of tasks/countdown.py
+    countdown             made from the seed, in the words of sampling/countdown.py
     countdown_r1_template the same in plain language and the <think>/<answer> template
     reasoning_gym:<task>  made by reasoning-gym (an extra), in the <think>/<answer> template
     recorded              the prompts of a run with their columns, as the callback kept them
@@ -13,6 +13,10 @@ appears twice: evaluation and update prompts, split from one list, are different
 `Problem.facts` holds what rewards need besides the answer: `style` ("tag", "hash" or "free": where
 a response states its answer), `opening` (what the prompt already wrote of the response), `chat`;
 of recorded prompts also `columns`, the tokens as `ids`, and a conversation's `messages`.
+
+The R1-style prompt opens the first tag itself, so a response starts inside <think>. Rewards that
+look at the whole exchange put `R1_OPENING` back in front of it (`Problem.facts["opening"]`). Chat
+templates are applied only by `load_problems(..., chat=True)`.
 """
 
 from __future__ import annotations
@@ -29,16 +33,28 @@ from typing import Any
 
 from entropy_experiments.checkpoints.training_record import RECORDED
 from entropy_experiments.input_errors import library_errors, time_limit
+from entropy_experiments.input_files import read_jsonl
 from entropy_experiments.sampling.countdown import Countdown
 from entropy_experiments.sampling.countdown import problems as countdown_problems
-from entropy_experiments.sampling.jsonl import read_jsonl
-from entropy_experiments.sampling.prompts import (
-    R1_OPENING,
-    countdown_question,
-    plain_prompt,
-    r1_prompt,
-)
 
+R1_OPENING = "<think>"
+
+_R1 = """\
+Below, a user asks a question and an assistant solves it. The assistant first works through the \
+problem between <think> and </think>, then writes its final answer, and nothing else, between \
+<answer> and </answer>.
+
+User: {question}
+Assistant: {opening}"""
+
+_PLAIN = """\
+Question: {question}
+Solve it step by step and write the final answer on its own line after ####.
+Answer:"""
+
+_COUNTDOWN = """\
+Use each of the numbers {numbers} exactly once, with +, - and * and parentheses, to make {target}. \
+Give the expression as the answer, for example <answer>(1 + 2) * 3</answer>."""
 DATASETS = (
     "gsm8k_r1_template",
     "gsm8k",
@@ -407,3 +423,15 @@ def _text(record: Mapping[str, Any], key: str, where: str, line: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f'{where}: "{key}" is {value!r}; expected text, as in {line}.')
     return value
+
+
+def r1_prompt(question: str) -> str:
+    return _R1.format(question=question.strip(), opening=R1_OPENING)
+
+
+def plain_prompt(question: str) -> str:
+    return _PLAIN.format(question=question.strip())
+
+
+def countdown_question(numbers: tuple[int, ...], target: int) -> str:
+    return _COUNTDOWN.format(numbers=", ".join(map(str, numbers)), target=target)

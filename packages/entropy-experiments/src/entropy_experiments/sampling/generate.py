@@ -30,9 +30,9 @@ from torch import Tensor
 
 from entropy_experiments.distributed import current, is_shard
 from entropy_experiments.input_errors import library_errors
-from entropy_experiments.models.calling import evaluating, math_attention
+from entropy_experiments.models.call_conditions import evaluating, math_attention
+from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.sampling.advantages import Scale, group_advantages
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.decode import Draw, Drawn, LastLogits, decode

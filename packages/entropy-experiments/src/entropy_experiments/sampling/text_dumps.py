@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.input_errors import short
+from entropy_experiments.input_files import read_jsonl
 from entropy_experiments.sampling.advantages import Scale, group_advantages, weighted_rewards
-from entropy_experiments.sampling.jsonl import read_jsonl
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 PROMPT = ("prompt", "input", "question")

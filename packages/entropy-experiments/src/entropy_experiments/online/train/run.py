@@ -23,8 +23,8 @@ from entropy_experiments.config.training_batch import (
     plan_line,
     ranks_of_job,
 )
-from entropy_experiments.models.calling import evaluating
-from entropy_experiments.models.parts import passing_tokens
+from entropy_experiments.models.call_conditions import evaluating
+from entropy_experiments.models.trials import passing_tokens
 from entropy_experiments.online.train.callbacks import (
     ProgressLines,
     TaskFacts,
