@@ -61,15 +61,15 @@ def parse_json(data: bytes | str, *, source: str, advice: str = DAMAGED) -> Any:
             f"{source} is not valid JSON that can be read (nested too deeply). {advice}."
         ) from None
     except ValueError as error:  # also: bytes that are no text, integers of thousands of digits
-        said = str(error).partition(";")[0]
-        raise InputError(f"{source} is not valid JSON ({said}). {advice}.") from error
+        reason = str(error).partition(";")[0]
+        raise InputError(f"{source} is not valid JSON ({reason}). {advice}.") from error
 
 
 def read_jsonl(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of each line that is not blank; `expected` says what one looks like."""
     if not path.is_file():
         raise FileNotFoundError(f"No such file: {path}. Expected lines like {expected}.")
-    found = False
+    any_line = False
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -91,7 +91,7 @@ def read_jsonl(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]
                     f"{path}:{number}: got a JSON {type(record).__name__}; expected an object like "
                     f"{expected}."
                 )
-            found = True
+            any_line = True
             yield number, record
-    if not found:
+    if not any_line:
         raise ValueError(f"{path} has no lines. Expected at least one like {expected}.")

@@ -102,7 +102,7 @@ def test_what_was_asked_for_is_overhead_and_skips_no_step():
     with throttle.timing():
         now += 1.0
     now += 10.0  # training
-    with throttle.timing(asked=True):
+    with throttle.timing(requested=True):
         now += 30.0
     assert throttle.overhead == pytest.approx(31 / 10)
     assert throttle.wants(1)  # 2 seconds of 10

@@ -173,9 +173,9 @@ def test_a_loop_that_is_told_goes_where_the_other_went():
                 **more,
             )
 
-    first = drawn(0, told=telling)
+    first = drawn(0, broadcast=telling)
     assert first == drawn(0)
     replayed = iter(steps)
-    assert drawn(100, told=lambda _: next(replayed)) == first
+    assert drawn(100, broadcast=lambda _: next(replayed)) == first
     assert next(replayed, None) is None
     assert drawn(100) != first

@@ -108,11 +108,11 @@ def _without_unset_options(path: Path, config: dict[str, Any]) -> dict[str, Any]
     """
     from peft import LoraConfig
 
-    known = [field.name for field in fields(LoraConfig) if field.init]
-    unset = [key for key in config if key not in known and _is_unset(config[key])]
-    unknown = [key for key in config if key not in known and key not in unset]
+    options = [field.name for field in fields(LoraConfig) if field.init]
+    unset = [key for key in config if key not in options and _is_unset(config[key])]
+    unknown = [key for key in config if key not in options and key not in unset]
     if unknown:
-        near = get_close_matches(unknown[0], known, n=1)
+        near = get_close_matches(unknown[0], options, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"{path} has unknown keys {unknown}.{hint} The installed peft would ignore them: "

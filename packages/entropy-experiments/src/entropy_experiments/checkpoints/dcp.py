@@ -90,15 +90,15 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         # Of this reading alone: a pickle can set attributes of a class that it is given.
-        self._given: dict[tuple[str, str], Any] = {
+        self._substitutes: dict[tuple[str, str], Any] = {
             (module, name): type(name, (Record,), {"kind": name}) for module, name in RECORDS
         }
-        self._given |= {pair: lambda *arguments: arguments for pair in VALUES}
-        self._given |= PLAIN
+        self._substitutes |= {pair: lambda *arguments: arguments for pair in VALUES}
+        self._substitutes |= PLAIN
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._given:
-            return self._given[module, name]
+        if (module, name) in self._substitutes:
+            return self._substitutes[module, name]
         # Not getattr, which imports what torch loads lazily.
         dtype = vars(torch).get(name) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
@@ -154,11 +154,11 @@ def read_metadata(folder: Path) -> Any:
         raise broken(folder, f"it cannot be read ({type(error).__name__}: {error})") from error
 
 
-def fields_of(folder: Path, found: Any, kind: str) -> Mapping[str, Any]:
-    if not isinstance(found, Record) or found.kind != kind or not isinstance(found.state, dict):
-        got = found.kind if isinstance(found, Record) else type(found).__name__
+def fields_of(folder: Path, record: Any, kind: str) -> Mapping[str, Any]:
+    if not isinstance(record, Record) or record.kind != kind or not isinstance(record.state, dict):
+        got = record.kind if isinstance(record, Record) else type(record).__name__
         raise broken(folder, f"it has a {got} where a {kind} is expected")
-    return found.state
+    return record.state
 
 
 def broken(folder: Path, what: str) -> ValueError:
@@ -254,19 +254,19 @@ class ShardedFiles:
 
 def read_sharded(folder: Path) -> ShardedFiles:
     """The table of contents, checked against the files."""
-    found = fields_of(folder, read_metadata(folder), "Metadata")
-    version = found.get("version")
+    metadata = fields_of(folder, read_metadata(folder), "Metadata")
+    version = metadata.get("version")
     if version not in VERSIONS:
         raise ValueError(
             f"{folder / METADATA} is of DCP's version {version!r}; expected "
             f"{VERSIONS[-1]!r}. A newer torch wrote it: update this program, or export the "
             "weights as safetensors with that torch."
         )
-    slices = _slices(folder, found.get("storage_data"))
+    slices = _slices(folder, metadata.get("storage_data"))
     _check_files(folder, slices.values())
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, Slice] = {}
-    entries = _mapping(folder, found.get("state_dict_metadata"), "state_dict_metadata")
+    entries = _mapping(folder, metadata.get("state_dict_metadata"), "state_dict_metadata")
     for key, entry in entries.items():
         if not isinstance(key, str):
             raise broken(folder, f"a key is {key!r}; expected text")
@@ -274,7 +274,7 @@ def read_sharded(folder: Path) -> ShardedFiles:
             values[key] = _at(folder, slices, (key, None))
         else:
             tensors[key] = _tensor(folder, key, entry, slices)
-    paths = _paths(folder, found.get("planner_data"), entries)
+    paths = _paths(folder, metadata.get("planner_data"), entries)
     return ShardedFiles(folder=folder, tensors=tensors, values=values, paths=paths)
 
 
@@ -294,9 +294,9 @@ def newer_shards(folder: Path) -> tuple[str, ...]:
     )
 
 
-def _slices(folder: Path, found: Any) -> dict[Key, Slice]:
+def _slices(folder: Path, storage_data: Any) -> dict[Key, Slice]:
     slices: dict[Key, Slice] = {}
-    for index, info in _mapping(folder, found, "storage_data").items():
+    for index, info in _mapping(folder, storage_data, "storage_data").items():
         at = fields_of(folder, index, "MetadataIndex")
         where = fields_of(folder, info, "_StorageInfo")
         name, offset, file = at.get("fqn"), at.get("offset"), where.get("relative_path")
@@ -411,11 +411,11 @@ def _overlap(pieces: list[Piece]) -> bool:
     return False
 
 
-def _paths(folder: Path, found: Any, keys: Iterable[str]) -> dict[str, Steps]:
-    known = {} if found is None else _mapping(folder, found, "planner_data")
+def _paths(folder: Path, planner_data: Any, keys: Iterable[str]) -> dict[str, Steps]:
+    planned = {} if planner_data is None else _mapping(folder, planner_data, "planner_data")
     paths: dict[str, Steps] = {}
     for key in keys:
-        steps = known.get(key, (key,))
+        steps = planned.get(key, (key,))
         plain = isinstance(steps, tuple) and all(type(one) in (str, int) for one in steps)
         if not plain or ".".join(map(str, steps)) != key:
             raise broken(folder, f"the path of {key!r} is {steps!r}")
@@ -429,14 +429,14 @@ def _at(folder: Path, slices: Mapping[Key, Slice], key: Key) -> Slice:
     return slices[key]
 
 
-def _mapping(folder: Path, found: Any, what: str) -> Mapping[Any, Any]:
-    if not isinstance(found, dict):
-        raise broken(folder, f"{what} is a {type(found).__name__}, not a mapping")
-    return found
+def _mapping(folder: Path, value: Any, what: str) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise broken(folder, f"{what} is a {type(value).__name__}, not a mapping")
+    return value
 
 
-def _size(folder: Path, key: str, found: Any) -> tuple[int, ...]:
-    plain = isinstance(found, tuple) and all(type(n) is int and 0 <= n < 2**62 for n in found)
+def _size(folder: Path, key: str, size: Any) -> tuple[int, ...]:
+    plain = isinstance(size, tuple) and all(type(n) is int and 0 <= n < 2**62 for n in size)
     if not plain:
-        raise broken(folder, f"{key!r} has the size, offset or length {found!r}")
-    return tuple(found)
+        raise broken(folder, f"{key!r} has the size, offset or length {size!r}")
+    return tuple(size)

@@ -106,16 +106,16 @@ def sharded_optimizer(folder: Path, stored: Mapping[str, Tensor] | None = None) 
                 target.setdefault(name, {})[what] = _read(files, key)
             case _:
                 raise _foreign(folder, key)
-    made = [groups[number] for number in sorted(groups)] if groups else _grouped(by_name)
-    if sorted(groups) != list(range(len(groups))) or not all("params" in g for g in made):
+    listed_groups = [groups[number] for number in sorted(groups)] if groups else _grouped(by_name)
+    if sorted(groups) != list(range(len(groups))) or not all("params" in g for g in listed_groups):
         raise ValueError(
             f"{folder}: the parameter groups {sorted(groups)} are not whole; expected 0, 1, ..., "
             "each with 'params'. The checkpoint was written in part."
         )
-    if any(isinstance(one, int) for group in made for one in group["params"]):
+    if any(isinstance(one, int) for group in listed_groups for one in group["params"]):
         # Paths are text; the optimizer of one process counts.
         state = {int(name) if str(name).isdecimal() else name: e for name, e in state.items()}
-    return {"state": state, "param_groups": made}
+    return {"state": state, "param_groups": listed_groups}
 
 
 def unwrapped(name: str) -> str:
@@ -166,9 +166,9 @@ def _below(section: Section, names: tuple[str, ...]) -> Section:
 
 def _model(files: ShardedFiles) -> Section:
     section = _roots(files)
-    found = _below(section, MODEL)
-    if found or _below(section, OPTIMIZER):
-        return found
+    below = _below(section, MODEL)
+    if below or _below(section, OPTIMIZER):
+        return below
     return {
         steps: key
         for steps, key in section.items()
@@ -178,9 +178,9 @@ def _model(files: ShardedFiles) -> Section:
 
 def _optimizer(files: ShardedFiles) -> Section:
     section = _roots(files)
-    found = _below(section, OPTIMIZER)
-    if found or _below(section, MODEL):
-        return found
+    below = _below(section, OPTIMIZER)
+    if below or _below(section, MODEL):
+        return below
     nested = {s: k for s, k in section.items() if s[0] in ("state", "param_groups")}
     flat = {s: k for s, k in section.items() if len(s) == 1 and k.startswith(FLAT_OPTIMIZER)}
     return nested or flat

@@ -105,7 +105,7 @@ def read_optimizer_state(
             "written in part."
         )
     unsure: list[str] = []
-    made = tuple(
+    read_groups = tuple(
         _group(path, group, tuple(members), kind, unsure)
         for group, members in zip(groups, names, strict=True)
     )
@@ -125,7 +125,7 @@ def read_optimizer_state(
         "steps": steps,
         "not_verifiable": tuple(dict.fromkeys(unsure)),
     }
-    return OptimizerState(groups=made, state=entries), coverage  # type: ignore[arg-type]
+    return OptimizerState(groups=read_groups, state=entries), coverage  # type: ignore[arg-type]
 
 
 def _is_count(value: Any) -> bool:
@@ -223,12 +223,12 @@ def _names(
             f" expected {len(named)}, such as {next(iter(named))!r}. It belongs to another run, or "
             "training moved other modules than the adapter config says."
         )
-    told = _names_in_file(groups, model)
+    names = _names_in_file(groups, model)
     source = "names in the file"
-    if told is None and names_path is not None:
-        told, source = _names_beside(names_path, sizes), PARAM_NAMES
-    if told is not None:
-        flat = [name for group in told for name in group]
+    if names is None and names_path is not None:
+        names, source = _names_beside(names_path, sizes), PARAM_NAMES
+    if names is not None:
+        flat = [name for group in names for name in group]
         unknown, missing = sorted(set(flat) - set(named)), sorted(set(named) - set(flat))
         if unknown or missing:
             where = path if source == "names in the file" else names_path
@@ -236,8 +236,8 @@ def _names(
                 f"{where} names other parameters than the model's: unknown {unknown[:5]}, missing "
                 f"{missing[:5]}. It belongs to another model."
             )
-        _check_shapes(path, groups, state, told, named, kind)
-        return told, source
+        _check_shapes(path, groups, state, names, named, kind)
+        return names, source
     tried: list[tuple[str, ValueError]] = []
     for order, candidate in _orders(model, named, sizes):
         try:
@@ -257,9 +257,9 @@ def _names(
 
 def _names_in_file(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> Groups | None:
     if all(isinstance(name, str) for group in groups for name in group["params"]):
-        found = [list(group["params"]) for group in groups]
+        names = [list(group["params"]) for group in groups]
     elif all("param_names" in group for group in groups if group["params"]):
-        found = [list(group.get("param_names", [])) for group in groups]
+        names = [list(group.get("param_names", [])) for group in groups]
     else:
         return None
     # A parameter tied to another may be stored under either name.
@@ -267,19 +267,19 @@ def _names_in_file(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> Gro
     first: dict[int, str] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         canonical[name] = first.setdefault(id(value), name)
-    cleaned = [[unwrapped(name) for name in group] for group in found]
+    cleaned = [[unwrapped(name) for name in group] for group in names]
     return [[canonical.get(name, name) for name in group] for group in cleaned]
 
 
 def _names_beside(path: Path, sizes: Sequence[int]) -> Groups:
-    found = read_json_value(
+    content = read_json_value(
         path,
         advice="Expected a list of parameter names, or one list per group: write it again, or "
         "remove it to have the order inferred",
     )
-    if isinstance(found, Mapping):
-        found = found.get("param_names", list(found.values()))
-    groups = found if isinstance(found, list) else [None]
+    if isinstance(content, Mapping):
+        content = content.get("param_names", list(content.values()))
+    groups = content if isinstance(content, list) else [None]
     if (
         not all(
             isinstance(group, str)
@@ -288,17 +288,17 @@ def _names_beside(path: Path, sizes: Sequence[int]) -> Groups:
         )
         or len({type(group) for group in groups}) > 1
     ):
-        got = repr(found)
+        got = repr(content)
         raise ValueError(
             f"{path} holds {got if len(got) < 80 else got[:77] + '...'}; expected a list of "
             "parameter names, or one list per group. Write it again, or remove it to have the "
             "order inferred."
         )
-    if found and all(isinstance(name, str) for name in found):
-        names = iter(found)
+    if content and all(isinstance(name, str) for name in content):
+        names = iter(content)
         split = [[unwrapped(name) for _, name in zip(range(size), names)] for size in sizes]
     else:
-        split = [[unwrapped(name) for name in group] for group in found]
+        split = [[unwrapped(name) for name in group] for group in content]
     if [len(group) for group in split] != list(sizes):
         raise ValueError(
             f"{path} names groups of {[len(group) for group in split]} parameters; the optimizer "
@@ -425,9 +425,9 @@ def _group(
             "Adam's"
         )
     decoupled = bool(group.get("decoupled_weight_decay", True))
-    made = AdamGroup.of(group, names, decoupled=decoupled)
-    _check_range(path, made)
-    return made
+    adam_group = AdamGroup.of(group, names, decoupled=decoupled)
+    _check_range(path, adam_group)
+    return adam_group
 
 
 def _check_range(path: Path, group: AdamGroup) -> None:

@@ -40,25 +40,25 @@ def of_the_package(path: str | Path) -> Path:
     if path.parts[:1] != (EMBEDDED,) or path.exists():
         return path
     folder = embedded_trajectory()
-    found = folder.joinpath(*path.parts[1:])
-    if not found.is_dir() or found == folder:
+    checkpoint = folder.joinpath(*path.parts[1:])
+    if not checkpoint.is_dir() or checkpoint == folder:
         raise FileNotFoundError(
             f"Checkpoint not found: {path}; the run in the package has {EMBEDDED}/checkpoint-0 to "
             f"{EMBEDDED}/{steps_of(folder)[-1].name}, and there is no such folder here."
         )
-    return found
+    return checkpoint
 
 
 def steps_of(folder: Path) -> list[Path]:
     """The checkpoints in a run's folder, in the order of their steps."""
     if not folder.is_dir():
         return []
-    found = [
+    numbered = [
         (int(match[2]), path)
         for path in folder.iterdir()
         if (match := _NUMBERED.fullmatch(path.name)) and path.is_dir()
     ]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(numbered)]
 
 
 def following(checkpoint: Path) -> Path | None:

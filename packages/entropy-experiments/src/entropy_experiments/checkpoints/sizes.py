@@ -37,7 +37,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def stored_tensors(files: Sequence[Path]) -> dict[str, tuple[int, ...]] | None:
     """Shapes by name from the headers of safetensors files alone; None if others are among them."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         if file.suffix != ".safetensors" or not file.is_file():
             return None
@@ -48,10 +48,10 @@ def stored_tensors(files: Sequence[Path]) -> dict[str, tuple[int, ...]] | None:
             try:
                 header = json.loads(held.read(length))
                 header.pop("__metadata__", None)
-                found |= {name: tuple(entry["shape"]) for name, entry in header.items()}
+                shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return None  # as above
-    return found or None
+    return shapes or None
 
 
 def check_config_file(file: Path, files: Sequence[Path] = (), shapes: Shapes | None = None) -> None:

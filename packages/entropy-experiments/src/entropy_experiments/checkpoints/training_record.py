@@ -122,21 +122,21 @@ class TrainingRecord:
 
     def facts(self) -> dict[str, Any]:
         """Dataset and rewards, under the names of the training facts."""
-        found: dict[str, Any] = {"dataset_name": RECORDED}
+        facts: dict[str, Any] = {"dataset_name": RECORDED}
         if self.sets:
-            found["dataset_path"] = str(self.prompts_folder)
-            found["E_split"] = "eval" if "eval" in self.sets else "train"
-            found["U_split"] = "train" if "train" in self.sets else "eval"
+            facts["dataset_path"] = str(self.prompts_folder)
+            facts["E_split"] = "eval" if "eval" in self.sets else "train"
+            facts["U_split"] = "train" if "train" in self.sets else "eval"
             if self.messages:
-                found["chat_template"] = True
+                facts["chat_template"] = True
         else:
-            found["dataset_absent"] = self.content["prompts"].get("why_not") or "no reason is given"
+            facts["dataset_absent"] = self.content["prompts"].get("why_not") or "no reason is given"
         rewards, run = self.content["rewards"], self._folders
         reasons = [why for one in rewards["functions"] if (why := code_refused(one, run))]
         if reasons:  # a file beside weights names no code that cannot be vouched for
-            return {**found, "reward_absent": "; ".join(reasons)}
+            return {**facts, "reward_absent": "; ".join(reasons)}
         return {
-            **found,
+            **facts,
             "reward_functions": [one["name"] for one in rewards["functions"]],
             "reward_sources": list(rewards["functions"]),
             "reward_weights": list(rewards["weights"]),
@@ -155,7 +155,7 @@ class TrainingRecord:
 
     def check_prompts(self) -> None:
         """Refuse prompts that are missing, or are not those that were recorded."""
-        for name, known in self.sets.items():
+        for name, entry in self.sets.items():
             folder = self.prompts_folder
             assert folder is not None  # sets are written with their folder
             file = folder / f"{name}.jsonl"
@@ -165,7 +165,7 @@ class TrainingRecord:
                     "file. Copy the record's folder with the checkpoints, or name other prompts: "
                     "batch_config.dataset_name and batch_config.dataset_path."
                 )
-            if sha256(file) != known["sha256"]:
+            if sha256(file) != entry["sha256"]:
                 raise ValueError(
                     f"{file} is not the file that training recorded (its sha256 is another). Copy "
                     "it again, or name other prompts: batch_config.dataset_name and "
@@ -238,14 +238,16 @@ def code_refused(reward: Mapping[str, Any], run: tuple[Path, ...]) -> str:
 def module_is_file(module: str, file: Path) -> bool:
     """Whether importing `module` here means running this very file."""
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
         return False
-    return found is not None and found.origin is not None and Path(found.origin) == file
+    return spec is not None and spec.origin is not None and Path(spec.origin) == file
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedStep:
+    """What is known of a step that training made: fingerprints, and perhaps the gradient."""
+
     folder: Path
     step: int
     lr: float
@@ -261,17 +263,31 @@ class RecordedStep:
     def has_gradient(self) -> bool:
         return (self.folder / GRADIENT_FILE).is_file()
 
+    def as_json(self) -> bytes:
+        """The content of fingerprint.json."""
+        content = {
+            "schema": STEP_SCHEMA,
+            "step": self.step,
+            "lr": self.lr,
+            "gradient": self.gradient.as_json(),
+            "without_gradient": list(self.without_gradient),
+            "change": None if self.change is None else self.change.tolist(),
+        }
+        if self.gradient_sha256 is not None:
+            content["gradient_sha256"] = self.gradient_sha256
+        return json.dumps(content, indent=1, allow_nan=False).encode()
+
     def load_gradient(self, params: Params) -> dict[str, Tensor]:
         """g by the policy's names, on its devices; refused if it is not the fingerprint's."""
         file = self.folder / GRADIENT_FILE
         try:
-            found = load_file(file)
+            gradient = load_file(file)
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{file} cannot be read ({error}). Copy it again, or delete it."
             ) from (error)
         expected = {n: tuple(p.shape) for n, p in params.items() if n not in self.without_gradient}
-        got = {name: tuple(value.shape) for name, value in found.items()}
+        got = {name: tuple(value.shape) for name, value in gradient.items()}
         if got != expected:
             odd = sorted({*got.items()} ^ {*expected.items()})[:4]
             raise ValueError(
@@ -283,13 +299,13 @@ class RecordedStep:
                 f"{file} is not the gradient that was recorded: its sha256 differs from the one in "
                 f"{FINGERPRINT_FILE}. Copy it again, or delete it."
             )
-        apart = Fingerprint.of(found).distance(self.gradient)
+        apart = Fingerprint.of(gradient).distance(self.gradient)
         if not apart <= GRADIENT_TOLERANCE:
             raise ValueError(
                 f"{file} is not the gradient that was recorded: it is {apart:.2g} of its size away "
                 f"from its fingerprint in {FINGERPRINT_FILE}. Copy it again, or delete it."
             )
-        return {name: value.to(params[name].device) for name, value in found.items()}
+        return {name: value.to(params[name].device) for name, value in gradient.items()}
 
 
 def read_recorded_step(folder: Path) -> RecordedStep | None:
@@ -297,44 +313,22 @@ def read_recorded_step(folder: Path) -> RecordedStep | None:
     file = folder / FINGERPRINT_FILE
     if not file.is_file():
         return None
-    found = read_json(file)
-    if found.get("schema") != STEP_SCHEMA:
+    content = read_json(file)
+    if content.get("schema") != STEP_SCHEMA:
         raise ValueError(
-            f"{file} has schema {found.get('schema')!r}; this version reads {STEP_SCHEMA}. Delete "
-            f"{folder} to go on without the fingerprint."
+            f"{file} has schema {content.get('schema')!r}; this version reads {STEP_SCHEMA}. "
+            f"Delete {folder} to go on without the fingerprint."
         )
-    change = found.get("change")
+    change = content.get("change")
     return RecordedStep(
         folder=folder,
-        step=int(found["step"]),
-        lr=float(found["lr"]),
-        gradient=Fingerprint.from_json(found["gradient"]),
-        without_gradient=tuple(found["without_gradient"]),
+        step=int(content["step"]),
+        lr=float(content["lr"]),
+        gradient=Fingerprint.from_json(content["gradient"]),
+        without_gradient=tuple(content["without_gradient"]),
         change=None if change is None else torch.tensor(change, dtype=torch.float64),
-        gradient_sha256=found.get("gradient_sha256"),
+        gradient_sha256=content.get("gradient_sha256"),
     )
-
-
-def recorded_step_json(
-    *,
-    step: int,
-    lr: float,
-    gradient: Fingerprint,
-    without_gradient: list[str],
-    change: Tensor | None,
-    gradient_sha256: str | None = None,
-) -> bytes:
-    content = {
-        "schema": STEP_SCHEMA,
-        "step": step,
-        "lr": lr,
-        "gradient": gradient.as_json(),
-        "without_gradient": without_gradient,
-        "change": None if change is None else change.tolist(),
-    }
-    if gradient_sha256 is not None:
-        content["gradient_sha256"] = gradient_sha256
-    return json.dumps(content, indent=1, allow_nan=False).encode()
 
 
 def gradient_bytes(gradient: Params) -> bytes:
@@ -373,10 +367,10 @@ def _sampled(frozen: Mapping[str, Tensor]) -> list[float]:
 
 def refuse_other_base(model: Any, recorded: Mapping[str, Any], words: str) -> str | None:
     """Why the base cannot be compared; an error if it is another than training's."""
-    found = base_fingerprint(model)
-    if found is None or found["elements"] != recorded["elements"]:
+    fingerprint = base_fingerprint(model)
+    if fingerprint is None or fingerprint["elements"] != recorded["elements"]:
         return "base: its frozen weights cannot be compared with the record's fingerprint"
-    theirs, ours = (torch.tensor(x["sketch"], dtype=torch.float64) for x in (recorded, found))
+    theirs, ours = (torch.tensor(x["sketch"], dtype=torch.float64) for x in (recorded, fingerprint))
     assert len(theirs) == BUCKETS
     apart = float((ours - theirs).norm() / theirs.norm()) if bool(theirs.any()) else 0.0
     if apart > BASE_TOLERANCE:

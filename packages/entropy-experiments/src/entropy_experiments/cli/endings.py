@@ -84,9 +84,12 @@ def ending(
     try:
         yield
     except EndedBySignal as end:
-        said = interrupted().removeprefix("Interrupted").lstrip()
+        message_text = interrupted().removeprefix("Interrupted").lstrip()
         typer.echo(
-            printable(f"\nEnded by {end.name}{'' if said[:1] in '.' else ' '}{said}"), err=True
+            printable(
+                f"\nEnded by {end.name}{'' if message_text[:1] in '.' else ' '}{message_text}"
+            ),
+            err=True,
         )
         raise typer.Exit(128 + end.number) from None
     except KeyboardInterrupt:
@@ -99,8 +102,8 @@ def ending(
         if debug or not ours:
             _unexpected(failure)
             raise typer.Exit(BAD_INPUT if ours else UNEXPECTED) from None
-        said = words_of_os_error(failure) if isinstance(failure, OSError) else failure
-        typer.echo(f"Error: {message(said)}", err=True)
+        message_text = words_of_os_error(failure) if isinstance(failure, OSError) else failure
+        typer.echo(f"Error: {message(message_text)}", err=True)
         raise typer.Exit(BAD_INPUT) from None
     except typer.Exit:
         raise

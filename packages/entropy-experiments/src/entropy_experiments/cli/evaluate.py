@@ -88,32 +88,39 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Pass rate, pass@k, format, length and entropy of checkpoints, on the same prompts."""
-    found: Config | None = None
+    settings: Config | None = None
     with shared_ending(
-        debug=debug, threads=threads, interrupted=lambda: interrupted(found, lambda _: _kept(out))
+        debug=debug,
+        threads=threads,
+        interrupted=lambda: interrupted(settings, lambda _: _kept(out)),
     ) as speaks:
         quiet = quiet or not speaks
         changes = _changes(task, data, split, seed)
-        found = configured(config, changes, None, overrides)
-        tell_notes(found, quiet=quiet)
+        settings = configured(config, changes, None, overrides)
+        tell_notes(settings, quiet=quiet)
         if speaks and out is not None:
             try_folder(out)
-        options: dict[str, Any] = {"prompts": prompts, "samples": samples}
-        if k is not None:
-            options["ks"] = _numbers(k)
-        if rewards:
-            options["rewards"] = tuple(rewards)
-        if threshold is not None:
-            options["threshold"] = threshold
+        ks = None if k is None else _numbers(k)
 
         from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
         from entropy_experiments.pipelines.evaluation.request import EvaluationRequest
         from entropy_experiments.report.evaluation_tables import evaluation_report
 
-        request = EvaluationRequest(**options)
+        request = EvaluationRequest(
+            prompts=prompts,
+            samples=samples,
+            ks=ks,
+            rewards=tuple(rewards) if rewards else None,
+            threshold=EvaluationRequest.threshold if threshold is None else threshold,
+        )
         with library_aside(as_json=as_json):
             result = evaluate_checkpoints(
-                checkpoints or (), found, request=request, out=out, overwrite=overwrite, quiet=quiet
+                checkpoints or (),
+                settings,
+                request=request,
+                out=out,
+                overwrite=overwrite,
+                quiet=quiet,
             )
         files = f"Files: {result['folder']}"
         tell(result, lambda: [*evaluation_report(result), "", files], as_json=as_json)

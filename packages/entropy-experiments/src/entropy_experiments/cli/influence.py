@@ -78,40 +78,40 @@ def influence(
     debug: Debug = False,
 ) -> None:
     """Say which tokens, rollouts and optimizer terms moved the entropy, and what if."""
-    found: Config | None = None
+    settings: Config | None = None
     with shared_ending(
-        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+        debug=debug, threads=threads, interrupted=lambda: interrupted(settings, _kept)
     ) as speaks:
         quiet = quiet or not speaks
         if saved is not None:
-            given = {"--config": config, "--checkpoint": checkpoint, "--set": overrides}
-            given |= {"--out": out, "--confirm": confirm, "--fisher": fisher}
-            given |= {"--overwrite": overwrite}
-            _from_saved(saved, what_if or [], entropy_budget, given, as_json=as_json)
+            options = {"--config": config, "--checkpoint": checkpoint, "--set": overrides}
+            options |= {"--out": out, "--confirm": confirm, "--fisher": fisher}
+            options |= {"--overwrite": overwrite}
+            _from_saved(saved, what_if or [], entropy_budget, options, as_json=as_json)
             return
         changes: dict[str, Any] = {}
         if out is not None:
             changes["influence.run_directory"] = str(out)
             changes["rollouts.save"] = str(out / "rollouts")
         # What is not asked for here is as the file has it.
-        asked = {"what_if": what_if, "confirm": confirm, "fisher": fisher}
-        changes |= {f"influence.{name}": value for name, value in asked.items() if value}
+        analyses = {"what_if": what_if, "confirm": confirm, "fisher": fisher}
+        changes |= {f"influence.{name}": value for name, value in analyses.items() if value}
         if entropy_budget is not None:
             changes["influence.entropy_budget"] = entropy_budget
-        found = configured(config, changes, checkpoint, overrides)
-        if confirm and not found.influence.what_if:
+        settings = configured(config, changes, checkpoint, overrides)
+        if confirm and not settings.influence.what_if:
             raise ValueError(
                 "--confirm has nothing to confirm; expected a step to make and measure. Add "
                 "--what-if, such as --what-if drop=negative."
             )
-        tell_notes(found, quiet=quiet)
-        try_to_write(found, found.influence.run_directory)
+        tell_notes(settings, quiet=quiet)
+        try_to_write(settings, settings.influence.run_directory)
 
         from entropy_experiments.pipelines.influence.runner import EntropyInfluenceRunner
         from entropy_experiments.report.influence_tables import influence_report
 
         with library_aside(as_json=as_json):
-            summary = EntropyInfluenceRunner(found, quiet=quiet).run(overwrite=overwrite)
+            summary = EntropyInfluenceRunner(settings, quiet=quiet).run(overwrite=overwrite)
         files = f"Files: {summary['run_directory']}"
         tell(summary, lambda: [*influence_report(summary), files], as_json=as_json)
 
@@ -120,12 +120,12 @@ def _from_saved(
     folder: Path,
     what_if: list[str],
     entropy_budget: float | None,
-    given: dict[str, Any],
+    options: dict[str, Any],
     *,
     as_json: bool,
 ) -> None:
-    wrong = [name for name, value in given.items() if value]
-    if given["--confirm"]:
+    wrong = [name for name, value in options.items() if value]
+    if options["--confirm"]:
         raise ValueError(
             f"{', '.join(wrong)} together with --from: confirming makes the step, which needs the "
             "model. Repeat the study's own command (without --from) with the same --out, this "
@@ -141,14 +141,14 @@ def _from_saved(
 
     from entropy_experiments.pipelines.influence.runner import what_if_from
 
-    found = what_if_from(folder, what_if, entropy_budget=entropy_budget)
-    tell(found, lambda: _answers(found), as_json=as_json)
+    answers = what_if_from(folder, what_if, entropy_budget=entropy_budget)
+    tell(answers, lambda: _answers(answers), as_json=as_json)
 
 
-def _answers(found: dict[str, Any]) -> list[str]:
+def _answers(answers: dict[str, Any]) -> list[str]:
     lines = []
-    for evaluation in found["evaluations"]:
-        if len(found["evaluations"]) > 1:
+    for evaluation in answers["evaluations"]:
+        if len(answers["evaluations"]) > 1:
             lines.append(f"{evaluation['name']}:")
         lines += [answer["text"] for answer in evaluation["what_if"]]
         if evaluation["entropy_budget"] is not None:

@@ -55,14 +55,14 @@ def measure(
     debug: Debug = False,
 ) -> None:
     """Measure an update's entropy change at several step sizes, over fresh batches."""
-    found: Config | None = None
+    settings: Config | None = None
     with shared_ending(
-        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+        debug=debug, threads=threads, interrupted=lambda: interrupted(settings, _kept)
     ) as speaks:
         quiet = quiet or not speaks
-        found = configured(config, {}, checkpoint, overrides, under=out)
-        tell_notes(found, quiet=quiet)
-        try_to_write(found)
+        settings = configured(config, {}, checkpoint, overrides, under=out)
+        tell_notes(settings, quiet=quiet)
+        try_to_write(settings)
 
         from entropy_experiments.output_folder import claimed
         from entropy_experiments.pipelines.measure import EntropyMeasurements
@@ -70,9 +70,9 @@ def measure(
 
         with (
             library_aside(as_json=as_json),
-            claimed(out, found, verb="measure", overwrite=overwrite),
+            claimed(out, settings, verb="measure", overwrite=overwrite),
         ):
-            results = EntropyMeasurements(found, quiet=quiet).run_experiments()
+            results = EntropyMeasurements(settings, quiet=quiet).run_experiments()
         tell(results, lambda: measurement_report(results), as_json=as_json)
 
 

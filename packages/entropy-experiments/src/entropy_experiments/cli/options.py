@@ -56,13 +56,13 @@ def configured(
     """The file, then the options, then --set: the most explicit wins."""
     from entropy_experiments.config import load_config
 
-    found = load_config(config)
+    settings = load_config(config)
     if under is not None:
-        found = found.under(under)
+        settings = settings.under(under)
     if checkpoint is not None:
         changes = {**changes, "checkpoint.checkpoint_path": str(checkpoint)}
-    found = found.replaced(changes, where="the command line")
-    return found.with_overrides(overrides or [])
+    settings = settings.replaced(changes, where="the command line")
+    return settings.with_overrides(overrides or [])
 
 
 def try_to_write(config: Config, *more: str | Path | None) -> None:

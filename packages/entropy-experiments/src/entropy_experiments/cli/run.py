@@ -53,23 +53,23 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Predict what an update does to entropy, measure it, and say what to believe."""
-    found: Config | None = None
+    settings: Config | None = None
     with shared_ending(
-        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+        debug=debug, threads=threads, interrupted=lambda: interrupted(settings, _kept)
     ) as speaks:
         quiet = quiet or not speaks
-        found = configured(config, {}, checkpoint, overrides, under=out)
-        tell_notes(found, quiet=quiet)
-        try_to_write(found)
+        settings = configured(config, {}, checkpoint, overrides, under=out)
+        tell_notes(settings, quiet=quiet)
+        try_to_write(settings)
 
         from entropy_experiments.output_folder import claimed
         from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 
         with (
             library_aside(as_json=as_json),
-            claimed(out, found, verb="run", overwrite=overwrite),
+            claimed(out, settings, verb="run", overwrite=overwrite),
         ):
-            results = OfflineEntropyProbe(found, quiet=quiet).run_mixed_probe()
+            results = OfflineEntropyProbe(settings, quiet=quiet).run_mixed_probe()
         tell(results, lambda: results["verdict"], as_json=as_json)
 
 

@@ -65,11 +65,11 @@ def train(
     """Train a policy by GRPO; predict and measure what each step does to its entropy."""
     if dry_run and not speaks():
         return
-    found: TrainingConfig | None = None
+    settings: TrainingConfig | None = None
     option = "max_steps" if steps is None else "--steps"
     alone = nullcontext() if several() else signals_interrupt()
-    with ending(debug=debug, interrupted=lambda: _interrupted(found)), alone:
-        found = _configured(
+    with ending(debug=debug, interrupted=lambda: _interrupted(settings)), alone:
+        settings = _configured(
             config, preset, out, steps, resume=resume, no_probe=no_probe, overrides=overrides or []
         )
         from entropy_experiments.config.training_batch import (
@@ -80,24 +80,24 @@ def train(
         )
 
         rank, ranks = ranks_of_job()
-        plan = batch_plan(found, ranks=ranks)
+        plan = batch_plan(settings, ranks=ranks)
         if not quiet and rank == 0:
-            for note in found.notes:
+            for note in settings.notes:
                 typer.echo(printable(f"note: {note}"), err=True)
         if dry_run:
-            _check_names(found)
-            words = [f"{found.source}: valid.", plan_line(found, plan)]
-            notes = plan_notes(found, plan)
+            _check_names(settings)
+            words = [f"{settings.source}: valid.", plan_line(settings, plan)]
+            notes = plan_notes(settings, plan)
             words += [f"note: {note}" for note in notes]
-            facts: dict[str, Any] = {"valid": True, "config": found.dump(), "notes": notes}
+            facts: dict[str, Any] = {"valid": True, "config": settings.dump(), "notes": notes}
             if resume:
-                facts["resumes_from"], line = _would_resume(found, option)
+                facts["resumes_from"], line = _would_resume(settings, option)
                 words.append(line)
             tell(facts, lambda: words, as_json=as_json)
             return
 
         if rank == 0:
-            try_folder(found.output_dir)
+            try_folder(settings.output_dir)
 
         from entropy_experiments.online.train.doctor import gradient_errors
         from entropy_experiments.online.train.equal_rewards import EqualRewardsError
@@ -106,7 +106,7 @@ def train(
 
         try:
             with library_aside(as_json=as_json), on_threads(threads):
-                summary = run(found, resume=resume, quiet=quiet)
+                summary = run(settings, resume=resume, quiet=quiet)
         except (EqualRewardsError, *gradient_errors()) as finding:
             if rank == 0:
                 typer.echo(f"Error: {printable(finding)}", err=True)
@@ -146,15 +146,15 @@ def _configured(
         raise ValueError(f"--steps is {steps}; expected 1 or more.")
     begun = None if out is None else out / BEGUN_WITH
     if config is not None:
-        found = load_training(config)
+        settings = load_training(config)
     elif preset is not None:
-        found = load_preset(preset)
+        settings = load_preset(preset)
     elif resume and begun is not None and begun.is_file():
-        found = load_training(begun)  # what the run was begun with
+        settings = load_training(begun)  # what the run was begun with
     else:
         if resume and begun is not None:
             _refuse_unknown_run(begun)
-        found = load_training()
+        settings = load_training()
     changes: dict[str, Any] = {}
     if out is not None:
         changes["output_dir"] = str(out)
@@ -162,8 +162,8 @@ def _configured(
         changes["max_steps"] = steps
     if no_probe:
         changes["probe.enabled"] = False
-    found = replaced(found, changes, where="the command line")
-    return with_overrides(found, overrides)
+    settings = replaced(settings, changes, where="the command line")
+    return with_overrides(settings, overrides)
 
 
 def _refuse_unknown_run(begun_with: Path) -> None:
@@ -193,14 +193,14 @@ def _would_resume(config: TrainingConfig, option: str) -> tuple[str | None, str]
     checkpoint, _ = last_whole_checkpoint(out)
     if checkpoint is None:
         return None, f"{out} has no whole checkpoint yet: it would begin from the beginning"
-    made = steps_made(checkpoint)
-    if made == config.max_steps and not ended(out, made):
-        line = f"all {made} steps are made: it would write the end of the run"
+    finished_steps = steps_made(checkpoint)
+    if finished_steps == config.max_steps and not ended(out, finished_steps):
+        line = f"all {finished_steps} steps are made: it would write the end of the run"
         return str(checkpoint), line
-    if made >= config.max_steps:
+    if finished_steps >= config.max_steps:
         from entropy_experiments.online.train.summary import nothing_line
 
-        return str(checkpoint), nothing_line(made, config.max_steps, option=option)
+        return str(checkpoint), nothing_line(finished_steps, config.max_steps, option=option)
     return str(checkpoint), f"would continue from {checkpoint}"
 
 

@@ -72,14 +72,14 @@ def plain_inputs(model: nn.Module) -> Iterator[None]:
     it changes no value, and torch.func refuses it.
     """
     hooks = causal_lm(model).get_input_embeddings()._forward_hooks
-    found = {key: hook for key, hook in hooks.items() if _demands_gradients(hook)}
+    demanding = {key: hook for key, hook in hooks.items() if _demands_gradients(hook)}
     before = dict(hooks)
-    for key in found:
+    for key in demanding:
         del hooks[key]
     try:
         yield
     finally:
-        if found:
+        if demanding:
             hooks.clear()
             hooks.update(before)  # in their old order
 
@@ -123,12 +123,12 @@ def quickest_attention() -> Any:
 
 def expert_configs(model: nn.Module) -> tuple[Any, ...]:
     """Configs that say by which kernel a mixture's experts are computed; each once."""
-    found = {
+    configs = {
         id(module.config): module.config
         for module in model.modules()
         if getattr(getattr(module, "config", None), EXPERTS, None) not in (None, "eager")
     }
-    return tuple(found.values())
+    return tuple(configs.values())
 
 
 @contextmanager
@@ -183,11 +183,11 @@ class PaddingRows(TorchFunctionMode):
             return func(*args, **kwargs)
         named = dict(zip(("input", "weight", "padding_idx"), args)) | kwargs
         index = named.pop("padding_idx", None)
-        found = func(named.pop("input"), named.pop("weight"), None, *args[3:], **named)
+        embedded = func(named.pop("input"), named.pop("weight"), None, *args[3:], **named)
         if index is None or not self.frozen:
-            return found
+            return embedded
         tokens = args[0] if args else kwargs["input"]
-        return torch.where((tokens == index)[..., None], found.detach(), found)
+        return torch.where((tokens == index)[..., None], embedded.detach(), embedded)
 
 
 class GradientsKept(TorchFunctionMode):
@@ -209,16 +209,16 @@ class GradientsKept(TorchFunctionMode):
 @contextmanager
 def layers_without_gradients(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Inside, modules with parameters that run while gradients are switched off are listed."""
-    found: list[nn.Module] = []
+    frozen_layers: list[nn.Module] = []
 
     def note(module: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled():
-            found.append(module)
+            frozen_layers.append(module)
 
     owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
     handles = [module.register_forward_pre_hook(note) for module in owners]
     try:
-        yield found
+        yield frozen_layers
     finally:
         for handle in handles:
             handle.remove()

@@ -79,13 +79,10 @@ class ShardedModel(nn.Module):
         # Once and for all: what is trained does not change when an adapter is switched off.
         self._names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
         mesh = mesh or mesh_of(ranks, next(model.parameters()).device.type)
-        # Without resharding, written shards would not be seen by the next pass.
-        how = dict[str, Any](
-            mesh=mesh, reshard_after_forward=True, mp_policy=_reduced_in_full(model)
-        )
-        for layer in decoder_layers(model):
-            fully_shard(layer, **how)
-        fully_shard(self, **how)
+        precision = _reduced_in_full(model)
+        for module in (*decoder_layers(model), self):
+            # Without resharding, written shards would not be seen by the next pass.
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
         for module in self._cut_modules():
             # The sum over ranks, not FSDP's mean; as a plain sum, since gloo has no other.
             module.set_gradient_divide_factor(1.0)
@@ -97,8 +94,8 @@ class ShardedModel(nn.Module):
     @property
     def shards(self) -> dict[str, DTensor]:
         """The trainable parameters of the model, by its own names."""
-        found: dict[str, Any] = dict(self.model.named_parameters())
-        return {name: found[name] for name in self._names}
+        parameters: dict[str, Any] = dict(self.model.named_parameters())
+        return {name: parameters[name] for name in self._names}
 
     def forward(self, work: Callable[[], T]) -> T:
         return work()
@@ -138,10 +135,10 @@ class ShardedModel(nn.Module):
         before: dict[str, Tensor] = {}
         try:
             for name, mine in own.items():
-                given = local_part(params[name])
-                if mine.data_ptr() != given.data_ptr() and not torch.equal(mine, given):
+                wanted = local_part(params[name])
+                if mine.data_ptr() != wanted.data_ptr() and not torch.equal(mine, wanted):
                     before[name] = mine.clone()
-                    mine.copy_(given)
+                    mine.copy_(wanted)
             yield
         finally:
             for name, value in before.items():
@@ -201,10 +198,12 @@ class ShardedPolicy:
         checkpointing: bool = False,
     ) -> None:
         self.sharded, self.ranks, self.model = sharded, sharded.ranks, sharded.model
-        self._options: dict[str, Any] = {"chunk": chunk, "checkpointing": checkpointing}
+        self.chunk, self.checkpointing = chunk, checkpointing
         # What it finds out about the model at construction takes passes.
         self._inside: SequenceProcessor = sharded.passed(
-            lambda: _OwnValues(self.model, temperature=temperature, **self._options)
+            lambda: _OwnValues(
+                self.model, temperature=temperature, chunk=chunk, checkpointing=checkpointing
+            )
         )
 
     @property
@@ -247,7 +246,12 @@ class ShardedPolicy:
 
     def at(self, temperature: float) -> ShardedPolicy:
         """The same model at another temperature."""
-        return ShardedPolicy(self.sharded, temperature=temperature, **self._options)
+        return ShardedPolicy(
+            self.sharded,
+            temperature=temperature,
+            chunk=self.chunk,
+            checkpointing=self.checkpointing,
+        )
 
     def as_trained(self) -> ShardedPolicy:
         """The same scores with the gradient that *training* takes of them."""
@@ -383,9 +387,9 @@ def check_shardable(model: nn.Module, ranks: Ranks) -> None:
         )
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     if len(trained) > 1:
-        said = ", ".join(sorted(str(dtype) for dtype in trained))
+        dtypes = ", ".join(sorted(str(dtype) for dtype in trained))
         raise ValueError(
-            f"The trainable parameters have several dtypes ({said}); expected one, since their "
+            f"The trainable parameters have several dtypes ({dtypes}); expected one, since their "
             "gradients are summed together. Set checkpoint.dtype."
         )
 

@@ -60,11 +60,11 @@ class Adapter(NamedTuple):
 
 def adapters_of(layer: Any, prefix: str = "", params: Params | None = None) -> list[Adapter]:
     """The active ones, with the given parameters in place of the layer's own."""
-    given: Mapping[str, Any] = params or {}
+    values: Mapping[str, Any] = params or {}
     return [
         Adapter(
-            given.get(f"{prefix}lora_A.{name}.weight", layer.lora_A[name].weight),
-            given.get(f"{prefix}lora_B.{name}.weight", layer.lora_B[name].weight),
+            values.get(f"{prefix}lora_A.{name}.weight", layer.lora_A[name].weight),
+            values.get(f"{prefix}lora_B.{name}.weight", layer.lora_B[name].weight),
             layer.scaling[name],
         )
         for name in layer.active_adapters
@@ -108,8 +108,8 @@ def is_plain_lora(layer: Any) -> bool:
     # Hooks may keep what a module gives, or change it; even those on all modules of the process.
     if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
         return False
-    known = layer.lora_A.keys() - layer.lora_variant.keys()
-    if not all(name in known and type(layer.scaling[name]) in (int, float) for name in names):
+    plain_names = layer.lora_A.keys() - layer.lora_variant.keys()
+    if not all(name in plain_names and type(layer.scaling[name]) in (int, float) for name in names):
         return False
     inner = [layers[name] for layers in (layer.lora_A, layer.lora_B) for name in names]
     dropouts = [layer.lora_dropout[name] for name in names]

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,10 +158,10 @@ class SequenceProcessor(FunctionalModel):
         kind = (records_a_graph(), nothing_differentiated(), tokens.bit_length())
         with timed_pass(kind, tokens, self._device, self.trial_pass):
             if len(many) < 2 or not nothing_differentiated():
-                found = [self._reached(params, self._score(params, packed)) for params in many]
+                scored = [self._reached(params, self._score(params, packed)) for params in many]
             else:
-                found = self._score_together(many, packed, self._stack_size(packed))
-        return [Scores(*map(packed.back, scores)) for scores in found]
+                scored = self._score_together(many, packed, self._stack_size(packed))
+        return [Scores(*map(packed.back, scores)) for scores in scored]
 
     @property
     def spares_work(self) -> bool:
@@ -206,15 +205,22 @@ class SequenceProcessor(FunctionalModel):
         inside = packed.rollouts
         if self._parts is None:
             where, logits_TV = self._response_logits(params, packed)
-            found_NS = torch.zeros_like(inside.tokens_NS).index_put(
-                where, nucleus_fingerprint(logits_TV, **self._law)
+            fingerprint_NS = torch.zeros_like(inside.tokens_NS).index_put(
+                where,
+                nucleus_fingerprint(logits_TV, temperature=self.temperature, top_p=self.top_p),
             )
         else:
             hidden_RSD, head_VD, bias_V = self._hidden(params, inside.tokens_NS, packed.rows)
-            found_NS = response_support(
-                hidden_RSD, head_VD, inside, place=packed.place, bias_V=bias_V, **self._law
+            fingerprint_NS = response_support(
+                hidden_RSD,
+                head_VD,
+                inside,
+                place=packed.place,
+                bias_V=bias_V,
+                temperature=self.temperature,
+                top_p=self.top_p,
             )
-        return packed.back(found_NS)
+        return packed.back(fingerprint_NS)
 
     def _packed(self, rollouts: Rollouts) -> Packed:
         words = len(causal_lm(self.model).get_input_embeddings().weight)
@@ -280,12 +286,15 @@ class SequenceProcessor(FunctionalModel):
     ) -> Scores:
         place, rollouts = packed.place, packed.rollouts
         return response_scores(
-            hidden_RSD, head_VD, rollouts, place=place, bias_V=bias_V, chunk=self.chunk, **self._law
+            hidden_RSD,
+            head_VD,
+            rollouts,
+            place=place,
+            bias_V=bias_V,
+            chunk=self.chunk,
+            temperature=self.temperature,
+            top_p=self.top_p,
         )
-
-    @property
-    def _law(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "top_p": self.top_p}
 
     def _score(self, params: Params, packed: Packed) -> Scores:
         check_params("params", params, self.params)
@@ -295,7 +304,11 @@ class SequenceProcessor(FunctionalModel):
             return self._from_hidden(hidden_RSD, head_VD, bias_V, packed)
         where, logits_TV = self._response_logits(params, packed)
         logprob_T, entropy_T = token_scores(
-            logits_TV, rollouts.tokens_NS[where], chunk=self.chunk, **self._law
+            logits_TV,
+            rollouts.tokens_NS[where],
+            chunk=self.chunk,
+            temperature=self.temperature,
+            top_p=self.top_p,
         )
         empty_NS = logprob_T.new_zeros(rollouts.tokens_NS.shape)
         return Scores(empty_NS.index_put(where, logprob_T), empty_NS.index_put(where, entropy_T))
@@ -371,16 +384,16 @@ class SequenceProcessor(FunctionalModel):
         try:
             with torch.no_grad():
                 hidden_NSD, head_VD, bias_V = self._hidden(self.params, tokens_NS)
-                made_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD)
-                largest = float(made_NSV.abs().max())
+                linear_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD)
+                largest = float(linear_NSV.abs().max())
                 if not 0 < largest < torch.inf:
                     return False  # nothing to be seen: the model's own logits are always right
                 for factor in (1.0, HIGH / largest):
                     with scaled_states(parts.decoder, factor):
                         own_NSV = self._call(self.model, self.params, tokens_NS)[0]
                     large_NSD = (hidden_NSD * factor).to(head_VD.dtype)
-                    made_NSV = nn.functional.linear(large_NSD, head_VD, bias_V)
-                    if not alike(made_NSV, own_NSV, hidden_NSD.dtype):
+                    linear_NSV = nn.functional.linear(large_NSD, head_VD, bias_V)
+                    if not alike(linear_NSV, own_NSV, hidden_NSD.dtype):
                         return False
         except torch.OutOfMemoryError:
             raise

@@ -145,7 +145,7 @@ def shared_rows(
         mates.setdefault(tuple(values_list(tokens_S[: prompt_N[i]])), []).append(i)
     if len(mates) == len(rollouts):
         return None
-    groups = [(len(prompt), found) for prompt, found in mates.items()]
+    groups = [(len(prompt), members) for prompt, members in mates.items()]
     rows = _cheapest(groups, length_N, widest, square)
     if rows is None:
         return None
@@ -181,8 +181,8 @@ def shared_rows(
 
 
 def _looks(segment_RS: Tensor) -> Tensor:
-    asked_RS1, seen_R1S = segment_RS[:, :, None], segment_RS[:, None, :]
-    mine = (seen_R1S == asked_RS1) | ((seen_R1S == 0) & (asked_RS1 > 0))
+    query_RS1, key_R1S = segment_RS[:, :, None], segment_RS[:, None, :]
+    mine = (key_R1S == query_RS1) | ((key_R1S == 0) & (query_RS1 > 0))
     return (mine & mine.new_ones(mine.shape[1:]).tril())[:, None]
 
 

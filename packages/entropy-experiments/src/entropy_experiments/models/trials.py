@@ -204,10 +204,10 @@ def trial_tokens(model: nn.Module) -> Tensor:
     for key, value in lm.config.to_dict().items():
         if key.endswith("_token_id"):  # some have several
             special.update(value if isinstance(value, list | tuple) else (value,))
-    known = [token for token in range(min(len(embeddings), 1000)) if token not in special] or [0]
+    ordinary = [token for token in range(min(len(embeddings), 1000)) if token not in special] or [0]
     draw = torch.Generator().manual_seed(0)
-    picked_S = torch.randint(len(known), (WHOLE,), generator=draw)
-    return torch.tensor([[known[int(i)] for i in picked_S]], device=embeddings.device)
+    picked_S = torch.randint(len(ordinary), (WHOLE,), generator=draw)
+    return torch.tensor([[ordinary[int(i)] for i in picked_S]], device=embeddings.device)
 
 
 def difference(got_SV: Tensor, expected_SV: Tensor) -> float:
@@ -226,10 +226,10 @@ def difference(got_SV: Tensor, expected_SV: Tensor) -> float:
 
 def accepted(module: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     """Of these arguments the ones that this forward takes: not every model counts positions."""
-    known = inspect.signature(type(causal_lm(module)).forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+    parameters = inspect.signature(type(causal_lm(module)).forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return named
-    return {name: value for name, value in named.items() if name in known}
+    return {name: value for name, value in named.items() if name in parameters}
 
 
 @contextmanager

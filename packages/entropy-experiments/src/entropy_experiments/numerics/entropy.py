@@ -176,7 +176,7 @@ def response_support(
     """[N, S] fingerprints of the response positions' supports, as `response_scores` sees them."""
     where, hidden_TD = before_response(hidden_RSD, rollouts, place)
     hidden_TD, head_VD = _full(hidden_TD), _full(head_VD)
-    found_T = torch.cat(
+    fingerprint_T = torch.cat(
         [
             nucleus_fingerprint(
                 _logits(hidden_CD, head_VD, bias_V), temperature=temperature, top_p=top_p
@@ -184,7 +184,7 @@ def response_support(
             for hidden_CD in hidden_TD.split(_rows_in(CACHE_BYTES, head_VD.shape[0]))
         ]
     )
-    return torch.zeros_like(rollouts.tokens_NS).index_put(where, found_T)
+    return torch.zeros_like(rollouts.tokens_NS).index_put(where, fingerprint_T)
 
 
 class _LogitScores(torch.autograd.Function):
@@ -260,15 +260,15 @@ class _NucleusScores(torch.autograd.Function):
         refuse_nested_forward_mode()
         hidden_TD, head_VD, bias_V, token_T = ctx.saved_tensors
         dhidden_TD, dhead_VD, dbias_V, *_ = tangents
-        moved = []
+        terms = []
         if dhidden_TD is not None:
-            moved.append(dhidden_TD @ head_VD.mT)
+            terms.append(dhidden_TD @ head_VD.mT)
         if dhead_VD is not None:
-            moved.append(hidden_TD @ dhead_VD.mT)
+            terms.append(hidden_TD @ dhead_VD.mT)
         if dbias_V is not None:
-            moved.append(dbias_V.expand(len(token_T), -1))
+            terms.append(dbias_V.expand(len(token_T), -1))
         logits_TV = _logits(hidden_TD, head_VD, bias_V)
-        return _push(logits_TV, token_T, ctx.temperature, ctx.top_p, sum(moved[1:], moved[0]))
+        return _push(logits_TV, token_T, ctx.temperature, ctx.top_p, sum(terms[1:], terms[0]))
 
 
 def _logits(hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None) -> Tensor:
@@ -310,7 +310,7 @@ def _scores(
     return _join(_in_cache(rows, logits_TV, token_T))
 
 
-def _law(logits_TV: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+def _distribution(logits_TV: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
     """p and log p + h, from which both derivative rules follow."""
     d_TV = _shifted(logits_TV, temperature, top_p)
     logp_TV = d_TV - d_TV.exp().sum(-1, keepdim=True).log()
@@ -327,7 +327,7 @@ def _pull(
     gentropy_T: Tensor,
 ) -> Tensor:
     def rows(logits_TV: Tensor, token_T: Tensor, gl_T: Tensor, gh_T: Tensor) -> Tensor:
-        p_TV, surprise_TV = _law(logits_TV, temperature, top_p)
+        p_TV, surprise_TV = _distribution(logits_TV, temperature, top_p)
         g_TV = -p_TV * (gl_T[:, None] + gh_T[:, None] * surprise_TV)
         g_TV = g_TV.scatter_add(-1, token_T[:, None], gl_T[:, None].to(g_TV.dtype))
         return (g_TV if temperature == 1.0 else g_TV / temperature).to(logits_TV.dtype)
@@ -339,7 +339,7 @@ def _push(
     logits_TV: Tensor, token_T: Tensor, temperature: float, top_p: float, dlogits_TV: Tensor
 ) -> tuple[Tensor, Tensor]:
     def rows(logits_TV: Tensor, token_T: Tensor, dlogits_TV: Tensor) -> tuple[Tensor, Tensor]:
-        p_TV, surprise_TV = _law(logits_TV, temperature, top_p)
+        p_TV, surprise_TV = _distribution(logits_TV, temperature, top_p)
         dz_TV = _at_temperature(dlogits_TV, temperature)
         weighted_TV = p_TV * dz_TV
         return _at(dz_TV, token_T) - weighted_TV.sum(-1), -(weighted_TV * surprise_TV).sum(-1)

@@ -133,13 +133,13 @@ def drawer(
     """A `draw(step)` for `Fresh`: `group` responses to each of `prompts(step)`, given as tokens."""
 
     def draw(step: int) -> Rollouts:
-        asked = [
+        problems = [
             Problem(id=f"{step}:{i}", prompt="", answer="", facts={"ids": tuple(ids)})
             for i, ids in enumerate(prompts(step))
         ]
 
         def mine() -> Rollouts | None:
-            own = list(ranks.shard(asked))
+            own = list(ranks.shard(problems))
             if not own:
                 return None
             drawn = generator.generate(own, group=group, name="online")

@@ -81,11 +81,11 @@ class LoopProbe:
         if isinstance(prompts, str):
             raise ValueError(f"prompts is the text {prompts!r}; expected a list of texts.")
         check_bare(model)
-        check_counts(drawn=drawn, group=group, uses=uses, microbatch=microbatch)
+        check_counts({"drawn": drawn, "group": group, "uses": uses, "microbatch": microbatch})
         if max_new_tokens is not None:
-            check_counts(max_new_tokens=max_new_tokens)
+            check_counts({"max_new_tokens": max_new_tokens})
         check_order(order)
-        check_positive(temperature=temperature)
+        check_positive("temperature", temperature)
         self._model, self._optimizer, self._on_row = model, optimizer, on_row
         self._next = 0
         ranks = Ranks.all(PATIENCE)

@@ -93,9 +93,9 @@ class NoiseScaleEstimate:
     def as_dict(self) -> dict[str, Any]:
         """For JSON: null where there is no number, never an infinity."""
 
-        def mean(found: StepMean) -> dict[str, Any]:
-            bar = None if found.interval is None else list(found.interval)
-            return {"value": found.value, "stderr": found.stderr, "interval": bar}
+        def mean(of_steps: StepMean) -> dict[str, Any]:
+            bar = None if of_steps.interval is None else list(of_steps.interval)
+            return {"value": of_steps.value, "stderr": of_steps.stderr, "interval": bar}
 
         bar = self.critical_batch_interval
         return {
@@ -159,19 +159,19 @@ def _ratio(
 ) -> tuple[float | None, tuple[float, float | None] | None, tuple[str, ...]]:
     """(critical batch, its interval, why there is none)."""
     if signal.interval is None:
-        said = f"{len(rows)} steps: an interval needs at least {MIN_STEPS}"
-        return None, None, (f"{said}, and without one |G|^2 cannot be told from 0",)
+        reason = f"{len(rows)} steps: an interval needs at least {MIN_STEPS}"
+        return None, None, (f"{reason}, and without one |G|^2 cannot be told from 0",)
     low, high = _fieller(rows, signal, noise)
     if low is not None and high is not None:
         return noise.value / signal.value, (low, high), ()
     bar = f"{signal.interval[0]:.3g} to {signal.interval[1]:.3g}"
     if signal.interval[1] < 0:
-        said = f"|G|^2 came out below 0 ({bar}), which only chance or dependent microbatches do"
+        reason = f"|G|^2 came out below 0 ({bar}), which only chance or dependent microbatches do"
     else:
-        said = (
+        reason = (
             f"|G|^2 ({bar}) cannot be told from 0 well enough: the noise scale has no upper bound"
         )
-    return None, None if low is None else (low, None), (f"{said}. Collect more steps",)
+    return None, None if low is None else (low, None), (f"{reason}. Collect more steps",)
 
 
 def _fieller(

@@ -73,16 +73,16 @@ NEVER_MADE = (
 SKIPPED = "no weight changed: the optimizer made no step"
 
 
-def check_counts(*, least: int = 1, **given: Any) -> None:
-    for name, value in given.items():
+def check_counts(counts: Mapping[str, Any], *, least: int = 1) -> None:
+    """Refuse an argument (by name) that is no whole number of at least `least`."""
+    for name, value in counts.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} is {value!r}; expected a whole number, at least {least}.")
 
 
-def check_positive(**given: Any) -> None:
-    for name, value in given.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise ValueError(f"{name} is {value!r}; expected a number above 0.")
+def check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"{name} is {value!r}; expected a number above 0.")
 
 
 def check_order(order: Any) -> None:
@@ -282,14 +282,14 @@ class OnlineProbe:
                 microbatch=self.microbatch,
                 ranks=self.ranks,
             )
-            given = {name: value for name, value in gradient.items() if value is not None}
+            present = {name: value for name, value in gradient.items() if value is not None}
             in_sample, *baseline = (
                 direction.lr * self._slope(base, slope, rollouts, part, mode)
                 for slope, part in zip(slopes, wanted, strict=True)
             )
             change = in_sample
             if own is not None:
-                change = direction.lr * self._across(own, direction, given, base, slopes, mode)
+                change = direction.lr * self._across(own, direction, present, base, slopes, mode)
             level = level_of_scores(base, rollouts, self.estimand)
             second = None
             if self.order == 2:
@@ -306,7 +306,7 @@ class OnlineProbe:
             second_order=second,
             baseline=baseline[0] if baseline else None,
             lr=direction.lr,
-            grad_norm=norm(given),
+            grad_norm=norm(present),
             param_norm=norm(self.policy.params),
             rollouts=len(rollouts),
         )
@@ -335,9 +335,9 @@ class OnlineProbe:
             )
         pending, self._pending = self._pending, None
         after = self.policy.params
-        moved = {name: after[name] - old for name, old in pending.before.items()}
-        missed = shifted(moved, pending.expected, -1.0)
-        size = norm(moved)
+        actual = {name: after[name] - old for name, old in pending.before.items()}
+        missed = shifted(actual, pending.expected, -1.0)
+        size = norm(actual)
         with self._context(), full_precision(), chosen_threads():
             scores = score_all(
                 self.policy,
@@ -349,7 +349,7 @@ class OnlineProbe:
         seen = change(pending.base, scores, pending.rollouts, self.estimand)
         if doubt := coarse_weights(self.policy):
             seen = seen.doubted(doubt)
-        found = StepMeasurement(
+        measurement = StepMeasurement(
             prediction=pending.prediction,
             change=_corrected(seen, pending),
             moved=size,
@@ -358,15 +358,15 @@ class OnlineProbe:
         self.buffer.release()
         self.evaluated = None
         self.step += 1
-        return found
+        return measurement
 
     def _slope(
         self, base: Scores, slope: Scores, rollouts: Rollouts, direction: Direction, mode: How
     ) -> Estimate:
         """Per unit learning rate; differences are led by one gradient."""
-        found = slope_of_scores(base, slope, rollouts, self.estimand, mode=mode)
+        estimate = slope_of_scores(base, slope, rollouts, self.estimand, mode=mode)
         if mode != "central":
-            return found
+            return estimate
         with across(self.ranks):
             exact = first_order(
                 self.policy,
@@ -379,7 +379,7 @@ class OnlineProbe:
                 base=base,
                 repackings=0,
             )
-        return led_slope(found, exact, base, slope, rollouts)
+        return led_slope(estimate, exact, base, slope, rollouts)
 
     def _behind(self, direction: Direction, rollouts: Rollouts, base: Scores) -> Estimate:
         """Delta(-eta): the change that the opposite step would make. The model is not touched."""
@@ -424,10 +424,10 @@ class OnlineProbe:
         self.step += 1
 
 
-def _mismatch(moved: float, missed: float) -> float | None:
+def _mismatch(change_norm: float, missed: float) -> float | None:
     """Where nothing moved, `missed` is the norm of what was predicted: 0 if that was no step."""
-    if moved:
-        return missed / moved
+    if change_norm:
+        return missed / change_norm
     return None if missed else 0.0
 
 

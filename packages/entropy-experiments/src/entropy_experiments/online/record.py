@@ -30,6 +30,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -46,11 +47,11 @@ from entropy_experiments.checkpoints.training_record import (
     MADE_STEP,
     RECORD_FILE,
     SCHEMA,
+    RecordedStep,
     base_fingerprint,
     base_location,
     gradient_bytes,
     read_record,
-    recorded_step_json,
 )
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.numerics.sketch import Fingerprint, sketch
@@ -100,8 +101,8 @@ class Recorder:
         self._record: dict[str, Any] | None = None
         self._before: Tensor | None = None
         """Sketch of the parameters before the step at hand."""
-        self._pending: tuple[int, dict[str, Any], str | None] | None = None
-        """(step, what is known of it, sha256 of the gradient that is kept of it)."""
+        self._pending: tuple[RecordedStep, str | None] | None = None
+        """(the step at hand, sha256 of the gradient that is kept of it)."""
 
     def begin(self, trainer: Any, model: Any, ranks: Ranks) -> None:
         """What does not change in training: prompts, rewards, options, the base."""
@@ -143,26 +144,30 @@ class Recorder:
             self._describe_again(trainer, self._resumed)
         more = {"divisor": token_divisor(trainer), "rewards": _by_function(parts, trainer)}
         for place, meta in self._places(step):
-            save_update_batch(place / UPDATE, batch, meta={**meta, **_known(more)})
+            save_update_batch(place / UPDATE, batch, meta={**meta, **_without_none(more)})
         present = {name: g.detach() for name, g in gradient.items() if g is not None}
         if not all(bool(g.isfinite().all()) for g in present.values()):
             self._before = self._pending = None  # what it does to the weights is not kept
             return  # it has no fingerprint; the probe leaves this step out and says so
-        made = {
-            "step": step,
-            "lr": float(unwrapped_optimizer(trainer.optimizer).param_groups[0]["lr"]),
-            "gradient": Fingerprint.of(present),
-            "without_gradient": [name for name, g in gradient.items() if g is None],
-        }
+        recorded = RecordedStep(
+            folder=self.folder,
+            step=step,
+            lr=float(unwrapped_optimizer(trainer.optimizer).param_groups[0]["lr"]),
+            gradient=Fingerprint.of(present),
+            without_gradient=tuple(name for name, g in gradient.items() if g is None),
+            change=None,  # known after the step
+        )
         if self._before is None:
             self._before = sketch(params)
         places = self._places(step)
         beside = any("weights" in meta for _, meta in places)
         content = gradient_bytes(present) if beside and self._keeps(present) else None
         digest = None if content is None else hashlib.sha256(content).hexdigest()
-        self._pending = (step, made, digest)
+        self._pending = (recorded, digest)
         for place, meta in places:
-            self._write_made(place, made, None, digest if "weights" in meta else None)
+            _write_step(
+                place, replace(recorded, gradient_sha256=digest if "weights" in meta else None)
+            )
             if "weights" not in meta:
                 continue
             if content is not None:
@@ -170,19 +175,21 @@ class Recorder:
             else:  # one that an earlier training left is of another batch
                 (place / MADE_STEP / GRADIENT_FILE).unlink(missing_ok=True)
 
-    def made(self, step: int, params: Params, ranks: Ranks) -> None:
+    def after_step(self, step: int, params: Params, ranks: Ranks) -> None:
         """The optimizer has stepped: what became of the parameters."""
-        if ranks.rank or self._pending is None or self._pending[0] != step:
+        if ranks.rank or self._pending is None or self._pending[0].step != step:
             return
         after = sketch(params)
         if not bool(after.isfinite().all()):
             self._before = self._pending = None
             return  # weights that overflowed have no fingerprint; measuring them says so
         assert self._before is not None  # set with the pending step
-        _, made, digest = self._pending
+        recorded, digest = self._pending
+        stepped = replace(recorded, change=after - self._before)
         for place, meta in self._places(step):
-            kept = digest if "weights" in meta else None
-            self._write_made(place, made, after - self._before, kept)
+            _write_step(
+                place, replace(stepped, gradient_sha256=digest if "weights" in meta else None)
+            )
         self._before, self._pending = after, None
 
     def evaluated(self, rollouts: Rollouts, step: int, ranks: Ranks) -> None:
@@ -247,18 +254,16 @@ class Recorder:
         text = json.dumps(content, indent=1, sort_keys=True) + "\n"
         write_whole(folder / RECORD_FILE, text.encode())
 
-    def _write_made(
-        self, place: Path, made: dict[str, Any], change: Tensor | None, gradient_sha256: str | None
-    ) -> None:
-        folder = place / MADE_STEP
-        folder.mkdir(parents=True, exist_ok=True)
-        content = recorded_step_json(**made, change=change, gradient_sha256=gradient_sha256)
-        write_whole(folder / FINGERPRINT_FILE, content)
-
     def _keeps(self, gradient: Params) -> bool:
         if self.gradient is not None:
             return self.gradient
         return sum(g.numel() for g in gradient.values()) <= GRADIENT_ELEMENTS
+
+
+def _write_step(place: Path, step: RecordedStep) -> None:
+    folder = place / MADE_STEP
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / FINGERPRINT_FILE, step.as_json())
 
 
 def _hashes(checkpoint: Path) -> dict[str, str]:
@@ -271,7 +276,7 @@ def _hashes(checkpoint: Path) -> dict[str, str]:
     }
 
 
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -296,16 +301,16 @@ def refuse_unknown(facts: Mapping[str, Any]) -> None:
             raise ValueError(f"facts has {name!r}.{hint} Expected names among {', '.join(KNOWN)}.")
 
 
-def facts_of(trainer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(trainer: Any, own_facts: Mapping[str, Any]) -> dict[str, Any]:
     read = training_facts(trainer)
     if read["loss"] not in get_args(Loss):
         del read["loss"]  # the record names it among what is not followed
-    return {**read, **given}
+    return {**read, **own_facts}
 
 
-def write_facts(folder: Path, trainer: Any, given: Mapping[str, Any]) -> None:
+def write_facts(folder: Path, trainer: Any, own_facts: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(facts_of(trainer, given), indent=1, sort_keys=True) + "\n"
+    text = json.dumps(facts_of(trainer, own_facts), indent=1, sort_keys=True) + "\n"
     write_whole(folder / FACTS_FILE, text.encode())
 
 
@@ -323,7 +328,7 @@ def write_prompts(folder: Path, trainer: Any) -> dict[str, Any]:
         lines, left_out = _lines(trainer, rows)
         dropped |= left_out
         content = "".join(line + "\n" for line in lines).encode()
-        write_whole(_made(folder) / f"{name}.jsonl", content)
+        write_whole(_make_folder(folder) / f"{name}.jsonl", content)
         digest = hashlib.sha256(content).hexdigest()
         sets[name] = {"rows": len(lines), "of": len(rows), "sha256": digest}
     messages = [_asks_in_messages(rows) for name, rows in data.items() if name in sets]
@@ -359,7 +364,7 @@ def _lines(trainer: Any, rows: Any) -> tuple[list[str], set[str]]:
     return lines, dropped
 
 
-def _made(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

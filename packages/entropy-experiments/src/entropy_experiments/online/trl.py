@@ -133,8 +133,8 @@ class EntropyProbeCallback(TrainerCallback):
                 f"evaluation is {evaluation!r}; expected one of {', '.join(KINDS)}, or Rollouts of "
                 "your own."
             )
-        check_counts(prompts=prompts, least=MIN_PROMPTS)  # fewer give no error bar
-        check_counts(group=group, uses=uses, microbatch=microbatch)
+        check_counts({"prompts": prompts}, least=MIN_PROMPTS)  # fewer give no error bar
+        check_counts({"group": group, "uses": uses, "microbatch": microbatch})
         check_order(order)
         if record is not None and not isinstance(record, str | Path):
             raise ValueError(f"record is {record!r}; expected the path of a folder, or None.")
@@ -142,8 +142,8 @@ class EntropyProbeCallback(TrainerCallback):
             raise ValueError(
                 f"facts is {facts!r}; expected a mapping such as {{'dataset_name': 'countdown'}}."
             )
-        self._throttle_options: dict[str, Any] = {"every": every, "max_overhead": max_overhead}
-        Throttle(**self._throttle_options)  # bad options are refused now, not hours later
+        self._every, self._max_overhead = every, max_overhead
+        Throttle(every=every, max_overhead=max_overhead)  # bad options are refused now, not later
         self.evaluation, self.prompts, self.group = evaluation, prompts, group
         self.uses, self.microbatch, self.parts, self.seed = uses, microbatch, parts, seed
         self.order = order
@@ -158,7 +158,7 @@ class EntropyProbeCallback(TrainerCallback):
             None if record is None else Recorder(Path(record), self.facts, gradient=record_gradient)
         )
         self._captures: Captures | None = None
-        self._idle, self._said_idle = 0, False
+        self._idle, self._warned_idle = 0, False
         self.ledger_every, self.noise_scale = ledger_every, noise_scale
         self.noise_window = noise_window
         self.ledgers: list[Path] = []
@@ -204,12 +204,14 @@ class EntropyProbeCallback(TrainerCallback):
         if self.noise_scale:
             refuse_scaled(args)
         ranks = Ranks.all(PATIENCE)
-        watch = Watch(throttle=Throttle(**self._throttle_options), ranks=ranks)
+        watch = Watch(
+            throttle=Throttle(every=self._every, max_overhead=self._max_overhead), ranks=ranks
+        )
         self._watch = watch
         watch.also_forget = self._let_go
         watch.sampling = tuple(sampled_otherwise(args))
         self._captures = Captures(self.trainer)
-        self._say_sampling(args)
+        self._warn_sampling(args)
         watch.set_up(self._probe, Path(args.output_dir) / ROWS, step=state.global_step)
         self._begin_record(args, state)
         if self.noise_scale:
@@ -269,7 +271,7 @@ class EntropyProbeCallback(TrainerCallback):
             prepare=prepare,
             then=keep,
             always=record,
-            asked=self._explain if due(self.ledger_every, step) else None,
+            explain=self._explain if due(self.ledger_every, step) else None,
         )
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -277,7 +279,7 @@ class EntropyProbeCallback(TrainerCallback):
         recorder, step, ranks = self._recorder, state.global_step, self._begun().ranks
         if recorder is not None:
             params = trained_parameters(self._model)
-            self._aside(lambda: recorder.made(step, params, ranks), f"recording step {step}")
+            self._aside(lambda: recorder.after_step(step, params, ranks), f"recording step {step}")
         self._begun().after(step, self._publish, scaler=scaler)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -305,17 +307,17 @@ class EntropyProbeCallback(TrainerCallback):
 
     def _begin_record(self, args: Any, state: Any) -> None:
         """The first step after a resume belongs beside the checkpoint that it is made from."""
-        recorder, watch, given = self._recorder, self._begun(), self.resumes_from
+        recorder, watch, resumed_from = self._recorder, self._begun(), self.resumes_from
         if recorder is None:
             return
         watch.guard.run(
             lambda: recorder.begin(self.trainer, self._model, watch.ranks),
             doing="recording the run's prompts and settings",
         )
-        if not given or state.global_step == 0:
+        if not resumed_from or state.global_step == 0:
             return
         last = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        checkpoint = last if given is True else Path(given)
+        checkpoint = last if resumed_from is True else Path(resumed_from)
         watch.guard.run(
             lambda: recorder.resumed(self.trainer, checkpoint, watch.ranks),
             doing="finding the checkpoint that training was resumed from",
@@ -327,12 +329,12 @@ class EntropyProbeCallback(TrainerCallback):
 
         def local() -> list[Tensor]:
             used, _ = used_now(trainer)
-            found = (trainer._buffered_inputs[place]["advantages"] for place in used)
-            return [torch.tensor(sum(int((a != 0).sum()) for a in found))]
+            advantages = (trainer._buffered_inputs[place]["advantages"] for place in used)
+            return [torch.tensor(sum(int((a != 0).sum()) for a in advantages))]
 
         self._idle = 0 if int(ranks.all_reduce(local)[0]) else self._idle + 1
-        if self._idle == IDLE_STEPS and not self._said_idle and ranks.rank == 0:
-            self._said_idle = True
+        if self._idle == IDLE_STEPS and not self._warned_idle and ranks.rank == 0:
+            self._warned_idle = True
             LOG.warning(
                 "In the %d steps up to step %d no rollout has an advantage: every group's rewards "
                 "are equal, nothing can be learned from them, and only momentum and weight decay "
@@ -368,7 +370,7 @@ class EntropyProbeCallback(TrainerCallback):
                 "own rollouts, from the full softmax."
             )
 
-    def _say_sampling(self, args: Any) -> None:
+    def _warn_sampling(self, args: Any) -> None:
         options = self._begun().sampling
         if options and self._begun().ranks.rank == 0:
             LOG.warning(
@@ -423,7 +425,7 @@ class EntropyProbeCallback(TrainerCallback):
         batch = update_batch(trainer, ranks, self._captures)
         if ranks.rank or probe.evaluated is None or probe.predicted is None:
             return
-        given = isinstance(self.evaluation, Rollouts)
+        fixed_rollouts = isinstance(self.evaluation, Rollouts)
         with without_autocast(self._model):
             folder = write_ledger(
                 Path(trainer.args.output_dir) / LEDGERS,
@@ -433,7 +435,7 @@ class EntropyProbeCallback(TrainerCallback):
                 gradient=named_gradients(self._model),
                 batch=batch,
                 evaluation=probe.evaluated,
-                evaluated="given" if given else str(self.evaluation),
+                evaluated="given" if fixed_rollouts else str(self.evaluation),
                 predicted=probe.predicted.change.value,
                 step=probe.step,
                 microbatch=self.microbatch,
@@ -447,7 +449,7 @@ class EntropyProbeCallback(TrainerCallback):
     def _aside(self, work: Callable[[], None], doing: str) -> None:
         """Guarded; its time is the probe's, and saves no step."""
         watch = self._begun()
-        with watch.throttle.timing(asked=True):
+        with watch.throttle.timing(requested=True):
             watch.guard.run(work, doing=doing)
 
     def _begin_noise(self, args: Any) -> None:
@@ -473,7 +475,7 @@ class EntropyProbeCallback(TrainerCallback):
         if ranks.size == 1 or noise.shared is None:  # ranks are dealt their prompts once for all
             noise.saw_shared(shared_pairs(trainer, ranks))
         row = noise.close(step, prompts_of_passes(trainer.args, passes))
-        self._begun().throttle.asked_seconds += noise.seconds
+        self._begun().throttle.requested_seconds += noise.seconds
         noise.seconds = 0.0
         if row is not None:
             self._log(noise_metrics(row))

@@ -74,8 +74,8 @@ def refuse_unsupported(trainer: Any) -> None:
             "differentiation does not pass through shards. Expected plain, DDP or single-device "
             "training. Probe saved checkpoints offline: entropy-probe run."
         )
-    known = any(base.__name__ in TRAINERS for base in type(trainer).__mro__)
-    if not known:
+    supported = any(base.__name__ in TRAINERS for base in type(trainer).__mro__)
+    if not supported:
         missing = _missing_names(trainer)
         lacks = f" It has no {missing}." if missing else ""
         raise ValueError(
@@ -155,27 +155,27 @@ class EvaluationPrompts:
                 "Give the trainer an eval_dataset, or the callback evaluation='half' or Rollouts."
             )
         self.count = min(count, len(self.data))
-        self._said_few = self._said_long = False
+        self._warned_few = self._warned_long = False
 
     def __call__(self, step: int) -> list[Sequence[int]]:
         rows = chosen_rows(len(self.data), len(self.data), self.seed, step)
         # One by one: a tokenizer's padding must not join the prompts.
         ids = (tuple(self.trainer._tokenize_prompts([self.data[r]["prompt"]])[0][0]) for r in rows)
-        found: dict[tuple[int, ...], None] = {}
+        prompts: dict[tuple[int, ...], None] = {}
         too_long: set[tuple[int, ...]] = set()
         for prompt in ids:
             if self.longest is not None and len(prompt) > self.longest:
                 too_long.add(prompt)
                 continue
-            found.setdefault(prompt)
-            if len(found) == self.count:
+            prompts.setdefault(prompt)
+            if len(prompts) == self.count:
                 break
         if too_long:
-            self._note_long(max(map(len, too_long)), any_left=bool(found))
-        self._say_few(len(found))
-        return list(found)
+            self._warn_long(max(map(len, too_long)), any_left=bool(prompts))
+        self._warn_few(len(prompts))
+        return list(prompts)
 
-    def _note_long(self, length: int, *, any_left: bool) -> None:
+    def _warn_long(self, length: int, *, any_left: bool) -> None:
         limit = self.trainer.args.max_completion_length
         why = (
             f"a prompt of {length} tokens with max_completion_length = {limit} exceeds the "
@@ -184,19 +184,19 @@ class EvaluationPrompts:
         advice = "Lower max_completion_length in the trainer's config, or shorten the prompts"
         if not any_left:
             raise ValueError(f"No evaluation prompt is short enough: {why}. {advice}.")
-        if not self._said_long and self.trainer.is_world_process_zero():
+        if not self._warned_long and self.trainer.is_world_process_zero():
             LOG.warning(
                 "Evaluation prompts that are too long are left out: %s. %s, to have them in. "
                 "(Said once.)",
                 why,
                 advice,
             )
-        self._said_long = True
+        self._warned_long = True
 
-    def _say_few(self, distinct: int) -> None:
-        if distinct >= MIN_PROMPTS or self._said_few or not self.trainer.is_world_process_zero():
+    def _warn_few(self, distinct: int) -> None:
+        if distinct >= MIN_PROMPTS or self._warned_few or not self.trainer.is_world_process_zero():
             return
-        self._said_few = True
+        self._warned_few = True
         LOG.warning(
             "The %d rows that evaluation prompts are drawn from have %d different prompts as token "
             "ids; expected at least %d, below which no row has an interval and none is trusted. "
@@ -354,7 +354,7 @@ class Captures:
         passes = trainer.args.gradient_accumulation_steps
         self._masks: dict[str, deque[Tensor]] = {name: deque(maxlen=passes) for name in MASKS}
         self._wrapped: list[str] = []
-        self._told = False
+        self._warned = False
         wraps = {REWARDS: self._rewarding, GENERATES: self._generating}
         for name, wrap in {**wraps, **dict.fromkeys(MASKS, self._masking)}.items():
             original = getattr(trainer, name, None)
@@ -370,12 +370,12 @@ class Captures:
 
     def factors(self, passes: int) -> list[Tensor | None]:
         """Of the step at hand, one for each of its microbatches (this rank's)."""
-        found: list[Tensor | None] = [None] * passes
+        factors: list[Tensor | None] = [None] * passes
         for masks in self._masks.values():
             for i, mask_NT in enumerate(list(masks)[-passes:] if masks else ()):
-                before = found[i]
-                found[i] = mask_NT if before is None else before * mask_NT
-        return found
+                before = factors[i]
+                factors[i] = mask_NT if before is None else before * mask_NT
+        return factors
 
     def with_factors(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [
@@ -385,9 +385,9 @@ class Captures:
 
     def _rewarding(self, _: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def rewards(inputs: Any, prompts: Any, *args: Any, **kwargs: Any) -> Tensor:
-            found_NF = original(inputs, prompts, *args, **kwargs)
-            self._rewards_NF = self._kept(lambda: self._own(found_NF, len(prompts)), None)
-            return found_NF
+            rewards_NF = original(inputs, prompts, *args, **kwargs)
+            self._rewards_NF = self._kept(lambda: self._own(rewards_NF, len(prompts)), None)
+            return rewards_NF
 
         return rewards
 
@@ -401,8 +401,8 @@ class Captures:
         try:
             return work()
         except Exception as error:  # the trainer is another than we know
-            level = logging.DEBUG if self._told else logging.WARNING
-            self._told = True
+            level = logging.DEBUG if self._warned else logging.WARNING
+            self._warned = True
             LOG.log(
                 level,
                 "Something of this trainer could not be recorded; training goes on. %s: %s",

@@ -61,9 +61,9 @@ class Guard:
         if self.off:
             return None
         try:
-            found = work()
+            result = work()
             self.ranks.agree()
-            return found
+            return result
         except Exception as error:  # whatever it is, training goes on
             self._leave(error, doing)
             return None
@@ -103,7 +103,7 @@ class Throttle:
         max_overhead: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_counts(every=every)
+        check_counts({"every": every})
         number = isinstance(max_overhead, int | float)
         if max_overhead is not None and not (number and max_overhead > 0):
             raise ValueError(
@@ -112,34 +112,34 @@ class Throttle:
             )
         self.every, self.max_overhead = every, max_overhead
         self._clock, self._began = clock, clock()
-        self.seconds, self.asked_seconds, self.probed = 0.0, 0.0, 0
+        self.seconds, self.requested_seconds, self.probed = 0.0, 0.0, 0
         self._last: int | None = None
         self.throttled: float | None = None
         """The overhead at which a step was first skipped to save time."""
 
     @contextmanager
-    def timing(self, *, asked: bool = False) -> Iterator[None]:
-        """Time spent here is the probe's. `asked`: for what is not skipped to save time."""
+    def timing(self, *, requested: bool = False) -> Iterator[None]:
+        """Time spent here is the probe's. `requested`: for what is not skipped to save time."""
         began = self._clock()
         try:
             yield
         finally:
             spent = self._clock() - began
-            if asked:
-                self.asked_seconds += spent
+            if requested:
+                self.requested_seconds += spent
             else:
                 self.seconds += spent
 
     @property
     def training(self) -> float:
         """Seconds of training without the probe, so far."""
-        return self._clock() - self._began - self.seconds - self.asked_seconds
+        return self._clock() - self._began - self.seconds - self.requested_seconds
 
     @property
     def overhead(self) -> float:
         """Of the training time so far."""
         training = self.training
-        return (self.seconds + self.asked_seconds) / training if training > 0 else 0.0
+        return (self.seconds + self.requested_seconds) / training if training > 0 else 0.0
 
     def wants(self, step: int) -> bool:
         """Whether `step` (counted from 0) is to be probed."""
@@ -176,7 +176,7 @@ class Watch:
         self._begun = False
         self.also_forget: Callable[[], None] = lambda: None
         """What an adapter holds besides the probe, to be let go with it."""
-        self._said_nonfinite = self._said_never_made = self._said_throttled = False
+        self._warned_nonfinite = self._warned_skipped = self._warned_throttled = False
 
     def set_up(self, build: Callable[[], OnlineProbe], rows: Path | None, *, step: int = 0) -> None:
         """Make the probe; rows are appended to this file, if one is given.
@@ -201,24 +201,24 @@ class Watch:
         prepare: Callable[[OnlineProbe], OwnBatch | None] = lambda _: None,
         then: Callable[[OnlineProbe], None] = lambda _: None,
         always: Callable[[], None] = lambda: None,
-        asked: Callable[[OnlineProbe], None] | None = None,
+        explain: Callable[[OnlineProbe], None] | None = None,
     ) -> None:
         """A step is about to be made. `always` runs for every step; the others if it is probed.
 
-        With `asked`, which is more than a prediction, it is probed whatever that costs.
+        With `explain`, which is more than a prediction, it is probed whatever that costs.
         """
 
         def work() -> None:
             self._begun = False
             always()
-            if not self.ranks.agree(word=int(asked is not None or self.throttle.wants(step))):
-                self._say_throttled(step)
+            if not self.ranks.agree(word=int(explain is not None or self.throttle.wants(step))):
+                self._warn_throttled(step)
                 return
             if not any(group["lr"] for group in optimizer().param_groups):
                 LOG.info("Step %d has learning rate 0: it moves nothing and is not probed.", step)
                 return
             if self._nonfinite(gradient):
-                self._say_nonfinite(step)
+                self._warn_nonfinite(step)
                 return
             assert self.probe is not None
             self.throttle.note(step)
@@ -231,9 +231,9 @@ class Watch:
         with self.throttle.timing():
             self.guard.run(work, doing=f"predicting step {step}")
         probe = self.probe
-        if asked is not None and self._begun and probe is not None:
-            with self.throttle.timing(asked=True):
-                self.guard.run(lambda: asked(probe), doing=f"explaining step {step}")
+        if explain is not None and self._begun and probe is not None:
+            with self.throttle.timing(requested=True):
+                self.guard.run(lambda: explain(probe), doing=f"explaining step {step}")
 
     def after(
         self,
@@ -252,13 +252,13 @@ class Watch:
                 return
             self._begun = False
             assert self.probe is not None
-            found = self.probe.after_step()
+            measurement = self.probe.after_step()
             if self.ranks.rank:
                 return
-            if found.never_made and not scaler:
-                self._say_never_made(step)
+            if measurement.never_made and not scaler:
+                self._warn_skipped(step)
             row = row_of(
-                found,
+                measurement,
                 step=step,
                 probed_steps=self._probed_before + self.throttle.probed,
                 overhead=self.throttle.overhead,
@@ -281,15 +281,15 @@ class Watch:
         """Whether any rank sees a gradient that is not finite."""
 
         def local() -> list[Tensor]:
-            found = (g for g in gradient().values() if g is not None)
-            bad = sum(int(not bool(torch.isfinite(g).all())) for g in found)
+            gradients = (g for g in gradient().values() if g is not None)
+            bad = sum(int(not bool(torch.isfinite(g).all())) for g in gradients)
             return [torch.tensor(bad)]
 
         return bool(self.ranks.all_reduce(local)[0])
 
-    def _say_throttled(self, step: int) -> None:
+    def _warn_throttled(self, step: int) -> None:
         throttle = self.throttle
-        if throttle.throttled is None or self._said_throttled or self.ranks.rank:
+        if throttle.throttled is None or self._warned_throttled or self.ranks.rank:
             return
         LOG.warning(
             "From step %d on some steps are not probed: probing takes %.0f %% of the training "
@@ -301,23 +301,23 @@ class Watch:
             throttle.max_overhead,
             max(throttle.every, FARTHEST),
         )
-        self._said_throttled = True
+        self._warned_throttled = True
 
-    def _say_never_made(self, step: int) -> None:
-        if not self._said_never_made:
+    def _warn_skipped(self, step: int) -> None:
+        if not self._warned_skipped:
             LOG.warning(
                 "Step %d was predicted, and no weight changed: it was never made, or is lost in "
                 "the weights' rounding. Its row is not trusted. In a loop of your own, "
                 "optimizer.step() belongs inside `with probe.step():`. (Said once.)",
                 step,
             )
-        self._said_never_made = True
+        self._warned_skipped = True
 
-    def _say_nonfinite(self, step: int) -> None:
-        if not self._said_nonfinite and self.ranks.rank == 0:
+    def _warn_nonfinite(self, step: int) -> None:
+        if not self._warned_nonfinite and self.ranks.rank == 0:
             LOG.warning(
                 "Step %d has a gradient that is not finite: it is not probed, and training decides "
                 "what becomes of it. (Said once.)",
                 step,
             )
-        self._said_nonfinite = True
+        self._warned_nonfinite = True

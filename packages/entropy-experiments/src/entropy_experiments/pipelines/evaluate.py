@@ -131,7 +131,7 @@ def _opened(
     settings, config = asked.settings, asked.config
     load = partial(
         load_checkpoint,
-        candidate.layout.given,
+        candidate.layout.named,
         base=config.checkpoint.base,
         backbone=config.checkpoint.backbone,
         dtype=config.checkpoint.dtype,

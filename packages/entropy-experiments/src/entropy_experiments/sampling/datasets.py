@@ -166,10 +166,10 @@ def without(problems: Iterable[Problem], used: Iterable[Problem]) -> list[Proble
 
 
 def _shuffled(problems: Iterable[Problem], seed: int, count: int | None) -> list[Problem]:
-    found = list(_distinct(problems))
+    distinct = list(_distinct(problems))
     # By a hash rather than random.shuffle: a file that grows keeps the order of what it had.
-    found.sort(key=lambda p: hashlib.sha256(f"{seed} {p.id} {p.prompt}".encode()).digest())
-    return found[:count]
+    distinct.sort(key=lambda p: hashlib.sha256(f"{seed} {p.id} {p.prompt}".encode()).digest())
+    return distinct[:count]
 
 
 def _distinct(problems: Iterable[Problem]) -> Iterator[Problem]:
@@ -323,20 +323,20 @@ def _conversation(messages: Any) -> str:
 
 
 def _countdown(name: str, split: str, seed: int, count: int) -> list[Problem]:
-    def problem(made: Countdown) -> Problem:
-        facts: dict[str, Any] = {"style": "tag", "numbers": made.numbers, "target": made.target}
-        prompt = made.prompt
+    def problem(task: Countdown) -> Problem:
+        facts: dict[str, Any] = {"style": "tag", "numbers": task.numbers, "target": task.target}
+        prompt = task.prompt
         if name == "countdown_r1_template":
-            prompt = r1_prompt(countdown_question(made.numbers, made.target))
+            prompt = r1_prompt(countdown_question(task.numbers, task.target))
             facts["opening"] = R1_OPENING
         return Problem(
-            id=f"{name}/{'-'.join(map(str, (*made.numbers, made.target)))}",
+            id=f"{name}/{'-'.join(map(str, (*task.numbers, task.target)))}",
             prompt=prompt,
-            answer=str(made.target),
+            answer=str(task.target),
             facts=facts,
         )
 
-    return _made(map(problem, countdown_problems(f"{split} {seed}")), name, count)
+    return _take_distinct(map(problem, countdown_problems(f"{split} {seed}")), name, count)
 
 
 def _reasoning_gym(name: str, split: str, seed: int, count: int) -> list[Problem]:
@@ -366,15 +366,15 @@ def _reasoning_gym(name: str, split: str, seed: int, count: int) -> list[Problem
             facts={"style": "tag", "opening": R1_OPENING, "task": task, "entry": dict(entry)},
         )
 
-    return _made(map(problem, entries), name, count)
+    return _take_distinct(map(problem, entries), name, count)
 
 
-def _made(problems: Iterable[Problem], name: str, count: int) -> list[Problem]:
+def _take_distinct(problems: Iterable[Problem], name: str, count: int) -> list[Problem]:
     # A generator that has run out of different problems would repeat itself for ever.
-    found = list(islice(_distinct(islice(problems, 200 * count)), count))
-    if not found:
+    distinct = list(islice(_distinct(islice(problems, 200 * count)), count))
+    if not distinct:
         raise ValueError(f"{name} made no problems.")
-    return found
+    return distinct
 
 
 def _in_chat(problem: Problem, tokenizer: Any, *, conversation: bool = False) -> Problem:
@@ -385,8 +385,8 @@ def _in_chat(problem: Problem, tokenizer: Any, *, conversation: bool = False) ->
         )
     # What the plain prompt had opened for the assistant is opened again after the template.
     opening = problem.facts.get("opening", "")
-    said = problem.prompt.removesuffix(f"\nAssistant: {opening}") if opening else problem.prompt
-    messages = problem.facts.get("messages") or [{"role": "user", "content": said}]
+    question = problem.prompt.removesuffix(f"\nAssistant: {opening}") if opening else problem.prompt
+    messages = problem.facts.get("messages") or [{"role": "user", "content": question}]
     where = f"The chat template of the tokenizer at {tokenizer.name_or_path}"
     advice = "Repair it, or set batch_config.chat_template: false."
     with (
@@ -409,13 +409,13 @@ def _file(path: str | Path, split: str | None) -> Path:
     split = split or "train"
     # A split is a name: as a path, glob would refuse it or leave the folder.
     named = Path(split).name == split
-    found = [file for name in names if named for file in sorted(path.glob(name(split)))]
-    if not found:
+    files = [file for name in names if named for file in sorted(path.glob(name(split)))]
+    if not files:
         raise FileNotFoundError(
             f"{path} has no {split}.jsonl; it has "
             f"{sorted(file.name for file in path.iterdir())[:8]}. Give the file itself."
         )
-    return found[0]
+    return files[0]
 
 
 def _text(record: Mapping[str, Any], key: str, where: str, line: str) -> str:

@@ -62,7 +62,7 @@ class Step:
     staying: list[int]
 
 
-def _drawn_here(local: Callable[[], Step]) -> Step:
+def draw_here(local: Callable[[], Step]) -> Step:
     return local()
 
 
@@ -131,17 +131,17 @@ class LastLogits:
         wanted = [self.of_whole(rows)]
         try:
             cached = Cached(self, prompts, torch.tensor([0, 1, 1], device=self.device))
-            found = [cached.logits_NV]
+            logits = [cached.logits_NV]
             for token, staying in ((3, [0, 1, 2]), (4, [0, 2]), (5, [0, 1])):
                 rows = [[*rows[row], token % vocabulary] for row in staying]
                 wanted.append(self.of_whole(rows))
-                found.append(cached.after(staying, [row[-1] for row in rows]))
+                logits.append(cached.after(staying, [row[-1] for row in rows]))
         except torch.OutOfMemoryError:
             raise
         except FAILURES:
             return False
         dtype = self.lm.get_input_embeddings().weight.dtype
-        return all(alike(a, b, dtype) for a, b in zip(found, wanted, strict=True))
+        return all(alike(a, b, dtype) for a, b in zip(logits, wanted, strict=True))
 
 
 class Cached:
@@ -224,11 +224,12 @@ def decode(
     ends: Sequence[int],
     stops: Callable[[list[int]], bool] | None,
     report: Callable[[int], None],
-    told: Callable[[Callable[[], Step]], Step] = _drawn_here,
+    broadcast: Callable[[Callable[[], Step]], Step] = draw_here,
 ) -> list[Drawn]:
-    """The responses of one unit; `report` is told how many tokens were drawn since last time.
+    """The responses of one unit; `report` gets the number of tokens drawn since its last call.
 
-    `told` decides where a step is drawn (`broadcast_from_zero` of ranks, say); here unless given.
+    `broadcast` decides where a step is drawn: on this rank, or on rank 0 for all of them
+    (`Ranks.broadcast_from_zero`).
     """
     _check_context(logits, draws, max_new_tokens)
     device = logits.device
@@ -244,20 +245,22 @@ def decode(
     unreported = 0
     for step in range(max_new_tokens):
         before = [results[n].tokens for n in alive]
-        found = told(partial(drawn, logits_NV, uniform_NT[alive, step], before))
+        drawn_step = broadcast(partial(drawn, logits_NV, uniform_NT[alive, step], before))
         for row, n in enumerate(alive):
-            results[n].tokens.append(found.tokens[row])
-            results[n].logprobs.append(found.logprobs[row])
-        for row in set(range(len(alive))).difference(found.staying):
+            results[n].tokens.append(drawn_step.tokens[row])
+            results[n].logprobs.append(drawn_step.logprobs[row])
+        for row in set(range(len(alive))).difference(drawn_step.staying):
             results[alive[row]] = replace(results[alive[row]], truncated=False)
         unreported += len(alive)
-        if not found.staying or step + 1 == max_new_tokens:
+        if not drawn_step.staying or step + 1 == max_new_tokens:
             break
         if (step + 1) % REPORT_EVERY == 0:
             report(unreported)
             unreported = 0
-        alive = [alive[row] for row in found.staying]
-        logits_NV = reading.after(found.staying, [found.tokens[row] for row in found.staying])
+        alive = [alive[row] for row in drawn_step.staying]
+        logits_NV = reading.after(
+            drawn_step.staying, [drawn_step.tokens[row] for row in drawn_step.staying]
+        )
     report(unreported)
     return results
 

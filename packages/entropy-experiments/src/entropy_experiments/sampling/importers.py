@@ -119,8 +119,8 @@ def _check_keys(part: Mapping[str, Any]) -> None:
             f"TRL inputs lack {missing}; got {sorted(part)}. Expected an entry of _buffered_inputs "
             "of a GRPOTrainer or RLOOTrainer (trl 1.16), taken before the optimizer step."
         )
-    known = {*REQUIRED, *PER_TOKEN, *OTHER}
-    unknown = sorted(key for key in part if key not in known and part[key] is not None)
+    readable = {*REQUIRED, *PER_TOKEN, *OTHER}
+    unknown = sorted(key for key in part if key not in readable and part[key] is not None)
     if unknown:
         raise ValueError(
             f"TRL inputs have keys that this version does not understand: {unknown}. Leaving them "

@@ -87,18 +87,19 @@ def from_trl_completions(
                 "log_completions=True: step, prompt, completion, a column per reward function, "
                 "advantage."
             )
-    found = _reward_columns(path, records, reward_columns)
+    reward_names = _reward_columns(path, records, reward_columns)
     notes = []
-    if found:
+    if reward_names:
         values_NF = torch.tensor(
-            [[_number(record[name]) for name in found] for record in records], dtype=torch.float64
+            [[_number(record[name]) for name in reward_names] for record in records],
+            dtype=torch.float64,
         )
-        total_N = weighted_rewards(values_NF, weights or [1.0] * len(found))
+        total_N = weighted_rewards(values_NF, weights or [1.0] * len(reward_names))
         records = [
             {**record, "reward": None if math.isnan(reward) else reward}
             for record, reward in zip(records, total_N.tolist(), strict=True)
         ]
-        notes.append(f"reward = weighted sum of the columns {found}")
+        notes.append(f"reward = weighted sum of the columns {reward_names}")
     named = [(f"{path}: row {i}", record) for i, record in enumerate(records)]
     return imported(named, tokenizer, max_completion_length, append_eos, scale, notes, path)
 
@@ -116,10 +117,12 @@ def from_jsonl(
     path = Path(path)
     named = [(f"{path}:{number}", record) for number, record in read_jsonl(path, LINE)]
     for where, record in named:
-        made_at = record.get("step")
-        if made_at is not None and (isinstance(made_at, bool) or not isinstance(made_at, int)):
+        line_step = record.get("step")
+        if line_step is not None and (
+            isinstance(line_step, bool) or not isinstance(line_step, int)
+        ):
             raise ValueError(
-                f"{where}: step is {short(repr(made_at), 60)}; expected a whole number. Correct "
+                f"{where}: step is {short(repr(line_step), 60)}; expected a whole number. Correct "
                 "the line, or leave the step out."
             )
     steps = sorted({record["step"] for _, record in named if record.get("step") is not None})
@@ -194,12 +197,12 @@ def _row(
     response, ids = None, _ids(where, record, RESPONSE_IDS)
     truncated = False
     if ids is None:
-        found = _first(record, RESPONSE)
-        if found is None:
+        text = _first(record, RESPONSE)
+        if text is None:
             raise ValueError(
                 f"{where}: no response; expected one of {RESPONSE}. Got {sorted(record)}."
             )
-        response = _response(where, found)
+        response = _response(where, text)
         ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])
         truncated = longest is not None and len(ids) >= longest
         if eos is not None and not truncated and ids[-1:] != [eos]:
@@ -294,8 +297,8 @@ def _pack(rows: Sequence[_Row], index: list[int], tokenizer: Any, notes: list[st
 
 
 def _behaviour(rows: Sequence[_Row], response_NS: Tensor, notes: list[str]) -> Tensor | None:
-    given = [row.logprobs for row in rows if row.logprobs is not None]
-    if not given:
+    logprobs = [row.logprobs for row in rows if row.logprobs is not None]
+    if not logprobs:
         return None
     fitting = [row.logprobs for row in rows if row.logprobs and len(row.logprobs) == len(row.ids)]
     if len(fitting) < len(rows) or not all(math.isfinite(x) for line in fitting for x in line):
