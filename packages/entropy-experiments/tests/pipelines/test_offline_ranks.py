@@ -267,7 +267,7 @@ def test_ranks_change_no_number(size, thorough):
 def _unsummed() -> list[float]:
     with (
         across(Ranks.all()),
-        mock.patch.object(Ranks, "summed", lambda self, local: list(local())),
+        mock.patch.object(Ranks, "all_reduce", lambda self, local: list(local())),
     ):
         w = World()
         direction, *_ = compute_update_vector_adamw(

@@ -58,10 +58,14 @@ class Packed:
         column_S = torch.arange(int(length_N.max()), device=length_N.device)
         inside_NS = column_S < length_N[:, None]
         source_NS = (start_N[:, None] + column_S).clamp(max=rollouts.tokens_NS.shape[1] - 1)
+        tokens_NS = rollouts.tokens_NS.gather(1, source_NS)
         packed = replace(
             rollouts,
-            # Whatever stood in the padding (-100, say) must be a token that can be embedded.
-            tokens_NS=torch.where(inside_NS, rollouts.tokens_NS.gather(1, source_NS), 0).to(device),
+            # Whatever stood in the padding (-100, say) must be a token that can be embedded, and
+            # an ordinary one: where the row of a padding token is zero, a model may have states of
+            # no spread there, and a derivative that is not finite. Nothing looks at it, but zero
+            # times NaN is NaN.
+            tokens_NS=torch.where(inside_NS, tokens_NS, tokens_NS[:, :1]).to(device),
             attention_NS=inside_NS.to(device),
             response_NS=(inside_NS & rollouts.response_NS.gather(1, source_NS)).to(device),
             prompt_N=rollouts.prompt_N.to(device),
@@ -157,6 +161,7 @@ def shared_rows(
     segment_RS = torch.full_like(tokens_RS, -1)
     row_NS, column_NS = torch.zeros_like(tokens_NS), torch.zeros_like(tokens_NS)
     for r, (p, some) in enumerate(rows):
+        tokens_RS[r] = tokens_NS[some[0], 0]  # padding is an ordinary token, as in `Packed`
         tokens_RS[r, :p] = tokens_NS[some[0], :p]
         position_RS[r, :p] = torch.arange(p)
         segment_RS[r, :p] = 0

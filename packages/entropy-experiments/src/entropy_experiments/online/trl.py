@@ -500,6 +500,7 @@ def _tell_trainers() -> None:
 
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # the line of a fault is the caller's, for pytest and the doctor
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, EntropyProbeCallback):
                 callback.trainer = self

@@ -1,7 +1,9 @@
 """How far the step of an influence study is from the one that training made.
 
 A study splits the step that is rebuilt from the recorded batch. Where that is another step than
-training's, shares of it would be shares of a step that nobody made: it is refused.
+training's, shares of it would be shares of a step that nobody made: it is refused. A batch that was
+imported from a file claims nothing of the kind: where it makes another step, that is a hypothetical
+one, and the study says so.
 """
 
 from __future__ import annotations
@@ -31,25 +33,32 @@ SAME_STEP = 1e-4
 
 
 def certified_step(probe: ProbeInputs, direction: Direction, stats: UpdateStats) -> dict[str, Any]:
-    """JSON: `step_distance` relative to the step made, or `unchecked`, why it is not known."""
+    """JSON: `step_distance` relative to the step made, or `unchecked`, why it is not known.
+
+    `another_step` says that an imported batch makes another step than training's.
+    """
     if not probe.real:
         return {}
     if probe.checkpoint.recorded is None:  # an online ledger, which compares with the live step
         return {}
     gradient_distance = probe.gradient_distance(stats)
-    found: dict[str, Any] = {"gradient_distance": gradient_distance}
+    distances: dict[str, Any] = {"gradient_distance": gradient_distance}
     certificate, absent = certificate_of(probe, direction)
+    apart = None
     if certificate is not None and certificate.apart:
-        raise _refused(str(certificate).capitalize(), probe)
-    if gradient_distance is not None and gradient_distance > APART:
-        raise _refused(
-            "The gradient rebuilt from the recorded batch is not the one that training used: it is "
-            f"{gradient_distance:.0%} away from its recorded fingerprint",
-            probe,
+        apart = str(certificate)
+    elif gradient_distance is not None and gradient_distance > APART:
+        apart = (
+            "the gradient rebuilt from the recorded batch is not the one that training used: it is "
+            f"{gradient_distance:.0%} away from its recorded fingerprint"
         )
-    if certificate is None:
-        return {**found, "unchecked": absent}
-    return {**found, "step_distance": certificate.relative_error}
+    if apart is not None and probe.bound:
+        raise _refused(apart[:1].upper() + apart[1:], probe)
+    if certificate is not None:
+        distances["step_distance"] = certificate.relative_error
+    else:
+        distances["unchecked"] = absent
+    return {**distances, "another_step": apart} if apart is not None else distances
 
 
 def _refused(what: str, probe: ProbeInputs) -> ValueError:

@@ -312,7 +312,7 @@ class StudyFiles:
                 "rollouts": len(batch.rollouts),
                 "tokens": int(batch.counted_NS.sum()),
                 "prompts": len(batch.rollouts.prompt_N.unique()),
-                "real": probe.real,
+                "real": probe.real and "another_step" not in step.get("certified", {}),
                 "mean_reward": _mean(batch.reward_N),
                 "objective": asdict(study.objective),
                 "clip_factor": step["clip_factor"],
