@@ -123,5 +123,5 @@ def test_the_command_says_so_in_one_line(capsys):
         raise Terminated(143)
     assert found.value.exit_code == 143
     said = capsys.readouterr().err
-    assert said.startswith("rank 0: Ended by SIGTERM; the unit in work is stored. Start the same")
+    assert said.startswith("rank 0: Ended by SIGTERM. Current work is saved; run the same")
     assert said.count("\n") == 1

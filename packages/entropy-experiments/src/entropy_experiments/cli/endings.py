@@ -29,9 +29,9 @@ EXIT_CODES = {
     UNEXPECTED: "an unexpected error, with its traceback; doctor: the script crashed",
     BAD_INPUT: "bad input: the message says what to change",
     FINDINGS: "doctor: findings of warning or above; arc, train: no gradient where one must be",
-    HUNG_UP: "ended by SIGHUP, a closed terminal's: go on as after 130",
-    INTERRUPTED: "interrupted: the message says what is kept, and how to go on",
-    TERMINATED: "ended by SIGTERM: go on as after 130; torchrun's units in work are stored",
+    HUNG_UP: "ended by SIGHUP (the terminal closed): run the same command to resume",
+    INTERRUPTED: "interrupted: the message says what is saved and how to resume",
+    TERMINATED: "ended by SIGTERM: current work is saved; run the same command to resume",
 }
 """Of every verb; docs/reference/commands.md says more."""
 PACKAGE = Path(entropy_experiments.__file__).parent

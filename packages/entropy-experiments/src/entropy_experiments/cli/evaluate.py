@@ -42,40 +42,49 @@ def evaluate(
         list[Path] | None,
         typer.Argument(
             metavar="CHECKPOINT",
-            help="Folders; a run's folder stands for its checkpoints.",
+            help="Checkpoint folders; a run's folder means all of its checkpoints.",
             show_default=False,
         ),
     ] = None,
     task: Annotated[
         str | None,
         typer.Option(
-            "--task", metavar="NAME_OR_JSONL", help="Dataset. Without it: the one of training."
+            "--task", metavar="NAME_OR_JSONL", help="Dataset. Default: the one used in training."
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option("--data", metavar="FILE", help="Local file of a named --task."),
     ] = None,
-    split: Annotated[str | None, typer.Option("--split", help="Of the dataset.")] = None,
-    prompts: Annotated[int, typer.Option("--prompts", help="Problems asked.")] = 64,
-    samples: Annotated[int, typer.Option("--samples", help="Responses per problem.")] = 8,
+    split: Annotated[str | None, typer.Option("--split", help="Split of the dataset.")] = None,
+    prompts: Annotated[int, typer.Option("--prompts", help="Number of prompts.")] = 64,
+    samples: Annotated[int, typer.Option("--samples", help="Responses per prompt.")] = 8,
     k: Annotated[
-        str | None, typer.Option("--k", metavar="K,K,...", help="Of pass@k. Without it: 1,4,8.")
+        str | None,
+        typer.Option("--k", metavar="K,K,...", help="Values of k for pass@k. Default: 1,4,8."),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of problems and responses.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed of prompts and responses.")
+    ] = None,
     rewards: Annotated[
         list[str] | None,
         typer.Option(
-            "--reward", metavar="NAME", help="What passes (at 1 or more); may be repeated."
+            "--reward",
+            metavar="NAME",
+            help="Reward that counts as a pass at 1 or more; may be repeated.",
         ),
     ] = None,
     threshold: Annotated[
         float | None,
-        typer.Option("--threshold", metavar="NATS", help="Doubt begins here. Default: ln 2."),
+        typer.Option(
+            "--threshold",
+            metavar="NATS",
+            help="Entropy above which a token counts as uncertain. Default: ln 2.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder. Without it: results/evaluations/..."),
+        typer.Option("--out", help="Folder. Default: results/evaluations/..."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace another evaluation in the folder.")

@@ -47,30 +47,40 @@ def influence(
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Run directory. Without it: results/entropy_influence/..."),
+        typer.Option("--out", help="Run directory. Default: results/entropy_influence/..."),
     ] = None,
     what_if: Annotated[
         list[str] | None,
         typer.Option(
-            "--what-if", metavar="EXPR", help="Another step (forms: below); may be repeated."
+            "--what-if",
+            metavar="EXPR",
+            help="A changed step to answer for (forms: below); may be repeated.",
         ),
     ] = None,
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="Make each what-if's step and measure it.")
+        bool, typer.Option("--confirm", help="Take each what-if's step and measure its effect.")
     ] = False,
     entropy_budget: Annotated[
         float | None,
-        typer.Option("--entropy-budget", metavar="NATS", help="Learning rate that changes H so."),
+        typer.Option(
+            "--entropy-budget",
+            metavar="NATS",
+            help="Find the learning rate that changes entropy by this many nats.",
+        ),
     ] = None,
     fisher: Annotated[
-        bool, typer.Option("--fisher", help="The Fisher kernel of all pairs of rollouts too.")
+        bool,
+        typer.Option("--fisher", help="Also compute the Fisher kernel of all pairs of rollouts."),
     ] = False,
     saved: Annotated[
         Path | None,
-        typer.Option("--from", help="What-ifs from this run directory, without a model."),
+        typer.Option(
+            "--from", help="Answer what-ifs from this run directory, without loading a model."
+        ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace another study in the run directory.")
+        bool,
+        typer.Option("--overwrite", help="Replace another influence study in the run directory."),
     ] = False,
     as_json: AsJson = False,
     threads: Threads = None,

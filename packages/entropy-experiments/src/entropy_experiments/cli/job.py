@@ -48,10 +48,7 @@ LAST_WORDS = timedelta(seconds=5)
 """For the message of the rank that failed: torchrun ends the others with the first that leaves."""
 ONE_PROCESS = ("report", "config", "arc")
 """Verbs that rank 0 runs alone."""
-STORED = (
-    "Ended by SIGTERM; the unit in work is stored. Start the same command again: what is finished "
-    "is not computed again."
-)
+STORED = "Ended by SIGTERM. Current work is saved; run the same command to resume."
 
 
 def several() -> bool:

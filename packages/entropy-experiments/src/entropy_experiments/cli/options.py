@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[
     str | None,
-    typer.Option("--config", help="YAML file or template. Without it: the quick start."),
+    typer.Option("--config", help="YAML file or template. Default: the quick start."),
 ]
 Checkpoint = Annotated[
     Path | None,
     typer.Option(
-        "--checkpoint", help="Folder, or embedded/checkpoint-N of the package. Without it: N = 13."
+        "--checkpoint", help="Folder, or embedded/checkpoint-N of the package. Default: N = 13."
     ),
 ]
 Overrides = Annotated[
@@ -38,10 +38,10 @@ Threads = Annotated[
     typer.Option(
         "--threads",
         min=1,
-        help="Threads on the CPU. Without it: OMP_NUM_THREADS, or as many as are quickest.",
+        help="CPU threads. Default: OMP_NUM_THREADS, or the fastest number.",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no notes on the screen.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress and no notes.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 

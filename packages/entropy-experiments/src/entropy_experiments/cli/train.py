@@ -32,30 +32,30 @@ BEGUN_WITH = "entropy_probe_train.yaml"
 
 def train(
     config: Annotated[
-        str | None, typer.Option("--config", help="YAML file or template of a training.")
+        str | None, typer.Option("--config", help="YAML file or template of a training run.")
     ] = None,
     preset: Annotated[
         str | None,
         typer.Option("--preset", help="tiny, smollm2-gsm8k or qwen25-15b-lora. Default: tiny."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the run, in place of output_dir.")
+        Path | None, typer.Option("--out", help="Output folder; overrides output_dir.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", help="Optimizer steps, in place of max_steps.")
+        int | None, typer.Option("--steps", help="Number of optimizer steps; overrides max_steps.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")
+        bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")
     ] = False,
     no_probe: Annotated[
-        bool, typer.Option("--no-probe", help="Train without the probe, to the same weights.")
+        bool, typer.Option("--no-probe", help="Train without the probe; the weights are the same.")
     ] = False,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a value; may be repeated."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the configuration and print its sizes.")
+        bool, typer.Option("--dry-run", help="Check the configuration, print its sizes and stop.")
     ] = False,
     as_json: AsJson = False,
     threads: Threads = None,

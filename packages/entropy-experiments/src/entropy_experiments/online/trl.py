@@ -339,7 +339,7 @@ class EntropyProbeCallback(TrainerCallback):
                 "In the %d steps up to step %d no rollout has an advantage: every group's rewards "
                 "are equal, nothing can be learned from them, and only momentum and weight decay "
                 "move the weights. Look at the reward function and at num_generations, or choose "
-                "prompts that the policy sometimes solves. (Said once.)",
+                "prompts that the policy sometimes solves. (Logged once.)",
                 IDLE_STEPS,
                 step,
             )
@@ -376,7 +376,7 @@ class EntropyProbeCallback(TrainerCallback):
             LOG.warning(
                 "Training samples with %s. The probe's rollouts and entropies are of the full "
                 "softmax at temperature %g, without these options: its entropy is not that of "
-                "the distribution that training samples from. (Said once.)",
+                "the distribution that training samples from. (Logged once.)",
                 ", ".join(options),
                 args.temperature,
             )

@@ -214,7 +214,7 @@ def say_shared(share: float, *, several: bool) -> None:
     if share > 0:
         LOG.warning(
             "noise_scale: %.0f%% of the pairs of responses that are compared have the same prompt, "
-            "%s: |G|^2 comes out too large and the noise scale too small.%s (Said once.)",
+            "%s: |G|^2 comes out too large and the noise scale too small.%s (Logged once.)",
             100 * share,
             why,
             instead,

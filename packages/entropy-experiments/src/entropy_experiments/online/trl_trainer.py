@@ -187,7 +187,7 @@ class EvaluationPrompts:
         if not self._warned_long and self.trainer.is_world_process_zero():
             LOG.warning(
                 "Evaluation prompts that are too long are left out: %s. %s, to have them in. "
-                "(Said once.)",
+                "(Logged once.)",
                 why,
                 advice,
             )
@@ -201,7 +201,7 @@ class EvaluationPrompts:
             "The %d rows that evaluation prompts are drawn from have %d different prompts as token "
             "ids; expected at least %d, below which no row has an interval and none is trusted. "
             "Give the trainer an eval_dataset with more, and check that the tokenizer knows the "
-            "prompts' characters. (Said once.)",
+            "prompts' characters. (Logged once.)",
             len(self.data),
             distinct,
             MIN_PROMPTS,

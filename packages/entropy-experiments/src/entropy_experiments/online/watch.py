@@ -74,14 +74,14 @@ class Guard:
             try:
                 self.ranks.agree(failed=True)
             except Exception as lost:  # the other ranks are gone, and training will say so
-                LOG.debug("the other ranks could not be told: %s", lost)
+                LOG.debug("the other ranks could not be notified: %s", lost)
         mine = not isinstance(error, RankError) and self.ranks.first_failed in (
             None,
             self.ranks.rank,
         )
         LOG.log(
             logging.WARNING if mine else logging.INFO,  # one message is enough
-            "The entropy probe failed while %s and is off from here on; training goes on. %s: %s",
+            "The entropy probe failed while %s and is now off; training continues. %s: %s",
             doing,
             type(error).__name__,
             error,
@@ -92,7 +92,7 @@ class Guard:
             try:
                 self._on_failure()
             except Exception as again:  # the message above tells what matters
-                LOG.debug("what the probe held could not be let go: %s", again)
+                LOG.debug("the probe's memory could not be released: %s", again)
 
 
 class Throttle:
@@ -295,7 +295,7 @@ class Watch:
             "From step %d on some steps are not probed: probing takes %.0f %% of the training "
             "time, and max_overhead is %g. At least every %d steps one is. To probe more of them "
             "set max_overhead higher, or None for all; to make a probe cheaper, lower prompts or "
-            "group. (Said once.)",
+            "group. (Logged once.)",
             step,
             100 * throttle.throttled,
             throttle.max_overhead,
@@ -308,7 +308,7 @@ class Watch:
             LOG.warning(
                 "Step %d was predicted, and no weight changed: it was never made, or is lost in "
                 "the weights' rounding. Its row is not trusted. In a loop of your own, "
-                "optimizer.step() belongs inside `with probe.step():`. (Said once.)",
+                "optimizer.step() belongs inside `with probe.step():`. (Logged once.)",
                 step,
             )
         self._warned_skipped = True
@@ -317,7 +317,7 @@ class Watch:
         if not self._warned_nonfinite and self.ranks.rank == 0:
             LOG.warning(
                 "Step %d has a gradient that is not finite: it is not probed, and training decides "
-                "what becomes of it. (Said once.)",
+                "what becomes of it. (Logged once.)",
                 step,
             )
         self._warned_nonfinite = True
