@@ -15,7 +15,7 @@ LONGEST_PATH = 4096
 DAMAGED = "The file was truncated or edited by hand: restore it, or use an earlier one"
 
 
-def expanded(path: Path | str, what: str) -> Path:
+def expand_path(path: Path | str, what: str) -> Path:
     """With ~ as the home folder; `what` names the option or key for the message."""
     if len(str(path)) > LONGEST_PATH or "\0" in str(path):
         got = f"of {len(str(path))} characters" if "\0" not in str(path) else "with a zero byte"

@@ -32,7 +32,7 @@ from entropy_experiments.input_errors import (
     users_code,
     words_of_os_error,
 )
-from entropy_experiments.input_files import check_regular, expanded, parse_json
+from entropy_experiments.input_files import check_regular, expand_path, parse_json
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.torchrun import ranks_of_job
 
@@ -170,11 +170,11 @@ def test_json_made_to_exhaust_a_reader():
 
 def test_paths_that_are_none():
     with pytest.raises(InputError, match="--config is a path with a zero byte"):
-        expanded("a\0b", "--config")
+        expand_path("a\0b", "--config")
     with pytest.raises(InputError, match="--config is a path of 5000 characters"):
-        expanded("x" * 5000, "--config")
+        expand_path("x" * 5000, "--config")
     with pytest.raises(InputError, match=r"--config is '~nobody_here/x': Could not determine"):
-        expanded("~nobody_here/x", "--config")
+        expand_path("~nobody_here/x", "--config")
 
 
 # Outputs.

@@ -66,4 +66,4 @@ def test_torchrun_is_recognised(monkeypatch, env, several):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert job.several() == several
+    assert job.is_multi_process() == several

@@ -134,16 +134,16 @@ def test_a_rank_that_failed_is_heard_where_the_model_is_hashed():
 
 
 def test_the_hash_of_a_sharded_model_begins_as_every_exchange_does():
-    """A stand-in for the ranks: what is gathered is gathered inside `together`."""
+    """A stand-in for the ranks: what is gathered is gathered inside `run_in_step`."""
     model, inside = tiny_model("llama"), []
 
-    def together(work: Any) -> Any:
+    def run_in_step(work: Any) -> Any:
         inside.append(work())
         return inside[-1]
 
     policy: Any = object.__new__(ShardedPolicy)
     policy.model, policy._inside = model, SequenceProcessor(model)
-    policy.sharded = SimpleNamespace(together=together)
+    policy.sharded = SimpleNamespace(run_in_step=run_in_step)
     generator = _generator(policy)
     assert inside == []
     assert [generator.identity()["model"]] == inside == [model_hash(model)]

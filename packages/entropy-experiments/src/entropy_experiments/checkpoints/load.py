@@ -456,7 +456,7 @@ def load_sharded(
     def read() -> tuple[Checkpoint, ShardedModel]:
         checkpoint = load()
         sharded = ShardedModel(checkpoint.model, ranks, mesh=mesh)
-        optimizer = checkpoint.optimizer and sharded.cut_state(checkpoint.optimizer)
+        optimizer = checkpoint.optimizer and sharded.shard_state(checkpoint.optimizer)
         return replace(checkpoint, optimizer=optimizer), sharded
 
     return ranks.in_turn(read)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.checkpoints.dcp_state import sharded_optimizer, unwrapped
+from entropy_experiments.checkpoints.dcp_state import sharded_optimizer, without_wrapper_names
 from entropy_experiments.checkpoints.layout import PARAM_NAMES
 from entropy_experiments.checkpoints.torch_files import load_safely
 from entropy_experiments.input_errors import short
@@ -267,7 +267,7 @@ def _names_in_file(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> Gro
     first: dict[int, str] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         canonical[name] = first.setdefault(id(value), name)
-    cleaned = [[unwrapped(name) for name in group] for group in names]
+    cleaned = [[without_wrapper_names(name) for name in group] for group in names]
     return [[canonical.get(name, name) for name in group] for group in cleaned]
 
 
@@ -296,9 +296,11 @@ def _names_beside(path: Path, sizes: Sequence[int]) -> Groups:
         )
     if content and all(isinstance(name, str) for name in content):
         names = iter(content)
-        split = [[unwrapped(name) for _, name in zip(range(size), names)] for size in sizes]
+        split = [
+            [without_wrapper_names(name) for _, name in zip(range(size), names)] for size in sizes
+        ]
     else:
-        split = [[unwrapped(name) for name in group] for group in content]
+        split = [[without_wrapper_names(name) for name in group] for group in content]
     if [len(group) for group in split] != list(sizes):
         raise ValueError(
             f"{path} names groups of {[len(group) for group in split]} parameters; the optimizer "

@@ -22,7 +22,11 @@ from entropy_experiments.checkpoints.base import (
     check_loaded,
     quiet_transformers,
 )
-from entropy_experiments.checkpoints.dcp_state import StoredWeights, sharded_weights, unwrapped
+from entropy_experiments.checkpoints.dcp_state import (
+    StoredWeights,
+    sharded_weights,
+    without_wrapper_names,
+)
 from entropy_experiments.checkpoints.sizes import check_size
 from entropy_experiments.checkpoints.torch_files import load_safely
 
@@ -37,7 +41,7 @@ def stored_weights(path: Path) -> Mapping[str, Tensor]:
             f"{path} does not hold tensors by name; expected the model's state_dict(). Save the "
             "checkpoint again, as Accelerate does."
         )
-    named = {unwrapped(name): value for name, value in tensors.items()}
+    named = {without_wrapper_names(name): value for name, value in tensors.items()}
     if len(named) != len(tensors):
         raise ValueError(
             f"{path} holds {len(tensors)} tensors under {len(named)} names once FSDP's wrappers "

@@ -16,11 +16,11 @@ from entropy_experiments.cli.options import (
     Overrides,
     Quiet,
     Threads,
-    configured,
-    interrupted,
-    library_aside,
-    tell,
-    tell_notes,
+    interrupt_message,
+    keep_stdout_for_json,
+    load_settings,
+    print_notes,
+    print_results,
 )
 
 if TYPE_CHECKING:
@@ -101,12 +101,12 @@ def evaluate(
     with shared_ending(
         debug=debug,
         threads=threads,
-        interrupted=lambda: interrupted(settings, lambda _: _kept(out)),
+        interrupted=lambda: interrupt_message(settings, lambda _: _kept(out)),
     ) as speaks:
         quiet = quiet or not speaks
         changes = _changes(task, data, split, seed)
-        settings = configured(config, changes, None, overrides)
-        tell_notes(settings, quiet=quiet)
+        settings = load_settings(config, changes, None, overrides)
+        print_notes(settings, quiet=quiet)
         if speaks and out is not None:
             try_folder(out)
         ks = None if k is None else _numbers(k)
@@ -122,7 +122,7 @@ def evaluate(
             rewards=tuple(rewards) if rewards else None,
             threshold=EvaluationRequest.threshold if threshold is None else threshold,
         )
-        with library_aside(as_json=as_json):
+        with keep_stdout_for_json(as_json=as_json):
             result = evaluate_checkpoints(
                 checkpoints or (),
                 settings,
@@ -132,7 +132,7 @@ def evaluate(
                 quiet=quiet,
             )
         files = f"Files: {result['folder']}"
-        tell(result, lambda: [*evaluation_report(result), "", files], as_json=as_json)
+        print_results(result, lambda: [*evaluation_report(result), "", files], as_json=as_json)
 
 
 def _changes(

@@ -17,11 +17,11 @@ from entropy_experiments.cli.options import (
     Overrides,
     Quiet,
     Threads,
-    configured,
-    interrupted,
-    library_aside,
-    tell,
-    tell_notes,
+    interrupt_message,
+    keep_stdout_for_json,
+    load_settings,
+    print_notes,
+    print_results,
     try_to_write,
 )
 
@@ -90,7 +90,7 @@ def influence(
     """Say which tokens, rollouts and optimizer terms moved the entropy, and what if."""
     settings: Config | None = None
     with shared_ending(
-        debug=debug, threads=threads, interrupted=lambda: interrupted(settings, _kept)
+        debug=debug, threads=threads, interrupted=lambda: interrupt_message(settings, _kept)
     ) as speaks:
         quiet = quiet or not speaks
         if saved is not None:
@@ -108,22 +108,22 @@ def influence(
         changes |= {f"influence.{name}": value for name, value in analyses.items() if value}
         if entropy_budget is not None:
             changes["influence.entropy_budget"] = entropy_budget
-        settings = configured(config, changes, checkpoint, overrides)
+        settings = load_settings(config, changes, checkpoint, overrides)
         if confirm and not settings.influence.what_if:
             raise ValueError(
                 "--confirm has nothing to confirm; expected a step to make and measure. Add "
                 "--what-if, such as --what-if drop=negative."
             )
-        tell_notes(settings, quiet=quiet)
+        print_notes(settings, quiet=quiet)
         try_to_write(settings, settings.influence.run_directory)
 
         from entropy_experiments.pipelines.influence.runner import EntropyInfluenceRunner
         from entropy_experiments.report.influence_tables import influence_report
 
-        with library_aside(as_json=as_json):
+        with keep_stdout_for_json(as_json=as_json):
             summary = EntropyInfluenceRunner(settings, quiet=quiet).run(overwrite=overwrite)
         files = f"Files: {summary['run_directory']}"
-        tell(summary, lambda: [*influence_report(summary), files], as_json=as_json)
+        print_results(summary, lambda: [*influence_report(summary), files], as_json=as_json)
 
 
 def _from_saved(
@@ -152,7 +152,7 @@ def _from_saved(
     from entropy_experiments.pipelines.influence.runner import what_if_from
 
     answers = what_if_from(folder, what_if, entropy_budget=entropy_budget)
-    tell(answers, lambda: _answers(answers), as_json=as_json)
+    print_results(answers, lambda: _answers(answers), as_json=as_json)
 
 
 def _answers(answers: dict[str, Any]) -> list[str]:

@@ -51,7 +51,7 @@ ONE_PROCESS = ("report", "config", "arc")
 STORED = "Ended by SIGTERM. Current work is saved; run the same command to resume."
 
 
-def several() -> bool:
+def is_multi_process() -> bool:
     """Whether torchrun has started more than one of these."""
     if "RANK" not in os.environ:
         return False
@@ -61,16 +61,16 @@ def several() -> bool:
 
 def speaks() -> bool:
     """Whether this process prints and writes, as the environment has it: alone, or rank 0."""
-    return not several() or ranks_of_job()[0] == 0
+    return not is_multi_process() or ranks_of_job()[0] == 0
 
 
-def as_if_alone() -> dict[str, str]:
+def environment_without_torchrun() -> dict[str, str]:
     """The environment without torchrun's words, for a program that is no part of this job.
 
     By them, a library inside it would wait for the other ranks, or have one thread only: torchrun
     gives its processes OMP_NUM_THREADS=1 where nobody has set it.
     """
-    if not several():
+    if not is_multi_process():
         return dict(os.environ)
     begins, ends = ("MASTER_", "TORCHELASTIC_"), ("RANK", "WORLD_SIZE")
     return {
@@ -93,7 +93,7 @@ def shared_ending(
 
     `threads`: as many as this on the CPU; None leaves it to the computation.
     """
-    if not several():
+    if not is_multi_process():
         with (
             ending(debug=debug, interrupted=interrupted),
             signals_interrupt(),

@@ -45,7 +45,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress and no n
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def configured(
+def load_settings(
     config: str | None,
     changes: Mapping[str, Any],
     checkpoint: Path | None,
@@ -77,12 +77,12 @@ def try_to_write(config: Config, *more: str | Path | None) -> None:
     try_outputs((logs, config.rollout_folder, *more), (config.output.results_path,))
 
 
-def library_aside(*, as_json: bool) -> AbstractContextManager[Any]:
+def keep_stdout_for_json(*, as_json: bool) -> AbstractContextManager[Any]:
     """With --json, stdout carries JSON and nothing else, whatever a library prints."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
-def tell(results: Any, words: Callable[[], Sequence[str]], *, as_json: bool) -> None:
+def print_results(results: Any, words: Callable[[], Sequence[str]], *, as_json: bool) -> None:
     """Results as JSON, or in words."""
     if as_json:
         typer.echo(json.dumps(results, indent=2, allow_nan=False))
@@ -90,14 +90,14 @@ def tell(results: Any, words: Callable[[], Sequence[str]], *, as_json: bool) -> 
         typer.echo(printable("\n".join(words())))
 
 
-def interrupted(config: Config | None, kept: Callable[[Config], str]) -> str:
+def interrupt_message(config: Config | None, kept: Callable[[Config], str]) -> str:
     """What Ctrl-C leaves behind: `kept` says where."""
     if config is None:
         return "Interrupted before anything was computed."
     return f"Interrupted. {kept(config)}"
 
 
-def tell_notes(config: Config, *, quiet: bool) -> None:
+def print_notes(config: Config, *, quiet: bool) -> None:
     """What the configuration has to say about itself: keys that no longer mean anything, ..."""
     if not quiet:
         for note in config.notes:

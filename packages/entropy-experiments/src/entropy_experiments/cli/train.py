@@ -10,8 +10,15 @@ import typer
 
 from entropy_experiments.artifacts import try_folder
 from entropy_experiments.cli.endings import FINDINGS, ending, signals_interrupt
-from entropy_experiments.cli.job import on_threads, several, speaks
-from entropy_experiments.cli.options import AsJson, Debug, Quiet, Threads, library_aside, tell
+from entropy_experiments.cli.job import is_multi_process, on_threads, speaks
+from entropy_experiments.cli.options import (
+    AsJson,
+    Debug,
+    Quiet,
+    Threads,
+    keep_stdout_for_json,
+    print_results,
+)
 from entropy_experiments.input_errors import printable
 
 if TYPE_CHECKING:
@@ -67,7 +74,7 @@ def train(
         return
     settings: TrainingConfig | None = None
     option = "max_steps" if steps is None else "--steps"
-    alone = nullcontext() if several() else signals_interrupt()
+    alone = nullcontext() if is_multi_process() else signals_interrupt()
     with ending(debug=debug, interrupted=lambda: _interrupted(settings)), alone:
         settings = _configured(
             config, preset, out, steps, resume=resume, no_probe=no_probe, overrides=overrides or []
@@ -93,7 +100,7 @@ def train(
             if resume:
                 facts["resumes_from"], line = _would_resume(settings, option)
                 words.append(line)
-            tell(facts, lambda: words, as_json=as_json)
+            print_results(facts, lambda: words, as_json=as_json)
             return
 
         if rank == 0:
@@ -105,14 +112,14 @@ def train(
         from entropy_experiments.online.train.summary import summary_words
 
         try:
-            with library_aside(as_json=as_json), on_threads(threads):
+            with keep_stdout_for_json(as_json=as_json), on_threads(threads):
                 summary = run(settings, resume=resume, quiet=quiet)
         except (EqualRewardsError, *gradient_errors()) as finding:
             if rank == 0:
                 typer.echo(f"Error: {printable(finding)}", err=True)
             raise typer.Exit(FINDINGS) from None
         if rank == 0:
-            tell(summary, lambda: summary_words(summary, option=option), as_json=as_json)
+            print_results(summary, lambda: summary_words(summary, option=option), as_json=as_json)
 
 
 def _check_names(config: TrainingConfig) -> None:
@@ -168,9 +175,9 @@ def _configured(
 
 def _refuse_unknown_run(begun_with: Path) -> None:
     """Checkpoints that do not say how they were trained are not continued by the default."""
-    from entropy_experiments.checkpoints.runs import steps_of
+    from entropy_experiments.checkpoints.runs import checkpoints_by_step
 
-    if steps_of(begun_with.parent):
+    if checkpoints_by_step(begun_with.parent):
         raise ValueError(
             f"{begun_with.parent} has checkpoints, but no {begun_with.name}, which says how they "
             "were trained. Name their configuration with --config, or check --out."

@@ -52,7 +52,7 @@ def _slots(module: nn.Module, params: Params) -> dict[str, Tensor]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode inside; outside, each module's own mode again."""
     training = [module for module in model.modules() if module.training]
     for module in training:
@@ -84,7 +84,7 @@ def plain_inputs(model: nn.Module) -> Iterator[None]:
             hooks.update(before)  # in their old order
 
 
-def hooked(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether somebody looks at what goes in or out, here or further inside, and may change it."""
     if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
         return True
@@ -113,7 +113,7 @@ def records_a_graph() -> bool:
     return torch.is_grad_enabled() and not get_interpreter_stack()
 
 
-def quickest_attention() -> Any:
+def fastest_attention() -> Any:
     """torch's own choice where nothing is differentiated, else what every derivative goes through.
 
     Fused kernels have neither forward mode nor a double backward.
@@ -150,7 +150,7 @@ def plain_experts(configs: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def differentiated_fully(layers: Sequence[nn.Module]) -> Iterator[None]:
+def differentiate_dora_fully(layers: Sequence[nn.Module]) -> Iterator[None]:
     """DoRA layers whose norm is a function of the parameters, as in truth it is.
 
     DoRA *trains* as if ||W + BA|| were constant (peft detaches it), but moving the parameters
@@ -259,7 +259,7 @@ def _undetached(own_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def recomputed(layers: Sequence[nn.Module], dora: Sequence[nn.Module]) -> Iterator[None]:
+def recompute_layers(layers: Sequence[nn.Module], dora: Sequence[nn.Module]) -> Iterator[None]:
     """Layers whose activations are made again in backward (non-reentrant checkpointing).
 
     transformers' own switch works in training mode only, and would recompute with the model's
@@ -305,7 +305,7 @@ def _recomputing(
         nonlocal first
         # The first time, these conditions hold already; in backward they are long over.
         again, first = () if first else within, False
-        with evaluating(layer), math_attention(), differentiated_fully(again):
+        with eval_mode(layer), math_attention(), differentiate_dora_fully(again):
             return call_with(bare, params, args, kwargs)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -65,10 +65,10 @@ CLOSED_CONNECTION = ("gloo/transport", "NCCL", "Connection closed by peer")
 
 
 class ShardedModel(nn.Module):
-    """A model cut over `ranks`, layer by layer; `passed` runs something with it, on all of them.
+    """A model cut over `ranks`, layer by layer; `run_pass` runs something with it, on all of them.
 
     The model is changed in place: its parameters become shards. Everything that is not in a
-    decoder layer belongs to this module, so that it is there for whatever `passed` runs, not only
+    decoder layer belongs to this module, so that it is there for whatever `run_pass` runs, not only
     inside the forward of a module of its own: the head's weights are used without the head.
     """
 
@@ -83,7 +83,7 @@ class ShardedModel(nn.Module):
         for module in (*decoder_layers(model), self):
             # Without resharding, written shards would not be seen by the next pass.
             fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
-        for module in self._cut_modules():
+        for module in self._fsdp_modules():
             # The sum over ranks, not FSDP's mean; as a plain sum, since gloo has no other.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -100,11 +100,11 @@ class ShardedModel(nn.Module):
     def forward(self, work: Callable[[], T]) -> T:
         return work()
 
-    def passed(self, work: Callable[[], T]) -> T:
+    def run_pass(self, work: Callable[[], T]) -> T:
         """What `work` gives, which calls the model; every rank must come, with work of its own."""
-        return self.together(lambda: self(work))
+        return self.run_in_step(lambda: self(work))
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_in_step(self, work: Callable[[], T]) -> T:
         """`work` with FSDP's exchanges inside, in step with the other ranks."""
         if self._failed:
             # The others know of that pass, or are gone: an exchange of flags would wait for them.
@@ -120,7 +120,7 @@ class ShardedModel(nn.Module):
                 return work()
         except BaseException as error:
             self._failed = True  # after Ctrl-C too
-            _reshard(self._cut_modules(), error)
+            _reshard(self._fsdp_modules(), error)
             if not isinstance(error, Exception) or isinstance(error, RankError):
                 raise
             if any(word in str(error) for word in CLOSED_CONNECTION):
@@ -129,7 +129,7 @@ class ShardedModel(nn.Module):
             raise known_to_all(error) from None
 
     @contextmanager
-    def holding(self, params: Params) -> Iterator[None]:
+    def hold_values(self, params: Params) -> Iterator[None]:
         """Inside, the shards have these values; outside, their own bits again."""
         own = {name: local_part(shard) for name, shard in self.shards.items()}
         before: dict[str, Tensor] = {}
@@ -144,19 +144,19 @@ class ShardedModel(nn.Module):
             for name, value in before.items():
                 own[name].copy_(value)
 
-    def cut(self, whole: Params) -> dict[str, DTensor]:
+    def shard(self, whole: Params) -> dict[str, DTensor]:
         """Shards of whole tensors, which every rank has, each as its parameter is cut."""
         shards = self.shards
-        return {name: _cut(value, shards[name]) for name, value in whole.items()}
+        return {name: _shard_like(value, shards[name]) for name, value in whole.items()}
 
-    def cut_state(self, optimizer: OptimizerState) -> OptimizerState:
+    def shard_state(self, optimizer: OptimizerState) -> OptimizerState:
         """An optimizer's memory, cut as the parameters are."""
         shards = self.shards
         return replace(
             optimizer,
             state={
                 name: {
-                    key: _cut(value, shards[name])
+                    key: _shard_like(value, shards[name])
                     if isinstance(value, Tensor) and value.shape == shards[name].shape
                     else value
                     for key, value in entry.items()
@@ -165,7 +165,7 @@ class ShardedModel(nn.Module):
             },
         )
 
-    def _cut_modules(self) -> list[FSDPModule]:
+    def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.modules() if isinstance(module, FSDPModule)]
 
 
@@ -200,7 +200,7 @@ class ShardedPolicy:
         self.sharded, self.ranks, self.model = sharded, sharded.ranks, sharded.model
         self.chunk, self.checkpointing = chunk, checkpointing
         # What it finds out about the model at construction takes passes.
-        self._inside: SequenceProcessor = sharded.passed(
+        self._inside: SequenceProcessor = sharded.run_pass(
             lambda: _OwnValues(
                 self.model, temperature=temperature, chunk=chunk, checkpointing=checkpointing
             )
@@ -259,9 +259,9 @@ class ShardedPolicy:
         other._inside = self._inside.as_trained()
         return other
 
-    def cut(self, whole: Params) -> dict[str, Tensor]:
+    def shard(self, whole: Params) -> dict[str, Tensor]:
         """Shards of whole tensors, which every rank has: a direction, say."""
-        return {**self.sharded.cut(whole)}
+        return {**self.sharded.shard(whole)}
 
     def score(self, params: Params, rollouts: Rollouts) -> Scores:
         """Of this rank's rollouts; every rank must come, with rollouts of its own."""
@@ -275,20 +275,20 @@ class ShardedPolicy:
         if torch.is_grad_enabled() and any(value.requires_grad for value in values):
             return Scores(*_Scored.apply(self, rollouts, names, *values))
         with torch.no_grad():
-            return self._passed(params, rollouts)
+            return self._score_pass(params, rollouts)
 
-    def _passed(self, params: Params, rollouts: Rollouts) -> Scores:
-        with self.sharded.holding(params):
-            return self.sharded.passed(lambda: self._inside.score({}, rollouts))
+    def _score_pass(self, params: Params, rollouts: Rollouts) -> Scores:
+        with self.sharded.hold_values(params):
+            return self.sharded.run_pass(lambda: self._inside.score({}, rollouts))
 
-    def _pulled(
+    def _gradient_shards(
         self, params: Params, scores: Sequence[Tensor], cotangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Gradients' shards, summed over ranks. FSDP gathers the parameters once more for this."""
         shards = self.sharded.shards
         try:
-            with self.sharded.holding(params):
-                self.sharded.together(lambda: torch.autograd.backward(scores, cotangents))
+            with self.sharded.hold_values(params):
+                self.sharded.run_in_step(lambda: torch.autograd.backward(scores, cotangents))
             return [shards[name].grad for name in params]
         finally:
             for shard in shards.values():
@@ -312,7 +312,7 @@ class _Scored(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         params = dict(zip(names, values, strict=True))
         with torch.enable_grad():
-            ctx.scores = policy._passed(params, rollouts)
+            ctx.scores = policy._score_pass(params, rollouts)
         ctx.policy, ctx.params = policy, params
         return tuple(x_NS.detach() for x_NS in ctx.scores)
 
@@ -330,7 +330,7 @@ class _Scored(torch.autograd.Function):
                 "A second backward through the same scores of a sharded model; expected one: the "
                 "first frees what the pass kept. Score again, or add the losses up before it."
             )
-        return None, None, None, *ctx.policy._pulled(ctx.params, scores, cotangents)
+        return None, None, None, *ctx.policy._gradient_shards(ctx.params, scores, cotangents)
 
 
 def _reduced_in_full(model: nn.Module) -> MixedPrecisionPolicy:
@@ -353,7 +353,7 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
     return layers
 
 
-def _cut(value: Tensor, shard: DTensor) -> DTensor:
+def _shard_like(value: Tensor, shard: DTensor) -> DTensor:
     """This rank's rows, copied: the whole can then be freed. Nothing is sent."""
     mesh, whole = shard.device_mesh, value.detach()
     if whole.shape != shard.shape:

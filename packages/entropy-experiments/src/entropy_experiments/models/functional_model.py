@@ -26,20 +26,20 @@ from entropy_experiments.models.call_conditions import (
     call_with,
     causal_lm,
     checkpointable_layers,
-    differentiated_fully,
+    differentiate_dora_fully,
     dora_layers,
-    evaluating,
+    eval_mode,
     expert_configs,
+    fastest_attention,
     layers_without_gradients,
     plain_experts,
     plain_inputs,
-    quickest_attention,
-    recomputed,
+    recompute_layers,
     records_a_graph,
     trains_padded_embeddings,
 )
 from entropy_experiments.models.lora import fused_adapters, plain_lora_layers
-from entropy_experiments.models.positions import Contexts, counted
+from entropy_experiments.models.positions import Contexts, position_ids
 from entropy_experiments.models.shared_prompts import Rows
 from entropy_experiments.models.trials import (
     BEGINNING,
@@ -47,7 +47,7 @@ from entropy_experiments.models.trials import (
     Parts,
     Trial,
     UnsupportedModelError,
-    accepted,
+    accepted_arguments,
     difference,
     find_parts,
     first_line,
@@ -168,7 +168,7 @@ class FunctionalModel:
         if rows is None:
             if not self.contexts.beyond(tokens_NS.shape[1]):
                 tokens_NS = tokens_NS[:, :-1]  # the last is drawn and never looked from
-            position_NS = counted(tokens_NS, self.padding_index)
+            position_NS = position_ids(tokens_NS, self.padding_index)
             # All ones, though there is padding: it comes after all that is looked at. Without a
             # mask some architectures warn, and others guess packed sequences from positions.
             inputs = (tokens_NS, position_NS, torch.ones_like(tokens_NS))
@@ -181,20 +181,20 @@ class FunctionalModel:
         # Recomputation happens in backward.
         recompute = self._layers if records_a_graph() else ()
         with (
-            evaluating(self.model),
+            eval_mode(self.model),
             plain_inputs(self.model),
-            quickest_attention(),
+            fastest_attention(),
             plain_experts(self._experts),
-            differentiated_fully(self._dora),
+            differentiate_dora_fully(self._dora),
             fused_adapters(self._adapters),
             PaddingRows(frozen=self._as_trained) if self._padded else nullcontext(),
             GradientsKept() if self._keeps_gradients() else nullcontext(),
             attention,
-            recomputed(recompute, self._dora),
+            recompute_layers(recompute, self._dora),
             frozen_weights(),
             self.contexts.fresh(),
         ):
-            arguments = accepted(module, {**named, "use_cache": False})
+            arguments = accepted_arguments(module, {**named, "use_cache": False})
             return call_with(module, params, (), arguments)
 
     def _keeps_gradients(self) -> bool:

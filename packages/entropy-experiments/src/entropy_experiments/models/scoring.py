@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from entropy_experiments.models.call_conditions import (
     causal_lm,
-    evaluating,
-    hooked,
+    eval_mode,
+    has_hooks,
     nothing_differentiated,
     records_a_graph,
 )
@@ -42,8 +42,8 @@ from entropy_experiments.models.trials import (
     FAILURES,
     HIGH,
     Parts,
-    alike,
     few_tokens,
+    nearly_equal,
     scaled_states,
     some_rollouts,
     trial_tokens,
@@ -245,9 +245,9 @@ class SequenceProcessor(FunctionalModel):
 
     def _stacks(self) -> bool:
         """Whether settings can share a pass; hooks would see the rows of all of them."""
-        if self._parts is None or hooked(self._parts.decoder):
+        if self._parts is None or has_hooks(self._parts.decoder):
             return False
-        with evaluating(self.model):  # a dropout that is off does not stand in the way
+        with eval_mode(self.model):  # a dropout that is off does not stand in the way
             return may_stack(self._adapters, self._names) and self._stacking_works
 
     @cached_property
@@ -373,7 +373,7 @@ class SequenceProcessor(FunctionalModel):
             except FAILURES:
                 return False  # an architecture that makes its own mask from a flat one
         row_NS, column_NS = (x_NS[:, :-1].to(together_RSX.device) for x_NS in rows.place)
-        return alike(together_RSX[row_NS, column_NS], apart_NSX, apart_NSX.dtype)
+        return nearly_equal(together_RSX[row_NS, column_NS], apart_NSX, apart_NSX.dtype)
 
     def _head_makes_the_logits(self, parts: Parts) -> bool:
         """Of states as they are, and of states so large that a soft cap would be seen.
@@ -393,7 +393,7 @@ class SequenceProcessor(FunctionalModel):
                         own_NSV = self._call(self.model, self.params, tokens_NS)[0]
                     large_NSD = (hidden_NSD * factor).to(head_VD.dtype)
                     linear_NSV = nn.functional.linear(large_NSD, head_VD, bias_V)
-                    if not alike(linear_NSV, own_NSV, hidden_NSD.dtype):
+                    if not nearly_equal(linear_NSV, own_NSV, hidden_NSD.dtype):
                         return False
         except torch.OutOfMemoryError:
             raise
@@ -422,7 +422,7 @@ class SequenceProcessor(FunctionalModel):
 
         def same(a: Scores, b: Scores) -> bool:
             dtype = causal_lm(self.model).get_input_embeddings().weight.dtype
-            return all(alike(x_NS, y_NS, dtype) for x_NS, y_NS in zip(a, b, strict=True))
+            return all(nearly_equal(x_NS, y_NS, dtype) for x_NS, y_NS in zip(a, b, strict=True))
 
         # Settings that cannot be told apart would show nothing.
         return all(map(same, together, apart)) and not same(apart[0], apart[1])

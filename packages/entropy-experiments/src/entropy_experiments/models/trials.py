@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from entropy_experiments.models.call_conditions import (
     causal_lm,
-    evaluating,
+    eval_mode,
     forward_as,
     plain_inputs,
 )
@@ -111,7 +111,7 @@ def two_of_one_prompt(model: nn.Module) -> Rollouts:
     )
 
 
-def alike(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def nearly_equal(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """The same but for rounding, both having been made in this precision."""
     if got.shape != expected.shape:
         return False
@@ -176,7 +176,7 @@ def own_trial(model: nn.Module) -> Trial:
 
 def _own_call(model: nn.Module, tokens_1S: Tensor) -> Tensor:
     try:
-        with torch.no_grad(), evaluating(model), plain_inputs(model):
+        with torch.no_grad(), eval_mode(model), plain_inputs(model):
             return model(input_ids=tokens_1S).logits
     except torch.OutOfMemoryError:
         raise
@@ -224,7 +224,7 @@ def difference(got_SV: Tensor, expected_SV: Tensor) -> float:
     return 0.0 if stray <= allowed else gap if gap == gap else torch.inf
 
 
-def accepted(module: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(module: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     """Of these arguments the ones that this forward takes: not every model counts positions."""
     parameters = inspect.signature(type(causal_lm(module)).forward).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

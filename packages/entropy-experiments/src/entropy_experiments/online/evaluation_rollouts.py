@@ -13,8 +13,8 @@ no longer allow it, the estimate says so and is not trusted.
 The training batch itself is no evaluation set: it made the update that is judged on it. How it can
 serve all the same is in `estimate.own_batch`.
 
-`drawer` draws fresh ones; each rank draws its share of the prompts. Which uniforms a rollout uses
-depends on the seed, the step and its prompt alone, so the global random numbers of training are not
+`make_draw` draws fresh ones; each rank draws its share of the prompts. The uniforms of a rollout
+depend on the seed, the step and its prompt alone, so the global random numbers of training are not
 touched, and the number of ranks changes no draw.
 """
 
@@ -123,7 +123,7 @@ def _drawn_by(held: Rollouts | None, logprob_NS: Tensor) -> Rollouts | None:
     return replace(held, behaviour_logprob_NS=logprob_NS)
 
 
-def drawer(
+def make_draw(
     generator: SampleGenerator,
     prompts: Callable[[int], Sequence[Sequence[int]]],
     *,
@@ -146,12 +146,12 @@ def drawer(
             return replace(drawn, behaviour_logprob_NS=None, text=None)
 
         parts = ranks.all_gather(mine)
-        return dealt([part for part in parts if part is not None], group)
+        return merge_shards([part for part in parts if part is not None], group)
 
     return draw
 
 
-def dealt(parts: Sequence[Rollouts], group: int) -> Rollouts:
+def merge_shards(parts: Sequence[Rollouts], group: int) -> Rollouts:
     """One batch of what the ranks drew, in the order in which the prompts were dealt to them."""
     if len(parts) == 1:
         return parts[0]

@@ -23,7 +23,13 @@ import torch
 
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.online.evaluation_rollouts import Buffer, Fixed, Fresh, chosen_rows, drawer
+from entropy_experiments.online.evaluation_rollouts import (
+    Buffer,
+    Fixed,
+    Fresh,
+    chosen_rows,
+    make_draw,
+)
 from entropy_experiments.online.probe import (
     OnlineProbe,
     check_bare,
@@ -101,7 +107,7 @@ class LoopProbe:
                     policy, tokenizer, max_new_tokens=max_new_tokens, master_seed=seed
                 )
                 chosen = _Prompts(tokenizer, prompts, drawn, seed)
-                buffer = Fresh(drawer(generator, chosen, group=group, ranks=ranks), uses=uses)
+                buffer = Fresh(make_draw(generator, chosen, group=group, ranks=ranks), uses=uses)
             return OnlineProbe(
                 policy,
                 buffer,

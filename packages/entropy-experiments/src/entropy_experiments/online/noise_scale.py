@@ -111,7 +111,7 @@ class NoiseScaleEstimate:
         }
 
 
-def summarised(
+def summarise_steps(
     rows: Sequence[StepSums], metric: Metric, *, skipped: int, samples: float
 ) -> NoiseScaleEstimate:
     """`samples`: of a step, in the mean."""
@@ -476,7 +476,9 @@ class NoiseScale:
                 "metric needs open_step(adam_preconditioner(...)) too."
             )
         recent = list(self._samples)[-len(rows) :]
-        return summarised(rows, metric, skipped=self.skipped, samples=sum(recent) / len(recent))
+        return summarise_steps(
+            rows, metric, skipped=self.skipped, samples=sum(recent) / len(recent)
+        )
 
 
 def _buffers(

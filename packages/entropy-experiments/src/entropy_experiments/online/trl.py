@@ -28,7 +28,7 @@ from torch import Tensor
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.online.evaluation_rollouts import Buffer, Fixed, Fresh, Given, drawer
+from entropy_experiments.online.evaluation_rollouts import Buffer, Fixed, Fresh, Given, make_draw
 from entropy_experiments.online.noise_scale import MIN_STEPS
 from entropy_experiments.online.probe import (
     OnlineProbe,
@@ -410,7 +410,7 @@ class EntropyProbeCallback(TrainerCallback):
         )
         generator.ends = tuple(sorted({*generator.ends, *trainer.eos_token_ids}))
         prompts = EvaluationPrompts(trainer, self.prompts, self.seed, generator.longest_prompt)
-        return Fresh(drawer(generator, prompts, group=self.group, ranks=ranks), uses=self.uses)
+        return Fresh(make_draw(generator, prompts, group=self.group, ranks=ranks), uses=self.uses)
 
     def _publish(self, row: Mapping[str, Any]) -> None:
         self._log(metrics_of(row))

@@ -27,8 +27,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.models.positions import counted, following, tokens_counted
-from entropy_experiments.models.trials import FAILURES, alike
+from entropy_experiments.models.positions import count_tokens, next_position_ids, position_ids
+from entropy_experiments.models.trials import FAILURES, nearly_equal
 from entropy_experiments.numerics.entropy import nucleus
 from entropy_experiments.threads import timed_pass
 
@@ -104,7 +104,7 @@ class LastLogits:
         tokens_NS = tokens_NS.to(self.device)
         inputs = {
             "input_ids": tokens_NS,
-            "position_ids": counted(tokens_NS, self.padding_index),
+            "position_ids": position_ids(tokens_NS, self.padding_index),
             "attention_mask": torch.ones_like(tokens_NS),
             "use_cache": False,
         }
@@ -141,7 +141,7 @@ class LastLogits:
         except FAILURES:
             return False
         dtype = self.lm.get_input_embeddings().weight.dtype
-        return all(alike(a, b, dtype) for a, b in zip(logits, wanted, strict=True))
+        return all(nearly_equal(a, b, dtype) for a, b in zip(logits, wanted, strict=True))
 
 
 class Cached:
@@ -159,14 +159,14 @@ class Cached:
         logits_PV = logits(
             input_ids=tokens_PS,
             attention_mask=attention_PS,
-            position_ids=counted(tokens_PS, padding, attention_PS),
+            position_ids=position_ids(tokens_PS, padding, attention_PS),
             past_key_values=self._cache,
             use_cache=True,
         )
         self.logits_NV = logits_PV[which_N.to(logits_PV.device)]
         self._keep(which_N)
         self._attention_NS = attention_PS[which_N]
-        self._count_N = tokens_counted(tokens_PS, padding, attention_PS)[which_N]
+        self._count_N = count_tokens(tokens_PS, padding, attention_PS)[which_N]
 
     def after(self, staying: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """Logits of the rows that stay, each with its token."""
@@ -178,7 +178,9 @@ class Cached:
             self._count_N = self._count_N[keep_N]
         self._attention_NS = nn.functional.pad(self._attention_NS, (0, 1), value=1)
         token_N = torch.tensor(tokens, device=device)
-        position_N, self._count_N = following(token_N, self._count_N, self._logits.padding_index)
+        position_N, self._count_N = next_position_ids(
+            token_N, self._count_N, self._logits.padding_index
+        )
         count = len(token_N)
         with timed_pass(("decode", count.bit_length()), count, device, self._logits.trial_pass):
             return self._logits(

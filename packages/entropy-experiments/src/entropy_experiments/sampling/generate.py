@@ -30,7 +30,7 @@ from torch import Tensor
 
 from entropy_experiments.distributed import current, is_shard
 from entropy_experiments.input_errors import library_errors
-from entropy_experiments.models.call_conditions import evaluating, math_attention
+from entropy_experiments.models.call_conditions import eval_mode, math_attention
 from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.sampling.advantages import Scale, group_advantages
@@ -297,10 +297,12 @@ class SampleGenerator:
                 broadcast=broadcast,
             )
 
-        with torch.no_grad(), evaluating(policy.model), math_attention():
+        with torch.no_grad(), eval_mode(policy.model), math_attention():
             if isinstance(policy, ShardedPolicy):
                 # The ranks stay in step only if they go on with the same tokens.
-                return policy.sharded.passed(lambda: decode_unit(policy.ranks.broadcast_from_zero))
+                return policy.sharded.run_pass(
+                    lambda: decode_unit(policy.ranks.broadcast_from_zero)
+                )
             return decode_unit(draw_here)
 
     def _units(self, draws: Sequence[Draw]) -> list[list[int]]:
@@ -350,7 +352,7 @@ class SampleGenerator:
     def _model_hash(self) -> str:
         if isinstance(self.policy, ShardedPolicy):
             # It gathers the shards, so it begins as every exchange does.
-            return self.policy.sharded.together(lambda: model_hash(self.policy.model))
+            return self.policy.sharded.run_in_step(lambda: model_hash(self.policy.model))
         return model_hash(self.policy.model)
 
     def _pack(self, problems: Sequence[Problem], group: int, drawn: Sequence[Drawn]) -> Rollouts:
@@ -409,7 +411,7 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def model_hash(model: torch.nn.Module) -> str:
-    """sha256 of all parameters and buffers, by name; of shards, in `ShardedModel.together`."""
+    """sha256 of all parameters and buffers, by name; of shards, in `ShardedModel.run_in_step`."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         if not isinstance(value, Tensor):

@@ -98,7 +98,7 @@ class OwnReward:
         return (completions, problems), {}
 
 
-def imported(name: str, *, seconds: float = SECONDS) -> OwnReward:
+def import_reward(name: str, *, seconds: float = SECONDS) -> OwnReward:
     """`module:function` or `path/to/file.py:function`."""
     where, _, function = name.rpartition(":")
     hint = "Is the path right?" if where.endswith(".py") else "Is its folder on PYTHONPATH?"
@@ -107,7 +107,7 @@ def imported(name: str, *, seconds: float = SECONDS) -> OwnReward:
     return OwnReward(name=name, function=_callable(module, function, name), seconds=seconds)
 
 
-def recorded(source: Mapping[str, Any], *, seconds: float = SECONDS) -> OwnReward:
+def import_recorded_reward(source: Mapping[str, Any], *, seconds: float = SECONDS) -> OwnReward:
     """A function of a training record, which was looked at before: `training_record`."""
     name, file, module = source["name"], Path(source["file"]), source.get("module")
     with users_code(

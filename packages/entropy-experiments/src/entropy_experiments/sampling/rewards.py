@@ -26,7 +26,12 @@ from typing import TYPE_CHECKING, Any
 from entropy_experiments.input_errors import short
 from entropy_experiments.sampling.countdown import Countdown, solved
 from entropy_experiments.sampling.datasets import Problem
-from entropy_experiments.sampling.own_rewards import SECONDS, OwnReward, imported, recorded
+from entropy_experiments.sampling.own_rewards import (
+    SECONDS,
+    OwnReward,
+    import_recorded_reward,
+    import_reward,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor  # names are looked up, in a dry run, without it
@@ -143,7 +148,7 @@ def build_reward(
     by_name: dict[str, RewardFunction | OwnReward] = {}
     for i, name in enumerate(functions):
         if sources is not None:
-            by_name[name] = recorded(sources[i], seconds=seconds)
+            by_name[name] = import_recorded_reward(sources[i], seconds=seconds)
         else:
             by_name[name] = _function(name, seconds)
     return Reward(functions=by_name, weights=chosen)
@@ -281,7 +286,7 @@ def _function(name: str, seconds: float) -> RewardFunction | OwnReward:
             f"Unknown reward {name!r}; expected one of {', '.join(NAMED)}, or module:function of "
             f"your own.{hint}"
         )
-    return imported(name, seconds=seconds)
+    return import_reward(name, seconds=seconds)
 
 
 def _shown(value: Any) -> str:
