@@ -308,7 +308,7 @@ def of_truncation(view: View) -> Iterator[Mistake]:
     for k in range(1, z_NSV.shape[-1]):
         kept_NSV = top_k(z_NSV, k)
         yield Mistake(
-            "top-k renormalised", f"the law is that of the {k} likeliest tokens", fix,
+            "top-k renormalised", f"the distribution is that of the {k} likeliest tokens", fix,
             view.law(log_softmax(kept_NSV)))  # fmt: skip
         yield Mistake(
             "top-k not renormalised", f"the sum stops after the {k} likeliest tokens", fix,
@@ -322,7 +322,7 @@ def of_top_k(view: View) -> Iterator[Mistake]:
     z_NSV = scene.logits_NSV.double() / scene.temperature
     whole_NSV = log_softmax(z_NSV)
     kept_NSV = top_k(z_NSV, scene.top_k)
-    fix = "set the other logits to -inf, then log_softmax: the sampler's law sums to one"
+    fix = "set the other logits to -inf, then log_softmax: the sampler's distribution sums to one"
     yield Mistake("top-k ignored", "the entropy is that of the whole vocabulary", fix,
                   view.law(whole_NSV))  # fmt: skip
     yield Mistake(

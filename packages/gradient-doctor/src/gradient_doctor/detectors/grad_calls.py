@@ -128,22 +128,22 @@ class GradCalls(Detector):
                 f"They were made at {asked.made[0]} and are no part of what the loss was computed"
                 " from: a copy of a parameter is another tensor."
             )
-            fix = "Ask for the tensors that the forward used, such as the parameters themselves."
+            fix = "Pass the tensors that the forward used, such as the parameters themselves."
             related.extend(asked.made)
         elif cuts:
             why = f"The loss depends on them, but {what_cuts(cuts[0][0])}."
-            fix = "Mend the cut, or do not ask for these."
+            fix = "Mend the cut, or do not request these."
             related.extend(fact.site for fact, _ in cuts)
         elif asked.opaque:
             why = "A custom Function on the path may hide them; no other path leads to them."
-            fix = "Pass them to the Function as arguments, or do not ask for them."
+            fix = "Pass them to the Function as arguments, or do not request them."
         else:
             uses = [ledger.uses.get(bit) for bit in ledger.uses if bit & mask]
             why = "The loss was computed without them."
             if uses:
                 why = f"They are used at {uses[0]}, but not for this loss."
                 related.append(uses[0])
-            fix = "Let the loss depend on them, or do not ask for them."
+            fix = "Let the loss depend on them, or do not request them."
         self.report(
             10,
             Severity.ERROR,

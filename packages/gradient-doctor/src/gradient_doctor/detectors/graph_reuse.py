@@ -229,7 +229,7 @@ class GraphReuse(Detector):
                 if failed
                 else "; the gradient that flows into them is that of an old forward."
             ),
-            fix="Compute it anew in every step, or keep it with detach() if no gradient is meant "
+            fix="Recompute it in every step, or keep it with detach() if no gradient is meant "
             f"to flow: {count(old.leaves.bit_count(), 'parameter')} would then get none from it.",
             site=(user.site if user is not None else None) or backward.site,
             parameters=old.leaves,

@@ -66,7 +66,7 @@ class Late(Detector):
             Severity.NOTE,
             f"{count(known, 'parameter')} had no gradient before step {session.step}, "
             f"and {'has' if known == 1 else 'have'} one since.",
-            why=f"It was said before: {finding.what} A later backward reaches "
+            why=f"Reported before: {finding.what} A later backward reaches "
             f"{'it' if known == 1 else 'them'}.",
             fix="Nothing to do, if it is meant to join that late.",
             parameters=mask & reached,

@@ -143,7 +143,7 @@ class Missing(Detector):
             1,
             Severity.ERROR,
             f"The loss is a Python {type(value).__name__}, not a tensor.",
-            why=f"backward() was asked of the number {value!r}: the sum of an empty list, or a"
+            why=f"backward() was called on the number {value!r}: the sum of an empty list, or a"
             " value that was taken out of torch.",
             fix="Keep the loss a tensor, and skip a batch that adds nothing to it.",
             site=site,

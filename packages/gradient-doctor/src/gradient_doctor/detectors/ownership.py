@@ -138,7 +138,7 @@ class Ownership(Detector):
             self.report(
                 6,
                 Severity.ERROR,
-                f"{number} ({shapes}) made anew in every step and thrown away after it.",
+                f"{number} ({shapes}) created again in every step and thrown away after it.",
                 why=f"In {count(len(masks), 'step')} the loss reached other tensors made by this "
                 "line. They are in no module that lasts and in no optimizer: what flows into them "
                 "is lost, and the layer is random again in the next step.",

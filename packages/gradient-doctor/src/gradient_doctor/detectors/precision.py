@@ -122,7 +122,7 @@ class Precision(Detector):
                     Severity.WARNING,
                     f"{count(mask.bit_count(), 'parameter')} should be {_word(asked)}, "
                     f"but are {_word(got)}.",
-                    why=f"The contract asks for {_word(asked)}. "
+                    why=f"The contract requires {_word(asked)}. "
                     + (
                         "Small updates are rounded away in 16 bits."
                         if _BITS.get(got, 8) < _BITS.get(asked, 8)
@@ -164,7 +164,7 @@ class Precision(Detector):
                 f"The config of {root} says {_word(asked)}, "
                 f"but {count(len(other), 'parameter')} are {_word(got)}.",
                 why=f"{len(other)} of {len(floating)} floating-point parameters differ from it.",
-                fix=f"Ask for the dtype where the model is loaded: dtype=torch.{_word(asked)}.",
+                fix=f"Set the dtype where the model is loaded: dtype=torch.{_word(asked)}.",
                 site=most_common(dtype_site(registry, p) for p in other),
                 parameters=registry.bits(other),
             )

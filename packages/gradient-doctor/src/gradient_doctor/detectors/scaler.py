@@ -341,7 +341,7 @@ class Scaler(Detector):
             "The gradient scaler is of no use here.",
             why=(
                 "Everything ran in float32: no parameter, operation or gradient of the traced steps"
-                " was in half precision, and no autocast asked for it. Only in float16 do small "
+                " was in half precision, and no autocast was on. Only in float16 do small "
                 "gradients vanish; here the scaler costs a check of all gradients per step, and "
                 "skips steps for nothing while it looks for its scale."
                 if plain

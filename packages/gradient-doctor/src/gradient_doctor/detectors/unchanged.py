@@ -156,7 +156,7 @@ class Unchanged(Detector):
             Severity.NOTE,
             f"{count(len(woken), 'parameter')} had a learning rate of 0 before step "
             f"{session.step}, and not since.",
-            why=f"It was said before: {finding.what}",
+            why=f"Reported before: {finding.what}",
             fix="Nothing to do, if a warm-up is meant.",
             parameters=sum(woken),
             related=(finding.site,),
