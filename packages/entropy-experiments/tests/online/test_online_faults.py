@@ -76,7 +76,7 @@ def test_training_goes_on_and_says_it_once(fault, undisturbed, tmp_path, monkeyp
     said = [r.getMessage() for r in caplog.records if "entropy probe" in r.getMessage()]
     assert len(said) == 1
     assert str(error) in said[0]
-    assert "training goes on" in said[0]
+    assert "training continues" in said[0]
     assert_same_outcome(found, undisturbed)
 
 

@@ -66,11 +66,11 @@ class Detector:
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, site: Site | None) -> None:
         """The forward of an outermost module begins, in a traced step."""
 
-    def sampled(self, law: Any, value: Any, pathwise: bool, site: Site | None) -> None:
-        """A law of torch.distributions was drawn from, by rsample if `pathwise`."""
+    def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
+        """A distribution of torch.distributions was drawn from, by rsample if `pathwise`."""
 
-    def density(self, law: Any, value: Any, result: Any, site: Site | None) -> None:
-        """A law of torch.distributions was asked for a log-probability."""
+    def density(self, distribution: Any, value: Any, result: Any, site: Site | None) -> None:
+        """A distribution of torch.distributions was evaluated: a log-probability."""
 
     def finish(self, error: BaseException | None) -> None:
         """At the end of the examination; `error` is what ended it, if something did."""

@@ -110,7 +110,7 @@ class Scene:
         return self.by_token(quantity, log_softmax(z_NSV), lag=lag)
 
     def by_token(self, quantity: str, logprob_NSV: Tensor, *, lag: int = 1) -> Tensor:
-        """Entropies or log-probs from a law of the tokens, which may be a mistaken one."""
+        """Entropies or log-probs from a distribution of the tokens, which may be a mistaken one."""
         row_S = torch.arange(self.ids_NS.shape[1]) - lag
         if quantity == "entropy":
             value_NS = entropy(logprob_NSV)[:, row_S.clamp(min=0)]
