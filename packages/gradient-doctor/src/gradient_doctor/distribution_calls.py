@@ -49,6 +49,6 @@ class DistributionCalls:
 
 
 def _classes() -> list[Any]:
-    found = [getattr(distributions, name) for name in distributions.__all__]
+    members = [getattr(distributions, name) for name in distributions.__all__]
     base = distributions.Distribution
-    return [cls for cls in found if isinstance(cls, type) and issubclass(cls, base)]
+    return [cls for cls in members if isinstance(cls, type) and issubclass(cls, base)]

@@ -276,8 +276,8 @@ class Session:
 
     def found(self, key: Any) -> Finding | None:
         """What stands in the report under this key."""
-        known = self._culprits.get(key)
-        return None if known is None else self.findings[known[0]]
+        culprit = self._culprits.get(key)
+        return None if culprit is None else self.findings[culprit[0]]
 
     def withdraw(self, finding: Finding) -> None:
         """What was true once, and is no longer: it leaves the report."""
@@ -339,9 +339,9 @@ class Session:
 
     def taint_of(self, tensor: Tensor) -> Taint | None:
         """What a tensor depends on; for one made out of sight, what autograd kept of it."""
-        known = self.taints.get(tensor)
-        if known is not None:
-            return known
+        stored = self.taints.get(tensor)
+        if stored is not None:
+            return stored
         if not tensor.requires_grad or node_of(tensor) is None:
             if not (isinstance(tensor, nn.Parameter) or tensor.requires_grad):
                 return None

@@ -190,7 +190,7 @@ def batch(
     side: str = "left",
     lengths: Sequence[int] = (RESPONSE,) * 3,
     prompts: str = "equal",
-    **told: Any,
+    **options: Any,
 ) -> Scene:
     """The three sequences, with prompts of `equal` length, of their `own`, or `filling`.
 
@@ -220,7 +220,7 @@ def batch(
         ids_NS=torch.tensor(ids),
         attention_NS=torch.tensor(attention).bool(),
         response_NS=torch.tensor(response_mask).bool(),
-        **told,
+        **options,
     )
 
 

@@ -79,8 +79,8 @@ class Estimators(Detector):
                 return
         taint = self.session.taint_of(value)
         if live and value.requires_grad and taint is not None and taint.live & live:
-            made = sample.site if sample is not None else taint.site
-            self._scores[result] = Score(made, site, taint.depends | live)
+            origin = sample.site if sample is not None else taint.site
+            self._scores[result] = Score(origin, site, taint.depends | live)
 
     def _wrong_place(self, sample: Sample, how: str, live: int, site: Site | None) -> None:
         family = sample.family.__name__

@@ -316,10 +316,10 @@ class Scaler(Detector):
                 why = "No parameter of it has a gradient: backward has not run, or not for these."
             related = ()
         elif "is None" in text and "Attempted" in text:
-            known = len(self.session.findings)
+            count = len(self.session.findings)
             if optimizer is not None:
                 self._unscaled_loss(optimizer, event)
-            if len(self.session.findings) > known:
+            if len(self.session.findings) > count:
                 return
             what = f"`{_name(event)}` is called before any loss was scaled."
             why = "scaler.scale(loss) has not been called: the scaler has no scale yet."
