@@ -4,7 +4,7 @@ peft writes a fresh [tokens, out] tensor for the product by B, for the scaling a
 three are one accumulating product (`addmm_`). Autograd and torch.func keep peft's own forward:
 this one is for passes in which nothing is differentiated, as scoring is.
 
-It is used where peft's forward is exactly this formula, asked anew in every call, since adapters
+It is used where peft's forward is exactly this formula, checked in every call, since adapters
 are switched, merged and hooked while a model lives. Elsewhere (DoRA and other variants, biases in
 B, half precision, autocast, hooks inside the layer) the layer's own forward runs. In fp32 and fp64
 the two differ by the rounding of a few additions.

@@ -409,7 +409,7 @@ class SequenceProcessor(FunctionalModel):
             {n: p + 0.1 * torch.randn(p.shape, generator=draw).to(p) for n, p in here.items()}
             for here in [self.params] * 3
         ]
-        full = copy(self)  # outside of a top-p law, where random tokens are, nothing is finite
+        full = copy(self)  # random tokens lie outside a top-p nucleus: log p = -inf
         full.top_p = 1.0
         with torch.no_grad():
             apart = [full._score(params, packed) for params in many]
@@ -424,7 +424,7 @@ class SequenceProcessor(FunctionalModel):
             dtype = causal_lm(self.model).get_input_embeddings().weight.dtype
             return all(nearly_equal(x_NS, y_NS, dtype) for x_NS, y_NS in zip(a, b, strict=True))
 
-        # Settings that cannot be told apart would show nothing.
+        # Settings with equal scores would show nothing.
         return all(map(same, together, apart)) and not same(apart[0], apart[1])
 
 

@@ -7,7 +7,7 @@ A row of p + sum L tokens has as many pairs squared; only p^2 / 2 + sum L (p + L
 The square is worst where attention is differentiated: torch's MATH kernel writes it out several
 times. Responses of much different lengths go in several parts, each padded to its longest.
 
-The model is told nothing of this. It gets a stand-in for the square mask, and a torch function mode
+The model does not know of this. It gets a stand-in for the square mask, and a torch function mode
 catches `scaled_dot_product_attention` when it is called with that very object. Whatever else is
 done with the stand-in is done with the true square, which is made then.
 """

@@ -9,9 +9,10 @@ In fp32 at a 152k vocabulary this form of h errs below 1e-5, where -sum p log p 
 Logits of half precision go to fp32 first. Work is done in chunks of tokens, and each chunk's
 derivative rule recomputes its logits, so that [N, S, V] is never in memory.
 
-Below 1, `top_p` is a *law*: the softmax restricted to the smallest set of likeliest tokens with
-that much mass, its support frozen under differentiation. `nucleus_fingerprint` tells whether two
-parameter settings share a support; where they do not, the entropy jumps and no slope predicts it.
+Below 1, `top_p` defines another *distribution*: the softmax restricted to the smallest set of
+likeliest tokens with that much mass, its support frozen under differentiation.
+`nucleus_fingerprint` tells whether two parameter settings share a support; where they do not, the
+entropy jumps and no slope predicts it.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def before_response(
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """(where the response tokens are, what predicts them): the shift by one, here and nowhere else.
 
-    The state or the logits *before* a token are those of the law it was drawn from. `place`: row
-    and column of x for every token of the rollouts, where x is not laid out as they are.
+    The state or the logits *before* a token are those of the distribution it was drawn from.
+    `place`: row and column of x for every token of the rollouts, where x is laid out otherwise.
     """
     rows_T, columns_T = rollouts.response_NS.nonzero(as_tuple=True)
     before = (rows_T, columns_T - 1)
@@ -287,7 +288,7 @@ def _at_temperature(logits_TV: Tensor, temperature: float) -> Tensor:
 
 
 def _shifted(logits_TV: Tensor, temperature: float, top_p: float) -> Tensor:
-    """d = z - max z, with everything outside the law's support far below."""
+    """d = z - max z, with everything outside the distribution's support far below."""
     z_TV = _at_temperature(logits_TV, temperature)
     d_TV = (z_TV - z_TV.amax(-1, keepdim=True)).clamp_min(FAR_BELOW)
     if top_p < 1.0:

@@ -79,7 +79,7 @@ class NoiseScaleEstimate:
     noise: StepMean
     """tr(Sigma) of one sample."""
     critical_batch: float | None
-    """tr(Sigma) / |G|^2; None where |G|^2 cannot be told from 0."""
+    """tr(Sigma) / |G|^2; None where |G|^2 cannot be distinguished from 0."""
     critical_batch_interval: tuple[float, float | None] | None
     """None as upper end: no upper bound. None: not even a lower one."""
     why_not: tuple[str, ...]
@@ -160,7 +160,7 @@ def _ratio(
     """(critical batch, its interval, why there is none)."""
     if signal.interval is None:
         reason = f"{len(rows)} steps: an interval needs at least {MIN_STEPS}"
-        return None, None, (f"{reason}, and without one |G|^2 cannot be told from 0",)
+        return None, None, (f"{reason}, and without one |G|^2 cannot be distinguished from 0",)
     low, high = _fieller(rows, signal, noise)
     if low is not None and high is not None:
         return noise.value / signal.value, (low, high), ()
@@ -168,9 +168,7 @@ def _ratio(
     if signal.interval[1] < 0:
         reason = f"|G|^2 came out below 0 ({bar}), which only chance or dependent microbatches do"
     else:
-        reason = (
-            f"|G|^2 ({bar}) cannot be told from 0 well enough: the noise scale has no upper bound"
-        )
+        reason = f"|G|^2 ({bar}) is not far enough from 0: the noise scale has no upper bound"
     return None, None if low is None else (low, None), (f"{reason}. Collect more steps",)
 
 

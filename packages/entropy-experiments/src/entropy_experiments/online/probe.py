@@ -262,7 +262,7 @@ class OnlineProbe:
 
         `gradient`: by the policy's parameter names, as the optimizer sees it (clipped, unscaled,
         averaged over ranks). None: that parameter has none, and the optimizer leaves it alone.
-        `own`: judge the step by the batch that it learns from, instead of the buffer's rollouts.
+        `own`: evaluate the step on the batch that it learns from, instead of the buffer's rollouts.
         """
         with self._context(), full_precision(), chosen_threads():
             direction = live_direction(self.policy.params, gradient, optimizer)

@@ -364,9 +364,9 @@ class EntropyProbeCallback(TrainerCallback):
         options = sampled_otherwise(args)
         if options and self.evaluation in ("half", "batch"):
             raise ValueError(
-                f"evaluation={self.evaluation!r} judges a step by rollouts that training sampled "
-                f"with {', '.join(options)}, and entropies are of the full softmax, from which "
-                "those rollouts were not drawn. Use evaluation='fresh': the probe then draws its "
+                f"evaluation={self.evaluation!r} evaluates a step on rollouts that training "
+                f"sampled with {', '.join(options)}, and entropies are of the full softmax, from "
+                "which those rollouts were not drawn. Use evaluation='fresh': the probe then draws its "
                 "own rollouts, from the full softmax."
             )
 

@@ -1,19 +1,20 @@
 """Drawing the responses of one unit of prompts: a decode loop with a KV cache, and nothing hidden.
 
-Token k of a rollout is the inverse distribution function of the policy's law at u_k, in fp64:
+Token k of a rollout is the inverse distribution function of the policy at u_k, in fp64:
 
     y = min { v : p(0) + ... + p(v) > u_k },    u_k from the rollout's own generator
 
 so which rollouts share a batch changes no draw (beyond rounding of the logits), and no library
-setting (top_k, repetition penalty, a generation_config's temperature) can bend the law. With
-top_p < 1 p is `numerics.entropy.nucleus`'s law, which is also the one that is scored.
+setting (top_k, repetition penalty, a generation_config's temperature) can change the
+distribution. With top_p < 1 p is restricted to `numerics.entropy.nucleus`, as it is when scored.
 
 Prompts are padded on the left and computed once per prompt; rows that end leave the batch. Where a
 model's cache does not give the logits of the whole sequence (a state that it keeps to itself, rows
 that cannot leave), which a few tokens show, every step computes the whole sequences again.
 
 Where ranks need each other for a pass (`models.fsdp`), another token on one of them, by a last
-digit of its logits, would part their ways. So rank 0 draws, and the others are `told` each step.
+digit of its logits, would part their ways. So rank 0 draws, and `broadcast` sends each step
+to the others.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class LastLogits:
     """Logits of the last position, as `SequenceProcessor` would score it.
 
     Where the policy's logits are `head(hidden)`, the head is applied here, in fp32 at least: a
-    model's own bf16 logits would be another law than the one that is scored.
+    model's own bf16 logits would be another distribution than the one that is scored.
     """
 
     def __init__(self, policy: Any) -> None:

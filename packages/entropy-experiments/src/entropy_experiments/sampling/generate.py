@@ -1,4 +1,4 @@
-"""`SampleGenerator`: evaluation and update batches, drawn from the policy's own law.
+"""`SampleGenerator`: evaluation and update batches, drawn from the policy's own distribution.
 
 A batch is planned before it is drawn. Its rollouts are sorted by prompt length and cut into units
 of `batch_size`, at most a quarter of the batch: a unit is decoded together and stored when finished

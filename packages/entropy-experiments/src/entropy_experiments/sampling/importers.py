@@ -143,7 +143,7 @@ def _drawn(ids_NT: Tensor, mask_NT: Tensor, pad: int | None) -> Tensor:
     if pad is None:
         raise ValueError(
             f"{int(emptied_N.sum())} completions have an empty mask (mask_truncated_completions); "
-            "give pad=tokenizer.pad_token_id so that their tokens can be told from padding."
+            "give pad=tokenizer.pad_token_id to distinguish their tokens from padding."
         )
     # Everything up to the last token that is not padding, and at least one.
     after_NT = (ids_NT != pad).flip(1).cumsum(1).flip(1) > 0

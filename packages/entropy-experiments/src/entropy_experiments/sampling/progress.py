@@ -1,4 +1,4 @@
-"""How far sampling has come: what a callback is told, and a bar that shows it on stderr."""
+"""How far sampling has come: what a callback receives, and a bar that shows it on stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a response is worth: named reward functions, and weighted sums of them.
+"""Rewards of a response: named reward functions, and weighted sums of them.
 
     math_verify     the final answer is mathematically the problem's (math-verify)
     answer_exact    the final answer is the same text, blanks aside

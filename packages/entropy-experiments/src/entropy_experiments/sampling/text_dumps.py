@@ -247,7 +247,7 @@ def _response(where: str, response: Any) -> str:
     if len(messages) != 1:
         raise ValueError(
             f"{where}: the response has {len(messages)} chat messages; expected one. Which tokens "
-            "of a tool dialogue were drawn cannot be told from text: record the update batch."
+            "of a tool dialogue were drawn cannot be known from text: record the update batch."
         )
     return messages[0]["content"]
 
