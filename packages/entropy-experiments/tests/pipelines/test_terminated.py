@@ -119,7 +119,7 @@ def test_units_that_are_not_stored_are_not_finished(ended):
 
 
 def test_the_command_says_so_in_one_line(capsys):
-    with pytest.raises(typer.Exit) as found, job._one_voice(ALONE):
+    with pytest.raises(typer.Exit) as found, job._one_error_message(ALONE):
         raise Terminated(143)
     assert found.value.exit_code == 143
     said = capsys.readouterr().err

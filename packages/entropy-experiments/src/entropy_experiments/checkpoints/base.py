@@ -44,7 +44,7 @@ from entropy_experiments.checkpoints.sizes import (
     Shapes,
     check_config_file,
     check_size,
-    stored_tensors,
+    read_tensor_shapes,
 )
 from entropy_experiments.input_errors import InputError, library_errors
 from entropy_experiments.input_files import expand_path, refuse_special_files
@@ -302,7 +302,7 @@ def check_safetensors(files: Sequence[Path]) -> dict[str, tuple[Path, tuple[int,
             continue
         try:
             with safe_open(file, framework="pt"):  # says what is wrong with it
-                shapes = stored_tensors([file]) or {}
+                shapes = read_tensor_shapes([file]) or {}
             stored |= {name: (file, shape) for name, shape in shapes.items()}
         except (SafetensorError, OSError) as error:
             raise ValueError(

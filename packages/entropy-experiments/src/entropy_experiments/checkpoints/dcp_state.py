@@ -45,7 +45,7 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self._keys)
 
 
-def sharded_weights(folder: Path) -> StoredWeights:
+def read_sharded_weights(folder: Path) -> StoredWeights:
     files = read_sharded(folder)
     section = _model(files)
     keys: dict[str, str] = {}
@@ -71,7 +71,9 @@ def holds_optimizer(stored: Mapping[str, Tensor] | None) -> bool:
     return isinstance(stored, StoredWeights) and bool(_optimizer(stored.files))
 
 
-def sharded_optimizer(folder: Path, stored: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+def read_sharded_optimizer(
+    folder: Path, stored: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
     """`state` and `param_groups`, as torch.save(optimizer.state_dict()) would hold them.
 
     `stored`: weights whose table of contents was read already, perhaps of the same folder.

@@ -125,9 +125,9 @@ def find_checkpoint(
     _refuse_half_written(root)
     stored = None
     if sharded is not None:
-        from entropy_experiments.checkpoints.stored_weights import stored_weights
+        from entropy_experiments.checkpoints.stored_weights import read_stored_weights
 
-        stored = stored_weights(sharded)
+        stored = read_stored_weights(sharded)
         kind = "lora" if any("lora_" in name for name in stored) else "full"
         config = _config_folder(weights, root, ADAPTER_CONFIG if kind == "lora" else MODEL_CONFIG)
     else:

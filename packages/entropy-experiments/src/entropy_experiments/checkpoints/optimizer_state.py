@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.checkpoints.dcp_state import sharded_optimizer, without_wrapper_names
+from entropy_experiments.checkpoints.dcp_state import read_sharded_optimizer, without_wrapper_names
 from entropy_experiments.checkpoints.layout import PARAM_NAMES
 from entropy_experiments.checkpoints.torch_files import load_safely
 from entropy_experiments.input_errors import short
@@ -76,7 +76,7 @@ def read_optimizer_state(
 ) -> tuple[OptimizerState, dict[str, Any]]:
     """(state by name, coverage): matched, missing, unused, order, steps, not_verifiable."""
     path = Path(path)
-    stored = sharded_optimizer(path, stored_weights) if path.is_dir() else load_safely(path)
+    stored = read_sharded_optimizer(path, stored_weights) if path.is_dir() else load_safely(path)
     if not isinstance(stored, Mapping) or not {"state", "param_groups"} <= set(stored):
         keys = (
             sorted(map(str, stored))[:6] if isinstance(stored, Mapping) else type(stored).__name__

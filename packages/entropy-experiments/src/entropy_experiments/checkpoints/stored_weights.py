@@ -24,17 +24,17 @@ from entropy_experiments.checkpoints.base import (
 )
 from entropy_experiments.checkpoints.dcp_state import (
     StoredWeights,
-    sharded_weights,
+    read_sharded_weights,
     without_wrapper_names,
 )
 from entropy_experiments.checkpoints.sizes import check_size
 from entropy_experiments.checkpoints.torch_files import load_safely
 
 
-def stored_weights(path: Path) -> Mapping[str, Tensor]:
+def read_stored_weights(path: Path) -> Mapping[str, Tensor]:
     """By name: DCP's folder, or the one file that FULL_STATE_DICT writes."""
     if path.is_dir():
-        return sharded_weights(path)
+        return read_sharded_weights(path)
     tensors = load_safely(path, mmap=True)
     if not isinstance(tensors, Mapping) or not all(isinstance(v, Tensor) for v in tensors.values()):
         raise ValueError(
@@ -71,7 +71,7 @@ def load_sharded_causal_lm(
 
     Nothing is made of a config that describes more than they hold; `where` it is, for the message.
     """
-    stored = stored_weights(path) if stored is None else stored
+    stored = read_stored_weights(path) if stored is None else stored
     with quiet_transformers():
         check_size(where or path, config, [path] if path.is_file() else (), shapes_of(stored))
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -80,7 +80,7 @@ def load_sharded_causal_lm(
         model.generation_config = generation
     _fill(path, stored, model.state_dict(), list(stored))
     check_finite_weights(path, model)
-    return _placed(model, device_map)
+    return _place_on_devices(model, device_map)
 
 
 def _check_precision(path: Path, model: Any, dtype: torch.dtype) -> None:
@@ -158,7 +158,7 @@ def _place(value: Tensor) -> tuple[Any, ...]:
     return value.device, value.data_ptr(), value.shape
 
 
-def _placed(model: nn.Module, device_map: Any) -> Any:
+def _place_on_devices(model: nn.Module, device_map: Any) -> Any:
     if device_map is None:
         return model
     from accelerate import dispatch_model, infer_auto_device_map

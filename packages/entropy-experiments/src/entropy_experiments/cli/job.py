@@ -106,18 +106,22 @@ def shared_ending(
     from entropy_experiments.sampling.finishing import finishing_units
 
     with ending(debug=debug):
-        ranks = _joined()
+        ranks = _join_ranks()
     try:
-        with ending(debug=debug, interrupted=interrupted), _one_voice(ranks), on_threads(threads):
+        with (
+            ending(debug=debug, interrupted=interrupted),
+            _one_error_message(ranks),
+            on_threads(threads),
+        ):
             with across(ranks), finishing_units(), _quiet_libraries(ranks, debug=debug):
                 yield ranks.first
             ranks.agree()  # nobody leaves while rank 0 writes: it may still fail
     except typer.Exit as end:
         if end.exit_code not in (0, TERMINATED):  # SIGTERM: somebody waits for this to end
-            _last_words()
+            _wait_for_message()
         raise
     finally:
-        _left()
+        _leave_ranks()
 
 
 def on_threads(threads: int | None) -> AbstractContextManager[None]:
@@ -130,7 +134,7 @@ def on_threads(threads: int | None) -> AbstractContextManager[None]:
     return fixed_threads(threads)
 
 
-def _joined() -> Ranks:
+def _join_ranks() -> Ranks:
     import torch
     import torch.distributed as dist
 
@@ -154,7 +158,7 @@ def _joined() -> Ranks:
     return Ranks(dist.group.WORLD)
 
 
-def _left() -> None:
+def _leave_ranks() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -162,7 +166,7 @@ def _left() -> None:
 
 
 @contextmanager
-def _one_voice(ranks: Ranks) -> Iterator[None]:
+def _one_error_message(ranks: Ranks) -> Iterator[None]:
     """An error passes on one rank only; on the others it is an exit code."""
     from entropy_experiments.distributed import LostRankError, RankError, announced
     from entropy_experiments.sampling.finishing import Terminated
@@ -206,7 +210,7 @@ def _quiet_libraries(ranks: Ranks, *, debug: bool) -> Iterator[None]:
         yield
 
 
-def _last_words() -> None:
+def _wait_for_message() -> None:
     """Wait until the rank that failed has given its message, or is gone."""
     import torch.distributed as dist
 

@@ -75,8 +75,8 @@ def train(
     settings: TrainingConfig | None = None
     option = "max_steps" if steps is None else "--steps"
     alone = nullcontext() if is_multi_process() else signals_interrupt()
-    with ending(debug=debug, interrupted=lambda: _interrupted(settings)), alone:
-        settings = _configured(
+    with ending(debug=debug, interrupted=lambda: _interrupt_message(settings)), alone:
+        settings = _load_settings(
             config, preset, out, steps, resume=resume, no_probe=no_probe, overrides=overrides or []
         )
         from entropy_experiments.config.training_batch import (
@@ -132,7 +132,7 @@ def _check_names(config: TrainingConfig) -> None:
     build_reward(functions, config.reward_weights)
 
 
-def _configured(
+def _load_settings(
     config: str | None,
     preset: str | None,
     out: Path | None,
@@ -211,7 +211,7 @@ def _would_resume(config: TrainingConfig, option: str) -> tuple[str | None, str]
     return str(checkpoint), f"would continue from {checkpoint}"
 
 
-def _interrupted(config: TrainingConfig | None) -> str:
+def _interrupt_message(config: TrainingConfig | None) -> str:
     if config is None:
         return "Interrupted before anything was computed."
     return (

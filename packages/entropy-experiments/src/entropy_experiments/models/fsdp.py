@@ -79,7 +79,7 @@ class ShardedModel(nn.Module):
         # Once and for all: what is trained does not change when an adapter is switched off.
         self._names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
         mesh = mesh or mesh_of(ranks, next(model.parameters()).device.type)
-        precision = _reduced_in_full(model)
+        precision = _fp32_reduction(model)
         for module in (*decoder_layers(model), self):
             # Without resharding, written shards would not be seen by the next pass.
             fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
@@ -333,7 +333,7 @@ class _Scored(torch.autograd.Function):
         return None, None, None, *ctx.policy._gradient_shards(ctx.params, scores, cotangents)
 
 
-def _reduced_in_full(model: nn.Module) -> MixedPrecisionPolicy:
+def _fp32_reduction(model: nn.Module) -> MixedPrecisionPolicy:
     """Gradients in half precision are added over ranks in fp32, and rounded once: FSDP gives them
     back in the precision of their parameter, as autograd does in one process."""
     trained = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)

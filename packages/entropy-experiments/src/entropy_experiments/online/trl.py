@@ -366,8 +366,8 @@ class EntropyProbeCallback(TrainerCallback):
             raise ValueError(
                 f"evaluation={self.evaluation!r} evaluates a step on rollouts that training "
                 f"sampled with {', '.join(options)}, and entropies are of the full softmax, from "
-                "which those rollouts were not drawn. Use evaluation='fresh': the probe then draws its "
-                "own rollouts, from the full softmax."
+                "which those rollouts were not drawn. Use evaluation='fresh': the probe then draws "
+                "its own rollouts, from the full softmax."
             )
 
     def _warn_sampling(self, args: Any) -> None:

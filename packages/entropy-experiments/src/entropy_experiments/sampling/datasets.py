@@ -103,11 +103,11 @@ def load_problems(
     if count is not None and not 0 < count <= LARGEST_COUNT:
         raise ValueError(f"count is {count}; expected 1 to {LARGEST_COUNT} problems.")
     if name in ("gsm8k", "gsm8k_r1_template"):
-        problems = _shuffled(_gsm8k(name, path, split or "train"), seed, count)
+        problems = _shuffle(_gsm8k(name, path, split or "train"), seed, count)
     elif name == "jsonl":
-        problems = _shuffled(_jsonl(path, split), seed, count)
+        problems = _shuffle(_jsonl(path, split), seed, count)
     elif name == RECORDED:
-        return _shuffled(_recorded(path, split), seed, count)  # in training's own words already
+        return _shuffle(_recorded(path, split), seed, count)  # in training's own words already
     elif name in ("countdown", "countdown_r1_template"):
         problems = _countdown(name, split or "train", seed, _needed(name, count))
     elif name.startswith("reasoning_gym:"):
@@ -165,7 +165,7 @@ def without(problems: Iterable[Problem], used: Iterable[Problem]) -> list[Proble
     return [p for p in problems if p.id not in ids and p.prompt not in prompts]
 
 
-def _shuffled(problems: Iterable[Problem], seed: int, count: int | None) -> list[Problem]:
+def _shuffle(problems: Iterable[Problem], seed: int, count: int | None) -> list[Problem]:
     distinct = list(_distinct(problems))
     # By a hash rather than random.shuffle: a file that grows keeps the order of what it had.
     distinct.sort(key=lambda p: hashlib.sha256(f"{seed} {p.id} {p.prompt}".encode()).digest())

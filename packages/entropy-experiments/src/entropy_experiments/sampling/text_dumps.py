@@ -101,7 +101,7 @@ def from_trl_completions(
         ]
         notes.append(f"reward = weighted sum of the columns {reward_names}")
     named = [(f"{path}: row {i}", record) for i, record in enumerate(records)]
-    return imported(named, tokenizer, max_completion_length, append_eos, scale, notes, path)
+    return import_records(named, tokenizer, max_completion_length, append_eos, scale, notes, path)
 
 
 def from_jsonl(
@@ -135,10 +135,10 @@ def from_jsonl(
             f"{path} holds the steps {steps[:6]}{'...' if len(steps) > 6 else ''}; one update is "
             "made of one step: say which as step=..."
         )
-    return imported(named, tokenizer, max_completion_length, append_eos, scale, [], path)
+    return import_records(named, tokenizer, max_completion_length, append_eos, scale, [], path)
 
 
-def imported(
+def import_records(
     named: Sequence[tuple[str, Mapping[str, Any]]],
     tokenizer: Any,
     longest: int | None,
