@@ -61,6 +61,8 @@ OTHER_ADAPTERS = (
     "use_bdlora",
 )
 
+AdapterConfig = Mapping[str, Any]
+"""The content of adapter_config.json."""
 Rule = tuple[Callable[[Any], bool], str]
 ALPHA_NOTE = "lora_alpha: nothing in the files records the value that training used"
 SKETCH_NOTE = (
@@ -126,7 +128,7 @@ def _is_unset(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
-def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
+def load_adapter(base: Any, layout: Layout, config: AdapterConfig) -> Any:
     """A PeftModel over `base` whose trainable parameters are those that training moved."""
     from peft import (
         LoraConfig,
@@ -170,7 +172,7 @@ def load_adapter(base: Any, layout: Layout, config: Mapping[str, Any]) -> Any:
 
 
 def adapter_notes(
-    config: Mapping[str, Any],
+    config: AdapterConfig,
     *,
     base_saved: bool = False,
     base_compared: bool = False,
@@ -305,7 +307,7 @@ def check_adapter_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def check_patterns(path: Path, config: Mapping[str, Any], modules: Iterable[str]) -> None:
+def check_patterns(path: Path, config: AdapterConfig, modules: Iterable[str]) -> None:
     """Refuse patterns that are none, or that do not end on the names of this model."""
     patterns = [
         (key, config[key], "{}")
@@ -334,7 +336,7 @@ def check_patterns(path: Path, config: Mapping[str, Any], modules: Iterable[str]
 
 
 def check_ranks(
-    path: Path, config: Mapping[str, Any], file: Path, stored: Mapping[str, tuple[int, ...]]
+    path: Path, config: AdapterConfig, file: Path, stored: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Refuse ranks larger than anything the weights have: peft makes them before it compares."""
     largest = max((size for shape in stored.values() for size in shape), default=0)

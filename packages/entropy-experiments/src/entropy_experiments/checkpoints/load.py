@@ -57,7 +57,7 @@ from entropy_experiments.checkpoints.stored_weights import (
     take_base,
 )
 from entropy_experiments.checkpoints.torch_files import load_safely
-from entropy_experiments.checkpoints.training_facts import read_facts
+from entropy_experiments.checkpoints.training_facts import TrainingFacts, read_facts
 from entropy_experiments.checkpoints.training_record import (
     MADE_STEP,
     TrainingRecord,
@@ -95,7 +95,7 @@ class Checkpoint:
     optimizer: OptimizerState | None
     lr: float | None
     """The stored rate of the *next* step; 0 after the last step of a schedule."""
-    facts: Mapping[str, Any]
+    facts: TrainingFacts
     fact_sources: Mapping[str, str]
     coverage: Mapping[str, Any]
     not_verifiable: tuple[str, ...]
@@ -203,7 +203,7 @@ def _lora(
     backbone: str | None,
     dtype: str,
     device_map: Any,
-    facts: Mapping[str, Any],
+    facts: TrainingFacts,
     *,
     quantise: bool,
     record: TrainingRecord | None,
@@ -255,7 +255,7 @@ def _full(
     backbone: str | None,
     dtype: str,
     device_map: Any,
-    facts: Mapping[str, Any],
+    facts: TrainingFacts,
 ) -> tuple[Any, Base | None, str, tuple[str, ...]]:
     check_index(layout, check_safetensors(layout.files))
     for file in layout.files if layout.sharded is None else ():
@@ -367,7 +367,7 @@ def _device_map(device_map: Any) -> Any:
 
 
 def _quantization(
-    base: Base, facts: Mapping[str, Any], device_map: Any, quantise: bool
+    base: Base, facts: TrainingFacts, device_map: Any, quantise: bool
 ) -> tuple[Any, str]:
     """Settings for a 4- or 8-bit base where training had one and this machine can; and words."""
     config = model_config(base.location, revision=base.revision, words=base.words)

@@ -54,6 +54,8 @@ ORDER_NOTE = "optimizer order:"
 LARGEST_STEP = 10**12
 """Nobody trains for longer, and a damaged count may have any number of digits."""
 
+ParamGroup = Mapping[str, Any]
+"""An entry of torch's `param_groups`."""
 Groups = list[list[str]]
 
 
@@ -181,7 +183,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _kind(path: Path, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> str:
+def _kind(path: Path, groups: Sequence[ParamGroup], state: Mapping[Any, Any]) -> str:
     if not groups:
         raise ValueError(f"{path} has no parameter groups; expected at least one.")
     kind = "adam" if "betas" in groups[0] else "sgd" if "nesterov" in groups[0] else None
@@ -208,7 +210,7 @@ def _kind(path: Path, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, A
 
 def _names(
     path: Path,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[ParamGroup],
     state: Mapping[Any, Any],
     model: nn.Module,
     named: Mapping[str, Tensor],
@@ -255,7 +257,7 @@ def _names(
     )
 
 
-def _names_in_file(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> Groups | None:
+def _names_in_file(groups: Sequence[ParamGroup], model: nn.Module) -> Groups | None:
     if all(isinstance(name, str) for group in groups for name in group["params"]):
         names = [list(group["params"]) for group in groups]
     elif all("param_names" in group for group in groups if group["params"]):
@@ -335,7 +337,7 @@ def trainer_order(
 
 def _check_shapes(
     path: Path,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[ParamGroup],
     state: Mapping[Any, Any],
     names: Groups,
     named: Mapping[str, Tensor],
@@ -404,7 +406,7 @@ def _entry(
 
 def _group(
     path: Path,
-    group: Mapping[str, Any],
+    group: ParamGroup,
     names: tuple[str, ...],
     kind: str,
     unsure: list[str],

@@ -34,6 +34,8 @@ from entropy_experiments.input_files import check_regular
 FACTS_FILE = "entropy_probe.json"
 TRL_FILES = ("trl.yaml", "trl_config.yaml", "grpo.yaml", "training.yaml", "train.yaml")
 
+TrainingFacts = Mapping[str, Any]
+"""Values by name; `KNOWN` lists the names."""
 KNOWN = (
     "loss",
     "advantage",

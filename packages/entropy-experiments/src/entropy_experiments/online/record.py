@@ -40,7 +40,7 @@ from torch import Tensor
 
 from entropy_experiments.artifacts import sha256, write_whole
 from entropy_experiments.checkpoints.layout import find_checkpoint
-from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN, TrainingFacts
 from entropy_experiments.checkpoints.training_record import (
     FINGERPRINT_FILE,
     GRADIENT_FILE,
@@ -89,9 +89,7 @@ GRADIENT_ELEMENTS = 20_000_000
 class Recorder:
     """`gradient`: keep the gradient itself beside checkpoints; None: where it is small enough."""
 
-    def __init__(
-        self, folder: Path, facts: Mapping[str, Any], *, gradient: bool | None = None
-    ) -> None:
+    def __init__(self, folder: Path, facts: TrainingFacts, *, gradient: bool | None = None) -> None:
         refuse_unknown(facts)
         self.folder, self.facts, self.gradient = folder, facts, gradient
         self._beside: tuple[int, Path, str] | None = None
@@ -292,7 +290,7 @@ def _by_function(parts: list[dict[str, Any]], trainer: Any) -> dict[str, Any] | 
     }
 
 
-def refuse_unknown(facts: Mapping[str, Any]) -> None:
+def refuse_unknown(facts: TrainingFacts) -> None:
     """A name that the offline commands would refuse, before it is in every checkpoint."""
     for name in facts:
         if name not in KNOWN:
@@ -301,14 +299,14 @@ def refuse_unknown(facts: Mapping[str, Any]) -> None:
             raise ValueError(f"facts has {name!r}.{hint} Expected names among {', '.join(KNOWN)}.")
 
 
-def facts_of(trainer: Any, own_facts: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(trainer: Any, own_facts: TrainingFacts) -> dict[str, Any]:
     read = training_facts(trainer)
     if read["loss"] not in get_args(Loss):
         del read["loss"]  # the record names it among what is not followed
     return {**read, **own_facts}
 
 
-def write_facts(folder: Path, trainer: Any, own_facts: Mapping[str, Any]) -> None:
+def write_facts(folder: Path, trainer: Any, own_facts: TrainingFacts) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(facts_of(trainer, own_facts), indent=1, sort_keys=True) + "\n"
     write_whole(folder / FACTS_FILE, text.encode())

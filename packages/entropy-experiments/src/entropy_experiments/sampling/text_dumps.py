@@ -28,6 +28,8 @@ from entropy_experiments.input_files import read_jsonl
 from entropy_experiments.sampling.advantages import Scale, group_advantages, weighted_rewards
 from entropy_experiments.types import Rollouts, UpdateBatch
 
+Line = Mapping[str, Any]
+"""One rollout as the file has it: values by column."""
 PROMPT = ("prompt", "input", "question")
 RESPONSE = ("completion", "response", "output")
 RESPONSE_IDS = ("completion_ids", "response_ids")
@@ -139,7 +141,7 @@ def from_jsonl(
 
 
 def import_records(
-    named: Sequence[tuple[str, Mapping[str, Any]]],
+    named: Sequence[tuple[str, Line]],
     tokenizer: Any,
     longest: int | None,
     append_eos: bool,
@@ -185,9 +187,7 @@ def import_records(
     )
 
 
-def _row(
-    where: str, record: Mapping[str, Any], tokenizer: Any, longest: int | None, eos: int | None
-) -> _Row:
+def _row(where: str, record: Line, tokenizer: Any, longest: int | None, eos: int | None) -> _Row:
     prompt_ids = _ids(where, record, ("prompt_ids",))
     prompt = _first(record, PROMPT)
     if prompt_ids is None:
@@ -364,9 +364,7 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _reward_columns(
-    path: Path, records: Sequence[Mapping[str, Any]], wanted: Sequence[str] | None
-) -> list[str]:
+def _reward_columns(path: Path, records: Sequence[Line], wanted: Sequence[str] | None) -> list[str]:
     columns = list(records[0])
     if wanted is not None:
         missing = [name for name in wanted if name not in columns]
@@ -382,11 +380,11 @@ def _reward_columns(
     return [name for name in columns if name not in ("step", *ADVANTAGE) and numbers(name)]
 
 
-def _first(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+def _first(record: Line, names: Sequence[str]) -> Any:
     return next((record[name] for name in names if record.get(name) is not None), None)
 
 
-def _ids(where: str, record: Mapping[str, Any], names: Sequence[str]) -> list[int] | None:
+def _ids(where: str, record: Line, names: Sequence[str]) -> list[int] | None:
     value = _first(record, names)
     if value is None:
         return None
@@ -399,7 +397,7 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _optional(where: str, record: Mapping[str, Any], names: Sequence[str]) -> float | None:
+def _optional(where: str, record: Line, names: Sequence[str]) -> float | None:
     value = _first(record, names)
     if value is None:
         return None
