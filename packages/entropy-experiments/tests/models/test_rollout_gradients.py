@@ -17,8 +17,7 @@ from entropy_experiments.models.rollout_gradients import (
     linear_owners,
 )
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.numerics.by_rollout import weighted_sum
-from entropy_experiments.numerics.derivatives import pullback
+from entropy_experiments.numerics.derivatives import pullback, weighted_sum
 from entropy_experiments.types import BatchedPolicy, Rollouts, Scores
 from oracles.tabular import TabularPolicy
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
