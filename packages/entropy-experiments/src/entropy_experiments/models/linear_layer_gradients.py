@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from entropy_experiments.numerics.rollout_gradients import (
     Score,
+    at_least_fp32,
     check_cotangents,
-    full,
-    one_by_one,
+    gradients_one_by_one,
     weighted_sum,
 )
 from entropy_experiments.types import Params, Rollouts, Scores
@@ -47,7 +47,7 @@ def gradients_by_rollout(
     check_cotangents(rollouts, cotangents)
     owners = linear_owners(model, params)
     found = None if owners is None else batched(score, owners, params, rollouts, cotangents)
-    return one_by_one(score, params, rollouts, cotangents) if found is None else found
+    return gradients_one_by_one(score, params, rollouts, cotangents) if found is None else found
 
 
 def linear_owners(model: nn.Module, names: Params) -> Owners | None:
@@ -116,7 +116,7 @@ class _Caught:
 
     def _plus(self, name: str, more: Tensor) -> None:
         before = self.gradients.get(name)
-        self.gradients[name] = full(more) if before is None else before + more
+        self.gradients[name] = at_least_fp32(more) if before is None else before + more
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Teacher forcing of a transformers causal LM, as a function of its trainable parameters.
 
 Rollouts are moved to the left edge first, so that a batch gives the numbers of one rollout at a
-time (`called`). Rollouts of one prompt share a row (`shared_prompts`), where the model allows it.
-The scores come back where the tokens were.
+time (`functional_model`). Rollouts of one prompt share a row (`shared_prompts`), where the model
+allows it. The scores come back where the tokens were.
 
 The decoder's hidden states meet the LM head at response positions only, inside `response_scores`.
 That is right where logits are `head(hidden)` and nothing else; where they are not (an adapter on
@@ -19,28 +19,28 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.models.called import CalledModel
-from entropy_experiments.models.calling import (
+from entropy_experiments.models.call_conditions import (
     causal_lm,
     nothing_differentiated,
     records_a_graph,
 )
+from entropy_experiments.models.functional_model import FunctionalModel
 from entropy_experiments.models.linear_layer_gradients import gradients_by_rollout
-from entropy_experiments.models.own_call import HIGH, scaled_states, trial_tokens
-from entropy_experiments.models.packed import Packed
-from entropy_experiments.models.parts import (
+from entropy_experiments.models.shared_prompts import Packed, Rows, may_share, shared_rows
+from entropy_experiments.models.trials import (
     FAILURES,
+    HIGH,
     Parts,
-    alike,
     few_tokens,
+    nearly_equal,
+    scaled_states,
+    trial_tokens,
     two_of_one_prompt,
 )
-from entropy_experiments.models.shared_prompts import Rows, may_share, shared_rows
 from entropy_experiments.numerics.entropy import (
     before_response,
     nucleus_fingerprint,
@@ -55,7 +55,7 @@ KNOWN_MASKS = ("sdpa", "eager")
 """Implementations of attention that take a square mask."""
 
 
-class SequenceProcessor(CalledModel):
+class SequenceProcessor(FunctionalModel):
     """A loaded model as the estimators see it (`types.Policy`, and `types.NucleusPolicy`)."""
 
     def __init__(
@@ -177,15 +177,22 @@ class SequenceProcessor(CalledModel):
         inside = packed.rollouts
         if self._parts is None:
             where, logits_TV = self._response_logits(params, packed)
-            found_NS = torch.zeros_like(inside.tokens_NS).index_put(
-                where, nucleus_fingerprint(logits_TV, **self._law)
+            fingerprint_NS = torch.zeros_like(inside.tokens_NS).index_put(
+                where,
+                nucleus_fingerprint(logits_TV, temperature=self.temperature, top_p=self.top_p),
             )
         else:
             hidden_RSD, head_VD, bias_V = self._hidden(params, inside.tokens_NS, packed.rows)
-            found_NS = response_support(
-                hidden_RSD, head_VD, inside, place=packed.place, bias_V=bias_V, **self._law
+            fingerprint_NS = response_support(
+                hidden_RSD,
+                head_VD,
+                inside,
+                place=packed.place,
+                bias_V=bias_V,
+                temperature=self.temperature,
+                top_p=self.top_p,
             )
-        return packed.back(found_NS)
+        return packed.back(fingerprint_NS)
 
     def _packed(self, rollouts: Rollouts) -> Packed:
         words = len(causal_lm(self.model).get_input_embeddings().weight)
@@ -208,12 +215,15 @@ class SequenceProcessor(CalledModel):
     ) -> Scores:
         place, rollouts = packed.place, packed.rollouts
         return response_scores(
-            hidden_RSD, head_VD, rollouts, place=place, bias_V=bias_V, chunk=self.chunk, **self._law
+            hidden_RSD,
+            head_VD,
+            rollouts,
+            place=place,
+            bias_V=bias_V,
+            chunk=self.chunk,
+            temperature=self.temperature,
+            top_p=self.top_p,
         )
-
-    @property
-    def _law(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "top_p": self.top_p}
 
     def _score(self, params: Params, packed: Packed) -> Scores:
         check_params("params", params, self.params)
@@ -223,7 +233,11 @@ class SequenceProcessor(CalledModel):
             return self._from_hidden(hidden_RSD, head_VD, bias_V, packed)
         where, logits_TV = self._response_logits(params, packed)
         logprob_T, entropy_T = token_scores(
-            logits_TV, rollouts.tokens_NS[where], chunk=self.chunk, **self._law
+            logits_TV,
+            rollouts.tokens_NS[where],
+            chunk=self.chunk,
+            temperature=self.temperature,
+            top_p=self.top_p,
         )
         empty_NS = logprob_T.new_zeros(rollouts.tokens_NS.shape)
         return Scores(empty_NS.index_put(where, logprob_T), empty_NS.index_put(where, entropy_T))
@@ -288,7 +302,7 @@ class SequenceProcessor(CalledModel):
             except FAILURES:
                 return False  # an architecture that makes its own mask from a flat one
         row_NS, column_NS = (x_NS[:, :-1].to(together_RSX.device) for x_NS in rows.place)
-        return alike(together_RSX[row_NS, column_NS], apart_NSX, apart_NSX.dtype)
+        return nearly_equal(together_RSX[row_NS, column_NS], apart_NSX, apart_NSX.dtype)
 
     def _head_makes_the_logits(self, parts: Parts) -> bool:
         """Of states as they are, and of states so large that a soft cap would be seen.
@@ -299,16 +313,16 @@ class SequenceProcessor(CalledModel):
         try:
             with torch.no_grad():
                 hidden_NSD, head_VD, bias_V = self._hidden(self.params, tokens_NS)
-                made_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD)
-                largest = float(made_NSV.abs().max())
+                linear_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD)
+                largest = float(linear_NSV.abs().max())
                 if not 0 < largest < torch.inf:
                     return False  # nothing to be seen: the model's own logits are always right
                 for factor in (1.0, HIGH / largest):
                     with scaled_states(parts.decoder, factor):
                         own_NSV = self._call(self.model, self.params, tokens_NS)[0]
                     large_NSD = (hidden_NSD * factor).to(head_VD.dtype)
-                    made_NSV = nn.functional.linear(large_NSD, head_VD, bias_V)
-                    if not alike(made_NSV, own_NSV, hidden_NSD.dtype):
+                    linear_NSV = nn.functional.linear(large_NSD, head_VD, bias_V)
+                    if not nearly_equal(linear_NSV, own_NSV, hidden_NSD.dtype):
                         return False
         except torch.OutOfMemoryError:
             raise

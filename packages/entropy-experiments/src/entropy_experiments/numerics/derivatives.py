@@ -7,7 +7,8 @@
 linear in u, and its derivative in u along v is J v; plain autograd, so that Functions that know
 nothing of torch.func have it too. `central` is two plain forwards, O(step^2) away from the truth
 and all that remains when a model cannot be differentiated twice, as with fused attention kernels,
-which have neither forward mode nor a double backward.
+which have neither forward mode nor a double backward. Gradients of single rollouts are in
+`numerics.rollout_gradients`.
 """
 
 from __future__ import annotations
@@ -80,8 +81,10 @@ def differentiating(how: str) -> Iterator[None]:
         yield
     except (NotImplementedError, RuntimeError) as error:
         reason = first_line(error)
-        told = isinstance(error, NotImplementedError) or any(w in reason for w in NO_DERIVATIVE)
-        if isinstance(error, torch.OutOfMemoryError) or not told:
+        unsupported = isinstance(error, NotImplementedError) or any(
+            w in reason for w in NO_DERIVATIVE
+        )
+        if isinstance(error, torch.OutOfMemoryError) or not unsupported:
             raise
         raise NoDerivativeError(
             f"An operation of the model cannot be differentiated by {how!r} ({reason}). Use "
@@ -116,8 +119,8 @@ def pushforwards(
                 _difference(f, *_aligned(params, v), difference_step(params, v, lr)) for v in many
             ]
     if how != "jvp" or len(many) == 1:
-        found = [pushforward(f, params, v, how=how) for v in many]
-        return found[0][0], [slope for _, slope in found]
+        results = [pushforward(f, params, v, how=how) for v in many]
+        return results[0][0], [slope for _, slope in results]
     stacked = {
         name: torch.stack([v[name].to(theta.device, theta.dtype) for v in many])
         for name, theta in params.items()

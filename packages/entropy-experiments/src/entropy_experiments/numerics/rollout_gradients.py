@@ -2,9 +2,9 @@
 
     g_n = d/dtheta sum_k [ c^l_nk l_nk + c^h_nk h_nk ]        c: the cotangent of rollout n's scores
 
-`rollout_gradients` is what callers use. `one_by_one` takes a forward and a backward per rollout:
-right for any policy. A policy that offers `gradients_by_rollout` gives the same numbers for a whole
-microbatch at once (`models.linear_layer_gradients`).
+`rollout_gradients` is what callers use. `gradients_one_by_one` makes one forward and one backward
+per rollout: right for any policy. A policy that offers `gradients_by_rollout` gives the same
+numbers for a whole microbatch at once (`models.linear_layer_gradients`).
 
 Stacks are dicts of [n, *shape] tensors by parameter name: n gradients or n directions. A block of
 directions and a microbatch of gradients are in memory together, each under half the budget.
@@ -32,7 +32,7 @@ def rollout_gradients(
     """For each cotangent c, the gradients of sum_k (c_l l + c_h h) of every rollout of a part."""
     if isinstance(policy, BatchedPolicy):
         return policy.gradients_by_rollout(policy.params, part, cotangents)
-    return one_by_one(policy.score, policy.params, part, cotangents)
+    return gradients_one_by_one(policy.score, policy.params, part, cotangents)
 
 
 def weighted_sum(scores: Scores, cotangent: Scores, response_NS: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ def weighted_sum(scores: Scores, cotangent: Scores, response_NS: Tensor) -> Tens
     return torch.where(response_NS, sum(products), 0.0).sum()
 
 
-def one_by_one(
+def gradients_one_by_one(
     score: Score, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
 ) -> list[dict[str, Tensor]]:
     """For each cotangent the gradients [n, *shape] of the rollouts, in the order given."""
     check_cotangents(rollouts, cotangents)
-    found = []
+    gradients = []
     for cotangent in cotangents:
         rows = []
         for n in range(len(rollouts)):
@@ -62,11 +62,13 @@ def one_by_one(
                     1
                 ]
             )
-        found.append({name: full(torch.stack([row[name] for row in rows])) for name in params})
-    return found
+        gradients.append(
+            {name: at_least_fp32(torch.stack([row[name] for row in rows])) for name in params}
+        )
+    return gradients
 
 
-def full(gradient: Tensor) -> Tensor:
+def at_least_fp32(gradient: Tensor) -> Tensor:
     """Half-precision gradients are added up in fp32."""
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 

@@ -34,7 +34,7 @@ from entropy_experiments.config.estimates import BatchRequest
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import norm, shifted
-from entropy_experiments.online.facts_file import facts_of
+from entropy_experiments.online.record import facts_of
 from entropy_experiments.pipelines.influence.batches import EvaluationBatch, folded
 from entropy_experiments.pipelines.influence.files import StudyFiles
 from entropy_experiments.pipelines.influence.packing import step_json

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.checkpoints.load import Checkpoint
-from entropy_experiments.checkpoints.made_step import MadeStep, read_made_step
-from entropy_experiments.checkpoints.training_record import MADE_STEP
+from entropy_experiments.checkpoints.training_record import (
+    MADE_STEP,
+    RecordedStep,
+    read_recorded_step,
+)
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.modes import Used, used_mode
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.numerics.sketch import distance, sketch
 from entropy_experiments.pipelines.probe_sampling import (
     OpenCheckpoint,
@@ -70,7 +73,7 @@ class ProbeInputs:
     """Groups drawn in place of groups with equal rewards; None: the batch was not drawn here."""
     notes: tuple[str, ...]
     timing: dict[str, float]
-    made: MadeStep | None = None
+    made: RecordedStep | None = None
     """What training recorded of the step that it made from here."""
 
     @property
@@ -284,11 +287,11 @@ def gather(
     )
 
 
-def made_step(checkpoint: Checkpoint) -> MadeStep | None:
+def made_step(checkpoint: Checkpoint) -> RecordedStep | None:
     """What is recorded of the step that was made from this checkpoint."""
     if checkpoint.recorded is None:
         return None
-    return read_made_step(checkpoint.recorded.parent / MADE_STEP)
+    return read_recorded_step(checkpoint.recorded.parent / MADE_STEP)
 
 
 def with_divisor(facts: TrainingFacts, checkpoint: Checkpoint) -> TrainingFacts:

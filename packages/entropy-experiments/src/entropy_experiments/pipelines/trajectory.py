@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from entropy_experiments.checkpoints.runs import embedded_trajectory, steps_of
+from entropy_experiments.checkpoints.runs import checkpoints_by_step, embedded_trajectory
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import entropy_level, within_entropy
@@ -95,7 +95,7 @@ def probe_trajectory(
     too small to keep several threads busy.
     """
     folder = embedded_trajectory() if folder is None else Path(folder)
-    paths = steps_of(folder)[steps]
+    paths = checkpoints_by_step(folder)[steps]
     numbers = [int(path.name.removeprefix("checkpoint-").removeprefix("step_")) for path in paths]
     if len(paths) < 2 or numbers != list(range(numbers[0], numbers[0] + len(paths))):
         raise ValueError(

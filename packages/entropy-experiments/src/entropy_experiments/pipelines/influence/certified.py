@@ -14,7 +14,7 @@ from typing import Any
 
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.optimizer_state import ORDER_NOTE
-from entropy_experiments.checkpoints.runs import following
+from entropy_experiments.checkpoints.runs import next_checkpoint
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs
 from entropy_experiments.pipelines.run_conditions import own_device
@@ -93,7 +93,7 @@ def certificate_of(
         return None, "the model is cut over the processes, and so is the rebuilt step"
     if probe.lr_stored > 0:
         direction = replace(direction, lr=probe.lr_stored)
-    later = following(probe.checkpoint.path)
+    later = next_checkpoint(probe.checkpoint.path)
     if later is None:
         return _by_fingerprint(probe, direction)
     asked = probe.config.checkpoint

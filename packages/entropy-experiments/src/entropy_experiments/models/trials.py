@@ -1,4 +1,7 @@
-"""What a model is tried for before its scores are relied upon: that they are the model's own.
+"""What is tried on a few tokens before a model's scores are relied upon.
+
+Whether the logits are `head(hidden)` (`Parts`), whether rollouts may share a row, and whether the
+scores are the model's own.
 
 A model's own call on one sequence, tokens and nothing else, is what scores mean. Scoring passes
 positions, a mask and padded batches; the trial is a sequence alone, and a batch of it with its own
@@ -21,14 +24,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.models.calling import (
+from entropy_experiments.models.call_conditions import (
     causal_lm,
-    evaluating,
+    eval_mode,
     forward_as,
     plain_inputs,
 )
-from entropy_experiments.models.parts import FAILURES, HALF_TOLERANCE, TOLERANCE
+from entropy_experiments.types import Rollouts
 
+FEW = 5
+FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+"""What a trial may end with in a model that is not made for it."""
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+"""Relative to the largest number; half precision, where head and model may differ in rounding,
+gets HALF_TOLERANCE. A soft cap or a scaling is wrong by far more than either."""
+HALF_TOLERANCE = 0.03
 WHOLE, BEGINNING = 12, 8
 """Tokens of the trial's two sequences."""
 STRAY = 0.25
@@ -36,6 +46,65 @@ STRAY = 0.25
 now and then, while wrong positions are wrong everywhere."""
 HIGH = 1000.0
 """Logits to try a head at: a soft cap (30 or 50, say) cannot be seen in small ones."""
+
+
+class Parts(NamedTuple):
+    """Of a model whose head is a plain nn.Linear."""
+
+    decoder: nn.Module
+    prefix: str
+    """What the names of the decoder's parameters begin with."""
+    head: nn.Linear
+    weight: str
+    """The name of the head's weight: the embedding's, where they are tied."""
+    bias: str | None
+
+
+def find_parts(model: nn.Module) -> Parts | None:
+    """None: there is no plain head."""
+    lm = causal_lm(model)
+    head, decoder = lm.get_output_embeddings(), getattr(lm, lm.base_model_prefix, None)
+    # Exactly nn.Linear: a LoRA layer or a quantised one is a subclass with another forward.
+    if type(head) is not nn.Linear or decoder is None or decoder is lm:
+        return None
+    prefix = next((name for name, module in model.named_modules() if module is decoder), None)
+    names = {id(value): name for name, value in model.named_parameters()}
+    if prefix is None or id(head.weight) not in names:
+        return None
+    bias = None if head.bias is None else names[id(head.bias)]
+    return Parts(decoder, f"{prefix}.", head, names[id(head.weight)], bias)
+
+
+def few_tokens(model: nn.Module) -> Tensor:
+    embeddings = causal_lm(model).get_input_embeddings().weight
+    tokens_S = torch.arange(FEW, device=embeddings.device) % len(embeddings)
+    return tokens_S[None]
+
+
+def passing_tokens(model: nn.Module) -> Tensor:
+    """Four rollouts of 64 tokens: what a pass takes shows in them."""
+    return few_tokens(model).repeat(1, -(-64 // FEW))[:, :64].repeat(4, 1)
+
+
+def two_of_one_prompt(model: nn.Module) -> Rollouts:
+    """Three tokens that two responses of two tokens share."""
+    vocabulary = len(causal_lm(model).get_input_embeddings().weight)
+    response_NS = torch.arange(5).expand(2, 5) >= 3
+    return Rollouts(
+        tokens_NS=torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]]) % vocabulary,
+        attention_NS=torch.ones_like(response_NS),
+        response_NS=response_NS,
+        prompt_N=torch.zeros(2, dtype=torch.int64),
+    )
+
+
+def nearly_equal(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """The same but for rounding, both having been made in this precision."""
+    if got.shape != expected.shape:
+        return False
+    got, expected = got.to(expected.device).double(), expected.double()
+    tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
+    return bool((got - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 class UnsupportedModelError(ValueError):
@@ -94,7 +163,7 @@ def own_trial(model: nn.Module) -> Trial:
 
 def _own_call(model: nn.Module, tokens_1S: Tensor) -> Tensor:
     try:
-        with torch.no_grad(), evaluating(model), plain_inputs(model):
+        with torch.no_grad(), eval_mode(model), plain_inputs(model):
             return model(input_ids=tokens_1S).logits
     except torch.OutOfMemoryError:
         raise
@@ -122,10 +191,10 @@ def trial_tokens(model: nn.Module) -> Tensor:
     for key, value in lm.config.to_dict().items():
         if key.endswith("_token_id"):  # some have several
             special.update(value if isinstance(value, list | tuple) else (value,))
-    known = [token for token in range(min(len(embeddings), 1000)) if token not in special] or [0]
+    ordinary = [token for token in range(min(len(embeddings), 1000)) if token not in special] or [0]
     draw = torch.Generator().manual_seed(0)
-    picked_S = torch.randint(len(known), (WHOLE,), generator=draw)
-    return torch.tensor([[known[int(i)] for i in picked_S]], device=embeddings.device)
+    picked_S = torch.randint(len(ordinary), (WHOLE,), generator=draw)
+    return torch.tensor([[ordinary[int(i)] for i in picked_S]], device=embeddings.device)
 
 
 def difference(got_SV: Tensor, expected_SV: Tensor) -> float:
@@ -142,12 +211,12 @@ def difference(got_SV: Tensor, expected_SV: Tensor) -> float:
     return 0.0 if stray <= allowed else gap if gap == gap else torch.inf
 
 
-def accepted(module: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(module: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     """Of these arguments the ones that this forward takes: not every model counts positions."""
-    known = inspect.signature(type(causal_lm(module)).forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+    parameters = inspect.signature(type(causal_lm(module)).forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return named
-    return {name: value for name, value in named.items() if name in known}
+    return {name: value for name, value in named.items() if name in parameters}
 
 
 @contextmanager

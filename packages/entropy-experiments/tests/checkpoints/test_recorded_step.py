@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from entropy_experiments.checkpoints.made_step import read_made_step
-from entropy_experiments.checkpoints.training_record import MADE_STEP
+from entropy_experiments.checkpoints.training_record import MADE_STEP, read_recorded_step
 from online.test_trl_matrix import probed, trained
 from oracles.trl_matrix import CASES, STEP, STEPS
 
@@ -136,7 +135,9 @@ def test_a_gradient_that_was_changed_is_refused(run, tmp_path):
 
 def test_every_step_has_its_fingerprint_and_they_fit_together(run):
     """Sketches are linear: the changes of all steps from a checkpoint to the next add up."""
-    steps = [read_made_step(run / "run" / "record" / f"step_{i}" / MADE_STEP) for i in range(STEPS)]
+    steps = [
+        read_recorded_step(run / "run" / "record" / f"step_{i}" / MADE_STEP) for i in range(STEPS)
+    ]
     made = [step for step in steps if step is not None]
     assert [step.step for step in made] == list(range(STEPS))
     assert all(step.change is not None and bool(step.change.any()) for step in made)

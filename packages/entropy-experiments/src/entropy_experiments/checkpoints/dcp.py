@@ -7,6 +7,10 @@ Both are a stranger's files, and no code of theirs is run. The slices that a sha
 must tile it, the pieces of a tensor must tile the tensor, and each is loaded with `weights_only`,
 after the CRC that torch.save wrote (and torch.load does not look at) was found to be right. In
 memory is one tensor and one piece of it.
+
+torch's own reader unpickles `.metadata` freely: whatever a stranger wrote into it runs. Here no
+class of torch is built from it. The names that DCP writes stand for inert records, and any other
+name is refused before it is looked up.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -23,15 +28,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entropy_experiments.checkpoints.sharded_metadata import (
-    METADATA,
-    Record,
-    broken,
-    fields_of,
-    read_metadata,
-)
-from entropy_experiments.checkpoints.zip_crc import check_crc, is_zip
+from entropy_experiments.checkpoints.torch_files import check_crc, is_zip
 
+METADATA = ".metadata"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+RECORDS = {
+    *(
+        (_METADATA_MODULE, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+}
+VALUES = {
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
+    *((module, "WindowsPath") for module in ("pathlib", "pathlib._local")),
+}
+"""Called with plain values, and of no interest: the call gives its arguments back."""
+PLAIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): OrderedDict}
 SHARD = ".distcp"
 VERSIONS = (None, "1.0.0")
 """DCP's own; torch before 2.3 wrote none."""
@@ -47,9 +72,100 @@ DAMAGE = (
     ValueError,
 )
 """What torch.load may raise on a pickle with changed bytes, where no CRC tells first."""
-
 Key = tuple[str, tuple[int, ...] | None]
 Steps = tuple[str | int, ...]
+
+
+class Record:
+    """Stands for any of DCP's classes; keeps what the pickle says of it and does nothing."""
+
+    kind = ""
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        # Of this reading alone: a pickle can set attributes of a class that it is given.
+        self._substitutes: dict[tuple[str, str], Any] = {
+            (module, name): type(name, (Record,), {"kind": name}) for module, name in RECORDS
+        }
+        self._substitutes |= {pair: lambda *arguments: arguments for pair in VALUES}
+        self._substitutes |= PLAIN
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._substitutes:
+            return self._substitutes[module, name]
+        # Not getattr, which imports what torch loads lazily.
+        dtype = vars(torch).get(name) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise _Refused(f"{module}.{name}")
+
+
+class _Refused(pickle.UnpicklingError):
+    pass
+
+
+def read_metadata(folder: Path) -> Any:
+    path = folder / METADATA
+    if not path.is_file():
+        alone = sorted(file.name for file in folder.glob(f"__*{METADATA}"))
+        if alone:
+            raise ValueError(
+                f"{folder} was saved without coordination of the ranks: it has {alone[0]} instead "
+                f"of {METADATA}, and each rank's table alone. Expected {METADATA}: save with "
+                "torch.distributed.checkpoint.save, use_collectives left on."
+            )
+        raise FileNotFoundError(
+            f"{folder} has shards but no {METADATA}, which is written last. Saving was interrupted "
+            "(use an earlier checkpoint), or the folder was copied without its hidden files (copy "
+            "that one too)."
+        )
+    if (folder / f"{METADATA}.tmp").exists():
+        raise ValueError(
+            f"{folder} is half-written: {METADATA}.tmp shows that a save into it was interrupted, "
+            "and its shards may be of two saves. Use an earlier checkpoint."
+        )
+    try:
+        with path.open("rb") as file:
+            return _Unpickler(file).load()
+    except _Refused as error:
+        raise ValueError(
+            f"{path} was refused: it asks for {error}, and nothing in it was executed. Expected "
+            "the records of torch.distributed.checkpoint alone: a torch of another version wrote "
+            "it, or somebody who wants code to be run."
+        ) from error
+    except (
+        pickle.UnpicklingError,
+        ArithmeticError,
+        AttributeError,
+        EOFError,
+        ImportError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise broken(folder, f"it cannot be read ({type(error).__name__}: {error})") from error
+
+
+def fields_of(folder: Path, record: Any, kind: str) -> Mapping[str, Any]:
+    if not isinstance(record, Record) or record.kind != kind or not isinstance(record.state, dict):
+        got = record.kind if isinstance(record, Record) else type(record).__name__
+        raise broken(folder, f"it has a {got} where a {kind} is expected")
+    return record.state
+
+
+def broken(folder: Path, what: str) -> ValueError:
+    return ValueError(
+        f"{folder / METADATA}: {what}. The file is damaged, or torch.distributed.checkpoint did "
+        "not write it: use an earlier checkpoint."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,19 +254,19 @@ class ShardedFiles:
 
 def read_sharded(folder: Path) -> ShardedFiles:
     """The table of contents, checked against the files."""
-    found = fields_of(folder, read_metadata(folder), "Metadata")
-    version = found.get("version")
+    metadata = fields_of(folder, read_metadata(folder), "Metadata")
+    version = metadata.get("version")
     if version not in VERSIONS:
         raise ValueError(
             f"{folder / METADATA} is of DCP's version {version!r}; expected "
             f"{VERSIONS[-1]!r}. A newer torch wrote it: update this program, or export the "
             "weights as safetensors with that torch."
         )
-    slices = _slices(folder, found.get("storage_data"))
+    slices = _slices(folder, metadata.get("storage_data"))
     _check_files(folder, slices.values())
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, Slice] = {}
-    entries = _mapping(folder, found.get("state_dict_metadata"), "state_dict_metadata")
+    entries = _mapping(folder, metadata.get("state_dict_metadata"), "state_dict_metadata")
     for key, entry in entries.items():
         if not isinstance(key, str):
             raise broken(folder, f"a key is {key!r}; expected text")
@@ -158,7 +274,7 @@ def read_sharded(folder: Path) -> ShardedFiles:
             values[key] = _at(folder, slices, (key, None))
         else:
             tensors[key] = _tensor(folder, key, entry, slices)
-    paths = _paths(folder, found.get("planner_data"), entries)
+    paths = _paths(folder, metadata.get("planner_data"), entries)
     return ShardedFiles(folder=folder, tensors=tensors, values=values, paths=paths)
 
 
@@ -178,9 +294,9 @@ def newer_shards(folder: Path) -> tuple[str, ...]:
     )
 
 
-def _slices(folder: Path, found: Any) -> dict[Key, Slice]:
+def _slices(folder: Path, storage_data: Any) -> dict[Key, Slice]:
     slices: dict[Key, Slice] = {}
-    for index, info in _mapping(folder, found, "storage_data").items():
+    for index, info in _mapping(folder, storage_data, "storage_data").items():
         at = fields_of(folder, index, "MetadataIndex")
         where = fields_of(folder, info, "_StorageInfo")
         name, offset, file = at.get("fqn"), at.get("offset"), where.get("relative_path")
@@ -295,11 +411,11 @@ def _overlap(pieces: list[Piece]) -> bool:
     return False
 
 
-def _paths(folder: Path, found: Any, keys: Iterable[str]) -> dict[str, Steps]:
-    known = {} if found is None else _mapping(folder, found, "planner_data")
+def _paths(folder: Path, planner_data: Any, keys: Iterable[str]) -> dict[str, Steps]:
+    planned = {} if planner_data is None else _mapping(folder, planner_data, "planner_data")
     paths: dict[str, Steps] = {}
     for key in keys:
-        steps = known.get(key, (key,))
+        steps = planned.get(key, (key,))
         plain = isinstance(steps, tuple) and all(type(one) in (str, int) for one in steps)
         if not plain or ".".join(map(str, steps)) != key:
             raise broken(folder, f"the path of {key!r} is {steps!r}")
@@ -313,14 +429,14 @@ def _at(folder: Path, slices: Mapping[Key, Slice], key: Key) -> Slice:
     return slices[key]
 
 
-def _mapping(folder: Path, found: Any, what: str) -> Mapping[Any, Any]:
-    if not isinstance(found, dict):
-        raise broken(folder, f"{what} is a {type(found).__name__}, not a mapping")
-    return found
+def _mapping(folder: Path, value: Any, what: str) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise broken(folder, f"{what} is a {type(value).__name__}, not a mapping")
+    return value
 
 
-def _size(folder: Path, key: str, found: Any) -> tuple[int, ...]:
-    plain = isinstance(found, tuple) and all(type(n) is int and 0 <= n < 2**62 for n in found)
+def _size(folder: Path, key: str, size: Any) -> tuple[int, ...]:
+    plain = isinstance(size, tuple) and all(type(n) is int and 0 <= n < 2**62 for n in size)
     if not plain:
-        raise broken(folder, f"{key!r} has the size, offset or length {found!r}")
-    return tuple(found)
+        raise broken(folder, f"{key!r} has the size, offset or length {size!r}")
+    return tuple(size)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from entropy_experiments.online.captures import Captures
+from entropy_experiments.online.trl_trainer import Captures
 
 pytestmark = pytest.mark.faults
 

@@ -14,11 +14,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from entropy_experiments.checkpoints.dcp import read_sharded
+from entropy_experiments.checkpoints.dcp_state import read_sharded_optimizer, read_sharded_weights
 from entropy_experiments.checkpoints.layout import find_checkpoint
 from entropy_experiments.checkpoints.load import load_checkpoint
-from entropy_experiments.checkpoints.sharded_files import read_sharded
-from entropy_experiments.checkpoints.sharded_state import sharded_optimizer, sharded_weights
-from entropy_experiments.checkpoints.stored_weights import load_sharded_causal_lm, stored_weights
+from entropy_experiments.checkpoints.stored_weights import (
+    load_sharded_causal_lm,
+    read_stored_weights,
+)
 from oracles.dcp_pieces import read_metadata, save_dcp, write_metadata, write_pieces
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model
 
@@ -37,7 +40,7 @@ def folder(tmp_path) -> Path:
 
 def refused(folder: Path, *parts: str, kind=ValueError) -> None:
     with pytest.raises(kind, match="(?s)" + ".*".join(re.escape(part) for part in parts)):
-        sharded_weights(folder)["w"]
+        read_sharded_weights(folder)["w"]
 
 
 def edited(folder: Path, change) -> None:
@@ -62,7 +65,7 @@ class OpenCheckpoint(Touch):
 
 
 def test_the_fixture_is_whole(folder):
-    assert torch.equal(sharded_weights(folder)["w"], WHOLE)
+    assert torch.equal(read_sharded_weights(folder)["w"], WHOLE)
 
 
 # Code
@@ -138,7 +141,7 @@ def test_code_in_a_value_is_not_run(tmp_path):
     groups = [{"lr": Touch(marker), "params": [0]}]
     save_dcp({"optimizer": {"state": {}, "param_groups": groups}}, tmp_path / "optimizer_0")
     with pytest.raises(ValueError, match=r"(?s)param_groups\.0\.lr.*nothing in it was executed"):
-        sharded_optimizer(tmp_path / "optimizer_0")
+        read_sharded_optimizer(tmp_path / "optimizer_0")
     assert not marker.exists()
 
 
@@ -189,7 +192,7 @@ def test_damaged_content(folder):
     shard = folder / "__0_0.distcp"
     shard.write_bytes(b"\0" * len(shard.read_bytes()))
     with pytest.raises(ValueError, match=r"__0_0.distcp"):
-        sharded_weights(folder)["w"]
+        read_sharded_weights(folder)["w"]
     for content in (b"", b"no pickle", (folder / ".metadata").read_bytes()[:-30]):
         (folder / ".metadata").write_bytes(content)
         refused(folder, ".metadata: it cannot be read")
@@ -275,10 +278,10 @@ def test_folders_without_what_is_asked_for(tmp_path):
     save_dcp({"optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}}, tmp_path / "a")
     refused(tmp_path / "a", "holds no model: its keys are ['optimizer.param_groups.0.lr']")
     with pytest.raises(ValueError, match=r"the parameter groups \[0\] are not whole"):
-        sharded_optimizer(tmp_path / "a")
+        read_sharded_optimizer(tmp_path / "a")
     save_dcp({"model": {"w": WHOLE}, "net": {"v": WHOLE}}, tmp_path / "b")
     with pytest.raises(ValueError, match=r"holds no optimizer: its keys are \['model.w', 'net.v'"):
-        sharded_optimizer(tmp_path / "b")
+        read_sharded_optimizer(tmp_path / "b")
     save_dcp({"net": {"v": WHOLE}}, tmp_path / "c")
     refused(tmp_path / "c", "holds no model: its keys are ['net.v']")
     save_dcp({"model": {"w": WHOLE, "extra": "text"}}, tmp_path / "d")
@@ -287,7 +290,7 @@ def test_folders_without_what_is_asked_for(tmp_path):
     refused(tmp_path / "e", "'model.module.w' is there twice")
     save_dcp({"optimizer": {"ema": {"w": WHOLE}, "state": {}}}, tmp_path / "f")
     with pytest.raises(ValueError, match=r"'optimizer.ema.w' is no part of an optimizer's state"):
-        sharded_optimizer(tmp_path / "f")
+        read_sharded_optimizer(tmp_path / "f")
 
 
 def test_another_model(tmp_path):
@@ -331,7 +334,7 @@ def test_checkpoints_by_their_files(tmp_path):
         find_checkpoint(local.parent)
     torch.save([1, 2], tmp_path / "pytorch_model_fsdp.bin")
     with pytest.raises(ValueError, match=r"pytorch_model_fsdp.bin does not hold tensors by name"):
-        stored_weights(tmp_path / "pytorch_model_fsdp.bin")
+        read_stored_weights(tmp_path / "pytorch_model_fsdp.bin")
     torch.save({"w": WHOLE, "module.w": WHOLE}, tmp_path / "pytorch_model_fsdp.bin")
     with pytest.raises(ValueError, match=r"holds 2 tensors under 1 names"):
-        stored_weights(tmp_path / "pytorch_model_fsdp.bin")
+        read_stored_weights(tmp_path / "pytorch_model_fsdp.bin")

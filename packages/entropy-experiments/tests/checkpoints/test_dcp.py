@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 
 from checkout import DOCS
 from checkpoints.test_loading import ADAPTERS, assert_same_model, assert_same_optimizer
-from entropy_experiments.checkpoints import sharded_files
+from entropy_experiments.checkpoints import dcp as reader
+from entropy_experiments.checkpoints.dcp import read_sharded
+from entropy_experiments.checkpoints.dcp_state import read_sharded_weights
 from entropy_experiments.checkpoints.layout import find_checkpoint
 from entropy_experiments.checkpoints.load import load_checkpoint
-from entropy_experiments.checkpoints.sharded_files import read_sharded
-from entropy_experiments.checkpoints.sharded_state import sharded_weights
 from entropy_experiments.checkpoints.stored_weights import load_sharded_causal_lm
 from oracles.dcp_pieces import save_dcp, write_pieces
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model
@@ -56,7 +56,7 @@ def test_nothing_nan_and_scalars_survive(tmp_path):
         "odd": torch.tensor([float("nan"), -0.0, float("inf")]),
     }
     save_dcp({"model": held}, tmp_path)
-    stored = sharded_weights(tmp_path)
+    stored = read_sharded_weights(tmp_path)
     for name, value in held.items():
         got = stored[name]
         assert got.shape == value.shape
@@ -233,7 +233,7 @@ def test_precision_and_place(tmp_path):
 def test_reading_needs_no_process_group_and_one_tensor_of_memory(tmp_path, monkeypatch):
     """Tensors are read when asked for, each alone."""
     save_dcp({"model": {f"w{i}": torch.full((4, 4), float(i)) for i in range(5)}}, tmp_path)
-    stored = sharded_weights(tmp_path)
+    stored = read_sharded_weights(tmp_path)
     asked, load = [], torch.load
     monkeypatch.setattr(torch, "load", lambda *a, **k: asked.append(a) or load(*a, **k))
     assert float(stored["w3"].sum()) == 48.0
@@ -250,8 +250,8 @@ def test_each_table_of_contents_is_read_once(tmp_path, monkeypatch, kind, form, 
         save_dcp(tree, saved.path / folder)
     for name in ("adapter_model.safetensors", "model.safetensors", "optimizer.pt"):
         (saved.path / name).unlink(missing_ok=True)
-    read, own = [], sharded_files.read_metadata
-    monkeypatch.setattr(sharded_files, "read_metadata", lambda f: read.append(f) or own(f))
+    read, own = [], reader.read_metadata
+    monkeypatch.setattr(reader, "read_metadata", lambda f: read.append(f) or own(f))
     load_checkpoint(saved.path)
     assert len(read) == len(set(read)) == tables
 
@@ -274,7 +274,7 @@ def test_dcps_own_reader_agrees(tmp_path):
     empty = {"model": {n: torch.zeros_like(v) for n, v in model.state_dict().items()}}
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp.load(empty, checkpoint_id=tmp_path)
-    stored = sharded_weights(tmp_path)
+    stored = read_sharded_weights(tmp_path)
     assert set(stored) == set(empty["model"])
     for name, value in empty["model"].items():
         assert torch.equal(stored[name], value)

@@ -1,22 +1,40 @@
-"""What the probe reads of a GRPOTrainer or RLOOTrainer: prompts, batch, optimizer, settings."""
+"""What TRL hands over: prompts, batch, optimizer and settings of a GRPOTrainer or RLOOTrainer.
+
+What the trainer computes on the way to a step and does not keep, `Captures` keeps. Three of its
+methods are wrapped on the instance for the time of the training:
+
+    _calculate_rewards                          rewards of every function, of all ranks
+    _generate_and_score_completions             they join the batch, and are shuffled with it
+    get_high_entropy_mask, get_off_policy_mask  factors of each token's policy loss
+
+Arguments and results pass through untouched, so training is the same bit for bit. What cannot be
+kept of them is logged once, and training goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
-from entropy_experiments.online.captures import Captures
-from entropy_experiments.online.drawing import chosen_rows
-from entropy_experiments.online.guard import LOG
+from entropy_experiments.online.evaluation_rollouts import chosen_rows
 from entropy_experiments.online.trl_options import entropy_coef, is_rloo
-from entropy_experiments.sampling.importers import from_trl_inputs
+from entropy_experiments.sampling.advantages import weighted_rewards
+from entropy_experiments.sampling.importers import (
+    BY_FUNCTION,
+    POLICY_FACTOR,
+    REWARD,
+    from_trl_inputs,
+)
 from entropy_experiments.types import Rollouts, UpdateBatch
 from entropy_experiments.types.estimate import MIN_PROMPTS
 from entropy_experiments.update.objective import Objective
@@ -30,6 +48,15 @@ TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 IN_TRAINING = ("current_gradient_accumulation_steps",)
 """Of transformers' Trainer, once the first step has begun; held by the same test."""
+OF_THE_LOSS = (
+    *("loss", "clip_low", "clip_high", "ratio", "beta", "entropy_coef"),
+    *("max_completion_length", "delta", "sapo_positive", "sapo_negative", "kl_ratio"),
+)
+"""Facts that the objective is made of."""
+LOG = logging.getLogger("entropy_experiments.online")
+T = TypeVar("T")
+MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
+GENERATES, REWARDS = "_generate_and_score_completions", "_calculate_rewards"
 
 
 def refuse_unsupported(trainer: Any) -> None:
@@ -47,8 +74,8 @@ def refuse_unsupported(trainer: Any) -> None:
             "differentiation does not pass through shards. Expected plain, DDP or single-device "
             "training. Probe saved checkpoints offline: entropy-probe run."
         )
-    known = any(base.__name__ in TRAINERS for base in type(trainer).__mro__)
-    if not known:
+    supported = any(base.__name__ in TRAINERS for base in type(trainer).__mro__)
+    if not supported:
         missing = _missing_names(trainer)
         lacks = f" It has no {missing}." if missing else ""
         raise ValueError(
@@ -128,27 +155,27 @@ class EvaluationPrompts:
                 "Give the trainer an eval_dataset, or the callback evaluation='half' or Rollouts."
             )
         self.count = min(count, len(self.data))
-        self._said_few = self._said_long = False
+        self._warned_few = self._warned_long = False
 
     def __call__(self, step: int) -> list[Sequence[int]]:
         rows = chosen_rows(len(self.data), len(self.data), self.seed, step)
         # One by one: a tokenizer's padding must not join the prompts.
         ids = (tuple(self.trainer._tokenize_prompts([self.data[r]["prompt"]])[0][0]) for r in rows)
-        found: dict[tuple[int, ...], None] = {}
+        prompts: dict[tuple[int, ...], None] = {}
         too_long: set[tuple[int, ...]] = set()
         for prompt in ids:
             if self.longest is not None and len(prompt) > self.longest:
                 too_long.add(prompt)
                 continue
-            found.setdefault(prompt)
-            if len(found) == self.count:
+            prompts.setdefault(prompt)
+            if len(prompts) == self.count:
                 break
         if too_long:
-            self._note_long(max(map(len, too_long)), any_left=bool(found))
-        self._say_few(len(found))
-        return list(found)
+            self._warn_long(max(map(len, too_long)), any_left=bool(prompts))
+        self._warn_few(len(prompts))
+        return list(prompts)
 
-    def _note_long(self, length: int, *, any_left: bool) -> None:
+    def _warn_long(self, length: int, *, any_left: bool) -> None:
         limit = self.trainer.args.max_completion_length
         why = (
             f"a prompt of {length} tokens with max_completion_length = {limit} exceeds the "
@@ -157,24 +184,24 @@ class EvaluationPrompts:
         advice = "Lower max_completion_length in the trainer's config, or shorten the prompts"
         if not any_left:
             raise ValueError(f"No evaluation prompt is short enough: {why}. {advice}.")
-        if not self._said_long and self.trainer.is_world_process_zero():
+        if not self._warned_long and self.trainer.is_world_process_zero():
             LOG.warning(
                 "Evaluation prompts that are too long are left out: %s. %s, to have them in. "
-                "(Said once.)",
+                "(Logged once.)",
                 why,
                 advice,
             )
-        self._said_long = True
+        self._warned_long = True
 
-    def _say_few(self, distinct: int) -> None:
-        if distinct >= MIN_PROMPTS or self._said_few or not self.trainer.is_world_process_zero():
+    def _warn_few(self, distinct: int) -> None:
+        if distinct >= MIN_PROMPTS or self._warned_few or not self.trainer.is_world_process_zero():
             return
-        self._said_few = True
+        self._warned_few = True
         LOG.warning(
             "The %d rows that evaluation prompts are drawn from have %d different prompts as token "
             "ids; expected at least %d, below which no row has an interval and none is trusted. "
             "Give the trainer an eval_dataset with more, and check that the tokenizer knows the "
-            "prompts' characters. (Said once.)",
+            "prompts' characters. (Logged once.)",
             len(self.data),
             distinct,
             MIN_PROMPTS,
@@ -253,13 +280,6 @@ def own_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -> O
     )
 
 
-OF_THE_LOSS = (
-    *("loss", "clip_low", "clip_high", "ratio", "beta", "entropy_coef"),
-    *("max_completion_length", "delta", "sapo_positive", "sapo_negative", "kl_ratio"),
-)
-"""Facts that the objective is made of."""
-
-
 def _everyones(
     trainer: Any, places: Sequence[int], ranks: Ranks, captures: Captures | None = None
 ) -> list[dict[str, Any]]:
@@ -325,3 +345,97 @@ def _grpo_facts(args: Any) -> dict[str, Any]:
 def _rloo_facts(args: Any) -> dict[str, Any]:
     """Its KL term is in the reward, and so in the advantages."""
     return {"loss": "rloo", "advantage": "none", "ratio": "sequence", "beta": 0.0}
+
+
+class Captures:
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._rewards_NF: Tensor | None = None
+        passes = trainer.args.gradient_accumulation_steps
+        self._masks: dict[str, deque[Tensor]] = {name: deque(maxlen=passes) for name in MASKS}
+        self._wrapped: list[str] = []
+        self._warned = False
+        wraps = {REWARDS: self._rewarding, GENERATES: self._generating}
+        for name, wrap in {**wraps, **dict.fromkeys(MASKS, self._masking)}.items():
+            original = getattr(trainer, name, None)
+            if original is not None and name not in vars(trainer):
+                setattr(trainer, name, wrap(name, original))
+                self._wrapped.append(name)
+
+    def restore(self) -> None:
+        """The trainer has its own methods again."""
+        for name in self._wrapped:
+            delattr(self.trainer, name)
+        self._wrapped = []
+
+    def factors(self, passes: int) -> list[Tensor | None]:
+        """Of the step at hand, one for each of its microbatches (this rank's)."""
+        factors: list[Tensor | None] = [None] * passes
+        for masks in self._masks.values():
+            for i, mask_NT in enumerate(list(masks)[-passes:] if masks else ()):
+                before = factors[i]
+                factors[i] = mask_NT if before is None else before * mask_NT
+        return factors
+
+    def with_factors(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            part if factor is None else {**part, POLICY_FACTOR: factor}
+            for part, factor in zip(parts, self.factors(len(parts)), strict=True)
+        ]
+
+    def _rewarding(self, _: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def rewards(inputs: Any, prompts: Any, *args: Any, **kwargs: Any) -> Tensor:
+            rewards_NF = original(inputs, prompts, *args, **kwargs)
+            self._rewards_NF = self._kept(lambda: self._own(rewards_NF, len(prompts)), None)
+            return rewards_NF
+
+        return rewards
+
+    def _own(self, reward_NF: Tensor, count: int) -> Tensor:
+        """Of all ranks' rewards this one's."""
+        first = self.trainer.accelerator.process_index * count
+        return reward_NF[first : first + count].detach().clone()
+
+    def _kept(self, work: Callable[[], T], otherwise: T) -> T:
+        """`work()`; training must not feel that it failed."""
+        try:
+            return work()
+        except Exception as error:  # the trainer is another than we know
+            level = logging.DEBUG if self._warned else logging.WARNING
+            self._warned = True
+            LOG.log(
+                level,
+                "Something of this trainer could not be recorded; training goes on. %s: %s",
+                type(error).__name__,
+                error,
+            )
+            return otherwise
+
+    def _generating(
+        self, _: str, original: Callable[..., Mapping[str, Any]]
+    ) -> Callable[..., Mapping[str, Any]]:
+        def generated(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
+            self._rewards_NF = None
+            batch = original(*args, **kwargs)
+            return self._kept(lambda: self._with_rewards(batch), batch)
+
+        return generated
+
+    def _with_rewards(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        reward_NF = self._rewards_NF
+        if reward_NF is None or len(reward_NF) != len(batch["prompt_ids"]):
+            return batch
+        weights = getattr(self.trainer, "reward_weights", None)
+        weights = [1.0] * reward_NF.shape[1] if weights is None else weights.tolist()
+        total_N = weighted_rewards(reward_NF.double(), weights)
+        return {**batch, BY_FUNCTION: reward_NF, REWARD: total_N}
+
+    def _masking(self, name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        kept = self._masks[name]
+
+        def masked(*args: Any, **kwargs: Any) -> Tensor:
+            mask_NT = original(*args, **kwargs)
+            self._kept(lambda: kept.append(mask_NT.detach().to("cpu", torch.float32)), None)
+            return mask_NT
+
+        return masked

@@ -11,8 +11,7 @@ import torch
 from entropy_experiments.checkpoints import load
 from entropy_experiments.checkpoints.base import Base
 from entropy_experiments.distributed import LostRankError, Ranks, announced
-from entropy_experiments.models.shardable import NEEDED, check_torch
-from entropy_experiments.models.sharded import ShardedModel, _Scored
+from entropy_experiments.models.fsdp import NEEDED, ShardedModel, _Scored, check_torch
 from entropy_experiments.types import Scores
 
 pytestmark = pytest.mark.faults
@@ -38,14 +37,14 @@ class Failing:
     def __init__(self) -> None:
         self._failed, self.ranks, self.resharded = False, Ranks(), 0
 
-    def _cut_modules(self) -> list[Any]:
+    def _fsdp_modules(self) -> list[Any]:
         return [self]
 
     def reshard(self) -> None:
         self.resharded += 1
 
-    def together(self, work: Any) -> Any:
-        return ShardedModel.together(self, work)  # type: ignore[arg-type]
+    def run_in_step(self, work: Any) -> Any:
+        return ShardedModel.run_in_step(self, work)  # type: ignore[arg-type]
 
 
 def _raising(error: BaseException) -> Any:
@@ -59,11 +58,11 @@ def _raising(error: BaseException) -> Any:
 def test_after_a_pass_that_ended_half_way_there_is_no_other(error):
     model = Failing()
     with pytest.raises(type(error)) as caught:
-        model.together(_raising(error))
+        model.run_in_step(_raising(error))
     assert caught.value is error
     assert model.resharded == 1
     with pytest.raises(RuntimeError, match=r"earlier pass of the sharded model failed") as again:
-        model.together(lambda: None)
+        model.run_in_step(lambda: None)
     assert announced(again.value)  # an announcement would wait for ranks that are gone
     assert model.resharded == 1
 
@@ -73,12 +72,12 @@ def test_the_first_error_is_told_whatever_happens_after_it(error):
     """Two modules: the second is dropped, too, though the first cannot be."""
 
     class Stuck(Failing):
-        def _cut_modules(self) -> list[Any]:
+        def _fsdp_modules(self) -> list[Any]:
             return [SimpleNamespace(reshard=_raising(RuntimeError("no memory"))), self]
 
     model = Stuck()
     with pytest.raises(type(error)) as caught:
-        model.together(_raising(error))
+        model.run_in_step(_raising(error))
     assert caught.value is error
     assert error.__notes__ == ["Its layers could not be dropped, either: RuntimeError('no memory')"]
     assert model.resharded == 1
@@ -87,20 +86,20 @@ def test_the_first_error_is_told_whatever_happens_after_it(error):
 def test_a_lost_rank_is_told_once():
     lost = LostRankError("Another rank is gone (Connection closed by peer).")
     with pytest.raises(LostRankError) as caught:
-        Failing().together(_raising(lost))
+        Failing().run_in_step(_raising(lost))
     assert caught.value is lost
     with pytest.raises(LostRankError, match=r"gone \(gloo/transport broke\)"):
-        Failing().together(_raising(RuntimeError("gloo/transport broke")))
+        Failing().run_in_step(_raising(RuntimeError("gloo/transport broke")))
 
 
 class Squares:
     """A policy whose scores are w^2 and 2 w^2; the pass of its backward is an ordinary one."""
 
-    def _passed(self, params: Any, rollouts: Any) -> Scores:
+    def _score_pass(self, params: Any, rollouts: Any) -> Scores:
         self.leaf = params["w"].detach().requires_grad_()
         return Scores(self.leaf**2, 2 * self.leaf**2)
 
-    def _pulled(self, params: Any, scores: Any, cotangents: Any) -> list[Any]:
+    def _gradient_shards(self, params: Any, scores: Any, cotangents: Any) -> list[Any]:
         return list(torch.autograd.grad(list(scores), [self.leaf], list(cotangents)))
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from entropy_experiments.models.own_call import UnsupportedModelError
-from entropy_experiments.models.positions import counted, following, tokens_counted
+from entropy_experiments.models.positions import count_tokens, next_position_ids, position_ids
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.trials import UnsupportedModelError
 from entropy_experiments.numerics.derivatives import dot, pullback, pushforward
 from entropy_experiments.sampling.decode import Draw, LastLogits, decode
 from entropy_experiments.types import Rollouts
@@ -53,18 +53,18 @@ def test_positions_are_counted_as_roberta_does():
 
     tokens_NS = torch.tensor([[5, 1, 7, 8], [1, 4, 4, 1]])
     own_NS = RobertaEmbeddings.create_position_ids_from_input_ids(tokens_NS, 1)
-    assert counted(tokens_NS, 1).tolist() == own_NS.tolist()
-    assert counted(tokens_NS, None).tolist() == [[0, 1, 2, 3]] * 2
+    assert position_ids(tokens_NS, 1).tolist() == own_NS.tolist()
+    assert position_ids(tokens_NS, None).tolist() == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("padding", [None, 1])
 def test_positions_one_after_the_other(padding):
     tokens_NS = torch.tensor([[5, 1, 7, 8, 1, 3], [1, 4, 4, 1, 1, 9]])
     real_NS = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    whole_NS = counted(tokens_NS, padding, real_NS)
-    count_N = tokens_counted(tokens_NS[:, :3], padding, real_NS[:, :3])
+    whole_NS = position_ids(tokens_NS, padding, real_NS)
+    count_N = count_tokens(tokens_NS[:, :3], padding, real_NS[:, :3])
     for s in range(3, 6):
-        position_N, count_N = following(tokens_NS[:, s], count_N, padding)
+        position_N, count_N = next_position_ids(tokens_NS[:, s], count_N, padding)
         assert position_N.tolist() == whole_NS[:, s].tolist()
 
 

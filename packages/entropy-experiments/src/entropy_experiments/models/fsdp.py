@@ -14,7 +14,8 @@ A pass needs all ranks at once. The ranks' microbatches are different, their num
 `Rollouts.split` adds idle ones (see `lockstep`). Sampling is one long pass, in which rank 0 draws
 for all. Each pass begins with `Ranks.agree`, so a rank that fails between passes ends the others
 there. One that fails *inside* a pass cannot be heard by ranks that wait for its share of a layer;
-it raises, and the others notice that its process ends.
+it raises, and the others notice that its process ends. What cannot be sharded (`check_shardable`)
+is refused before anything is cut.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import get_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,29 +40,35 @@ from entropy_experiments.distributed import (
     LostRankError,
     RankError,
     Ranks,
+    hold_shards,
     known_to_all,
     local_part,
 )
-from entropy_experiments.models.calling import causal_lm
-from entropy_experiments.models.mesh import mesh_of
+from entropy_experiments.models.call_conditions import causal_lm
 from entropy_experiments.models.positions import Contexts
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.shardable import check_shardable
 from entropy_experiments.threads import same_threads
 from entropy_experiments.types import OptimizerState, Params, Rollouts, Scores, check_params
 
+NEEDED = (
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+    "set_reduce_scatter_unused_params",
+)
+"""Of FSDP2's modules; torch got them later than `fully_shard` itself."""
+TRIED = "2.13"
+"""The version of torch that shards in the tests."""
 T = TypeVar("T")
-
 MODES = ("central", "reverse")
 CLOSED_CONNECTION = ("gloo/transport", "NCCL", "Connection closed by peer")
 """In the message of an exchange that broke inside a pass."""
 
 
 class ShardedModel(nn.Module):
-    """A model cut over `ranks`, layer by layer; `passed` runs something with it, on all of them.
+    """A model cut over `ranks`, layer by layer; `run_pass` runs something with it, on all of them.
 
     The model is changed in place: its parameters become shards. Everything that is not in a
-    decoder layer belongs to this module, so that it is there for whatever `passed` runs, not only
+    decoder layer belongs to this module, so that it is there for whatever `run_pass` runs, not only
     inside the forward of a module of its own: the head's weights are used without the head.
     """
 
@@ -70,14 +79,11 @@ class ShardedModel(nn.Module):
         # Once and for all: what is trained does not change when an adapter is switched off.
         self._names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
         mesh = mesh or mesh_of(ranks, next(model.parameters()).device.type)
-        # Without resharding, written shards would not be seen by the next pass.
-        how = dict[str, Any](
-            mesh=mesh, reshard_after_forward=True, mp_policy=_reduced_in_full(model)
-        )
-        for layer in decoder_layers(model):
-            fully_shard(layer, **how)
-        fully_shard(self, **how)
-        for module in self._cut_modules():
+        precision = _fp32_reduction(model)
+        for module in (*decoder_layers(model), self):
+            # Without resharding, written shards would not be seen by the next pass.
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+        for module in self._fsdp_modules():
             # The sum over ranks, not FSDP's mean; as a plain sum, since gloo has no other.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -88,17 +94,17 @@ class ShardedModel(nn.Module):
     @property
     def shards(self) -> dict[str, DTensor]:
         """The trainable parameters of the model, by its own names."""
-        found: dict[str, Any] = dict(self.model.named_parameters())
-        return {name: found[name] for name in self._names}
+        parameters: dict[str, Any] = dict(self.model.named_parameters())
+        return {name: parameters[name] for name in self._names}
 
     def forward(self, work: Callable[[], T]) -> T:
         return work()
 
-    def passed(self, work: Callable[[], T]) -> T:
+    def run_pass(self, work: Callable[[], T]) -> T:
         """What `work` gives, which calls the model; every rank must come, with work of its own."""
-        return self.together(lambda: self(work))
+        return self.run_in_step(lambda: self(work))
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_in_step(self, work: Callable[[], T]) -> T:
         """`work` with FSDP's exchanges inside, in step with the other ranks."""
         if self._failed:
             # The others know of that pass, or are gone: an exchange of flags would wait for them.
@@ -114,7 +120,7 @@ class ShardedModel(nn.Module):
                 return work()
         except BaseException as error:
             self._failed = True  # after Ctrl-C too
-            _reshard(self._cut_modules(), error)
+            _reshard(self._fsdp_modules(), error)
             if not isinstance(error, Exception) or isinstance(error, RankError):
                 raise
             if any(word in str(error) for word in CLOSED_CONNECTION):
@@ -123,34 +129,34 @@ class ShardedModel(nn.Module):
             raise known_to_all(error) from None
 
     @contextmanager
-    def holding(self, params: Params) -> Iterator[None]:
+    def hold_values(self, params: Params) -> Iterator[None]:
         """Inside, the shards have these values; outside, their own bits again."""
         own = {name: local_part(shard) for name, shard in self.shards.items()}
         before: dict[str, Tensor] = {}
         try:
             for name, mine in own.items():
-                given = local_part(params[name])
-                if mine.data_ptr() != given.data_ptr() and not torch.equal(mine, given):
+                wanted = local_part(params[name])
+                if mine.data_ptr() != wanted.data_ptr() and not torch.equal(mine, wanted):
                     before[name] = mine.clone()
-                    mine.copy_(given)
+                    mine.copy_(wanted)
             yield
         finally:
             for name, value in before.items():
                 own[name].copy_(value)
 
-    def cut(self, whole: Params) -> dict[str, DTensor]:
+    def shard(self, whole: Params) -> dict[str, DTensor]:
         """Shards of whole tensors, which every rank has, each as its parameter is cut."""
         shards = self.shards
-        return {name: _cut(value, shards[name]) for name, value in whole.items()}
+        return {name: _shard_like(value, shards[name]) for name, value in whole.items()}
 
-    def cut_state(self, optimizer: OptimizerState) -> OptimizerState:
+    def shard_state(self, optimizer: OptimizerState) -> OptimizerState:
         """An optimizer's memory, cut as the parameters are."""
         shards = self.shards
         return replace(
             optimizer,
             state={
                 name: {
-                    key: _cut(value, shards[name])
+                    key: _shard_like(value, shards[name])
                     if isinstance(value, Tensor) and value.shape == shards[name].shape
                     else value
                     for key, value in entry.items()
@@ -159,7 +165,7 @@ class ShardedModel(nn.Module):
             },
         )
 
-    def _cut_modules(self) -> list[FSDPModule]:
+    def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.modules() if isinstance(module, FSDPModule)]
 
 
@@ -192,10 +198,12 @@ class ShardedPolicy:
         checkpointing: bool = False,
     ) -> None:
         self.sharded, self.ranks, self.model = sharded, sharded.ranks, sharded.model
-        self._options: dict[str, Any] = {"chunk": chunk, "checkpointing": checkpointing}
+        self.chunk, self.checkpointing = chunk, checkpointing
         # What it finds out about the model at construction takes passes.
-        self._inside: SequenceProcessor = sharded.passed(
-            lambda: _OwnValues(self.model, temperature=temperature, **self._options)
+        self._inside: SequenceProcessor = sharded.run_pass(
+            lambda: _OwnValues(
+                self.model, temperature=temperature, chunk=chunk, checkpointing=checkpointing
+            )
         )
 
     @property
@@ -238,7 +246,12 @@ class ShardedPolicy:
 
     def at(self, temperature: float) -> ShardedPolicy:
         """The same model at another temperature."""
-        return ShardedPolicy(self.sharded, temperature=temperature, **self._options)
+        return ShardedPolicy(
+            self.sharded,
+            temperature=temperature,
+            chunk=self.chunk,
+            checkpointing=self.checkpointing,
+        )
 
     def as_trained(self) -> ShardedPolicy:
         """The same scores with the gradient that *training* takes of them."""
@@ -246,9 +259,9 @@ class ShardedPolicy:
         other._inside = self._inside.as_trained()
         return other
 
-    def cut(self, whole: Params) -> dict[str, Tensor]:
+    def shard(self, whole: Params) -> dict[str, Tensor]:
         """Shards of whole tensors, which every rank has: a direction, say."""
-        return {**self.sharded.cut(whole)}
+        return {**self.sharded.shard(whole)}
 
     def score(self, params: Params, rollouts: Rollouts) -> Scores:
         """Of this rank's rollouts; every rank must come, with rollouts of its own."""
@@ -262,20 +275,20 @@ class ShardedPolicy:
         if torch.is_grad_enabled() and any(value.requires_grad for value in values):
             return Scores(*_Scored.apply(self, rollouts, names, *values))
         with torch.no_grad():
-            return self._passed(params, rollouts)
+            return self._score_pass(params, rollouts)
 
-    def _passed(self, params: Params, rollouts: Rollouts) -> Scores:
-        with self.sharded.holding(params):
-            return self.sharded.passed(lambda: self._inside.score({}, rollouts))
+    def _score_pass(self, params: Params, rollouts: Rollouts) -> Scores:
+        with self.sharded.hold_values(params):
+            return self.sharded.run_pass(lambda: self._inside.score({}, rollouts))
 
-    def _pulled(
+    def _gradient_shards(
         self, params: Params, scores: Sequence[Tensor], cotangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Gradients' shards, summed over ranks. FSDP gathers the parameters once more for this."""
         shards = self.sharded.shards
         try:
-            with self.sharded.holding(params):
-                self.sharded.together(lambda: torch.autograd.backward(scores, cotangents))
+            with self.sharded.hold_values(params):
+                self.sharded.run_in_step(lambda: torch.autograd.backward(scores, cotangents))
             return [shards[name].grad for name in params]
         finally:
             for shard in shards.values():
@@ -299,7 +312,7 @@ class _Scored(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         params = dict(zip(names, values, strict=True))
         with torch.enable_grad():
-            ctx.scores = policy._passed(params, rollouts)
+            ctx.scores = policy._score_pass(params, rollouts)
         ctx.policy, ctx.params = policy, params
         return tuple(x_NS.detach() for x_NS in ctx.scores)
 
@@ -317,10 +330,10 @@ class _Scored(torch.autograd.Function):
                 "A second backward through the same scores of a sharded model; expected one: the "
                 "first frees what the pass kept. Score again, or add the losses up before it."
             )
-        return None, None, None, *ctx.policy._pulled(ctx.params, scores, cotangents)
+        return None, None, None, *ctx.policy._gradient_shards(ctx.params, scores, cotangents)
 
 
-def _reduced_in_full(model: nn.Module) -> MixedPrecisionPolicy:
+def _fp32_reduction(model: nn.Module) -> MixedPrecisionPolicy:
     """Gradients in half precision are added over ranks in fp32, and rounded once: FSDP gives them
     back in the precision of their parameter, as autograd does in one process."""
     trained = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
@@ -340,7 +353,7 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
     return layers
 
 
-def _cut(value: Tensor, shard: DTensor) -> DTensor:
+def _shard_like(value: Tensor, shard: DTensor) -> DTensor:
     """This rank's rows, copied: the whole can then be freed. Nothing is sent."""
     mesh, whole = shard.device_mesh, value.detach()
     if whole.shape != shard.shape:
@@ -358,3 +371,72 @@ def _cut(value: Tensor, shard: DTensor) -> DTensor:
         shape=shard.shape,
         stride=shard.stride(),
     )
+
+
+def check_shardable(model: nn.Module, ranks: Ranks) -> None:
+    if ranks.group is None:
+        raise in_one_process()
+    check_torch()
+    quantised = [name for name, p in model.named_parameters() if not p.is_floating_point()]
+    if quantised:
+        raise ValueError(
+            f"{len(quantised)} parameters are quantised ({quantised[0]} is "
+            f"{model.get_parameter(quantised[0]).dtype}); expected floating point, which can be "
+            "cut over ranks. Load the base without quantisation, or set checkpoint.base to the "
+            "unquantised model."
+        )
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    if len(trained) > 1:
+        dtypes = ", ".join(sorted(str(dtype) for dtype in trained))
+        raise ValueError(
+            f"The trainable parameters have several dtypes ({dtypes}); expected one, since their "
+            "gradients are summed together. Set checkpoint.dtype."
+        )
+
+
+def check_torch(module: type = FSDPModule) -> None:
+    """Before anything is cut: a mean in place of a sum would be another gradient."""
+    missing = [name for name in NEEDED if not hasattr(module, name)]
+    if missing:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {', '.join(missing)} on {module.__name__}; expected "
+            f"all of them, as torch {TRIED} has, with which sharding works. Upgrade torch, or set "
+            "checkpoint.sharding: none."
+        )
+
+
+def in_one_process() -> ValueError:
+    return ValueError(
+        "A sharded model in 1 process; expected several. Start the command with torchrun "
+        "--nproc-per-node 2 (or more), or set checkpoint.sharding: none."
+    )
+
+
+@cache
+def mesh_of(ranks: Ranks, device: str) -> DeviceMesh:
+    """A line of these ranks. On CPU its exchanges are those of `ranks`, in the same order.
+
+    Made once: a group takes memory on its devices until the process ends.
+    """
+    group: Any = ranks.group
+    if device != "cpu":
+        group = dist.new_group(**like_group(ranks, f"cpu:gloo,{device}:nccl"))
+    hold_shards(group, ranks)
+    return DeviceMesh.from_group(group, device)
+
+
+def like_group(ranks: Ranks, backend: str) -> dict[str, Any]:
+    """For `new_group`: the same processes, who wait as long for each other, by another backend.
+
+    The ranks' own is gloo, and parameters travel between the devices.
+    """
+    group: Any = ranks.group
+    members = dist.get_process_group_ranks(group)
+    return {
+        "ranks": members,
+        "backend": backend,
+        # torch would take its own 10 or 30 minutes.
+        "timeout": group._get_backend(torch.device("cpu")).options._timeout,
+        # Otherwise torch waits for the processes outside, too, and they do not come.
+        "use_local_synchronization": len(members) < dist.get_world_size(),
+    }

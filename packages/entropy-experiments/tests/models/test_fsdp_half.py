@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.distributed import Ranks, local_part
+from entropy_experiments.models.fsdp import ShardedModel, ShardedPolicy, _fp32_reduction
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.sharded import ShardedModel, ShardedPolicy, _reduced_in_full
 from oracles.processes import on_ranks
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
 
@@ -77,7 +77,7 @@ def test_the_sum_over_ranks_is_rounded_once():
     ],
 )
 def test_sums_are_in_fp32_at_least(dtype, expected):
-    assert _reduced_in_full(_half(dtype)).reduce_dtype == expected
+    assert _fp32_reduction(_half(dtype)).reduce_dtype == expected
 
 
 def test_the_trained_parameters_count_and_not_the_base():
@@ -85,5 +85,5 @@ def test_the_trained_parameters_count_and_not_the_base():
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
-    assert _reduced_in_full(model).reduce_dtype == torch.float64
-    assert _reduced_in_full(_half(torch.float32)).param_dtype is None
+    assert _fp32_reduction(model).reduce_dtype == torch.float64
+    assert _fp32_reduction(_half(torch.float32)).param_dtype is None

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from checkout import DOCS
+from entropy_experiments.checkpoints.dcp import newer_shards, read_sharded
+from entropy_experiments.checkpoints.dcp_state import read_sharded_weights
 from entropy_experiments.checkpoints.layout import find_checkpoint
 from entropy_experiments.checkpoints.load import load_checkpoint
-from entropy_experiments.checkpoints.sharded_files import newer_shards, read_sharded
-from entropy_experiments.checkpoints.sharded_state import sharded_weights
 from oracles.dcp_pieces import save_dcp, write_pieces
 from oracles.tiny_models import save_tiny_checkpoint
 
@@ -46,10 +46,10 @@ def test_a_shard_of_another_save_with_the_same_sizes(folder, tmp_path):
     at(folder / "__1_0.distcp", folder / ".metadata", seconds=60)
     (note,) = newer_shards(folder)
     assert note.startswith(f"{NOTE}shards/__1_0.distcp (1 in all) is newer than .metadata")
-    assert torch.equal(sharded_weights(folder)["w"], mixed)
+    assert torch.equal(read_sharded_weights(folder)["w"], mixed)
     at(folder / "__1_0.distcp", folder / ".metadata", seconds=-60)
     assert newer_shards(folder) == ()  # not noticed, and the docs say so
-    assert torch.equal(sharded_weights(folder)["w"], mixed)
+    assert torch.equal(read_sharded_weights(folder)["w"], mixed)
 
 
 @pytest.mark.parametrize("which", ["pytorch_model_fsdp_0", "optimizer_0"])
@@ -89,7 +89,7 @@ def test_a_flipped_byte_among_the_numbers(folder):
         ValueError,
         match=r"(?s)__0_0\.distcp: 'model\.w', .*the CRC of '[^']*data/0' is another one.*earlier",
     ):
-        sharded_weights(folder)["w"]
+        read_sharded_weights(folder)["w"]
 
 
 def test_any_flipped_byte_is_refused_or_changes_nothing(folder):
@@ -102,7 +102,7 @@ def test_any_flipped_byte_is_refused_or_changes_nothing(folder):
         content[place] ^= 1 << place % 8
         shard.write_bytes(content)
         try:
-            found = sharded_weights(folder)["w"]
+            found = read_sharded_weights(folder)["w"]
         except ValueError as error:
             said.append(str(error))
         else:
@@ -131,7 +131,7 @@ def test_shards_saved_without_sums_are_read(tmp_path):
         write_pieces(tmp_path, {"model.w": (WHOLE, ROWS)})
     finally:
         torch.serialization.set_crc32_options(sums)
-    assert torch.equal(sharded_weights(tmp_path)["w"], WHOLE)
+    assert torch.equal(read_sharded_weights(tmp_path)["w"], WHOLE)
     shard = tmp_path / "__0_0.distcp"
     content = shard.read_bytes()
     for changed in (
@@ -140,7 +140,7 @@ def test_shards_saved_without_sums_are_read(tmp_path):
     ):
         shard.write_bytes(changed)
         with pytest.raises(ValueError, match=r"__0_0\.distcp"):
-            sharded_weights(tmp_path)["w"]
+            read_sharded_weights(tmp_path)["w"]
 
 
 def test_the_weights_twice(tmp_path):

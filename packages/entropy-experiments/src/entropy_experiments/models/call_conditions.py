@@ -1,4 +1,4 @@
-"""The conditions under which a model is called, and nothing of it changed afterwards."""
+"""The conditions under which `functional_model` calls a model; each leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _slots(module: nn.Module, params: Params) -> dict[str, Tensor]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode inside; outside, each module's own mode again."""
     training = [module for module in model.modules() if module.training]
     for module in training:
@@ -71,14 +71,14 @@ def plain_inputs(model: nn.Module) -> Iterator[None]:
     it changes no value, and torch.func refuses it.
     """
     hooks = causal_lm(model).get_input_embeddings()._forward_hooks
-    found = {key: hook for key, hook in hooks.items() if _demands_gradients(hook)}
+    demanding = {key: hook for key, hook in hooks.items() if _demands_gradients(hook)}
     before = dict(hooks)
-    for key in found:
+    for key in demanding:
         del hooks[key]
     try:
         yield
     finally:
-        if found:
+        if demanding:
             hooks.clear()
             hooks.update(before)  # in their old order
 
@@ -102,7 +102,7 @@ def records_a_graph() -> bool:
     return torch.is_grad_enabled() and not get_interpreter_stack()
 
 
-def quickest_attention() -> Any:
+def fastest_attention() -> Any:
     """torch's own choice where nothing is differentiated, else what every derivative goes through.
 
     Fused kernels have neither forward mode nor a double backward.
@@ -112,12 +112,12 @@ def quickest_attention() -> Any:
 
 def expert_configs(model: nn.Module) -> tuple[Any, ...]:
     """Configs that say by which kernel a mixture's experts are computed; each once."""
-    found = {
+    configs = {
         id(module.config): module.config
         for module in model.modules()
         if getattr(getattr(module, "config", None), EXPERTS, None) not in (None, "eager")
     }
-    return tuple(found.values())
+    return tuple(configs.values())
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def plain_experts(configs: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def differentiated_fully(layers: Sequence[nn.Module]) -> Iterator[None]:
+def differentiate_dora_fully(layers: Sequence[nn.Module]) -> Iterator[None]:
     """DoRA layers whose norm is a function of the parameters, as in truth it is.
 
     DoRA *trains* as if ||W + BA|| were constant (peft detaches it), but moving the parameters
@@ -172,11 +172,11 @@ class PaddingRows(TorchFunctionMode):
             return func(*args, **kwargs)
         named = dict(zip(("input", "weight", "padding_idx"), args)) | kwargs
         index = named.pop("padding_idx", None)
-        found = func(named.pop("input"), named.pop("weight"), None, *args[3:], **named)
+        embedded = func(named.pop("input"), named.pop("weight"), None, *args[3:], **named)
         if index is None or not self.frozen:
-            return found
+            return embedded
         tokens = args[0] if args else kwargs["input"]
-        return torch.where((tokens == index)[..., None], found.detach(), found)
+        return torch.where((tokens == index)[..., None], embedded.detach(), embedded)
 
 
 class GradientsKept(TorchFunctionMode):
@@ -198,16 +198,16 @@ class GradientsKept(TorchFunctionMode):
 @contextmanager
 def layers_without_gradients(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Inside, modules with parameters that run while gradients are switched off are listed."""
-    found: list[nn.Module] = []
+    frozen_layers: list[nn.Module] = []
 
     def note(module: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled():
-            found.append(module)
+            frozen_layers.append(module)
 
     owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
     handles = [module.register_forward_pre_hook(note) for module in owners]
     try:
-        yield found
+        yield frozen_layers
     finally:
         for handle in handles:
             handle.remove()
@@ -248,7 +248,7 @@ def _undetached(own_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def recomputed(layers: Sequence[nn.Module], dora: Sequence[nn.Module]) -> Iterator[None]:
+def recompute_layers(layers: Sequence[nn.Module], dora: Sequence[nn.Module]) -> Iterator[None]:
     """Layers whose activations are made again in backward (non-reentrant checkpointing).
 
     transformers' own switch works in training mode only, and would recompute with the model's
@@ -294,7 +294,7 @@ def _recomputing(
         nonlocal first
         # The first time, these conditions hold already; in backward they are long over.
         again, first = () if first else within, False
-        with evaluating(layer), math_attention(), differentiated_fully(again):
+        with eval_mode(layer), math_attention(), differentiate_dora_fully(again):
             return call_with(bare, params, args, kwargs)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 All padding is on the right. A causal model then never looks at it, needs no mask, and every rollout
 has the positions that it has alone (`positions`). Rollouts of one prompt may share a row
-(`shared_prompts`). That the model's own call gives the same is tried at construction (`own_call`).
+(`shared_prompts`). That the model's own call gives the same is tried at construction (`trials`).
 
 Attention that is differentiated runs through torch's MATH kernel: fused kernels have neither
 forward mode nor a double backward. Shared rows go by `segments`, except where an ordinary graph is
@@ -20,44 +20,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.models.calling import (
+from entropy_experiments.models.call_conditions import (
     GradientsKept,
     PaddingRows,
     call_with,
     causal_lm,
     checkpointable_layers,
-    differentiated_fully,
+    differentiate_dora_fully,
     dora_layers,
-    evaluating,
+    eval_mode,
     expert_configs,
+    fastest_attention,
     layers_without_gradients,
     plain_experts,
     plain_inputs,
-    quickest_attention,
-    recomputed,
+    recompute_layers,
     records_a_graph,
     trains_padded_embeddings,
 )
-from entropy_experiments.models.compiled import refuse_compiled
 from entropy_experiments.models.lora import fused_adapters, plain_lora_layers
-from entropy_experiments.models.own_call import (
+from entropy_experiments.models.positions import Contexts, position_ids
+from entropy_experiments.models.shared_prompts import Rows
+from entropy_experiments.models.trials import (
     BEGINNING,
+    FAILURES,
+    Parts,
     Trial,
     UnsupportedModelError,
-    accepted,
+    accepted_arguments,
     difference,
+    find_parts,
     first_line,
     name_of,
     own_trial,
+    passing_tokens,
 )
-from entropy_experiments.models.parts import FAILURES, Parts, find_parts, passing_tokens
-from entropy_experiments.models.positions import Contexts, counted
-from entropy_experiments.models.shared_prompts import Rows
 from entropy_experiments.numerics.forward_mode import frozen_weights
 from entropy_experiments.types import Params
 
 
-class CalledModel:
+class FunctionalModel:
     """A model, and how it is called with parameters of ours."""
 
     def __init__(self, model: nn.Module, *, checkpointing: bool, training_gradient: bool) -> None:
@@ -163,7 +165,7 @@ class CalledModel:
         if rows is None:
             if not self.contexts.beyond(tokens_NS.shape[1]):
                 tokens_NS = tokens_NS[:, :-1]  # the last is drawn and never looked from
-            position_NS = counted(tokens_NS, self.padding_index)
+            position_NS = position_ids(tokens_NS, self.padding_index)
             # All ones, though there is padding: it comes after all that is looked at. Without a
             # mask some architectures warn, and others guess packed sequences from positions.
             inputs = (tokens_NS, position_NS, torch.ones_like(tokens_NS))
@@ -174,20 +176,20 @@ class CalledModel:
         # Recomputation happens in backward.
         recompute = self._layers if records_a_graph() else ()
         with (
-            evaluating(self.model),
+            eval_mode(self.model),
             plain_inputs(self.model),
-            quickest_attention(),
+            fastest_attention(),
             plain_experts(self._experts),
-            differentiated_fully(self._dora),
+            differentiate_dora_fully(self._dora),
             fused_adapters(self._adapters),
             PaddingRows(frozen=self._as_trained) if self._padded else nullcontext(),
             GradientsKept() if self._keeps_gradients() else nullcontext(),
             attention,
-            recomputed(recompute, self._dora),
+            recompute_layers(recompute, self._dora),
             frozen_weights(),
             self.contexts.fresh(),
         ):
-            arguments = accepted(module, {**named, "use_cache": False})
+            arguments = accepted_arguments(module, {**named, "use_cache": False})
             return call_with(module, params, (), arguments)
 
     def _keeps_gradients(self) -> bool:
@@ -211,3 +213,12 @@ class CalledModel:
     @property
     def _attention(self) -> str:
         return getattr(causal_lm(self.model).config, "_attn_implementation", "")
+
+
+def refuse_compiled(model: Any) -> None:
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            f"model is a {type(model._orig_mod).__name__} that torch.compile has wrapped; expected "
+            "the model itself: pass the uncompiled model (model._orig_mod, whose weights are the "
+            "same ones). Training may go on with the compiled one."
+        )

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from entropy_experiments.checkpoints.sharded_files import ShardedFiles, Steps, read_sharded
+from entropy_experiments.checkpoints.dcp import ShardedFiles, Steps, read_sharded
 
 MODEL = ("model",)
 OPTIMIZER = ("optimizer", "optim")
@@ -45,12 +45,12 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self._keys)
 
 
-def sharded_weights(folder: Path) -> StoredWeights:
+def read_sharded_weights(folder: Path) -> StoredWeights:
     files = read_sharded(folder)
     section = _model(files)
     keys: dict[str, str] = {}
     for steps, key in section.items():
-        name = unwrapped(".".join(map(str, steps)))
+        name = without_wrapper_names(".".join(map(str, steps)))
         if key in files.values or name in keys:
             got = "is not a tensor" if key in files.values else "is there twice"
             raise ValueError(
@@ -71,7 +71,9 @@ def holds_optimizer(stored: Mapping[str, Tensor] | None) -> bool:
     return isinstance(stored, StoredWeights) and bool(_optimizer(stored.files))
 
 
-def sharded_optimizer(folder: Path, stored: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+def read_sharded_optimizer(
+    folder: Path, stored: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
     """`state` and `param_groups`, as torch.save(optimizer.state_dict()) would hold them.
 
     `stored`: weights whose table of contents was read already, perhaps of the same folder.
@@ -106,19 +108,19 @@ def sharded_optimizer(folder: Path, stored: Mapping[str, Tensor] | None = None) 
                 target.setdefault(name, {})[what] = _read(files, key)
             case _:
                 raise _foreign(folder, key)
-    made = [groups[number] for number in sorted(groups)] if groups else _grouped(by_name)
-    if sorted(groups) != list(range(len(groups))) or not all("params" in g for g in made):
+    listed_groups = [groups[number] for number in sorted(groups)] if groups else _grouped(by_name)
+    if sorted(groups) != list(range(len(groups))) or not all("params" in g for g in listed_groups):
         raise ValueError(
             f"{folder}: the parameter groups {sorted(groups)} are not whole; expected 0, 1, ..., "
             "each with 'params'. The checkpoint was written in part."
         )
-    if any(isinstance(one, int) for group in made for one in group["params"]):
+    if any(isinstance(one, int) for group in listed_groups for one in group["params"]):
         # Paths are text; the optimizer of one process counts.
         state = {int(name) if str(name).isdecimal() else name: e for name, e in state.items()}
-    return {"state": state, "param_groups": made}
+    return {"state": state, "param_groups": listed_groups}
 
 
-def unwrapped(name: str) -> str:
+def without_wrapper_names(name: str) -> str:
     """A parameter's name without the layers that FSDP, activation checkpointing, torch.compile
     and DDP put around modules; for weights and for optimizer state alike."""
     for wrapper in WRAPPERS:
@@ -166,9 +168,9 @@ def _below(section: Section, names: tuple[str, ...]) -> Section:
 
 def _model(files: ShardedFiles) -> Section:
     section = _roots(files)
-    found = _below(section, MODEL)
-    if found or _below(section, OPTIMIZER):
-        return found
+    below = _below(section, MODEL)
+    if below or _below(section, OPTIMIZER):
+        return below
     return {
         steps: key
         for steps, key in section.items()
@@ -178,9 +180,9 @@ def _model(files: ShardedFiles) -> Section:
 
 def _optimizer(files: ShardedFiles) -> Section:
     section = _roots(files)
-    found = _below(section, OPTIMIZER)
-    if found or _below(section, MODEL):
-        return found
+    below = _below(section, OPTIMIZER)
+    if below or _below(section, MODEL):
+        return below
     nested = {s: k for s, k in section.items() if s[0] in ("state", "param_groups")}
     flat = {s: k for s, k in section.items() if len(s) == 1 and k.startswith(FLAT_OPTIMIZER)}
     return nested or flat

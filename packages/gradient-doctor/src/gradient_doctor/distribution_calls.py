@@ -14,12 +14,12 @@ from gradient_doctor.patches import Patches
 from gradient_doctor.session import Session
 
 
-class Laws:
+class DistributionCalls:
     """Tells detectors of every `sample`, `rsample` and `log_prob`, the outermost call only."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._inside = False  # a law made of laws asks those in turn
+        self._inside = False  # a distribution made of distributions calls those in turn
 
     def install(self, patches: Patches) -> None:
         wanted = any(self.session.wants(name) for name in ("sampled", "density"))
@@ -29,7 +29,7 @@ class Laws:
                     observe = functools.partial(self._called, name)
                     patches.replace(cls, name, observed(self.session, self, observe))
 
-    def _called(self, name: str, law: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    def _called(self, name: str, distribution: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         session = self.session
         if self._inside or session.paused or not session.record.traced:
             return
@@ -40,15 +40,15 @@ class Laws:
             self._inside = False
         if name == "log_prob":
             value = args[0] if args else kwargs.get("value")
-            session.tell("density", law, value, result, session.here())
+            session.tell("density", distribution, value, result, session.here())
         else:
             taint = session.taint_of(result) if isinstance(result, Tensor) else None
             if taint is not None and name == "rsample":
                 taint.drawn = True  # detached, it is a sample like any other
-            session.tell("sampled", law, result, name == "rsample", session.here())
+            session.tell("sampled", distribution, result, name == "rsample", session.here())
 
 
 def _classes() -> list[Any]:
-    found = [getattr(distributions, name) for name in distributions.__all__]
+    members = [getattr(distributions, name) for name in distributions.__all__]
     base = distributions.Distribution
-    return [cls for cls in found if isinstance(cls, type) and issubclass(cls, base)]
+    return [cls for cls in members if isinstance(cls, type) and issubclass(cls, base)]
