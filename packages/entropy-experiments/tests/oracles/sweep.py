@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from entropy_experiments.estimate.first_order import SlopeForm, first_order
+from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.measured import measured
+from entropy_experiments.estimate.options import SlopeForm
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.models.trials import UnsupportedModelError, first_line
 from entropy_experiments.types import Direction, Rollouts

@@ -39,11 +39,9 @@ from torch import Tensor, nn
 from entropy_experiments.distributed import ALONE, Ranks, across
 from entropy_experiments.estimate.curvature import LINEAR_TOLERANCE
 from entropy_experiments.estimate.first_order import (
-    SlopeForm,
     first_order,
     led_slope,
     scores_along,
-    slope_estimand,
     slope_of_scores,
 )
 from entropy_experiments.estimate.level import level_of_scores, within_entropy
@@ -54,6 +52,7 @@ from entropy_experiments.estimate.measured import (
     step_rounding,
 )
 from entropy_experiments.estimate.modes import used_forward_mode
+from entropy_experiments.estimate.options import SlopeForm, slope_estimand
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
 from entropy_experiments.models.functional_model import refuse_compiled
