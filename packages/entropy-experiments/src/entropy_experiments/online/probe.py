@@ -148,7 +148,7 @@ class StepMeasurement:
 
     prediction: StepPrediction
     change: Estimate
-    moved: float
+    step_norm: float
     """Norm of the parameter change; 0: the optimizer skipped the step."""
     mismatch: float | None
     """|change of the parameters - predicted change| over the former: 0 for the step we rebuilt.
@@ -163,7 +163,7 @@ class StepMeasurement:
 
     @property
     def skipped(self) -> bool:
-        return self.moved == 0
+        return self.step_norm == 0
 
     @property
     def apart(self) -> bool:
@@ -351,7 +351,7 @@ class OnlineProbe:
         measurement = StepMeasurement(
             prediction=pending.prediction,
             change=_corrected(seen, pending),
-            moved=size,
+            step_norm=size,
             mismatch=_mismatch(size, norm(missed)),
         )
         self.buffer.release()
