@@ -12,9 +12,9 @@ from entropy_experiments.cli import job
 from entropy_experiments.distributed import ALONE
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.sampling.datasets import Problem
-from entropy_experiments.sampling.finishing import Terminated, finishing_units, unit_in_work
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.sampling.rollout_files import RolloutStore
+from entropy_experiments.sampling.sigterm import Terminated, finishing_units, unit_in_work
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.faults

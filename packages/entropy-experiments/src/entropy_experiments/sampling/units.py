@@ -22,9 +22,9 @@ from torch import Tensor
 
 from entropy_experiments.distributed import current
 from entropy_experiments.sampling.decode import Draw, Drawn
-from entropy_experiments.sampling.finishing import unit_in_work
 from entropy_experiments.sampling.progress import Meter
 from entropy_experiments.sampling.rollout_files import RolloutStore
+from entropy_experiments.sampling.sigterm import unit_in_work
 
 Unit = Sequence[Draw]
 
