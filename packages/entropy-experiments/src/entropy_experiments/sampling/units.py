@@ -6,7 +6,7 @@ The store's identity holds what all units share (model, law, lengths); the key h
 
 Units that nobody has yet are dealt out to the current ranks. Each rank stores what it has drawn
 at once, so a lost rank costs the unit that it was drawing (the others may finish theirs: see
-`finishing`); in the end all ranks have all units.
+`sigterm`); in the end all ranks have all units.
 """
 
 from __future__ import annotations
