@@ -20,7 +20,7 @@ import typer
 
 import entropy_experiments
 from entropy_experiments.input_errors import message, printable, words_of_os_error
-from entropy_experiments.sampling.sigterm import TERMINATED
+from entropy_experiments.sampling.finishing import TERMINATED
 
 DONE, UNEXPECTED, BAD_INPUT, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
 HUNG_UP = 128 + signal.SIGHUP
@@ -50,7 +50,7 @@ def signals_interrupt() -> Iterator[None]:
     """Inside, SIGTERM and SIGHUP interrupt as Ctrl-C does, unless somebody handles them already.
 
     For a process alone: a rank that waits for another one would not come to a handler of Python's
-    (`sampling.sigterm`).
+    (`sampling.finishing`).
     """
     if threading.current_thread() is not threading.main_thread():
         yield

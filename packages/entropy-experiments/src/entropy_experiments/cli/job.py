@@ -5,7 +5,7 @@
 Every process runs the whole command; the loops inside are dealt out (`distributed`). Rank 0
 alone prints and writes. What goes wrong on one rank ends all of them: the lowest rank that failed
 gives the message, the others leave without a word once it has been given. A rank that is ended by
-SIGTERM, because another is lost, stores the unit in work first (`sampling.sigterm`).
+SIGTERM, because another is lost, stores its current unit first (`sampling.finishing`).
 
 What has nothing to deal out (ONE_PROCESS) is done by rank 0 alone; the others leave at once.
 
@@ -103,7 +103,7 @@ def shared_ending(
         return
 
     from entropy_experiments.distributed import across
-    from entropy_experiments.sampling.sigterm import finishing_units
+    from entropy_experiments.sampling.finishing import finishing_units
 
     with ending(debug=debug):
         ranks = _join_ranks()
@@ -169,7 +169,7 @@ def _leave_ranks() -> None:
 def _one_error_message(ranks: Ranks) -> Iterator[None]:
     """An error passes on one rank only; on the others it is an exit code."""
     from entropy_experiments.distributed import LostRankError, RankError, announced
-    from entropy_experiments.sampling.sigterm import Terminated
+    from entropy_experiments.sampling.finishing import Terminated
 
     try:
         yield

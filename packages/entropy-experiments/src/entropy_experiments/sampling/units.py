@@ -6,7 +6,7 @@ The store's identity holds what all units share (model, law, lengths); the key h
 
 Units that nobody has yet are dealt out to the current ranks. Each rank stores what it has drawn
 at once, so a lost rank costs the unit that it was drawing (the others may finish theirs: see
-`sigterm`); in the end all ranks have all units.
+`finishing`); in the end all ranks have all units.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from entropy_experiments.distributed import current
 from entropy_experiments.sampling.decode import Draw, Drawn
+from entropy_experiments.sampling.finishing import current_unit
 from entropy_experiments.sampling.progress import Meter
 from entropy_experiments.sampling.rollout_files import RolloutStore
-from entropy_experiments.sampling.sigterm import unit_in_work
 
 Unit = Sequence[Draw]
 
@@ -70,7 +70,7 @@ def dealt_units(
                 meter.finished(len(units[at]))
         for at in missing if together else ranks.shard(missing):
             # Nothing to finish without a store, nor where all ranks are needed and one is gone.
-            with nullcontext() if store is None or together else unit_in_work():
+            with nullcontext() if store is None or together else current_unit():
                 drawn = decode(units[at], meter)
                 if together and not ranks.first:
                     continue
