@@ -50,7 +50,7 @@ def claim_folder(
         yield
     except BaseException:
         if new:
-            _let_go(out)  # on the rank that made it; the others may be gone
+            _withdraw_claim(out)  # on the rank that made it; the others may be gone
         raise
 
 
@@ -107,7 +107,7 @@ def _has_results(out: Path) -> bool:
     )
 
 
-def _let_go(out: Path) -> None:
+def _withdraw_claim(out: Path) -> None:
     """Nothing but the claim is there: nothing was computed."""
     if out.is_dir() and [path.name for path in out.iterdir()] == [CLAIM]:
         (out / CLAIM).unlink()

@@ -66,8 +66,8 @@ from entropy_experiments.checkpoints.training_record import (
 )
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.input_errors import short
-from entropy_experiments.models.fsdp import ShardedModel, check_torch, in_one_process, mesh_of
 from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.sharded import ShardedModel, check_torch, in_one_process, mesh_of
 from entropy_experiments.types import OptimizerState
 
 DTYPES = {
@@ -456,7 +456,7 @@ def load_sharded(
     def read() -> tuple[Checkpoint, ShardedModel]:
         checkpoint = load()
         sharded = ShardedModel(checkpoint.model, ranks, mesh=mesh)
-        optimizer = checkpoint.optimizer and sharded.shard_state(checkpoint.optimizer)
+        optimizer = checkpoint.optimizer and sharded.cut_state(checkpoint.optimizer)
         return replace(checkpoint, optimizer=optimizer), sharded
 
     return ranks.in_turn(read)

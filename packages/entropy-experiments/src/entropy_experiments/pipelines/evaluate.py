@@ -23,8 +23,8 @@ from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import Config, parse_config
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.pipelines.evaluation.measures import (
     differences,
     length_quantiles,

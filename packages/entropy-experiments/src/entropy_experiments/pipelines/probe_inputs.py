@@ -19,8 +19,8 @@ from entropy_experiments.config import Config
 from entropy_experiments.estimate.modes import Used, used_mode
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.numerics.sketch import distance, sketch
 from entropy_experiments.pipelines.probe_sampling import (
     OpenCheckpoint,

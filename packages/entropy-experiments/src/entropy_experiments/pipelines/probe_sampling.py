@@ -19,8 +19,8 @@ from entropy_experiments.checkpoints.runs import default_checkpoint, packaged_ch
 from entropy_experiments.checkpoints.training_record import RECORDED
 from entropy_experiments.config import Config
 from entropy_experiments.distributed import current
-from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.pipelines.run_conditions import (
     check_sharded_derivatives,
     check_sharding,

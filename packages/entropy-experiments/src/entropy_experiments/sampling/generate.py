@@ -31,8 +31,8 @@ from torch import Tensor
 from entropy_experiments.distributed import current, is_shard
 from entropy_experiments.input_errors import library_errors
 from entropy_experiments.models.call_conditions import eval_mode, math_attention
-from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.sampling.advantages import Scale, group_advantages
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.decode import Draw, Drawn, LastLogits, Step, decode, draw_here

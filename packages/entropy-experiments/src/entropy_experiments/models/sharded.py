@@ -144,12 +144,12 @@ class ShardedModel(nn.Module):
             for name, value in before.items():
                 own[name].copy_(value)
 
-    def shard(self, whole: Params) -> dict[str, DTensor]:
+    def cut(self, whole: Params) -> dict[str, DTensor]:
         """Shards of whole tensors, which every rank has, each as its parameter is cut."""
         shards = self.shards
         return {name: _shard_like(value, shards[name]) for name, value in whole.items()}
 
-    def shard_state(self, optimizer: OptimizerState) -> OptimizerState:
+    def cut_state(self, optimizer: OptimizerState) -> OptimizerState:
         """An optimizer's memory, cut as the parameters are."""
         shards = self.shards
         return replace(
@@ -259,9 +259,9 @@ class ShardedPolicy:
         other._inside = self._inside.as_trained()
         return other
 
-    def shard(self, whole: Params) -> dict[str, Tensor]:
+    def cut(self, whole: Params) -> dict[str, Tensor]:
         """Shards of whole tensors, which every rank has: a direction, say."""
-        return {**self.sharded.shard(whole)}
+        return {**self.sharded.cut(whole)}
 
     def score(self, params: Params, rollouts: Rollouts) -> Scores:
         """Of this rank's rollouts; every rank must come, with rollouts of its own."""
