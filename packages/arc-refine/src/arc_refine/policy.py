@@ -21,7 +21,27 @@ LOG_SIGMA = (-4.0, 1.0)
 
 
 class RefinePolicy(nn.Module):
-    """Reads s = sg[e, f]: nothing that the policy learns from reaches the encoder."""
+    """The policy that refines a prompt embedding: a Gaussian squashed into a box.
+
+    It reads s = sg[e, f]: nothing that the policy learns from reaches the encoder.
+
+    Args:
+        prompt_width: Width of the prompt embedding.
+        feature_dim: Width of the features beside it.
+        bound: Half the side of the box.
+        hidden: Width of the hidden layers.
+
+    Raises:
+        ValueError: If `bound` is not positive.
+
+    Examples:
+        >>> import torch
+        >>> policy = RefinePolicy(prompt_width=4, feature_dim=2)
+        >>> state_BS = policy.state(torch.zeros(3, 4), torch.zeros(3, 2))
+        >>> u_KBE, a_KBE = policy.sample(state_BS, 5, torch.Generator().manual_seed(0))
+        >>> a_KBE.shape, bool((a_KBE.abs() < 0.5).all())
+        (torch.Size([5, 3, 4]), True)
+    """
 
     def __init__(
         self, prompt_width: int, feature_dim: int, bound: float = 0.5, *, hidden: int = 64

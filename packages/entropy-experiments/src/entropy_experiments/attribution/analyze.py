@@ -56,6 +56,10 @@ class StepOptions:
         folds: Parts of the evaluation prompts whose agreement gives tokens their error bars.
         block_bytes: Memory for gradients of single rollouts.
         clip: Of the measurement's log-weights; None: not clipped.
+
+    Examples:
+        >>> StepOptions(objective=Objective(loss="dapo"), max_grad_norm=1.0).objective.loss
+        'dapo'
     """
 
     objective: Objective = field(default_factory=Objective)
@@ -68,7 +72,28 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepAnalysis:
-    """What one step does to the entropy of the policy, in nats of that step."""
+    """What one step does to the entropy of the policy, in nats of that step.
+
+    Args:
+        direction: The step itself: theta + lr * direction.total.
+        level: Entropy before the step.
+        ledger: Momentum, decay and the terms of the loss; their sum, the curvature, what was
+            measured.
+        tokens: Every update token's influence.
+        matrix: What each update rollout did, seen by each evaluation rollout.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> batch = policy.update_batch(seed=1)
+        >>> adamw = torch.optim.AdamW(policy.params.values(), lr=0.02)
+        >>> analysis = analyze_step(policy, adamw, batch, policy.draw(seed=2))
+        >>> print(analysis.predicted)
+        -0.002098  95% [-0.004951, 0.0007542]
+        >>> print(analysis.measured)
+        -0.002211  95% [-0.005095, 0.0006724]
+    """
 
     direction: Direction
     """The step itself: theta + lr * direction.total."""
@@ -119,8 +144,26 @@ def analyze_step(
     Raises:
         ValueError: If the batch makes no step, or the optimizer's groups cannot be served.
 
-    Example:
-        See `examples/own_policy.py`: a policy of one's own, and five lines to an attribution.
+    Examples:
+        `examples/own_policy.py` does the same with a policy of one's own.
+
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> batch = policy.update_batch(seed=1)
+        >>> adamw = torch.optim.AdamW(policy.params.values(), lr=0.02)
+        >>> analysis = analyze_step(policy, adamw, batch, policy.draw(seed=2), StepOptions())
+        >>> print(analysis.ledger)
+        momentum      0  95% [0, 0]
+        decay         0.0001151  95% [0.0001083, 0.0001219]
+        positive      -0.006255  95% [-0.01704, 0.00453]
+        negative      0.004042  95% [-0.005347, 0.01343]
+        predicted     -0.002098  95% [-0.004951, 0.0007542]
+        curvature     -0.0001144  95% [-0.0001617, -6.707e-05]
+        measured      -0.002211  95% [-0.005095, 0.0006724]
+        unexplained   1.382e-06  95% [7.869e-07, 1.977e-06]
+        >>> analysis.tokens.value_NS.shape  # nats of the step by update token
+        torch.Size([32, 5])
     """
     options = options or StepOptions()
     estimator, objective = options.estimator, options.objective

@@ -74,10 +74,42 @@ def curvature(
 ) -> Estimate:
     """D_v D_v H: a step of eta bends away from its prediction by eta^2 / 2 times this.
 
-    `width`: of the differences, in learning rates of the direction; None: a few, as rounding
-    allows. Diagnostics: `slope` (an Estimate from the same pass), `linear_range` (the eta up to
-    which the bend is within 10 % of the slope), `linear_range_low`, the same at the curvature's
-    unfavourable interval end with the noise floor added, and `stencil`, the value at two widths.
+    Args:
+        policy: Parameters at which the slope is taken.
+        rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
+        direction: Along which the parameters move.
+        form: "to_go", the derivative of the per_decision measurement, or "matched", of snis.
+        mode: How to differentiate; "auto" tries what the policy has.
+        unit: Entropy per "token" or per "sequence".
+        entropy: "rao_blackwell" sums over the vocabulary, "simple" is -log p of the drawn token.
+        prompts: A sample of a "population", or a "fixed" set: what the error bars speak of.
+        horizon: max_new_tokens of the rollouts, if there was one.
+        microbatch: Rollouts in a pass.
+        repackings: Passes in other packings that give the noise floor; 0: none is computed.
+        width: Of the differences, in learning rates of the direction; None: a few, as rounding
+            allows.
+
+    Returns:
+        The curvature. Its diagnostics hold `slope` (an Estimate from the same pass), `linear_range`
+        (the eta up to which the bend is within 10 % of the slope), `linear_range_low`, the same at
+        the curvature's unfavourable interval end with the noise floor added, and `stencil`, the
+        value at two widths.
+
+    Raises:
+        ValueError: If the policy has top_p below 1: differences would step over changes of the
+            support.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> bend = curvature(policy, rollouts, direction)
+        >>> print(bend)
+        -0.09398  95% [-0.1163, -0.07164]
+        >>> round(bend.diagnostics["linear_range"], 3)
+        0.11
     """
     check_direction(policy, direction)
     whole(rollouts)

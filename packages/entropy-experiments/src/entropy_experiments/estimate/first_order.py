@@ -85,11 +85,39 @@ def first_order(
 ) -> Estimate:
     """dH per unit learning rate; `eta * first_order(...)` predicts a step.
 
-    `diagnostics` holds the direct and state terms. `baseline` subtracts from a_ik what other
-    prompts say it should be given the prefix: the same expectation, but no longer the derivative
-    of the measurement on this very sample. `base`, the scores at theta, is used where they are
-    needed and not a by-product of differentiating (reverse mode, baseline, stale rollouts).
-    `diagnostics["mode"]` is the way of differentiating that was used (`estimate.modes`).
+    Args:
+        policy: Parameters at which the slope is taken.
+        rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
+        direction: Along which the parameters move.
+        form: "to_go", the derivative of the per_decision measurement, or "matched", of snis.
+        mode: How to differentiate; "auto" tries what the policy has.
+        unit: Entropy per "token" or per "sequence".
+        entropy: "rao_blackwell" sums over the vocabulary, "simple" is -log p of the drawn token.
+        prompts: A sample of a "population", or a "fixed" set: what the error bars speak of.
+        horizon: max_new_tokens of the rollouts, if there was one.
+        baseline: Subtract from a_ik what other prompts say it should be given the prefix: the same
+            expectation, but no longer the derivative of the measurement on this very sample.
+        microbatch: Rollouts in a pass.
+        base: Scores at theta, if they are there already: used where they are needed and no
+            by-product.
+        repackings: Passes in other packings that give the noise floor; 0: none is computed.
+
+    Returns:
+        The slope. Its diagnostics hold the direct and the state term, and `mode`, the way of
+        differentiating that was used.
+
+    Raises:
+        ValueError: If the direction belongs to other parameters.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> slope = first_order(policy, rollouts, direction)
+        >>> print(direction.lr * slope)  # nats per token of this step
+        0.005168  95% [0.004132, 0.006203]
     """
     estimand = slope_estimand(
         policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
@@ -118,6 +146,34 @@ def first_order_by_part(
 
     By jvp and reverse one pass serves all parts, and the total is their sum. By central all share
     the scores at theta and one gradient. The total's noise floor serves its lines.
+
+    Args:
+        policy: Parameters at which the slope is taken.
+        rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
+        direction: Along which the parameters move.
+        form: "to_go", the derivative of the per_decision measurement, or "matched", of snis.
+        mode: How to differentiate; "auto" tries what the policy has.
+        unit: Entropy per "token" or per "sequence".
+        entropy: "rao_blackwell" sums over the vocabulary, "simple" is -log p of the drawn token.
+        prompts: A sample of a "population", or a "fixed" set: what the error bars speak of.
+        horizon: max_new_tokens of the rollouts, if there was one.
+        baseline: As in `first_order`.
+        microbatch: Rollouts in a pass.
+        base: Scores at theta, if they are there already: used where they are needed and no
+            by-product.
+        repackings: Passes in other packings that give the noise floor; 0: none is computed.
+
+    Returns:
+        The total, a line for each part, and what they leave over.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> print(first_order_by_part(policy, rollouts, direction).lines["gradient"])
+        0.05168  95% [0.04132, 0.06203]
     """
     estimand = slope_estimand(
         policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon

@@ -33,7 +33,29 @@ def entropy_level(
     base: Scores | None = None,
     repackings: int = 0,
 ) -> Estimate:
-    """H of the policy itself."""
+    """H of the policy itself, with its error bar.
+
+    Args:
+        policy: Whose entropy it is.
+        rollouts: Drawn from this policy.
+        form: Only names what the number may be compared with.
+        unit: Entropy per "token" or per "sequence".
+        entropy: "rao_blackwell" sums over the vocabulary, "simple" is -log p of the drawn token.
+        prompts: A sample of a "population", or a "fixed" set: what the error bars speak of.
+        horizon: max_new_tokens of the rollouts, if there was one.
+        microbatch: Rollouts in a pass.
+        base: Scores at theta, if they are there already.
+        repackings: Passes in other packings that give the noise floor; 0: none is computed.
+
+    Returns:
+        Entropy in nats per token, or per sequence.
+
+    Examples:
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> print(entropy_level(policy, policy.draw(seed=2)))
+        1.251  95% [1.226, 1.276]
+    """
     estimand = estimand_of(
         policy, prompts=prompts, unit=unit, form=form, entropy=entropy, horizon=horizon
     )

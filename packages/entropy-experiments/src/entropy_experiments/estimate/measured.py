@@ -62,7 +62,17 @@ Key = TypeVar("Key", int, str)
 
 
 class Case(NamedTuple):
-    """One measurement of many: which direction, how far, log-weights clipped where."""
+    """One measurement of many: which direction, how far, log-weights clipped where.
+
+    Args:
+        direction: Name of the direction.
+        eta: Learning rate.
+        clip: Bound on |log-weight|; None: not clipped.
+
+    Examples:
+        >>> Case("step", 0.1)
+        Case(direction='step', eta=0.1, clip=None)
+    """
 
     direction: str
     eta: float
@@ -72,7 +82,27 @@ class Case(NamedTuple):
 def measured(
     policy: Policy, rollouts: Rollouts, direction: Direction, eta: float, **options
 ) -> Estimate:
-    """H(theta + eta v) - H(theta); options are those of `measured_many`."""
+    """H(theta + eta v) - H(theta), by reweighting the rollouts of theta.
+
+    Args:
+        policy: Parameters before the step.
+        rollouts: Drawn from this policy.
+        direction: v.
+        eta: The learning rate.
+        options: Those of `measured_many`.
+
+    Returns:
+        The change, with weight diagnostics.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> print(measured(policy, rollouts, direction, 0.1))
+        0.004675  95% [0.003541, 0.005809]
+    """
     found = measured_many(policy, rollouts, {"direction": direction}, [eta], **options)
     return next(iter(found.values()))
 
@@ -97,9 +127,41 @@ def measured_many(
     """Every direction at every eta (and -eta, if symmetric) under every clip.
 
     Each costs one no-grad pass over the rollouts (settings of adapters may share it), on top of the
-    base pass and the repackings that give the noise floor, which are done once. Diagnostics:
-    `weights` (see `WeightDiagnostics`) and, per rollout, `integrand_N` (they sum to the change),
-    `entropy_N`, `entropy_base_N`, `tokens_N`.
+    base pass and the repackings that give the noise floor, which are done once.
+
+    Args:
+        policy: Parameters before the step.
+        rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
+        directions: By name.
+        etas: Learning rates.
+        form: "per_decision" weights each token by its prefix, "snis" each rollout as a whole.
+        unit: Entropy per "token" or per "sequence".
+        entropy: "rao_blackwell" sums over the vocabulary, "simple" is -log p of the drawn token.
+        prompts: A sample of a "population", or a "fixed" set: what the error bars speak of.
+        horizon: max_new_tokens of the rollouts, if there was one.
+        symmetric: Also at -eta, for `odd_and_even`.
+        clips: Bounds on |log-weight|; None: not clipped.
+        microbatch: Rollouts in a pass.
+        base: Scores at theta, if they are there already.
+        repackings: Passes in other packings that give the noise floor; 0: none is computed.
+
+    Returns:
+        The change of each case. Diagnostics: `weights` (see `WeightDiagnostics`) and, per rollout,
+        `integrand_N` (they sum to the change), `entropy_N`, `entropy_base_N`, `tokens_N`.
+
+    Raises:
+        ValueError: If there is no finite eta, a direction belongs to other parameters, or stale
+            rollouts meet a policy with top_p below 1.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> changes = measured_many(policy, rollouts, {"step": direction}, [0.05, 0.1])
+        >>> print(changes[Case("step", 0.1)])
+        0.004675  95% [0.003541, 0.005809]
     """
     if form == "resampled":
         raise ValueError("form='resampled' is another function: estimate.resampled.resampled.")
@@ -275,7 +337,26 @@ def change(
 
 
 def odd_and_even(plus: Estimate, minus: Estimate) -> tuple[Estimate, Estimate]:
-    """From the changes at +eta and -eta: eta * slope, and eta^2 / 2 * curvature."""
+    """From the changes at +eta and -eta: eta * slope, and eta^2 / 2 * curvature.
+
+    Args:
+        plus: The change at +eta.
+        minus: The change at -eta, on the same rollouts.
+
+    Returns:
+        The odd and the even part, with paired intervals.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> both = measured_many(policy, rollouts, {"v": direction}, [0.1], symmetric=True)
+        >>> odd, even = odd_and_even(both[Case("v", 0.1)], both[Case("v", -0.1)])
+        >>> print(odd)
+        0.005145  95% [0.004108, 0.006181]
+    """
     return 0.5 * (plus - minus), 0.5 * (plus + minus)
 
 

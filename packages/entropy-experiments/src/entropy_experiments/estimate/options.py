@@ -26,7 +26,10 @@ class EstimatorOptions:
         microbatch: Rollouts in a pass.
         repackings: Passes in other packings that give the measurement's noise floor.
 
-    Example:
+    Raises:
+        ValueError: If `form` has no slope, or `microbatch` is below 1.
+
+    Examples:
         >>> EstimatorOptions(form="snis").slope_form
         'matched'
     """

@@ -64,7 +64,29 @@ KNOWN_MASKS = ("sdpa", "eager")
 
 
 class SequenceProcessor(CalledModel):
-    """A loaded model as the estimators see it (`types.Policy`, and `types.NucleusPolicy`)."""
+    """A loaded transformers model as the estimators see it: a `Policy`, and a `NucleusPolicy`.
+
+    Args:
+        model: A causal LM; parameters that require a gradient are the policy's.
+        temperature: Part of the policy, not of the sampler.
+        top_p: Below 1 the policy *is* the truncated distribution.
+        chunk: Tokens whose logits are in memory at a time; None: as memory allows.
+        checkpointing: Recompute activations in the backward pass.
+        training_gradient: Take the gradient that training takes, where that is not the derivative
+            of the scores (see `as_trained`).
+
+    Raises:
+        ValueError: If `temperature` or `top_p` is out of range.
+
+    Examples:
+        >>> import torch
+        >>> checkpoint = load_checkpoint(embedded_trajectory() / "checkpoint-13")
+        >>> policy = SequenceProcessor(checkpoint.model)
+        >>> batch, _ = load_update_batch(checkpoint.path / "update_batch")
+        >>> few = batch.rollouts.take(torch.arange(4))
+        >>> policy.score_all(few).entropy_NS.shape == few.tokens_NS.shape
+        True
+    """
 
     def __init__(
         self,
