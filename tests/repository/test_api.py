@@ -137,12 +137,18 @@ def test_the_api_pages_have_every_name_once():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_wheels_hold_the_types(package):
-    """hatchling takes every file of the package's folder; a build shows it (test_wheels.py)."""
+    """hatchling takes every file of the package's folder; wild/test_distributions.py builds one."""
     folder = PACKAGES[package]
     wheel = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["tool"]["hatch"]["build"]
     assert wheel["targets"]["wheel"] == {"packages": [f"src/{package}"]}
     for name in ("py.typed", "__init__.pyi"):
         assert (folder / "src" / package / name).is_file()
+
+
+def test_the_doctor_depends_on_torch_and_nothing_else():
+    project = tomllib.loads((PACKAGES["gradient_doctor"] / "pyproject.toml").read_text("utf-8"))
+    assert [re.match(r"[\w-]+", one)[0] for one in project["project"]["dependencies"]] == ["torch"]
+    assert "optional-dependencies" not in project["project"]
 
 
 def test_it_has_teeth():

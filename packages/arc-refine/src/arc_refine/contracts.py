@@ -67,8 +67,8 @@ class ContractError(RuntimeError):
     """
 
     def __init__(self, breaches: Iterable[Breach], report: str = "") -> None:
-        self.breaches = tuple(breaches)
-        self.report = report
+        self.breaches: tuple[Breach, ...] = tuple(breaches)
+        self.report: str = report
         names = ", ".join(dict.fromkeys(b.contract for b in self.breaches))
         text = "\n".join(map(str, self.breaches))
         super().__init__(

@@ -143,9 +143,9 @@ class PolicyRL:
         entropy_weight: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self.policy = RefinePolicy(prompt_dim, ctrl_dim + feat_dim, bound)
+        self.policy: RefinePolicy = RefinePolicy(prompt_dim, ctrl_dim + feat_dim, bound)
         self.entropy_weight = entropy_weight
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=lr)
+        self.optimizer: torch.optim.AdamW = torch.optim.AdamW(self.policy.parameters(), lr=lr)
         self._generator = torch.Generator().manual_seed(seed)
 
     def apply(self, prompt_BE: Tensor, u_BE: Tensor) -> Tensor:

@@ -152,11 +152,11 @@ class EFE(nn.Module):
         momentum: float = 0.99,
     ) -> None:
         super().__init__()
-        self.weights = weights or EfeWeights()
-        self.momentum = momentum
+        self.weights: EfeWeights = weights or EfeWeights()
+        self.momentum: float = momentum
         colour = self.weights.risk > 0 or self.weights.z > 0
-        self.preference = nn.Linear(prompt_width, COLOURS) if colour else None
-        self.match = (
+        self.preference: nn.Linear | None = nn.Linear(prompt_width, COLOURS) if colour else None
+        self.match: nn.Linear | None = (
             nn.Linear(prompt_width, pooled_width, bias=False) if self.weights.prompt > 0 else None
         )
         self.register_buffer("ema", torch.zeros(COLOURS))

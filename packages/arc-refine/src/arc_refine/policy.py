@@ -49,15 +49,17 @@ class RefinePolicy(nn.Module):
         super().__init__()
         if not bound > 0:
             raise ValueError(f"bound is {bound}; expected > 0. To refine nothing, use refine=off.")
-        self.prompt_width, self.feature_dim, self.bound = prompt_width, feature_dim, float(bound)
-        self.body = nn.Sequential(
+        self.prompt_width: int = prompt_width
+        self.feature_dim: int = feature_dim
+        self.bound: float = float(bound)
+        self.body: nn.Sequential = nn.Sequential(
             nn.Linear(prompt_width + feature_dim, hidden),
             nn.Tanh(),
             nn.Linear(hidden, hidden),
             nn.Tanh(),
         )
-        self.mean = nn.Linear(hidden, prompt_width)
-        self.spread = nn.Linear(hidden, prompt_width)
+        self.mean: nn.Linear = nn.Linear(hidden, prompt_width)
+        self.spread: nn.Linear = nn.Linear(hidden, prompt_width)
         # Near zero, so that refinement starts small; not at zero, where the body would get no
         # gradient from the first step.
         for head in (self.mean, self.spread):

@@ -87,7 +87,7 @@ class Doctor:
             # without modules there is nothing to name: find them as they are called
             discover=discover or not modules,
         )
-        self.session = Session(registry, scaler, _checked_contract(contract), trace_steps)
+        self.session: Session = Session(registry, scaler, _checked_contract(contract), trace_steps)
         self._trace = Trace(self.session)
         self._watch = Watch(self.session, self._trace, self._stepped)
         self._find_steps = find_steps

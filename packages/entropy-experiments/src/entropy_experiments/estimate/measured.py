@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class Case(NamedTuple):
 
 
 def measured(
-    policy: Policy, rollouts: Rollouts, direction: Direction, eta: float, **options
+    policy: Policy, rollouts: Rollouts, direction: Direction, eta: float, **options: Any
 ) -> Estimate:
     """H(theta + eta v) - H(theta), by reweighting the rollouts of theta.
 

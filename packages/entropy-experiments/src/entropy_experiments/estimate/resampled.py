@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def resampled(
     generator: torch.Generator,
     base_rollouts: Rollouts | None = None,
     repackings: int = REPACKINGS,
-    **options,
+    **options: Any,
 ) -> Estimate:
     """H(theta + eta v) - H(theta), each on fresh rollouts of its own policy.
 

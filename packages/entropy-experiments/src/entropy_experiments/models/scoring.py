@@ -105,7 +105,9 @@ class SequenceProcessor(CalledModel):
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p is {top_p}; expected in (0, 1].")
         super().__init__(model, checkpointing=checkpointing, training_gradient=training_gradient)
-        self.temperature, self.top_p, self.chunk = float(temperature), float(top_p), chunk
+        self.temperature: float = float(temperature)
+        self.top_p: float = float(top_p)
+        self.chunk: int | None = chunk
         choose_threads(self._device, self.trial_pass, anew=True)
         if self._parts is not None and not self._head_makes_the_logits(self._parts):
             self._parts = None

@@ -81,7 +81,7 @@ class NoiseScale:
         self._device = next(iter(params.values())).device
         self._rows: dict[Metric, deque[StepSums]] = {m: deque(maxlen=window) for m in METRICS}
         self._samples: deque[float] = deque(maxlen=window)
-        self.skipped = 0
+        self.skipped: int = 0
         self._begin()
 
     def _begin(self) -> None:

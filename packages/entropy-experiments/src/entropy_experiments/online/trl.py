@@ -128,6 +128,19 @@ class EntropyProbeCallback(TrainerCallback):
         []
     """
 
+    evaluation: Literal["fresh", "half", "batch"] | Rollouts
+    prompts: int
+    group: int
+    uses: int
+    microbatch: int
+    parts: bool
+    seed: int
+    order: int
+    facts: dict[str, Any]
+    ledger_every: int | None
+    noise_scale: bool
+    noise_window: int | None
+
     def __init__(
         self,
         *,

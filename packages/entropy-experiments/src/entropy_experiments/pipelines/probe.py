@@ -58,7 +58,7 @@ class OfflineEntropyProbe:
     def __init__(
         self, config: Config | Mapping[str, Any] | None = None, *, quiet: bool = False
     ) -> None:
-        self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self.config: Config = config if isinstance(config, Config) else parse_config(config or {})
         self._quiet = quiet
 
     @classmethod

@@ -94,6 +94,17 @@ class SampleGenerator:
         (4, [0, 0, 1, 1])
     """
 
+    policy: SequenceProcessor | ShardedPolicy
+    tokenizer: Any
+    max_new_tokens: int
+    batch_size: int
+    stop: tuple[str, ...]
+    units: int
+    master_seed: int
+    store: RolloutStore | None
+    progress: ProgressCallback | None
+    ends: tuple[int, ...]
+
     def __init__(
         self,
         policy: SequenceProcessor | ShardedPolicy,

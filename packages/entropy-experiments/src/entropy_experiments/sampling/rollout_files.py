@@ -401,7 +401,7 @@ class RolloutStore:
     IDENTITY = "store.json"
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
 
     def bind(self, identity: Mapping[str, Any]) -> None:
         """Declare what the units of this folder depend on, or check that it is the same."""

@@ -141,6 +141,7 @@ class EntropyInfluenceRunner:
     def __init__(
         self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
     ) -> None:
+        self.config: Config
         if isinstance(config, str | Path):
             self.config = load_config(config)
         else:
