@@ -24,7 +24,7 @@ from oracles.trl_ranks import on_trl_ranks
 
 pytestmark = pytest.mark.contract
 
-PAGE = DOCS / "trl_settings.md"
+PAGE = DOCS / "howto_online.md"
 ROUNDING = 1.2e-7
 """Of an entropy in fp32, of which a change is the difference of two."""
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
