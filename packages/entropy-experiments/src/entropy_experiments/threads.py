@@ -79,13 +79,13 @@ class Threads:
         start = self._clock()
         yield
         seconds = (self._clock() - start) / max(amount, 1)
-        known = self._seconds.setdefault(kind, [])
-        if len(known) >= KNOWN and seconds > MUCH_SLOWER * median(known):
+        earlier = self._seconds.setdefault(kind, [])
+        if len(earlier) >= KNOWN and seconds > MUCH_SLOWER * median(earlier):
             self._slow += 1
             return
         self._slow = 0
-        known.append(seconds)
-        del known[:-KNOWN]
+        earlier.append(seconds)
+        del earlier[:-KNOWN]
 
     def _timed(self, work: Callable[[], object], count: int) -> float:
         torch.set_num_threads(count)

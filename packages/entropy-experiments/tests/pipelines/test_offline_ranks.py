@@ -35,9 +35,9 @@ from entropy_experiments.attribution.matrix import influence_matrix
 from entropy_experiments.attribution.terms import line_directions
 from entropy_experiments.attribution.tokens import token_influence
 from entropy_experiments.distributed import ALONE, RankError, Ranks, across, announced
-from entropy_experiments.estimate.first_order import slope_estimand
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured_many
+from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.estimate.reward import reward_curvature, reward_slope

@@ -14,15 +14,16 @@ two widths: where these disagree, nothing here is trusted (`estimate.stencil`).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Unpack
 
 from torch import Tensor
 
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.central import led_by_reverse
-from entropy_experiments.estimate.first_order import SlopeForm, slope_estimand
 from entropy_experiments.estimate.gradient import entropy_gradient
-from entropy_experiments.estimate.modes import Mode, used_forward_mode
-from entropy_experiments.estimate.noise import REPACKINGS, spread
+from entropy_experiments.estimate.modes import used_forward_mode
+from entropy_experiments.estimate.noise import spread
+from entropy_experiments.estimate.options import EstimatorOptions, SlopeKeywords, slope_options
 from entropy_experiments.estimate.ratio import (
     check_repeatable,
     check_scores,
@@ -52,7 +53,6 @@ from entropy_experiments.types import (
     Scores,
     check_direction,
 )
-from entropy_experiments.types.estimate import Entropy, Prompts, Unit
 
 LINEAR_TOLERANCE = 0.1
 
@@ -61,16 +61,10 @@ def curvature(
     policy: Policy,
     rollouts: Rollouts,
     direction: Direction,
+    options: EstimatorOptions | None = None,
     *,
-    form: SlopeForm = "to_go",
-    mode: Mode = "auto",
-    unit: Unit = "token",
-    entropy: Entropy = "rao_blackwell",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
-    microbatch: int = 8,
-    repackings: int = REPACKINGS,
     width: float | None = None,
+    **keywords: Unpack[SlopeKeywords],
 ) -> Estimate:
     """D_v D_v H: a step of eta bends away from its prediction by eta^2 / 2 times this.
 
@@ -78,16 +72,11 @@ def curvature(
         policy: Parameters at which the slope is taken.
         rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
         direction: Along which the parameters move.
-        form: "to_go", the derivative of the per_decision measurement, or "matched", of snis.
-        mode: How to differentiate; "auto" tries what the policy has.
-        unit: Entropy per "token" or per "sequence".
-        entropy: "rao_blackwell" sums over the vocabulary, "simple" is -log p of the drawn token.
-        prompts: A sample of a "population", or a "fixed" set: what the error bars speak of.
-        horizon: max_new_tokens of the rollouts, if there was one.
-        microbatch: Rollouts in a pass.
-        repackings: Passes in other packings that give the noise floor; 0: none is computed.
+        options: What entropy is meant, and how it is computed; None: the defaults.
         width: Of the differences, in learning rates of the direction; None: a few, as rounding
             allows.
+        keywords: Fields of `options`, which win over them; `form` is a slope's: "to_go", the
+            derivative of the per_decision measurement, or "matched", of snis.
 
     Returns:
         The curvature. Its diagnostics hold `slope` (an Estimate from the same pass), `linear_range`
@@ -111,19 +100,18 @@ def curvature(
         >>> round(bend.diagnostics["linear_range"], 3)
         0.11
     """
+    options = slope_options(options, keywords)
+    microbatch = options.microbatch
     check_direction(policy, direction)
     whole(rollouts)
     check_repeatable(policy, rollouts)
-    how = used_forward_mode(policy, rollouts, mode)
+    how = used_forward_mode(policy, rollouts, options.mode)
     if policy.top_p < 1:
         raise ValueError(
             f"Curvature of a top_p = {policy.top_p:g} law: the differences it is made of would "
             "step over changes of the support. It is defined for the full softmax, top_p = 1."
         )
-    estimand = slope_estimand(
-        policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
-    )
-
+    estimand = options.estimand(policy)
     step = direction_step(policy, direction, how, width)
 
     def value_of(packed: Rollouts, size: int) -> float:
@@ -134,7 +122,7 @@ def curvature(
     stencil = stencil_of(sums_NM, rollouts, step / direction.lr)
     sums_NM = sums_NM[:, :6]
     here = point(curvature_of_ratio, sums_NM, rollouts)
-    repacked = spread(value_of, here, rollouts, microbatch, count=repackings)
+    repacked = spread(value_of, here, rollouts, microbatch, count=options.repackings)
     base = None
     if rollouts.behaviour_logprob_NS is not None or how == "central":
         base = score_all(policy, policy.params, rollouts, microbatch=microbatch)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.noise import spread
+from entropy_experiments.estimate.options import EstimatorOptions, LevelKeywords, measure_options
 from entropy_experiments.estimate.ratio import (
     check_repeatable,
     drawn_with,
-    estimand_of,
     payload,
     ratio_sums,
     score_all,
@@ -17,35 +20,30 @@ from entropy_experiments.estimate.ratio import (
 )
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import Estimand, Estimate, Policy, Rollouts, Scores
-from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
+from entropy_experiments.types.estimate import Form
 
 
 def entropy_level(
     policy: Policy,
     rollouts: Rollouts,
+    options: EstimatorOptions | None = None,
     *,
-    form: Form = "per_decision",
-    unit: Unit = "token",
-    entropy: Entropy = "rao_blackwell",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
-    microbatch: int = 8,
+    form: Form | None = None,
     base: Scores | None = None,
     repackings: int = 0,
+    **keywords: Unpack[LevelKeywords],
 ) -> Estimate:
     """H of the policy itself, with its error bar.
 
     Args:
         policy: Whose entropy it is.
         rollouts: Drawn from this policy.
-        form: Only names what the number may be compared with.
-        unit: Entropy per "token" or per "sequence".
-        entropy: "rao_blackwell" sums over the vocabulary, "simple" is -log p of the drawn token.
-        prompts: A sample of a "population", or a "fixed" set: what the error bars speak of.
-        horizon: max_new_tokens of the rollouts, if there was one.
-        microbatch: Rollouts in a pass.
+        options: What entropy is meant, and how it is computed; None: the defaults.
+        form: None is that of the options; rollouts of the policy itself may also be "resampled".
         base: Scores at theta, if they are there already.
-        repackings: Passes in other packings that give the noise floor; 0: none is computed.
+        repackings: Passes in other packings that give the noise floor; the options' are only for
+            changes, since a level is far above its noise floor.
+        keywords: Other fields of `options`, which win over them.
 
     Returns:
         Entropy in nats per token, or per sequence.
@@ -56,9 +54,10 @@ def entropy_level(
         >>> print(entropy_level(policy, policy.draw(seed=2)))
         1.251  95% [1.226, 1.276]
     """
-    estimand = estimand_of(
-        policy, prompts=prompts, unit=unit, form=form, entropy=entropy, horizon=horizon
-    )
+    options = measure_options(options, keywords)
+    estimand, microbatch = options.estimand(policy), options.forward_size
+    if form is not None:
+        estimand = replace(estimand, form=form)
     whole(rollouts)
     check_repeatable(policy, rollouts)
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)

@@ -12,17 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 from entropy_experiments.distributed import current, local_part
-from entropy_experiments.estimate.noise import REPACKINGS, repackings_of
+from entropy_experiments.estimate.noise import repackings_of
+from entropy_experiments.estimate.options import (
+    EstimatorOptions,
+    MeasureKeywords,
+    measure_options,
+)
 from entropy_experiments.estimate.ratio import (
     check_repeatable,
     drawn_with,
-    estimand_of,
     payload,
     ratio_sums,
     refuse_unmoved,
@@ -49,7 +53,6 @@ from entropy_experiments.types import (
     Scores,
     check_direction,
 )
-from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
 MAX_STEP_ROUNDING = 0.05
 FP32_EPS = torch.finfo(torch.float32).eps
@@ -80,19 +83,31 @@ class Case(NamedTuple):
 
 
 def measured(
-    policy: Policy, rollouts: Rollouts, direction: Direction, eta: float, **options: Any
+    policy: Policy,
+    rollouts: Rollouts,
+    direction: Direction,
+    eta: float,
+    options: EstimatorOptions | None = None,
+    *,
+    clips: Sequence[float | None] = (None,),
+    base: Scores | None = None,
+    **keywords: Unpack[MeasureKeywords],
 ) -> Estimate:
     """H(theta + eta v) - H(theta), by reweighting the rollouts of theta.
 
     Args:
         policy: Parameters before the step.
-        rollouts: Drawn from this policy.
+        rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
         direction: v.
         eta: The learning rate.
-        options: Those of `measured_many`.
+        options: What entropy is meant, and how it is computed; None: the defaults.
+        clips: One bound on |log-weight|; None: not clipped.
+        base: Scores at theta, if they are there already.
+        keywords: Fields of `options`, which win over them; `form` is "per_decision", which weights
+            each token by its prefix, or "snis", each rollout as a whole.
 
     Returns:
-        The change, with weight diagnostics.
+        The change, with the diagnostics of `measured_many`.
 
     Examples:
         >>> import torch
@@ -103,8 +118,17 @@ def measured(
         >>> print(measured(policy, rollouts, direction, 0.1))
         0.004675  95% [0.003541, 0.005809]
     """
-    found = measured_many(policy, rollouts, {"direction": direction}, [eta], **options)
-    return next(iter(found.values()))
+    changes = measured_many(
+        policy,
+        rollouts,
+        {"direction": direction},
+        [eta],
+        options,
+        clips=clips,
+        base=base,
+        **keywords,
+    )
+    return next(iter(changes.values()))
 
 
 def measured_many(
@@ -112,17 +136,12 @@ def measured_many(
     rollouts: Rollouts,
     directions: Mapping[str, Direction],
     etas: Iterable[float],
+    options: EstimatorOptions | None = None,
     *,
-    form: Form = "per_decision",
-    unit: Unit = "token",
-    entropy: Entropy = "rao_blackwell",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
     symmetric: bool = False,
     clips: Sequence[float | None] = (None,),
-    microbatch: int = 8,
     base: Scores | None = None,
-    repackings: int = REPACKINGS,
+    **keywords: Unpack[MeasureKeywords],
 ) -> dict[Case, Estimate]:
     """Every direction at every eta (and -eta, if symmetric) under every clip.
 
@@ -134,16 +153,12 @@ def measured_many(
         rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
         directions: By name.
         etas: Learning rates.
-        form: "per_decision" weights each token by its prefix, "snis" each rollout as a whole.
-        unit: Entropy per "token" or per "sequence".
-        entropy: "rao_blackwell" sums over the vocabulary, "simple" is -log p of the drawn token.
-        prompts: A sample of a "population", or a "fixed" set: what the error bars speak of.
-        horizon: max_new_tokens of the rollouts, if there was one.
+        options: What entropy is meant, and how it is computed; None: the defaults.
         symmetric: Also at -eta, for `odd_and_even`.
         clips: Bounds on |log-weight|; None: not clipped.
-        microbatch: Rollouts in a pass.
         base: Scores at theta, if they are there already.
-        repackings: Passes in other packings that give the noise floor; 0: none is computed.
+        keywords: Fields of `options`, which win over them; `form` is "per_decision", which weights
+            each token by its prefix, or "snis", each rollout as a whole.
 
     Returns:
         The change of each case. Diagnostics: `weights` (see `WeightDiagnostics`) and, per rollout,
@@ -163,16 +178,15 @@ def measured_many(
         >>> print(changes[Case("step", 0.1)])
         0.004675  95% [0.003541, 0.005809]
     """
-    if form == "resampled":
+    if keywords.get("form") == "resampled":
         raise ValueError("form='resampled' is another function: estimate.resampled.resampled.")
     if rollouts.behaviour_logprob_NS is not None and policy.top_p < 1:
         raise ValueError(
             "Rollouts with behaviour_logprob_NS under a top_p law: their support may differ from "
             "the policy's, and no weight repairs that. Draw them from the policy itself."
         )
-    estimand = estimand_of(
-        policy, prompts=prompts, unit=unit, form=form, entropy=entropy, horizon=horizon
-    )
+    options = measure_options(options, keywords)
+    estimand, microbatch = options.estimand(policy), options.forward_size
     steps = [float(eta) for eta in etas]
     if not steps or not all(isfinite(eta) for eta in steps):
         raise ValueError(f"etas is {steps}; expected one or more finite numbers.")
@@ -184,7 +198,9 @@ def measured_many(
     check_repeatable(policy, rollouts)
 
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
-    floors = _noise_floors(policy, rollouts, base, estimand, clips, microbatch, repackings)
+    floors = noise_floors(
+        policy, rollouts, base, estimand, clips, microbatch=microbatch, count=options.repackings
+    )
     doubt = coarse_weights(policy)
     out: dict[Case, Estimate] = {}
     along = {name: partial(_total, direction) for name, direction in directions.items()}
@@ -401,12 +417,13 @@ def _missed(old: Tensor, new: Tensor, along: Tensor, eta: float) -> Tensor:
     return (new.to(dtype) - old.to(dtype)).sub_(along.to(dtype), alpha=eta)
 
 
-def _noise_floors(
+def noise_floors(
     policy: Policy,
     rollouts: Rollouts,
     base: Scores,
     estimand: Estimand,
     clips: Sequence[float | None],
+    *,
     microbatch: int,
     count: int,
 ) -> dict[float | None, float | None]:

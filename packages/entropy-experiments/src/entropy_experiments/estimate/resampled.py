@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.noise import REPACKINGS
+from entropy_experiments.estimate.options import EstimatorOptions, LevelKeywords, measure_options
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.types import (
     Direction,
@@ -37,8 +38,9 @@ def resampled(
     *,
     generator: torch.Generator,
     base_rollouts: Rollouts | None = None,
+    options: EstimatorOptions | None = None,
     repackings: int = REPACKINGS,
-    **options: Any,
+    **keywords: Unpack[LevelKeywords],
 ) -> Estimate:
     """H(theta + eta v) - H(theta), each on fresh rollouts of its own policy.
 
@@ -51,9 +53,10 @@ def resampled(
         direction: v.
         eta: The learning rate.
         generator: The sampler's random numbers.
-        base_rollouts: Rollouts of theta, if they are there already.
+        base_rollouts: Rollouts of theta; None: drawn here.
+        options: What entropy is meant, and how it is computed; None: the defaults.
         repackings: Passes in other packings that give the noise floor; 0: none is computed.
-        options: Those of `entropy_level`.
+        keywords: Other fields of `options`, which win over them.
 
     Returns:
         The change; its diagnostics hold both levels.
@@ -83,9 +86,11 @@ def resampled(
                 "The sampler gave behaviour_logprob_NS; expected rollouts drawn from the very "
                 "parameters it was called with, which need no weights."
             )
-    options = {**options, "form": "resampled", "repackings": repackings}
-    moved = entropy_level(_At(policy, params), after, **options)
-    level = entropy_level(policy, before, **options)
+    options = measure_options(options, keywords)
+    moved, level = (
+        entropy_level(at, drawn, options, form="resampled", repackings=repackings)
+        for at, drawn in ((_At(policy, params), after), (policy, before))
+    )
     found = moved - level
     return replace(found, diagnostics={"H": moved, "H_base": level})
 

@@ -14,12 +14,11 @@ from typing import Any
 
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.optimizer_state import ORDER_NOTE
-from entropy_experiments.checkpoints.runs import following
+from entropy_experiments.checkpoints.runs import next_checkpoint
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs
 from entropy_experiments.pipelines.run_conditions import own_device
-from entropy_experiments.types import Direction
-from entropy_experiments.update.adamw import UpdateStats
+from entropy_experiments.types import Direction, Params
 from entropy_experiments.update.certificate import (
     APART,
     FingerprintCertificate,
@@ -32,16 +31,16 @@ SAME_STEP = 1e-4
 """Relative distance below which a rebuilt step has every moment at its own parameter."""
 
 
-def certified_step(probe: ProbeInputs, direction: Direction, stats: UpdateStats) -> dict[str, Any]:
+def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -> dict[str, Any]:
     """JSON: `step_distance` relative to the step made, or `unchecked`, why it is not known.
 
     `another_step` says that an imported batch makes another step than training's.
     """
     if not probe.real:
         return {}
-    if probe.checkpoint.recorded is None:  # an online ledger, which compares with the live step
+    if probe.checkpoint.recorded is None:  # a batch of training that was recorded elsewhere
         return {}
-    gradient_distance = probe.gradient_distance(stats)
+    gradient_distance = probe.gradient_distance(gradient)
     distances: dict[str, Any] = {"gradient_distance": gradient_distance}
     certificate, absent = certificate_of(probe, direction)
     apart = None
@@ -94,7 +93,7 @@ def certificate_of(
         return None, "the model is cut over the processes, and so is the rebuilt step"
     if probe.lr_stored > 0:
         direction = replace(direction, lr=probe.lr_stored)
-    later = following(probe.checkpoint.path)
+    later = next_checkpoint(probe.checkpoint.path)
     if later is None:
         return _by_fingerprint(probe, direction)
     asked = probe.config.checkpoint
