@@ -62,8 +62,9 @@ format: setup  ## Put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: setup  ## Static types
+types: setup  ## Static types, and that those of every exported name are known whole
 	$(BIN)/pyright
+	$(BIN)/python tests/verify_types.py
 
 layers: setup  ## Who may import whom
 	$(BIN)/lint-imports

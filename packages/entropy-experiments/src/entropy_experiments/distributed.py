@@ -74,8 +74,8 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self.size = 1 if group is None else dist.get_world_size(group)
-        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size: int = 1 if group is None else dist.get_world_size(group)
+        self.rank: int = 0 if group is None else dist.get_rank(group)
         self.first_failed: int | None = None
         """The lowest rank that said it failed, as every rank knows it."""
 

@@ -72,6 +72,10 @@ class StepOptions:
         measured_rollouts: Update rollouts along whose own directions the change is measured, too:
             so many, the largest by first-order influence.
         grad_chunk: Parameter settings in memory at a time when changes are measured; None: one.
+
+    Examples:
+        >>> StepOptions(objective=Objective(loss="dapo"), max_grad_norm=1.0).objective.loss
+        'dapo'
     """
 
     objective: Objective = field(default_factory=Objective)

@@ -123,10 +123,34 @@ def load_checkpoint(
     read_optimizer: bool = True,
     quantise: bool = True,
 ) -> Checkpoint:
-    """`read_optimizer=False`: for those who need the weights alone; it may be twice their size.
+    """A checkpoint as HF Trainer, TRL and Accelerate save it: model, optimizer state, facts.
 
-    `quantise=False`: a base that training had in 4 or 8 bit is loaded in floating point all the
-    same, since a model cut over ranks cannot be quantised.
+    Args:
+        path: The checkpoint's folder.
+        base: Base model of an adapter: a folder, or a name that the hub's cache has. None: as the
+            checkpoint says.
+        backbone: "smollm2", or another name that `load_base_model` knows.
+        adapter_path: Another place of the adapter.
+        optimizer_path: Another place of the optimizer's state.
+        dtype: "auto" as stored, or float32, float64, bfloat16, float16.
+        device_map: As of transformers.
+        need_optimizer: Refuse a checkpoint without optimizer state.
+        read_optimizer: False for those who need the weights alone; the state may be twice their
+            size.
+        quantise: False: a base that training had in 4 or 8 bit is loaded in floating point all the
+            same, since a model cut over ranks cannot be quantised.
+
+    Returns:
+        Everything read; the model is in eval mode, and what training moves requires a gradient.
+
+    Raises:
+        FileNotFoundError: If a file is missing; the message names it and where it was looked for.
+        ValueError: If files do not fit together.
+
+    Examples:
+        >>> checkpoint = load_checkpoint(embedded_trajectory() / "checkpoint-13")
+        >>> checkpoint.kind, checkpoint.step, checkpoint.lr
+        ('lora', 13, 0.003)
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(

@@ -180,7 +180,12 @@ class Precision(Section):
 
 
 class Workspace(Section):
-    """The update batch of an influence study."""
+    """The update batch of an influence study.
+
+    Examples:
+        >>> WorkspaceSpec(kind="update").load_path is None
+        True
+    """
 
     kind: BatchKind = "update"
     """Where the update batch comes from."""
@@ -193,7 +198,12 @@ class Workspace(Section):
 
 
 class BatchRequest(Section):
-    """One evaluation batch of an influence study."""
+    """One evaluation batch of an influence study.
+
+    Examples:
+        >>> BatchRequest().kind
+        'evaluation'
+    """
 
     kind: BatchKind = "evaluation"
     """Where the evaluation batch comes from."""

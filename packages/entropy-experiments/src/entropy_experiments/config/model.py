@@ -37,7 +37,15 @@ FORWARD_PER_MICROBATCH = 8
 
 
 class Config(Section):
-    """A whole run. Every section and every key is optional."""
+    """A whole run. Every section and every key is optional.
+
+    Make one with `load_config` or `parse_config`; the configuration reference has all keys.
+
+    Examples:
+        >>> config = parse_config({})
+        >>> isinstance(config, Config)
+        True
+    """
 
     checkpoint: inputs.Checkpoint = inputs.Checkpoint()
     batch_config: inputs.BatchConfig = inputs.BatchConfig()

@@ -35,7 +35,25 @@ TEMPLATE_FOLDERS = {"", ".", "configs", "entropy_experiments/configs", "rl_train
 
 
 def parse_config(mapping: Mapping[str, Any], *, source: str = "config") -> Config:
-    """A plain nested dict, as full or as empty as you like."""
+    """A configuration from a plain nested dict, as full or as empty as you like.
+
+    Args:
+        mapping: Sections with their keys.
+        source: What errors call it.
+
+    Returns:
+        The configuration, checked.
+
+    Raises:
+        ConfigError: If a key is unknown or a value cannot be used; with the dotted key.
+
+    Examples:
+        >>> isinstance(parse_config({"generation": {"temperature": 0.7}}), Config)
+        True
+        >>> parse_config({"generation": {"temprature": 0.7}})
+        Traceback (most recent call last):
+        entropy_experiments.config.problems.ConfigError: ...
+    """
     if isinstance(mapping, Config):
         return mapping
     if not isinstance(mapping, Mapping):
@@ -44,7 +62,21 @@ def parse_config(mapping: Mapping[str, Any], *, source: str = "config") -> Confi
 
 
 def load_config(path: str | Path | None = None) -> Config:
-    """A YAML file; a template's name where no such file exists; without path, the quick start."""
+    """A configuration from a YAML file or a template.
+
+    Args:
+        path: A YAML file; a template's name where no such file exists; None: the quick start.
+
+    Returns:
+        The configuration, checked.
+
+    Raises:
+        ConfigError: If a key is unknown or a value cannot be used; with file, line and dotted key.
+
+    Examples:
+        >>> isinstance(load_config("test_deltaH1"), Config)
+        True
+    """
     source, text = read_text(DEFAULT_TEMPLATE if path is None else path)
     if source.partition(" ")[0] in TRAINING_TEMPLATES and not Path(path or "").exists():
         raise ConfigError(source, [f"is for training. Run it: entropy-probe train --config {path}"])

@@ -49,7 +49,17 @@ FP32_EPS = torch.finfo(torch.float32).eps
 
 
 class Case(NamedTuple):
-    """One measurement of many: which direction, how far, log-weights clipped where."""
+    """One measurement of many: which direction, how far, log-weights clipped where.
+
+    Args:
+        direction: Name of the direction.
+        eta: Learning rate.
+        clip: Bound on |log-weight|; None: not clipped.
+
+    Examples:
+        >>> Case("step", 0.1)
+        Case(direction='step', eta=0.1, clip=None)
+    """
 
     direction: str
     eta: float
@@ -67,7 +77,31 @@ def measured(
     base: Scores | None = None,
     **keywords: Unpack[MeasureKeywords],
 ) -> Estimate:
-    """H(theta + eta v) - H(theta); options are those of `measured_many`."""
+    """H(theta + eta v) - H(theta), by reweighting the rollouts of theta.
+
+    Args:
+        policy: Parameters before the step.
+        rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
+        direction: v.
+        eta: The learning rate.
+        options: What entropy is meant, and how it is computed; None: the defaults.
+        clips: One bound on |log-weight|; None: not clipped.
+        base: Scores at theta, if they are there already.
+        keywords: Fields of `options`, which win over them; `form` is "per_decision", which weights
+            each token by its prefix, or "snis", each rollout as a whole.
+
+    Returns:
+        The change, with the diagnostics of `measured_many`.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> print(measured(policy, rollouts, direction, 0.1))
+        0.004675  95% [0.003541, 0.005809]
+    """
     changes = measured_many(
         policy,
         rollouts,
@@ -95,11 +129,38 @@ def measured_many(
 ) -> dict[Case, Estimate]:
     """Every direction at every eta (and -eta, if symmetric) under every clip.
 
-    Keywords are fields of `options`, and win over them; `form` is "per_decision" or "snis". Each
-    costs one no-grad pass over the rollouts (settings of adapters may share it), on top of the base
-    pass and the repackings that give the noise floor, which are done once. Diagnostics:
-    `weights` (see `WeightDiagnostics`) and, per rollout, `integrand_N` (they sum to the change),
-    `entropy_N`, `entropy_base_N`, `tokens_N`.
+    Each costs one no-grad pass over the rollouts (settings of adapters may share it), on top of the
+    base pass and the repackings that give the noise floor, which are done once.
+
+    Args:
+        policy: Parameters before the step.
+        rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
+        directions: By name.
+        etas: Learning rates.
+        options: What entropy is meant, and how it is computed; None: the defaults.
+        symmetric: Also at -eta, for `odd_and_even`.
+        clips: Bounds on |log-weight|; None: not clipped.
+        base: Scores at theta, if they are there already.
+        keywords: Fields of `options`, which win over them; `form` is "per_decision", which weights
+            each token by its prefix, or "snis", each rollout as a whole.
+
+    Returns:
+        The change of each case. Diagnostics: `weights` (see `WeightDiagnostics`) and, per rollout,
+        `integrand_N` (they sum to the change), `entropy_N`, `entropy_base_N`, `tokens_N`.
+
+    Raises:
+        ValueError: If there is no finite eta, a direction belongs to other parameters, or stale
+            rollouts meet a policy with top_p below 1.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> changes = measured_many(policy, rollouts, {"step": direction}, [0.05, 0.1])
+        >>> print(changes[Case("step", 0.1)])
+        0.004675  95% [0.003541, 0.005809]
     """
     if keywords.get("form") == "resampled":
         raise ValueError("form='resampled' is another function: estimate.resampled.resampled.")
@@ -213,7 +274,26 @@ def change(
 
 
 def odd_and_even(plus: Estimate, minus: Estimate) -> tuple[Estimate, Estimate]:
-    """From the changes at +eta and -eta: eta * slope, and eta^2 / 2 * curvature."""
+    """From the changes at +eta and -eta: eta * slope, and eta^2 / 2 * curvature.
+
+    Args:
+        plus: The change at +eta.
+        minus: The change at -eta, on the same rollouts.
+
+    Returns:
+        The odd and the even part, with paired intervals.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> both = measured_many(policy, rollouts, {"v": direction}, [0.1], symmetric=True)
+        >>> odd, even = odd_and_even(both[Case("v", 0.1)], both[Case("v", -0.1)])
+        >>> print(odd)
+        0.005145  95% [0.004108, 0.006181]
+    """
     return 0.5 * (plus - minus), 0.5 * (plus + minus)
 
 

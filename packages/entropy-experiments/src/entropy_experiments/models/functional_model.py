@@ -79,7 +79,7 @@ class FunctionalModel:
         self._padded, self._as_trained = trains_padded_embeddings(model), training_gradient
         self._parts: Parts | None = find_parts(model)
         self._experts = expert_configs(model)
-        self.contexts = Contexts.of(model)
+        self.contexts: Contexts = Contexts.of(model)
         self.padding_index: int | None = None
         """What positions are counted from, as RoBERTa does; None: they are 0, 1, 2, ...."""
         self._truncated = False

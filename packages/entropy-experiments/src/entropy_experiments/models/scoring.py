@@ -56,7 +56,29 @@ KNOWN_MASKS = ("sdpa", "eager")
 
 
 class SequenceProcessor(FunctionalModel):
-    """A loaded model as the estimators see it (`types.Policy`, and `types.NucleusPolicy`)."""
+    """A loaded transformers model as the estimators see it: a `Policy`, and a `NucleusPolicy`.
+
+    Args:
+        model: A causal LM; parameters that require a gradient are the policy's.
+        temperature: Part of the policy, not of the sampler.
+        top_p: Below 1 the policy *is* the truncated distribution.
+        chunk: Tokens whose logits are in memory at a time; None: as memory allows.
+        checkpointing: Recompute activations in the backward pass.
+        training_gradient: Take the gradient that training takes, where that is not the derivative
+            of the scores (see `as_trained`).
+
+    Raises:
+        ValueError: If `temperature` or `top_p` is out of range.
+
+    Examples:
+        >>> import torch
+        >>> checkpoint = load_checkpoint(embedded_trajectory() / "checkpoint-13")
+        >>> policy = SequenceProcessor(checkpoint.model)
+        >>> batch, _ = load_update_batch(checkpoint.path / "update_batch")
+        >>> few = batch.rollouts.take(torch.arange(4))
+        >>> policy.score_all(few).entropy_NS.shape == few.tokens_NS.shape
+        True
+    """
 
     def __init__(
         self,
@@ -75,7 +97,9 @@ class SequenceProcessor(FunctionalModel):
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p is {top_p}; expected in (0, 1].")
         super().__init__(model, checkpointing=checkpointing, training_gradient=training_gradient)
-        self.temperature, self.top_p, self.chunk = float(temperature), float(top_p), chunk
+        self.temperature: float = float(temperature)
+        self.top_p: float = float(top_p)
+        self.chunk: int | None = chunk
         choose_threads(self._device, self.trial_pass, anew=True)
         if self._parts is not None and not self._head_makes_the_logits(self._parts):
             self._parts = None

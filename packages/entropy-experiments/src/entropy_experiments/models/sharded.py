@@ -75,7 +75,8 @@ class ShardedModel(nn.Module):
     def __init__(self, model: nn.Module, ranks: Ranks, *, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         check_shardable(model, ranks)
-        self.model, self.ranks = model, ranks
+        self.model: nn.Module = model
+        self.ranks: Ranks = ranks
         # Once and for all: what is trained does not change when an adapter is switched off.
         self._names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
         mesh = mesh or mesh_of(ranks, next(model.parameters()).device.type)
@@ -197,8 +198,11 @@ class ShardedPolicy:
         chunk: int | None = None,
         checkpointing: bool = False,
     ) -> None:
-        self.sharded, self.ranks, self.model = sharded, sharded.ranks, sharded.model
-        self.chunk, self.checkpointing = chunk, checkpointing
+        self.sharded: ShardedModel = sharded
+        self.ranks: Ranks = sharded.ranks
+        self.model: nn.Module = sharded.model
+        self.chunk: int | None = chunk
+        self.checkpointing: bool = checkpointing
         # What it finds out about the model at construction takes passes.
         self._inside: SequenceProcessor = sharded.run_pass(
             lambda: _OwnValues(

@@ -92,21 +92,55 @@ IDLE_STEPS = 10
 class EntropyProbeCallback(TrainerCallback):
     """Predicts each probed step's entropy change before it is made, and measures it afterwards.
 
-    `every`: a step is probed every so many steps; `max_overhead`: fewer, when the probe would take
-    more than this share of the training time (None: no limit). `evaluation`: "fresh" rollouts,
-    drawn anew for every `uses` probed steps; "half", those of the generation batch that the step
-    does not learn from; "batch", the very rollouts it learns from, prompts judged by the others'
-    gradients; or Rollouts of your own. `prompts` and `group`: how many are drawn.
-    `order`: 2 also predicts to second order, for one more pass without gradients before the step.
-    `record`: a folder that keeps every step's batch, the prompts, the rewards and the options of
-    training, for the offline commands; `record_gradient`: also the gradient of the step after each
-    checkpoint (None: where it has at most 20 million numbers, as LoRA's has). `facts`: what the
-    offline commands should take instead of the recorded prompts and rewards, such as
-    {"dataset_name": "gsm8k", "reward_functions": ["math_verify"]}.
-    `ledger_every`: at every so many steps the whole ledger with each token's influence, in a run
-    directory of its own under OUTPUT_DIR/entropy_probe_ledgers. `noise_scale`: the gradient noise
-    scale and the critical batch size, over the last `noise_window` steps (None: all).
+    For TRL's GRPOTrainer and RLOOTrainer. The weights stay bit for bit as without it.
+
+    Args:
+        every: A step is probed every so many steps.
+        max_overhead: Fewer, when the probe would take more than this share of the training time;
+            None: no limit.
+        evaluation: "fresh" rollouts, drawn anew for every `uses` probed steps; "half", those of the
+            generation batch that the step does not learn from; "batch", the very rollouts it learns
+            from, prompts judged by the others' gradients; or Rollouts of your own.
+        prompts: How many are drawn.
+        group: Responses to each.
+        uses: Probed steps that fresh rollouts serve.
+        microbatch: Rollouts in a pass.
+        parts: Also split the prediction into momentum, decay and gradient.
+        order: 2 also predicts to second order, for one more pass without gradients before the step.
+        record: A folder that keeps every step's batch, the prompts, the rewards and the options of
+            training, for the offline commands.
+        record_gradient: Also the gradient of the step after each checkpoint; None: where it has at
+            most 20 million numbers, as LoRA's has.
+        facts: What the offline commands should take instead of the recorded prompts and rewards,
+            such as {"dataset_name": "gsm8k", "reward_functions": ["math_verify"]}.
+        ledger_every: At every so many steps the whole ledger with each token's influence, in a run
+            directory of its own under OUTPUT_DIR/entropy_probe_ledgers.
+        noise_scale: Also the gradient noise scale and the critical batch size.
+        noise_window: Steps that they speak of; None: all.
+        seed: Of the evaluation rollouts.
+
+    Raises:
+        ValueError: If an option cannot be used.
+
+    Examples:
+        >>> probe = EntropyProbeCallback(every=10, ledger_every=100)
+        >>> trainer = GRPOTrainer(..., callbacks=[probe])  # doctest: +SKIP
+        >>> probe.rows  # one for each probed step
+        []
     """
+
+    evaluation: Literal["fresh", "half", "batch"] | Rollouts
+    prompts: int
+    group: int
+    uses: int
+    microbatch: int
+    parts: bool
+    seed: int
+    order: int
+    facts: dict[str, Any]
+    ledger_every: int | None
+    noise_scale: bool
+    noise_window: int | None
 
     def __init__(
         self,

@@ -70,9 +70,27 @@ def evaluate_checkpoints(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """The contents of evaluation.json; a run's folder among `checkpoints` stands for its steps.
+    """Reward, pass@k and entropy of several checkpoints on the same prompts.
 
-    Without `out`: a folder below results/evaluations, the same for the same question.
+    Args:
+        checkpoints: Folders; a run's folder stands for its steps. None named: some of the embedded
+            run.
+        config: How rollouts are drawn; None: the quick start.
+        request: How many prompts and responses, which k.
+        out: Where results are kept; None: a folder below results/evaluations, the same for the same
+            question.
+        overwrite: Replace the results of another question in `out`.
+        quiet: Nothing on standard error.
+
+    Returns:
+        The contents of evaluation.json.
+
+    Examples:
+        >>> few = EvaluationRequest(prompts=8, samples=4)
+        >>> results = evaluate_checkpoints(["runs/grpo"], request=few)  # doctest: +SKIP
+        >>> evaluate_checkpoints(["no_such_run"], request=few, quiet=True)
+        Traceback (most recent call last):
+        FileNotFoundError: ...
     """
     ranks = current()
     say: Say = (lambda line: None) if quiet or not ranks.first else _on_stderr

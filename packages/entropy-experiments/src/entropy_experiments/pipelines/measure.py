@@ -55,16 +55,30 @@ NOT_RESULTS = ("detailed_logging", "output", "rollouts", "training", "influence"
 
 @dataclass(frozen=True)
 class ExperimentPlan:
-    """What to compute, at which step sizes, how often."""
+    """What to measure: which estimates, at which step sizes, how often.
+
+    Args:
+        compute_true: The measured change.
+        compute_linear: The first-order prediction.
+        compute_linquad: The prediction with curvature.
+        eta_list: Step sizes; None: those of the config's estimator section.
+        repeats: Fresh batches.
+        clip_overrides: Measure under each of these bounds on |log-weight| besides the config's own.
+
+    Raises:
+        ValueError: If the plan computes nothing, or a number is out of range.
+
+    Examples:
+        >>> ExperimentPlan(compute_linquad=True, eta_list=[1e-3, 4e-3]).eta_list
+        (0.001, 0.004)
+    """
 
     compute_true: bool = True
     compute_linear: bool = True
     compute_linquad: bool = False
     eta_list: Sequence[float] | None = None
-    """None: those of the config's estimator section."""
     repeats: int = 1
     clip_overrides: Sequence[float | None] = ()
-    """Measure under each of these bounds on |log-weight| besides the config's own."""
 
     def __post_init__(self) -> None:
         if not (self.compute_true or self.compute_linear or self.compute_linquad):
@@ -113,12 +127,22 @@ class ExperimentPlan:
 class EntropyMeasurements:
     """Measured, linear and linear-plus-quadratic change at every eta, over fresh batches.
 
-    results = EntropyMeasurements(config).run_experiments(ExperimentPlan(compute_linquad=True))
+    Args:
+        config: A configuration, a dict, the path of a YAML file or a template's name; None: the
+            quick start.
+        quiet: Nothing on standard error.
+
+    Examples:
+        >>> measurements = EntropyMeasurements({"estimator": {"eta_list": [1e-3]}}, quiet=True)
+        >>> results = measurements.run_experiments(ExperimentPlan(repeats=3))  # doctest: +SKIP
+        >>> isinstance(measurements.config, Config)
+        True
     """
 
     def __init__(
         self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
     ) -> None:
+        self.config: Config
         if isinstance(config, str | Path):
             self.config = load_config(config)
         else:

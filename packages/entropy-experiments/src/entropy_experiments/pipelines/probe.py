@@ -41,17 +41,24 @@ from entropy_experiments.types import Attribution, Direction, Estimate, Scores
 
 
 class OfflineEntropyProbe:
-    """Predicts, measures and explains the entropy change of a checkpoint's next update.
+    r"""Predicts, measures and explains the entropy change of a checkpoint's next update.
 
-    probe = OfflineEntropyProbe.from_config_file("configs/test_deltaH1.yaml")
-    results = probe.run_mixed_probe("path/to/checkpoint-340")
-    print("\\n".join(results["verdict"]))
+    Args:
+        config: Every section and key is optional; None: the quick start on the embedded run.
+        quiet: Nothing on standard error.
+
+    Examples:
+        >>> probe = OfflineEntropyProbe({"generation": {"max_new_tokens": 8}}, quiet=True)
+        >>> results = probe.run_mixed_probe("runs/grpo/checkpoint-340")  # doctest: +SKIP
+        >>> print("\n".join(results["verdict"]))  # doctest: +SKIP
+        >>> isinstance(probe.config, Config)
+        True
     """
 
     def __init__(
         self, config: Config | Mapping[str, Any] | None = None, *, quiet: bool = False
     ) -> None:
-        self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self.config: Config = config if isinstance(config, Config) else parse_config(config or {})
         self._quiet = quiet
 
     @classmethod

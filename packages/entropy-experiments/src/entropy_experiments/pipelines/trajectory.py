@@ -90,9 +90,28 @@ def probe_trajectory(
 ) -> Trajectory:
     """Every step of a run whose checkpoints are consecutive and whose batches were recorded.
 
-    `steps` takes a part of the checkpoints found; `say` is told each step as it is done. Steps do
-    not depend on each other: `workers` processes of one thread each share them, which suits models
-    too small to keep several threads busy.
+    Steps do not depend on each other: `workers` processes of one thread each share them, which
+    suits models too small to keep several threads busy.
+
+    Args:
+        config: How rollouts are drawn and entropy is estimated.
+        folder: Of the run; None: the embedded one.
+        steps: A part of the checkpoints.
+        workers: Processes.
+        say: Called with each step as it is done.
+
+    Returns:
+        Every step, and the entropy after the last one.
+
+    Raises:
+        ValueError: If there are no two consecutive checkpoints.
+
+    Examples:
+        >>> run = probe_trajectory(parse_config({}), steps=slice(8, 11))  # doctest: +SKIP
+        >>> print(run.predicted, run.measured, run.fresh)  # doctest: +SKIP
+        >>> probe_trajectory(parse_config({}), steps=slice(8, 9))
+        Traceback (most recent call last):
+        ValueError: ... expected two or more consecutive steps ...
     """
     folder = embedded_trajectory() if folder is None else Path(folder)
     paths = checkpoints_by_step(folder)[steps]

@@ -49,7 +49,17 @@ Decode = Callable[[list[int]], str]
 
 
 class DetailedLogger:
-    """Writes what a probe found; `write` returns the path of the log."""
+    """Writes the log of a probe; `write` returns the log's path.
+
+    Args:
+        config: Its `detailed_logging` section says how much, and where.
+
+    Examples:
+        >>> from entropy_experiments.report.logs import LEVELS
+        >>> LEVELS
+        ('minimal', 'standard', 'detailed', 'debug')
+        >>> logger = DetailedLogger(parse_config({"detailed_logging": {"level": "minimal"}}))
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config

@@ -69,17 +69,28 @@ MOST, MOST_RESPONSES = 100_000, 10**7
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """Options of an evaluation that the config has no key for."""
+    """Options of an evaluation that the config has no key for.
+
+    Args:
+        samples: Responses per prompt.
+        prompts: How many prompts.
+        ks: k of pass@k; None: those of 1, 4, 8 that `samples` allows.
+        threshold: Nats above which a token counts as drawn in doubt; ln 2 is a fair coin's.
+        rewards: What makes a response pass; None: what the task is usually judged by.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Examples:
+        >>> EvaluationRequest(samples=4).k
+        (1, 4)
+    """
 
     samples: int = 8
-    """Responses per prompt."""
     prompts: int = DEFAULT_PROMPTS
     ks: tuple[int, ...] | None = None
-    """k of pass@k; None: those of 1, 4, 8 that `samples` allows."""
     threshold: float = 0.6931471805599453
-    """Nats above which a token counts as drawn in doubt; ln 2 is a fair coin's."""
     rewards: tuple[str, ...] | None = None
-    """What makes a response pass; None: what the task is usually judged by."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "prompts"):

@@ -56,12 +56,35 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyInfluencePlan:
-    """What to study; None: what the configuration's `influence` section says."""
+    """What to study; None: what the configuration's `influence` section says.
+
+    Args:
+        workspace: Where the update batch comes from.
+        evaluation_requests: The evaluation batches.
+        etas: Step sizes; the first is the reference eta of the matrix.
+        per_sequence_etas: Step sizes of the measurement rollout by rollout.
+        grad_chunk_size: Directions and step sizes per pass over the evaluation batch.
+        microbatch_size: Rollouts in a pass.
+        measured_rollouts: Update rollouts whose own direction is also measured: how many, or which.
+        finite: Fill the matrix with measured changes instead of first-order ones.
+        leave_one_out: Rollouts without which the whole step is rebuilt and measured.
+        fisher: Also the Fisher kernel.
+        fisher_centred: The kernel of centred scores.
+        what_if: Questions such as "drop=negative".
+        confirm: Make and measure the what-ifs' steps.
+        entropy_budget: Find the learning rate that changes entropy by this many nats.
+        plots: Also draw figures.
+        run_directory: Where the study is kept.
+
+    Examples:
+        >>> plan = EntropyInfluencePlan(etas=[4e-3], what_if=["drop=negative"])
+        >>> plan.applied(parse_config({})).influence.what_if
+        ('drop=negative',)
+    """
 
     workspace: WorkspaceSpec | None = None
     evaluation_requests: Sequence[BatchRequest] | None = None
     etas: Sequence[float] | None = None
-    """The first is the reference eta of the matrix."""
     per_sequence_etas: Sequence[float] | None = None
     grad_chunk_size: int | None = None
     microbatch_size: int | None = None
@@ -97,11 +120,29 @@ def _plain(value: Any) -> Any:
 
 
 class EntropyInfluenceRunner:
-    """Runs studies; the model, the optimizer's state and the random state stay as they are."""
+    """Runs influence studies: which tokens, rollouts and terms changed the entropy.
+
+    The model, the optimizer's state and the random state stay as they are.
+    The run directory is found by what was asked: the same plan for the same checkpoint gives the
+    same folder, a study that was killed goes on from its last finished stage, and a finished one is
+    read.
+
+    Args:
+        config: A configuration, a dict, the path of a YAML file or a template's name; None: the
+            quick start.
+        quiet: Nothing on standard error.
+
+    Examples:
+        >>> runner = EntropyInfluenceRunner({"influence": {"measured_rollouts": 4}}, quiet=True)
+        >>> summary = runner.run(EntropyInfluencePlan(etas=[4e-3]))  # doctest: +SKIP
+        >>> isinstance(runner.config, Config)
+        True
+    """
 
     def __init__(
         self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
     ) -> None:
+        self.config: Config
         if isinstance(config, str | Path):
             self.config = load_config(config)
         else:
@@ -185,7 +226,25 @@ def _released_unused(run: RunDirectory) -> Iterator[None]:
 def what_if_from(
     folder: str | Path, questions: Sequence[str], *, entropy_budget: float | None = None
 ) -> WhatIfAnswers:
-    """What-ifs from a run directory's token tables: arithmetic, no model is loaded."""
+    """What-ifs from a run directory's token tables: arithmetic, no model is loaded.
+
+    Args:
+        folder: Of a finished study.
+        questions: Such as "drop=negative" or "lr=2e-6".
+        entropy_budget: Find the learning rate that changes entropy by this many nats.
+
+    Returns:
+        The predictions, by evaluation batch.
+
+    Raises:
+        ValueError: If the folder is no finished study, or a question cannot be read.
+
+    Examples:
+        >>> what_if_from("study_340", ["drop=negative"])  # doctest: +SKIP
+        >>> what_if_from("no_such_study", ["drop=negative"])
+        Traceback (most recent call last):
+        FileNotFoundError: ...
+    """
     run = open_run(folder)
     summary, out = run.summary(), []
     for evaluation in summary["evaluations"]:
