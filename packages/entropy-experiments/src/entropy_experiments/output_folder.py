@@ -126,5 +126,5 @@ def _settings(config: Config) -> dict[str, Any]:
         else:
             flat[key] = value
 
-    walk(json.loads(json.dumps(config.model_dump(mode="json"))), "")
+    walk(json.loads(json.dumps(config.documents())), "")
     return flat

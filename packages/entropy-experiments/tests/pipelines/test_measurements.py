@@ -323,8 +323,8 @@ def test_the_command(measurements, tmp_path):
     )
     assert result.stdout.splitlines()[-1] == "mean 1.5"
     made = measurements.made[-1]
-    assert made.config.experiment.repeats == 4
-    assert made.config.output.results_path == str(tmp_path / "results.json")
+    assert made.config.measure.repeats == 4
+    assert made.config.output.results_file == str(tmp_path / "results.json")
     assert made.quiet is True
     result = invoke("--set", "experiment.repeat=4")
     assert result.exit_code == 2

@@ -83,9 +83,8 @@ def ledger_config(microbatch: int) -> Config:
     """The study's settings: the estimand of the online prediction, and no more than a ledger."""
     return parse_config(
         {
-            "importance": {"is_mode": "per_decision"},  # whose derivative is the to-go form
-            "memory_config": {"microbatch_size": microbatch},
-            "generation": {"tf_batch_size": microbatch},
+            "measure": {"weighting": "per_decision"},  # whose derivative is the to-go form
+            "memory": {"microbatch_size": microbatch, "forward_batch_size": microbatch},
             "influence": {"plots": False, "measured_rollouts": 1},
         },
     )

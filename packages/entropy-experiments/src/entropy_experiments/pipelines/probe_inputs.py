@@ -110,7 +110,7 @@ class ProbeInputs:
     @property
     def mode(self) -> Used:
         """The way of differentiating: the configured one, or what the model turned out to have."""
-        return used_mode(self.policy, self.evaluation, self.config.approx_delta_h.method)
+        return used_mode(self.policy, self.evaluation, self.config.predict.method)
 
     @property
     def not_verifiable(self) -> tuple[str, ...]:
@@ -146,8 +146,8 @@ class ProbeInputs:
         paired = {form: slope for slope, form in PAIRED_WITH.items()}
         return {
             **self.measuring,
-            "form": paired[self.config.importance.is_mode],
-            "microbatch": self.config.memory_config.microbatch_size,
+            "form": paired[self.config.measure.weighting],
+            "microbatch": self.config.memory.microbatch_size,
             "mode": self.mode,
         }
 
@@ -162,7 +162,7 @@ class ProbeInputs:
         `of_batch`: rebuilt in any case, for those who split it into rollouts and tokens.
         """
         policy, objective = self.trained.as_trained(), self.facts.objective
-        microbatch = self.config.memory_config.microbatch_size
+        microbatch = self.config.memory.microbatch_size
         if of_batch or not self.has_gradient:
             direction, _, stats = compute_update_vector_adamw(
                 policy,
@@ -206,15 +206,15 @@ def as_the_loss_sees(
     return SequenceProcessor(
         policy.model,
         temperature=temperature,
-        checkpointing=config.memory_config.gradient_checkpointing,
+        checkpointing=config.memory.gradient_checkpointing,
     )
 
 
 def measuring(config: Config, horizon: int) -> dict[str, Any]:
     """Options of every measurement of a run: what its numbers speak of."""
-    simple, per_token = config.estimator.use_simple_entropy_for_x, config.approx_delta_h.normalize
+    simple, per_token = config.entropy.surprisal, config.entropy.unit
     return {
-        "form": config.importance.is_mode,
+        "form": config.measure.weighting,
         "unit": "token" if per_token == "per_token" else "sequence",
         "entropy": "simple" if simple else "rao_blackwell",
         "horizon": horizon,
@@ -312,7 +312,7 @@ def with_divisor(facts: TrainingFacts, checkpoint: Checkpoint) -> TrainingFacts:
 
 def recorded_evaluation(config: Config, checkpoint: Checkpoint) -> Rollouts | None:
     """The rollouts that the step was probed with in training, if the config asks for them."""
-    if config.batch_config.evaluation != "recorded":
+    if config.data.evaluation_rollouts != "recorded":
         return None
     folder = None
     if checkpoint.recorded is not None:
@@ -415,11 +415,11 @@ def made_already(
     config: Config, checkpoint: Checkpoint, sampler: Sampler
 ) -> tuple[UpdateBatch, bool, list[str]] | None:
     """(batch, whether training made it, notes); None when one has to be drawn."""
-    if config.update.batch != "drawn" and checkpoint.recorded is not None:
+    if config.data.update_rollouts != "drawn" and checkpoint.recorded is not None:
         batch, meta = load_update_batch(checkpoint.recorded)
         refuse_foreign(batch, meta, checkpoint, checkpoint.recorded)
         return batch, True, []
-    if config.update.batch == "recorded":
+    if config.data.update_rollouts == "recorded":
         raise FileNotFoundError(
             f"No recorded update batch beside {checkpoint.path}; expected a folder update_batch/. "
             "Record training, or let the probe draw one: update.batch: drawn."

@@ -102,7 +102,7 @@ class Evaluation:
             directions,
             etas,
             microbatch=self.probe.measuring["microbatch"],
-            grad_chunk=self.study.asked.grad_chunk_size,
+            grad_chunk=self.study.asked.directions_per_pass,
             clip=self.clip,
             base=self.base,
             **options,
@@ -128,7 +128,7 @@ class Evaluation:
 
     @property
     def matrix_key(self) -> list[Any]:
-        return ["matrix", self.study.asked.block_mb, self.batch.folds]
+        return ["matrix", self.study.asked.gradient_block_mb, self.batch.folds]
 
     @property
     def tokens_key(self) -> list[Any]:
@@ -214,7 +214,7 @@ class Evaluation:
     @property
     def clip(self) -> float | None:
         """Of every measured change's log-weights."""
-        return self.study.config.importance.clip_c
+        return self.study.config.measure.clip_log_weights
 
     @cached_property
     def measured_rows(self) -> list[int]:
@@ -268,7 +268,7 @@ class Evaluation:
 
     @property
     def single_etas(self) -> tuple[float, ...]:
-        reference = (self.study.etas[0],) if self.study.asked.finite else ()
+        reference = (self.study.etas[0],) if self.study.asked.measured_matrix else ()
         return tuple(dict.fromkeys((*self.study.per_sequence_etas, *reference)))
 
     @property

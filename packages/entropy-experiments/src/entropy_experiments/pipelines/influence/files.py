@@ -153,7 +153,7 @@ class StudyFiles:
 
     def _matrix_files(self, found: Evaluation, scale: float) -> None:
         study, name, eta = self.study, found.name, self.study.etas[0]
-        if study.asked.finite:
+        if study.asked.measured_matrix:
             values_EN = np.full((len(found.rollouts), len(study.probe.update.rollouts)), np.nan)
             for row in found.measured_rows:
                 values_EN[:, row] = found.singles.tensors[f"grad|{row}|{eta!r}"].numpy()
@@ -306,8 +306,8 @@ class StudyFiles:
             "per_sequence_etas": list(study.per_sequence_etas),
             "reference_eta": study.etas[0],
             "mode": study.mode,
-            "clip_c": study.config.importance.clip_c,
-            "plan": study.config.dump()["influence"],
+            "clip_c": study.config.measure.clip_log_weights,
+            "plan": study.config.documents()["influence"],
             "update": {
                 "rollouts": len(batch.rollouts),
                 "tokens": int(batch.counted_NS.sum()),

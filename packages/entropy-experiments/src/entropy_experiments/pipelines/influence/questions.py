@@ -135,6 +135,6 @@ def fisher(found: Evaluation) -> Stage:
             },
         )
 
-    key = ["fisher", centred, eta, study.asked.block_mb, found.tokens_key]
+    key = ["fisher", centred, eta, study.asked.gradient_block_mb, found.tokens_key]
     update = 6 * len(found.probe.update.rollouts) / len(found.rollouts)
     return found.stage("fisher", key, 6 + update, compute)

@@ -105,11 +105,11 @@ class Study:
 
     @property
     def microbatch(self) -> int:
-        return self.config.memory_config.microbatch_size
+        return self.config.memory.microbatch_size
 
     @property
     def block_bytes(self) -> int:
-        return self.asked.block_mb << 20
+        return self.asked.gradient_block_mb << 20
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -123,7 +123,7 @@ class Study:
     @property
     def mode(self) -> How:
         """Of every derivative along a direction. g_H itself is always one backward."""
-        method = self.config.approx_delta_h.method
+        method = self.config.predict.method
         asked = "auto" if method == "reverse" else method
         return used_forward_mode(self.policy, self.probe.evaluation, asked)
 
@@ -145,11 +145,11 @@ class Study:
 
     @property
     def etas(self) -> tuple[float, ...]:
-        return self.asked.etas or (self.probe.lr,)
+        return self.asked.learning_rates or (self.probe.lr,)
 
     @property
     def per_sequence_etas(self) -> tuple[float, ...]:
-        return self.asked.per_sequence_etas or self.etas
+        return self.asked.rollout_learning_rates or self.etas
 
     @cached_property
     def key(self) -> str:
@@ -162,7 +162,7 @@ class Study:
             dict(probe.checkpoint.hashes),
             asdict(self.objective),
             [probe.facts["max_grad_norm"], probe.lr, self.trained.temperature, self.microbatch],
-            [probe.measuring, probe.predicting, self.config.importance.clip_c],
+            [probe.measuring, probe.predicting, self.config.measure.clip_log_weights],
             rollouts_digest(batch.rollouts),
             batch_digest(batch),
         )
