@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from entropy_experiments.cli.endings import ending
-from entropy_experiments.cli.options import AsJson, Debug, Overrides, Quiet, tell
+from entropy_experiments.cli.options import AsJson, Debug, Overrides, Quiet, print_results
 from entropy_experiments.input_errors import printable
 
 app = typer.Typer(
@@ -53,13 +53,13 @@ def template(
         )
 
         if names:
-            tell(list(template_names()), template_names, as_json=as_json)
+            print_results(list(template_names()), template_names, as_json=as_json)
             return
         text = template_text(name)
         training = f"{name.removesuffix('.yaml')}.yaml" in TRAINING_TEMPLATES
         if out is None:
             found = load_training(name) if training else load_config(name)
-            tell(found.dump(), text.splitlines, as_json=as_json)
+            print_results(found.dump(), text.splitlines, as_json=as_json)
             return
         _write(out, text, force=force)
         if as_json:
@@ -98,7 +98,7 @@ def check(
         lines = [*([found.translation] if found.translation else []), *found.notes]
         notes = [] if quiet else [f"  note: {line}" for line in lines]
         result = {"source": str(found.source), "valid": True, "notes": lines}
-        tell(result, lambda: [f"{found.source}: valid.", *notes], as_json=as_json)
+        print_results(result, lambda: [f"{found.source}: valid.", *notes], as_json=as_json)
 
 
 @app.command(
@@ -124,7 +124,7 @@ def migrate(
                 typer.echo(printable(f"note: left out: {note}"), err=True)
         if out is None:
             result = {"yaml": text, "notes": list(notes)}
-            tell(result, lambda: [text.removesuffix("\n")], as_json=as_json)
+            print_results(result, lambda: [text.removesuffix("\n")], as_json=as_json)
             return
         _write(out, text, force=force)
         if as_json:

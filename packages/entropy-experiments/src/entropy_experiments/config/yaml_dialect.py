@@ -139,7 +139,7 @@ def _refuse_twice(node: MappingNode) -> None:
 
 
 def _lines(node: Node | None, prefix: str, depth: int) -> list[tuple[str, str]]:
-    if depth == 0 or not isinstance(node, MappingNode):
+    if depth == 0 or node is None or not isinstance(node, MappingNode):
         return []
     found: list[tuple[str, str]] = []
     for key, value in node.value:
