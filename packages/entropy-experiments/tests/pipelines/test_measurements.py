@@ -180,7 +180,7 @@ def test_two_measurements_side_by_side(experiment, tmp_path):
     found = compare([folder, tmp_path])
     assert found["kind"] == "measure"
     assert [row["B_E"] for row in found["runs"]] == [6, 12]
-    assert found["differs"] == {"batch_config.B_E": [6, 12]}
+    assert found["differs"] == {"data.evaluation_prompts": [6, 12]}
 
 
 def test_a_file_of_another_version_is_refused(experiment, tmp_path):
