@@ -286,6 +286,32 @@ def test_words_that_yaml_would_bend(tmp_path):
     assert config.measure.enabled is False
 
 
+def test_one_dialect_whatever_version_a_file_names(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("%YAML 1.1\n---\nupdate: {lr: 8e-7}\noutput: {log: off, folder: 2025-01-15}\n")
+    config = load_config(file)
+    assert (config.update.lr, config.output.log, config.output.folder) == (
+        8e-7,
+        False,
+        "2025-01-15",
+    )
+
+
+def test_merged_keys_give_way_to_those_of_the_section(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("memory: &small {microbatch_size: 3}\nmemory_config:\n  <<: *small\n")
+    assert load_config(file).memory.microbatch_size == 3
+    file.write_text(
+        "predict: &both {enabled: false}\nmeasure:\n  <<: *both\n  enabled: true\n  sweep: true\n"
+    )
+    config = load_config(file)
+    assert (config.predict.enabled, config.measure.enabled, config.measure.sweep) == (
+        False,
+        True,
+        True,
+    )
+
+
 def test_our_dialect_leaves_pyyaml_alone():
     load_config()
     assert yaml.safe_load("8e-7") == "8e-7"

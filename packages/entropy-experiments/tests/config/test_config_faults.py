@@ -122,6 +122,10 @@ BROKEN = {
         "output: {results_path: a, results_path: b}",
         ["line 1", "'results_path'", "twice"],
     ),
+    "key twice beside a merge": (
+        "sampling: &a {seed: 1}\noutput:\n  <<: *a\n  log: true\n  log: false",
+        ["line 5", "'log'", "twice"],
+    ),
     "section twice": ("output: {}\nreward: {}\noutput: {}", ["line 3", "'output'", "twice"]),
     "key that is no text": ("1: {a: 2}", ["key 1 is not text"]),
     "inner key that is no text": ("output: {1: 2}", ["output", "1"]),
