@@ -467,7 +467,7 @@ def test_the_command_hands_over_its_options(runner, tmp_path):
     assert result.exit_code == 0, result.stderr
     made = runner.made[-1]
     asked = made.config.influence
-    assert asked.run_directory == str(out)
+    assert asked.folder == str(out)
     assert asked.what_if == ("drop=negative", "lr=1e-3")
     assert (asked.confirm, asked.entropy_budget, asked.folds) == (True, -0.01, 4)
     assert (asked.fisher, asked.fisher_centred, asked.plots) == (True, False, False)

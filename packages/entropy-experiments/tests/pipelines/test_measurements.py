@@ -120,7 +120,8 @@ def test_the_report_reads_the_folder(experiment):
     worst = min(one["points"][1]["diagnostics"]["ESS"] for one in results["repeats"])
     assert data["weights"][1]["ESS"] == worst
     settings = yaml.safe_load(data["environment"]["config"])
-    assert settings["batch_config"]["B_E"] == 6
+    assert settings["data"]["evaluation_prompts"] == 6
+    assert results["config"]["batch_config"]["B_E"] == 6  # a documented file keeps its keys
     json.dumps(data, allow_nan=False)
 
 

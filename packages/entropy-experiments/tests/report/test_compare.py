@@ -91,7 +91,9 @@ def test_scaling_finds_the_power(probed, tmp_path):
     found = compare(paths)
     assert found["scaling"] == pytest.approx({"predicted": -0.5, "measured": -0.5})
     assert found["differs"] == {"data.evaluation_prompts": [8, 32, 128]}
-    assert [row["label"] for row in found["runs"]] == ["B_E 8", "B_E 32", "B_E 128"]
+    assert [row["label"] for row in found["runs"]] == [
+        f"evaluation_prompts {size}" for size in (8, 32, 128)
+    ]
     text = "\n".join(table_lines(found))
     assert "predicted B_E^−0.50, measured B_E^−0.50" in text
     roots = [row[5] for table in tables(found) if table.title == "Batch size" for row in table.rows]
