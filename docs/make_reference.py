@@ -26,7 +26,7 @@ from entropy_experiments.config import (
     known_fields,
     training_schema,
 )
-from entropy_experiments.config.aliases import ALIASES, MISSING, RETIRED, look
+from entropy_experiments.config.documents import ALIASES, RETIRED
 from entropy_experiments.config.training_reading import TRAINING_ALIASES, known_training_fields
 
 DOCS = Path(__file__).parent
@@ -51,8 +51,11 @@ def config_page() -> str:
         page += [f"## {name}\n", f"{_line(kind.__doc__)}\n", *_header()]
         page += _rows(kind, schema, defaults[name], prefix="")
         page.append("")
-    page += ["## Other names\n"]
-    page += ["One setting under two names. Given different values, they are an error.\n"]
+    page += ["## Keys of the earlier documents\n"]
+    page += [
+        "Read as the schema's keys, which `entropy-probe config migrate FILE` writes. Two names"
+    ]
+    page += ["of one setting with different values are an error.\n"]
     page += ["| key | is read as |", "|---|---|"]
     page += [f"| `{alias.spelling}` | {_alias(alias)} |" for alias in ALIASES]
     page += ["", "## Keys without effect\n"]
@@ -377,8 +380,6 @@ def _alias(alias: Any) -> str:
     if alias.values is not None:
         pairs = (f"{_plain(own)} is `{other}`" for own, other in alias.values.items())
         said += f" ({', '.join(pairs)})"
-    if look(known_fields(), alias.spelling) is MISSING:
-        said += ", with a note"
     return said
 
 

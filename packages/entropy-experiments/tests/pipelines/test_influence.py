@@ -383,7 +383,7 @@ def test_a_plan_is_checked_like_a_file():
     with pytest.raises(ConfigError, match=r"fisher_centred is true and influence.fisher is false"):
         EntropyInfluencePlan(fisher_centred=True).applied(config)
     applied = EntropyInfluencePlan(microbatch_size=7).applied(config)
-    assert applied.memory_config.microbatch_size == 7
+    assert applied.memory.microbatch_size == 7
     assert EntropyInfluencePlan().applied(config) is config
 
 
@@ -467,12 +467,12 @@ def test_the_command_hands_over_its_options(runner, tmp_path):
     assert result.exit_code == 0, result.stderr
     made = runner.made[-1]
     asked = made.config.influence
-    assert asked.run_directory == str(out)
+    assert asked.folder == str(out)
     assert asked.what_if == ("drop=negative", "lr=1e-3")
     assert (asked.confirm, asked.entropy_budget, asked.folds) == (True, -0.01, 4)
     assert (asked.fisher, asked.fisher_centred, asked.plots) == (True, False, False)
-    assert made.config.checkpoint.checkpoint_path == "step_60"
-    assert made.config.rollouts.save == str(out / "rollouts")
+    assert made.config.checkpoint.path == "step_60"
+    assert made.config.sampling.save == str(out / "rollouts")
     assert (made.overwrite, made.quiet) == (True, True)
     assert result.stdout.splitlines()[-1] == "Files: here"
 

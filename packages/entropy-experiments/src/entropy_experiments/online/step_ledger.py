@@ -221,9 +221,11 @@ def _as_config(options: StepOptions) -> Config:
     estimator = options.estimator
     return parse_config(
         {
-            "importance": {"is_mode": estimator.form},
-            "memory_config": {"microbatch_size": estimator.microbatch},
-            "generation": {"tf_batch_size": estimator.forward_size},
+            "measure": {"weighting": estimator.form},
+            "memory": {
+                "microbatch_size": estimator.microbatch,
+                "forward_batch_size": estimator.forward_size,
+            },
             "influence": {"plots": False, "measured_rollouts": options.measured_rollouts},
         },
     )

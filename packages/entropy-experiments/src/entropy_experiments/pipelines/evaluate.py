@@ -167,7 +167,7 @@ def _opened(
         checkpoint.tokenizer,
         max_new_tokens=asked.horizon,
         stop=settings["stop"],
-        batch_size=config.generation.gen_batch_size,
+        batch_size=config.sampling.batch_size,
         master_seed=settings["seed"],
         progress=not quiet and current().first,
     )

@@ -103,14 +103,14 @@ class ExperimentPlan:
     @classmethod
     def of(cls, config: Config) -> ExperimentPlan:
         """The `experiment` section of a configuration."""
-        asked = config.experiment
+        asked = config.measure
         return cls(
-            compute_true=asked.compute_true,
-            compute_linear=asked.compute_linear,
-            compute_linquad=asked.compute_linquad,
-            eta_list=asked.eta_list,
+            compute_true=asked.measured,
+            compute_linear=asked.first_order,
+            compute_linquad=asked.second_order,
+            eta_list=asked.learning_rates,
             repeats=asked.repeats,
-            clip_overrides=asked.clip_overrides,
+            clip_overrides=asked.more_clips,
         )
 
     def dump(self) -> dict[str, Any]:
@@ -154,28 +154,28 @@ class EntropyMeasurements:
     ) -> Measurements:
         """JSON values: one entry per repeat, their summary, and where it was saved."""
         plan = plan or ExperimentPlan.of(self.config)
-        if plan.repeats > 1 and self.config.rollouts.load is not None:
+        if plan.repeats > 1 and self.config.sampling.load is not None:
             raise ValueError(
                 f"experiment.repeats is {plan.repeats} with rollouts.load "
-                f"{self.config.rollouts.load}: every repeat would have the same rollouts. Leave "
+                f"{self.config.sampling.load}: every repeat would have the same rollouts. Leave "
                 "rollouts.load out, or set experiment.repeats: 1."
             )
         with analysis_conditions():
             probed = open_checkpoint(self.config, checkpoint_path, may_shard=True)
-            etas = plan.eta_list or self.config.estimator.etas(probed.optimizer.lr)
+            etas = plan.eta_list or self.config.measure.etas(probed.optimizer.lr)
             base_key = self._key(plan, etas, probed)
             self.config.rollout_folder.mkdir(parents=True, exist_ok=True)
             store = StageStore(self.config.rollout_folder / "measurements")
             repeats, started, computed = [], time.monotonic(), 0
             for index in range(plan.repeats):
-                seed = self.config.probe_rework.master_seed + index
+                seed = self.config.sampling.seed + index
                 key = digest_of(base_key, seed)
                 fresh = not store.holds("repeat", key)
                 stage = store.once("repeat", key, lambda: self._repeat(plan, etas, seed, probed))
                 repeats.append({**stage.facts, "seconds": stage.seconds})
                 computed += fresh
                 self._tell(index + 1, plan.repeats, computed, time.monotonic() - started)
-        per_token = self.config.approx_delta_h.normalize == "per_token"
+        per_token = self.config.entropy.unit == "per_token"
         results = {
             "format": FORMAT,
             "schema": SCHEMA,
@@ -185,7 +185,7 @@ class EntropyMeasurements:
             "plan": {**plan.dump(), "eta_list": list(etas)},
             "repeats": repeats,
             "summary": _summary(repeats),
-            "config": self.config.dump(),
+            "config": self.config.documents(),
             "provenance": {**provenance(), "files": dict(probed.checkpoint.hashes)},
         }
         path = self._results_path(probed.checkpoint.name, digest_of(base_key, plan.repeats))
@@ -202,10 +202,10 @@ class EntropyMeasurements:
 
     def _key(self, plan: ExperimentPlan, etas: Sequence[float], probed: OpenCheckpoint) -> str:
         """Everything that a repeat depends on besides its seed."""
-        said = {k: v for k, v in self.config.dump().items() if k not in NOT_RESULTS}
+        said = {k: v for k, v in self.config.documents().items() if k not in NOT_RESULTS}
         said["probe_rework"] = {**said["probe_rework"], "master_seed": None}
         computes = {**plan.dump(), "eta_list": list(etas), "repeats": None}
-        loaded = self.config.rollouts.load
+        loaded = self.config.sampling.load
         versions = {k: v for k, v in provenance().items() if k != "git"}
         files = [dict(probed.checkpoint.hashes), contents(self.config, probed)]
         return digest_of(SCHEMA, said, computes, loaded, files, versions)
@@ -215,10 +215,10 @@ class EntropyMeasurements:
     ) -> Stage:
         config = self.config.replaced(
             {
-                "probe_rework.master_seed": seed,
-                "rollouts.save": str(self.config.rollout_folder / f"repeat_{seed}"),
-                "influence.workspace": {},
-                "influence.evaluation_requests": [{"kind": "evaluation", "params": {"group": 1}}],
+                "sampling.seed": seed,
+                "sampling.save": str(self.config.rollout_folder / f"repeat_{seed}"),
+                "influence.update_batch": {},
+                "influence.evaluation_batches": [{"kind": "evaluation", "params": {"group": 1}}],
                 "influence.reward": False,
                 "influence.what_if": [],
             },
@@ -241,9 +241,9 @@ class EntropyMeasurements:
         )
 
     def _results_path(self, checkpoint: str, key: str) -> Path:
-        if self.config.output.results_path is not None:
-            return Path(self.config.output.results_path)
-        logs = Path(self.config.detailed_logging.output_directory)
+        if self.config.output.results_file is not None:
+            return Path(self.config.output.results_file)
+        logs = Path(self.config.output.folder)
         return logs / "measurements" / f"{checkpoint}_{key[:8]}.json"
 
     def _tell(self, done: int, total: int, computed: int, seconds: float) -> None:
@@ -263,7 +263,7 @@ def _points(
     if plan.compute_linquad and not inputs.bends:
         raise ValueError(
             "compute_linquad is true with approx_delta_h.method "
-            f"{inputs.config.approx_delta_h.method!r} (used: {inputs.mode!r}) and top_p "
+            f"{inputs.config.predict.method!r} (used: {inputs.mode!r}) and top_p "
             f"{policy.top_p:g}; a curvature needs a forward method and the full softmax. Use "
             "method: auto and top_p: 1, or experiment.compute_linquad: false."
         )
@@ -278,7 +278,7 @@ def _points(
     elif plan.compute_linear:
         slope = first_order(policy, rollouts, direction, options, base=base, repackings=0)
     changes: dict[Case, Estimate] = {}
-    own = inputs.config.importance.clip_c
+    own = inputs.config.measure.clip_log_weights
     if plan.compute_true:
         clips = tuple(dict.fromkeys((own, *plan.clip_overrides)))
         changes = measured_many(

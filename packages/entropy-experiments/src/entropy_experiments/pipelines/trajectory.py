@@ -121,7 +121,7 @@ def probe_trajectory(
             f"{folder} has the checkpoints {numbers}; expected two or more consecutive steps "
             "(folders checkpoint-N or step_N), since changes are summed along the run."
         )
-    config = config.with_overrides(["update.batch=recorded"])
+    config = config.with_overrides(["data.update_rollouts=recorded"])
     # The same prompts at every checkpoint, so that changes along the run are paired.
     avoid = set[PromptIds]().union(*(_update_prompts(path) for path in paths[:-1]))
     jobs = [(config, path, number, avoid) for path, number in zip(paths[:-1], numbers)]

@@ -97,7 +97,7 @@ class Evaluation:
 
     @property
     def matrix_key(self) -> list[Any]:
-        return ["matrix", self.study.asked.block_mb, self.batch.folds]
+        return ["matrix", self.study.asked.gradient_block_mb, self.batch.folds]
 
     @property
     def tokens_key(self) -> list[Any]:
@@ -205,7 +205,7 @@ class Evaluation:
 
     @property
     def single_etas(self) -> tuple[float, ...]:
-        reference = (self.study.etas[0],) if self.study.asked.finite else ()
+        reference = (self.study.etas[0],) if self.study.asked.measured_matrix else ()
         return tuple(dict.fromkeys((*self.study.per_sequence_etas, *reference)))
 
     @property

@@ -146,7 +146,7 @@ class StudyFiles:
 
     def _matrix_files(self, one: EvaluationResults, scale: float) -> None:
         results, name, eta = self.results, one.name, self.results.etas[0]
-        if self.plan.finite:
+        if self.plan.measured_matrix:
             values_EN = np.full((len(one.rollouts), len(results.batch.rollouts)), np.nan)
             for row in one.measured_rows:
                 values_EN[:, row] = one.rollout_changes.tensors[f"grad|{row}|{eta!r}"].numpy()
@@ -303,7 +303,7 @@ class StudyFiles:
             "reference_eta": results.etas[0],
             "mode": results.mode,
             "clip_c": results.clip,
-            "plan": results.config.dump()["influence"],
+            "plan": results.config.documents()["influence"],
             "update": {
                 "rollouts": len(batch.rollouts),
                 "tokens": int(batch.counted_NS.sum()),

@@ -187,6 +187,6 @@ def fisher(evaluation: Evaluation) -> Stage:
             },
         )
 
-    key = ["fisher", centred, eta, study.asked.block_mb, evaluation.tokens_key]
+    key = ["fisher", centred, eta, study.asked.gradient_block_mb, evaluation.tokens_key]
     update = 6 * len(evaluation.probe.update.rollouts) / len(evaluation.rollouts)
     return evaluation.stage("fisher", key, 6 + update, compute)

@@ -119,7 +119,7 @@ def study_results(study: Study) -> StudyResults:
         coupled_decay=coupled_decay,
         estimand=study.estimand,
         mode=study.mode,
-        clip=study.config.importance.clip_c,
+        clip=study.config.measure.clip_log_weights,
         etas=study.etas,
         per_sequence_etas=study.per_sequence_etas,
         evaluations=evaluations,

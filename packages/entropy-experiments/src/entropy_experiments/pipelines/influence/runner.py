@@ -160,20 +160,21 @@ class EntropyInfluenceRunner:
         config = plan.applied(self.config) if plan is not None else self.config
         check_requests(config)
         asked = config.influence
-        _check_etas(asked.etas or (), asked.per_sequence_etas or ())
+        _check_etas(asked.learning_rates or (), asked.rollout_learning_rates or ())
         for text in config.influence.what_if:
             whatif.parse(text)  # a typing mistake costs no minutes
         ranks = current()
         say = None if self._quiet or not ranks.first else to_stderr
         with analysis_conditions():
             probed = open_checkpoint(config, checkpoint_path)
-            _check_etas(asked.etas or (probed.optimizer.lr,), asked.per_sequence_etas or ())
+            rates = asked.learning_rates or (probed.optimizer.lr,)
+            _check_etas(rates, asked.rollout_learning_rates or ())
             study_key = _study_key(config, probed)
             questions = asked.model_dump(mode="json", include=set(QUESTIONS))
             # Drawings are made up for once matplotlib is there.
             questions["plots"] = asked.plots and can_draw()
             key = digest_of(study_key, questions)
-            place = asked.run_directory
+            place = asked.folder
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)
             ranks.broadcast_from_zero(lambda: run.bind(study_key, overwrite=overwrite))
@@ -192,7 +193,7 @@ class EntropyInfluenceRunner:
         """Compute what is not there yet; returns summary.json."""
         asked, ranks = config.influence, current()
         finished, inputs = ranks.broadcast_from_zero(lambda: run.finished(key)), None
-        if not finished or asked.workspace.save_path is not None:  # which may be new
+        if not finished or asked.update_batch.save_path is not None:  # which may be new
             inputs = gather_study(config, probed, quiet=self._quiet)
         if inputs is not None and not finished:
             study = Study(inputs, run.stages, say=say)
@@ -288,7 +289,7 @@ def _check_etas(etas: Sequence[float], per_sequence_etas: Sequence[float]) -> No
 
 def _study_key(config: Config, probed: OpenCheckpoint) -> str:
     """Everything that decides the arrays of a study, known before anything is drawn."""
-    said = {name: value for name, value in config.dump().items() if name not in NOT_RESULTS}
+    said = {name: value for name, value in config.documents().items() if name not in NOT_RESULTS}
     influence = dict(said["influence"])
     for name in (*QUESTIONS, "run_directory"):
         influence.pop(name)
@@ -298,9 +299,9 @@ def _study_key(config: Config, probed: OpenCheckpoint) -> str:
     checkpoint = probed.checkpoint
     said["checkpoint"] = {"dtype": said["checkpoint"]["dtype"]}  # its files are hashed below
     named = [
-        config.influence.workspace.load_path,
-        config.influence.workspace.params.get("path"),
-        *(request.params.get("path") for request in config.influence.evaluation_requests),
+        config.influence.update_batch.load_path,
+        config.influence.update_batch.params.get("path"),
+        *(request.params.get("path") for request in config.influence.evaluation_batches),
     ]
     return digest_of(
         SCHEMA,

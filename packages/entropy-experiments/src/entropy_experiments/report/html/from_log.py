@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from entropy_experiments.config import renamed
 from entropy_experiments.report.html import books, words
 from entropy_experiments.report.log_files import read_log
 
@@ -245,9 +246,8 @@ def _unit(log: Mapping[str, Any], config: str | None) -> str:
         return log["unit"]
     if config is None:
         return UNKNOWN_UNIT
-    found = yaml.safe_load(config) or {}
-    normalize = (found.get("approx_delta_h") or {}).get("normalize", "per_token")
-    return "token" if normalize == "per_token" else "sequence"
+    entropy = renamed(yaml.safe_load(config) or {}).get("entropy") or {}
+    return "token" if entropy.get("unit", "per_token") == "per_token" else "sequence"
 
 
 def _environment(path: Path, log: Mapping[str, Any], config: str | None) -> dict[str, Any]:

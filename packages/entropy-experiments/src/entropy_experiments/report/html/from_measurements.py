@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from entropy_experiments.config import renamed
 from entropy_experiments.report.html import books, words
 from entropy_experiments.report.measurements import measurement_report, read_measurements
 
@@ -163,5 +164,5 @@ def _environment(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
             "batches": f"{sizes} prompts, {len(found['repeats'])} times",
         },
         "versions": versions,
-        "config": yaml.safe_dump(found["config"], sort_keys=False, allow_unicode=True),
+        "config": yaml.safe_dump(renamed(found["config"]), sort_keys=False, allow_unicode=True),
     }
