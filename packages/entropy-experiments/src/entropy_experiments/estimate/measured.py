@@ -67,7 +67,7 @@ Key = TypeVar("Key", int, str)
 class Case(NamedTuple):
     """One measurement of many: which direction, how far, log-weights clipped where.
 
-    Args:
+    Attributes:
         direction: Name of the direction.
         eta: Learning rate.
         clip: Bound on |log-weight|; None: not clipped.
