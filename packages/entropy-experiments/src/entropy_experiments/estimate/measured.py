@@ -51,7 +51,7 @@ FP32_EPS = torch.finfo(torch.float32).eps
 class Case(NamedTuple):
     """One measurement of many: which direction, how far, log-weights clipped where.
 
-    Args:
+    Attributes:
         direction: Name of the direction.
         eta: Learning rate.
         clip: Bound on |log-weight|; None: not clipped.

@@ -24,7 +24,7 @@ WEIGHT_TOLERANCE = 1e-9
 class Scores(NamedTuple):
     """What teacher forcing gives, at the policy's own temperature; zero outside the response.
 
-    Args:
+    Attributes:
         logprob_NS: Log-prob of every response token.
         entropy_NS: Entropy of the distribution that it was drawn from, in nats.
 
