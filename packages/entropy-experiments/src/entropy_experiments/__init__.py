@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Config": "config",
-    "DetailedLogger": "report.logs",
+    "DetailedLogger": "pipelines.probe_log",
     "OfflineEntropyProbe": "pipelines.probe",
     "EntropyProbeCallback": "online.trl",
     "EntropyMeasurements": "pipelines.measure",

@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 from entropy_experiments import BatchRequest, EntropyInfluencePlan, EntropyInfluenceRunner
 from entropy_experiments import WorkspaceSpec as Workspace
-from entropy_experiments.report.run_files import described, manifest_digest
+from entropy_experiments.study_files import described, manifest_digest
 
 HOSTILE = (
     "<script>alert(1)</script>",

@@ -15,7 +15,7 @@ from entropy_experiments.report.figures.ledger import ledger_figure
 from entropy_experiments.report.figures.samples import plot_grad_delta_samples
 from entropy_experiments.report.figures.study import study_plots
 from entropy_experiments.report.html.books import study_books
-from entropy_experiments.report.run_files import open_run
+from entropy_experiments.study_files import open_run
 from oracles.small_study import EVERYTHING, plan, settings_in
 
 pytestmark = pytest.mark.contract
@@ -56,7 +56,7 @@ import matplotlib
 matplotlib.rcParams.update({{"font.size": 31, "lines.linewidth": 9, "savefig.dpi": 7}})
 from pathlib import Path
 from entropy_experiments.report.figures.study import study_plots
-from entropy_experiments.report.run_files import open_run
+from entropy_experiments.study_files import open_run
 import sys
 run = open_run({str(folder)!r})
 for name, data in study_plots(run, run.summary()).items():

@@ -9,7 +9,7 @@ import pytest
 
 from entropy_experiments.report.figures.samples import plot_grad_delta_samples
 from entropy_experiments.report.linearity import Deltas, analyze_grad_linearity, fitted
-from entropy_experiments.report.run_files import FORMAT, SCHEMA, described, open_run
+from entropy_experiments.study_files import FORMAT, SCHEMA, described, open_run
 
 pytestmark = pytest.mark.naive
 

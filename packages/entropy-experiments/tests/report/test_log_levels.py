@@ -14,9 +14,9 @@ import torch
 import yaml
 
 from entropy_experiments.config import parse_config
-from entropy_experiments.report.findings import numbers, results_of
+from entropy_experiments.findings import numbers, results_of
+from entropy_experiments.pipelines.probe_log import CORE, DetailedLogger, newest_log, read_log
 from entropy_experiments.report.log_json import NULLS
-from entropy_experiments.report.logs import CORE, DetailedLogger, newest_log, read_log
 from entropy_experiments.report.messages import messages
 from oracles.small_study import BATCHES
 
@@ -144,7 +144,7 @@ def test_debug_adds_every_token_and_the_tensors(found, tmp_path):
 
 
 def test_a_gradient_too_large_for_text_is_named_not_written(found, tmp_path, monkeypatch):
-    monkeypatch.setattr("entropy_experiments.report.logs.RAW_GRADIENT", 10)
+    monkeypatch.setattr("entropy_experiments.pipelines.probe_log.RAW_GRADIENT", 10)
     log = written(found, tmp_path, "debug")
     assert log["raw"]["loss_gradient"] == "left out: 4224 elements, more than 10"
 

@@ -238,7 +238,7 @@ def _in_words(run: Path) -> list[str]:
 
             return log_report(path)
         from entropy_experiments.report.influence_tables import influence_report
-        from entropy_experiments.report.run_files import open_run
+        from entropy_experiments.study_files import open_run
 
         return influence_report(open_run(path).summary())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.online.probe import NEVER_MADE, StepMeasurement
-from entropy_experiments.report.training_rows import last_branch
+from entropy_experiments.report.training import last_branch
 from entropy_experiments.types import Estimate
 
 PREFIX = "entropy_probe/"

@@ -23,6 +23,7 @@ from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import Config, parse_config
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.findings import numbers
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.pipelines.evaluation.measures import (
@@ -51,7 +52,6 @@ from entropy_experiments.pipelines.evaluation.store import (
 )
 from entropy_experiments.pipelines.run_conditions import analysis_conditions, check_sharding, loaded
 from entropy_experiments.report.figures.style import NEEDED, can_draw
-from entropy_experiments.report.findings import numbers
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.sampling.rollout_files import RolloutStore, write_whole

@@ -36,12 +36,12 @@ from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import entropy_level, within_entropy
 from entropy_experiments.estimate.measured import Case, measured_many
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.findings import numbers, weights_of
 from entropy_experiments.pipelines.influence.batches import gather_study
 from entropy_experiments.pipelines.influence.store import Stage, StageStore
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs
 from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint, contents, open_checkpoint
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
-from entropy_experiments.report.findings import numbers, weights_of
 from entropy_experiments.report.measurements import FORMAT, SCHEMA, measurement_report
 from entropy_experiments.report.notebook import Measurements
 from entropy_experiments.types import Estimate

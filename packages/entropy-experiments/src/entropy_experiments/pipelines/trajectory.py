@@ -21,6 +21,7 @@ from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import entropy_level, within_entropy
 from entropy_experiments.estimate.measured import even_part, measured_many
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.findings import numbers
 from entropy_experiments.pipelines.probe_inputs import gather, measuring
 from entropy_experiments.pipelines.probe_sampling import (
     PromptIds,
@@ -28,9 +29,8 @@ from entropy_experiments.pipelines.probe_sampling import (
     open_checkpoint,
     prompts_of,
 )
-from entropy_experiments.report.findings import numbers
 from entropy_experiments.report.notebook import trajectory_html
-from entropy_experiments.report.trajectory_file import TOTALS
+from entropy_experiments.report.trajectory import TOTALS
 from entropy_experiments.sampling.rollout_files import load_update_batch
 from entropy_experiments.types import Estimate
 from entropy_experiments.types.estimate import combine

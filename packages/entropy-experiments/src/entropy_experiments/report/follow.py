@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from entropy_experiments.report.training import NAME, probed_levels, training_file
 from entropy_experiments.report.training_history import STATE, ended, trainer_state
-from entropy_experiments.report.training_rows import NAME, probed_levels, training_file
 
 EVERY = 5.0
 """Seconds between two looks at the files, and after which a browser loads the page again."""

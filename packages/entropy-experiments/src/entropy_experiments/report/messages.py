@@ -5,7 +5,7 @@ These stand in the log from level standard on, and on the screen while a probe r
 
 from __future__ import annotations
 
-from entropy_experiments.report.findings import Findings
+from entropy_experiments.findings import Findings
 
 
 def messages(found: Findings) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from entropy_experiments.findings import Findings
 from entropy_experiments.report.amounts import AGREEMENT
-from entropy_experiments.report.findings import Findings
 from entropy_experiments.types import Estimate
 
 

@@ -10,8 +10,8 @@ import torch
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.fisher import top_contributors
 from entropy_experiments.attribution.ledger import Ledger
+from entropy_experiments.findings import finite, numbers, weights_of
 from entropy_experiments.pipelines.influence.store import Stage
-from entropy_experiments.report.findings import finite, numbers, weights_of
 from entropy_experiments.types import Estimate
 
 CONTRIBUTORS = 5

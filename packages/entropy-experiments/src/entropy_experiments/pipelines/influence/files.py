@@ -22,6 +22,7 @@ from entropy_experiments.attribution.token_rows import token_rows
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
+from entropy_experiments.findings import finite
 from entropy_experiments.pipelines.influence.certified import still_open
 from entropy_experiments.pipelines.influence.evaluation import Evaluation, evaluations_of
 from entropy_experiments.pipelines.influence.facts import (
@@ -36,9 +37,8 @@ from entropy_experiments.pipelines.influence.store import FORMAT, SCHEMA
 from entropy_experiments.pipelines.influence.texts import update_texts
 from entropy_experiments.report.figures.study import study_plots
 from entropy_experiments.report.figures.style import INSTALL, can_draw
-from entropy_experiments.report.findings import finite
-from entropy_experiments.report.run_files import NewFiles
 from entropy_experiments.report.verdict import DIFFERENTIATED
+from entropy_experiments.study_files import NewFiles
 
 TABLE_FACTS = b"entropy_experiments.table"
 GROUPS: tuple[By, ...] = (

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from entropy_experiments.report.run_files import PAGE
+from entropy_experiments.study_files import PAGE
 
 
 def told_removed(

@@ -41,7 +41,8 @@ from entropy_experiments.artifacts import (
     write_whole,
 )
 from entropy_experiments.distributed import current
-from entropy_experiments.report.run_files import (
+from entropy_experiments.sampling.rollout_files import UNIT
+from entropy_experiments.study_files import (
     DESCRIBED,
     FORMAT,
     IDENTITY,
@@ -53,7 +54,6 @@ from entropy_experiments.report.run_files import (
     open_run,
     read_manifest,
 )
-from entropy_experiments.sampling.rollout_files import UNIT
 from entropy_experiments.types import UpdateBatch
 
 __all__ = [

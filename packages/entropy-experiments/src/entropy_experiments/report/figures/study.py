@@ -10,7 +10,7 @@ from entropy_experiments.report.figures.samples import samples, samples_figure, 
 from entropy_experiments.report.figures.style import image, paper_style
 from entropy_experiments.report.html.books import study_books
 from entropy_experiments.report.linearity import measured_deltas
-from entropy_experiments.report.run_files import Files
+from entropy_experiments.study_files import Files
 
 
 def study_plots(run: Files, summary: Mapping[str, Any]) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from entropy_experiments.report.figures.style import (
     legend_above,
     panels,
 )
-from entropy_experiments.report.trajectory_file import last_step
+from entropy_experiments.report.trajectory import last_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

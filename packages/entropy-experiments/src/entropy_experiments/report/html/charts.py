@@ -24,7 +24,7 @@ from entropy_experiments.report.html.marks import (
     segment,
     upright,
 )
-from entropy_experiments.report.trajectory_file import last_step
+from entropy_experiments.report.trajectory import last_step
 
 WHISKERS = 150
 """Probed steps whose error bars are drawn at full weight."""

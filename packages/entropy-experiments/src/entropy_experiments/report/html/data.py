@@ -20,14 +20,14 @@ from entropy_experiments.report.html.from_study import study_data
 from entropy_experiments.report.html.token_views import MOST_TOKENS
 from entropy_experiments.report.log_files import newest_log
 from entropy_experiments.report.measurements import measurements_file
-from entropy_experiments.report.run_files import IDENTITY, MANIFEST
-from entropy_experiments.report.training_rows import read_training, training_file
-from entropy_experiments.report.trajectory_file import (
+from entropy_experiments.report.training import read_training, training_file
+from entropy_experiments.report.trajectory import (
     NAME,
     best_prediction,
     last_step,
     read_trajectory,
 )
+from entropy_experiments.study_files import IDENTITY, MANIFEST
 
 EXPECTED = (
     "the folder of a study, of `run --out`, of `measure --out` or of a probed training, a log "

@@ -14,7 +14,7 @@ from entropy_experiments.report.html.covariance import covariance
 from entropy_experiments.report.html.influence_charts import FULL
 from entropy_experiments.report.html.token_views import MOST_TOKENS, token_views
 from entropy_experiments.report.influence_tables import RELIABLE, influence_report
-from entropy_experiments.report.run_files import RunFiles, open_run
+from entropy_experiments.study_files import RunFiles, open_run
 
 COLUMNS = (
     *("rollout", "prompt", "k", "logprob", "probability", "entropy", "advantage", "reward"),

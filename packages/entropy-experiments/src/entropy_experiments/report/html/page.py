@@ -28,7 +28,7 @@ from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.glossary import TERMS, explained, term
 from entropy_experiments.report.html.packing import Packed, packed
 from entropy_experiments.report.html.token_views import MOST_TOKENS
-from entropy_experiments.report.run_files import PAGE
+from entropy_experiments.study_files import PAGE
 
 DIGITS = 6
 """Significant digits of numbers in drawings."""

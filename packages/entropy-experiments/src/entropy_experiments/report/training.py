@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.report.training_history import ledgers, logged, trainer_state
-from entropy_experiments.report.trajectory_file import CHANGES
+from entropy_experiments.report.trajectory import CHANGES
 
 NAME = "entropy_probe.jsonl"
 LEFT_OUT = "steps were left out (every, max_overhead): the changes of the others do not add up"

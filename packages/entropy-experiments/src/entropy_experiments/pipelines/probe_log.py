@@ -26,7 +26,7 @@ from torch import Tensor
 
 from entropy_experiments.artifacts import write_whole
 from entropy_experiments.config import Config, config_yaml
-from entropy_experiments.report.findings import Findings, results_of
+from entropy_experiments.findings import Findings, results_of
 from entropy_experiments.report.log_files import SCHEMA, logs_below, newest_log, read_log
 from entropy_experiments.report.log_json import finite_only, log_text, short
 from entropy_experiments.report.messages import messages

@@ -48,7 +48,7 @@ class Run(Protocol):
 def write_trajectory(run: Run, path: str | Path) -> Path:
     """The file appears whole or not at all."""
     # Here, not above: whoever reads the file needs no torch.
-    from entropy_experiments.report.findings import numbers
+    from entropy_experiments.findings import numbers
     from entropy_experiments.types.estimate import combine
 
     path, rows = Path(path), []
