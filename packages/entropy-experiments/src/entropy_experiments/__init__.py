@@ -32,7 +32,7 @@ _HOME = {
     "load_update_batch": "sampling.rollout_files",
     "parse_config": "config",
     "probe_trajectory": "pipelines.trajectory",
-    "read_log": "report.log_files",
+    "read_log": "results",
     "save_rollouts": "sampling.rollout_files",
     "save_update_batch": "sampling.rollout_files",
     "EstimatorOptions": "estimate.options",

@@ -19,8 +19,8 @@ from entropy_experiments.config import Config, parse_config
 from entropy_experiments.estimate.measured import Case, measured_many
 from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.findings import numbers, weights_of
 from entropy_experiments.pipelines.probe_inputs import measuring
+from entropy_experiments.results import numbers, weights_of
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
 
 NAME = "direction_{}"

@@ -14,8 +14,7 @@ from entropy_experiments.cli import app
 from entropy_experiments.cli.report import _on_the_screen
 from entropy_experiments.config import parse_config
 from entropy_experiments.pipelines.probe_log import DetailedLogger, read_log
-from entropy_experiments.report.compare import compare
-from entropy_experiments.report.compare_tables import table_lines, tables
+from entropy_experiments.report.compare import compare, table_lines, tables
 from entropy_experiments.report.html.compare import comparison_figures, write_comparison
 from oracles.small_study import BATCHES
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from entropy_experiments import EntropyInfluenceRunner
-from entropy_experiments.pipelines.influence import files
+from entropy_experiments.pipelines.influence import drawings
 from entropy_experiments.report.figures import style
 from entropy_experiments.report.figures.ledger import ledger_figure
 from entropy_experiments.report.figures.samples import plot_grad_delta_samples
@@ -97,7 +97,7 @@ def test_not_asked_for_nothing_is_drawn(copy, monkeypatch):
     def refuse(*_):
         raise AssertionError("something was drawn")
 
-    monkeypatch.setattr(files, "study_plots", refuse)
+    monkeypatch.setattr(drawings, "study_plots", refuse)
     summary = EntropyInfluenceRunner(settings_in(copy), quiet=True).run(plan(copy))
     assert not [note for note in summary["notes"] if "plots" in note]
     assert not (copy / "plots").exists()

@@ -1,40 +1,25 @@
-"""A run's entropy over its steps as a file: trajectory.json.
-
-    steps[i]    step, level, predicted, second_order, measured, reward; and the changes summed up
-                to here
-    last        entropy after the last step
-    total       predicted, second_order, measured and fresh, from the first checkpoint to the last
-
-Sums have intervals of their own: steps share their prompts, so their errors do not just add up.
-"""
+"""A run's entropy over its steps, as text for the terminal, and where its sums are."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from entropy_experiments.artifacts import write_whole
+from entropy_experiments.results import Change, Number, TrajectoryTotal
 
 if TYPE_CHECKING:
-    from entropy_experiments.report.curves import Step
+    from entropy_experiments.report.sections import Steps
     from entropy_experiments.types import Estimate
 
-FORMAT = "entropy_experiments.checkpoints.runs"
-SCHEMA = 1
-NAME = "trajectory.json"
-CHANGES = ("predicted", "second_order", "measured")
-TOTALS = (*CHANGES, "fresh")
+BAR = 30
 
 
-class Run(Protocol):
-    """What is kept of a run (`entropy_trajectory.Trajectory`)."""
+class Step(Protocol):
+    """What is shown of one step (`pipelines.trajectory.TrajectoryStep`)."""
 
     @property
-    def steps(self) -> Sequence[Step]: ...
+    def step(self) -> int: ...
     @property
-    def last(self) -> Estimate: ...
+    def level(self) -> Estimate: ...
     @property
     def predicted(self) -> Estimate: ...
     @property
@@ -42,66 +27,35 @@ class Run(Protocol):
     @property
     def measured(self) -> Estimate: ...
     @property
-    def fresh(self) -> Estimate: ...
+    def reward(self) -> float | None: ...
 
 
-def write_trajectory(run: Run, path: str | Path) -> Path:
-    """The file appears whole or not at all."""
-    # Here, not above: whoever reads the file needs no torch.
-    from entropy_experiments.findings import numbers
-    from entropy_experiments.types.estimate import combine
-
-    path, rows = Path(path), []
-    for at, step in enumerate(run.steps, start=1):
-        so_far = run.steps[:at]
-        rows.append(
-            {
-                "step": step.step,
-                "level": numbers(step.level),
-                **{name: numbers(getattr(step, name)) for name in CHANGES},
-                **{
-                    f"{name}_sum": numbers(combine([(1.0, getattr(s, name)) for s in so_far]))
-                    for name in CHANGES
-                },
-                "reward": step.reward,
-            }
-        )
-    content = {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "unit": run.last.estimand.unit,
-        "steps": rows,
-        "last": numbers(run.last),
-        "total": {name: numbers(getattr(run, name)) for name in TOTALS},
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(content, indent=1, allow_nan=False).encode())
-    return path
+HEADING = (
+    f"{'step':>4}  {'reward':>6}  {'entropy':>7}  {'':{BAR}}  {'predicted':>9}  {'measured':>9}"
+)
 
 
-def last_step(found: Mapping[str, Any]) -> int:
+def step_line(step: Step, highest: float) -> str:
+    """One row under HEADING; the bar is as long as the entropy is high."""
+    bar = "█" * round(BAR * step.level.value / highest)
+    reward = "" if step.reward is None else f"{step.reward:6.2f}"
+    return (
+        f"{step.step:>4}  {reward:>6}  {step.level.value:7.4f}  {bar:{BAR}}  "
+        f"{step.predicted.value:+9.5f}  {step.measured.value:+9.5f}"
+    )
+
+
+def summed_changes(run: Steps, name: Change) -> list[float] | None:
+    """A change summed up to each step; None: the run has no such sums."""
+    sums: list[Number | None] = [step.get(f"{name}_sum") for step in run["steps"]]
+    return None if sums[-1] is None else [one["value"] for one in sums if one is not None]
+
+
+def last_step(run: Steps) -> int:
     """Where the run has come to: of a probed training, whose last row says it, or one step on."""
-    return found.get("last_step", found["steps"][-1]["step"] + 1)
+    return run.get("last_step", run["steps"][-1]["step"] + 1)
 
 
-def best_prediction(total: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def best_prediction(total: TrajectoryTotal) -> Number | None:
     """The summed prediction of the highest order there is; None: nothing is summed."""
     return total.get("second_order") or total["predicted"]
-
-
-def read_trajectory(path: str | Path) -> dict[str, Any]:
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"No file {path}; expected a {NAME} as write_trajectory makes it.")
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}). Write it again.") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"{path} is no trajectory; expected format {FORMAT!r}. Give another file.")
-    if found.get("schema") != SCHEMA or not found.get("steps"):
-        raise ValueError(
-            f"{path} has schema {found.get('schema')!r} and {len(found.get('steps') or ())} steps; "
-            f"this version reads schema {SCHEMA}, one step or more. Write it again."
-        )
-    return found

@@ -22,7 +22,6 @@ from entropy_experiments.attribution.tokens import TokenInfluence, token_influen
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.findings import numbers
 from entropy_experiments.pipelines.influence.batches import EvaluationBatch
 from entropy_experiments.pipelines.influence.facts import changes
 from entropy_experiments.pipelines.influence.packing import (
@@ -36,6 +35,7 @@ from entropy_experiments.pipelines.influence.packing import (
 )
 from entropy_experiments.pipelines.influence.stages import Study, rollouts_digest
 from entropy_experiments.pipelines.influence.store import Stage, digest_of_tensors
+from entropy_experiments.results import numbers
 from entropy_experiments.types import Params, Scores
 from entropy_experiments.types.direction import sum_of
 

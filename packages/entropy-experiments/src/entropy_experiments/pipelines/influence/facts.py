@@ -10,8 +10,8 @@ import torch
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.fisher import top_contributors
 from entropy_experiments.attribution.ledger import Ledger
-from entropy_experiments.findings import finite, numbers, weights_of
 from entropy_experiments.pipelines.influence.store import Stage
+from entropy_experiments.results import finite, numbers, weights_of
 from entropy_experiments.types import Estimate
 
 CONTRIBUTORS = 5
@@ -24,7 +24,7 @@ def changes(found: Mapping[str, Estimate]) -> Stage:
     Contributions are those of `attribution.finite`: split as the first-order matrix is.
     """
     return Stage(
-        facts={name: numbers(change) | weights_of(change) for name, change in found.items()},
+        facts={name: {**numbers(change), **weights_of(change)} for name, change in found.items()},
         tensors={name: change.diagnostics["contribution_N"] for name, change in found.items()},
     )
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,8 +22,8 @@ from entropy_experiments.attribution.token_rows import token_rows
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
-from entropy_experiments.findings import finite
 from entropy_experiments.pipelines.influence.certified import still_open
+from entropy_experiments.pipelines.influence.drawings import NOT_DRAWN, can_draw, study_drawings
 from entropy_experiments.pipelines.influence.evaluation import Evaluation, evaluations_of
 from entropy_experiments.pipelines.influence.facts import (
     budget_facts,
@@ -33,12 +33,17 @@ from entropy_experiments.pipelines.influence.facts import (
 from entropy_experiments.pipelines.influence.ledgers import ledgers
 from entropy_experiments.pipelines.influence.questions import confirmed, fisher, left_out
 from entropy_experiments.pipelines.influence.stages import Study
-from entropy_experiments.pipelines.influence.store import FORMAT, SCHEMA
 from entropy_experiments.pipelines.influence.texts import update_texts
-from entropy_experiments.report.figures.study import study_plots
-from entropy_experiments.report.figures.style import INSTALL, can_draw
-from entropy_experiments.report.verdict import DIFFERENTIATED
-from entropy_experiments.study_files import NewFiles
+from entropy_experiments.results import (
+    DIFFERENTIATED,
+    INFLUENCE,
+    EvaluationBatch,
+    InfluenceResult,
+    JSONObject,
+    RankedToken,
+    finite,
+)
+from entropy_experiments.study_files import ArrayFacts
 
 TABLE_FACTS = b"entropy_experiments.table"
 GROUPS: tuple[By, ...] = (
@@ -64,9 +69,9 @@ class StudyFiles:
     def __init__(self, study: Study) -> None:
         self.study, self.evaluations = study, evaluations_of(study)
         self.files: dict[str, bytes] = {}
-        self.arrays: dict[str, dict[str, Any]] = {}
+        self.arrays: dict[str, ArrayFacts] = {}
 
-    def made(self, key: str) -> tuple[dict[str, bytes], dict[str, Any], dict[str, Any]]:
+    def made(self, key: str) -> tuple[dict[str, bytes], dict[str, ArrayFacts], InfluenceResult]:
         """(files, descriptions of arrays, summary)."""
         evaluations = [self._evaluation(found) for found in self.evaluations]
         summary = self._summary(evaluations, key)
@@ -74,14 +79,13 @@ class StudyFiles:
         self.files["config.yaml"] = config_yaml(self.study.config).encode()
         texts = json.dumps(self._texts[0], indent=1, allow_nan=False)
         self.files["update_rollouts.json"] = texts.encode()
-        if self.study.asked.plots and can_draw() and current().first:  # which writes them
+        if self.study.asked.plots and current().first:  # which writes them
             folder = self.study.store.folder.parent
-            made = NewFiles(folder=folder, contents=self.files, described=self.arrays)
-            self.files |= study_plots(made, summary)
+            self.files |= study_drawings(folder, self.files, self.arrays, summary)
         return self.files, self.arrays, summary
 
     @cached_property
-    def _texts(self) -> tuple[list[dict[str, Any]], list[str]]:
+    def _texts(self) -> tuple[list[JSONObject], list[str]]:
         return update_texts(self.study.probe.update, self.study.probe.checkpoint.tokenizer.decode)
 
     def _array(self, name: str, values: np.ndarray, what: str, units: str = "nats") -> None:
@@ -90,7 +94,7 @@ class StudyFiles:
         self.files[name] = buffer.getvalue()
         self.arrays[name] = {"description": what, "shape": list(values.shape), "units": units}
 
-    def _evaluation(self, found: Evaluation) -> dict[str, Any]:
+    def _evaluation(self, found: Evaluation) -> EvaluationBatch:
         study, name = self.study, found.name
         matrix, tokens, books = found.matrix, found.tokens, ledgers(found)
         scale = study.etas[0] / study.direction.lr
@@ -105,7 +109,7 @@ class StudyFiles:
         residual = predicted - tokens.total
         # One budget, one entropy: that of the first evaluation batch.
         budget = study.asked.entropy_budget if found is self.evaluations[0] else None
-        return {
+        batch: JSONObject = {
             "name": name,
             "kind": found.batch.request.kind,
             "params": found.batch.request.params,
@@ -150,6 +154,7 @@ class StudyFiles:
             },
             "table": whatif.facts(tokens),
         }
+        return cast(EvaluationBatch, batch)  # most of it is JSON of the stages
 
     def _matrix_files(self, found: Evaluation, scale: float) -> None:
         study, name, eta = self.study, found.name, self.study.etas[0]
@@ -205,8 +210,8 @@ class StudyFiles:
             text = json.dumps(said, indent=1, allow_nan=False)
             self.files[f"{name}_grad_eta/{end}.json"] = text.encode()
 
-    def _fisher(self, found: Evaluation) -> dict[str, Any]:
-        def answer() -> dict[str, Any]:
+    def _fisher(self, found: Evaluation) -> JSONObject:
+        def answer() -> JSONObject:
             stage = fisher(found)
             eta, folder = stage.facts["eta"], f"{found.name}_fisher"
             centred = ", both gradients centred" if stage.facts["centred"] else ""
@@ -247,7 +252,7 @@ class StudyFiles:
         if found is self.evaluations[0]:
             self.files["tokens.parquet"] = buffer.getvalue()
 
-    def _ranked(self, found: Evaluation, most: Most) -> list[dict[str, Any]]:
+    def _ranked(self, found: Evaluation, most: Most) -> list[RankedToken]:
         decode = self.study.probe.checkpoint.tokenizer.decode
         rollouts, out = self.study.probe.update.rollouts, []
         for token in ranked(found.tokens, self.study.asked.ranked_tokens, most=most):
@@ -266,8 +271,8 @@ class StudyFiles:
             )
         return out
 
-    def _what_if(self, found: Evaluation, text: str) -> dict[str, Any]:
-        def answer() -> dict[str, Any]:
+    def _what_if(self, found: Evaluation, text: str) -> JSONObject:
+        def answer() -> JSONObject:
             prediction = whatif.repredict(found.tokens, text)
             confirmation = None
             if self.study.asked.confirm:
@@ -280,7 +285,7 @@ class StudyFiles:
 
         return {"name": text, **_answered(answer)}
 
-    def _summary(self, evaluations: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    def _summary(self, evaluations: list[EvaluationBatch], key: str) -> InfluenceResult:
         study, probe = self.study, self.study.probe
         step, batch = study.step_stage.facts, probe.update
         first, notes = evaluations[0], list(probe.notes)
@@ -292,10 +297,9 @@ class StudyFiles:
         if study.mode in DIFFERENTIATED:
             notes.append(f"differentiated {DIFFERENTIATED[study.mode]} ({study.mode})")
         if study.asked.plots and not can_draw():
-            notes.append(f"plots/ is left out: matplotlib is not installed ({INSTALL})")
-        return {
-            "format": FORMAT,
-            "schema": SCHEMA,
+            notes.append(NOT_DRAWN)
+        result: JSONObject = {
+            **INFLUENCE.stamp,
             "key": key,
             "checkpoint": probe.checkpoint.name,
             "step": probe.checkpoint.step,
@@ -337,9 +341,10 @@ class StudyFiles:
                 "coverage": dict(probe.checkpoint.coverage),
             },
         }
+        return cast(InfluenceResult, result)
 
 
-def _answered(answer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _answered(answer: Callable[[], JSONObject]) -> JSONObject:
     """A question that has no answer says why, and costs the study nothing else."""
     try:
         return answer()
@@ -347,11 +352,9 @@ def _answered(answer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def _aggregate(found: Evaluation, eta: float) -> dict[str, Any]:
+def _aggregate(found: Evaluation, eta: float) -> JSONObject:
     tokens, scale = found.tokens, eta / found.study.direction.lr
-    out: dict[str, Any] = {
-        part: found.whole.facts[f"{part}|{eta!r}"] for part in ("full", "baseline")
-    }
+    out: JSONObject = {part: found.whole.facts[f"{part}|{eta!r}"] for part in ("full", "baseline")}
     baseline = sum(tokens.baseline.values())
     out |= {
         "first_order": scale * tokens.total,
@@ -368,7 +371,7 @@ def _aggregate(found: Evaluation, eta: float) -> dict[str, Any]:
     return out
 
 
-def _groups(found: Evaluation) -> dict[str, Any]:
+def _groups(found: Evaluation) -> JSONObject:
     """Every grouping that this batch allows."""
     scored = found.tokens.batch.reward_N is not None
     return {

@@ -21,10 +21,10 @@ from entropy_experiments.attribution.fisher import (
 from entropy_experiments.attribution.leave_one_out import leave_one_out
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.measured import measured
-from entropy_experiments.findings import numbers
 from entropy_experiments.pipelines.influence.evaluation import Evaluation
 from entropy_experiments.pipelines.influence.facts import confirmation_facts
 from entropy_experiments.pipelines.influence.store import Stage
+from entropy_experiments.results import numbers
 from entropy_experiments.sampling.advantages import advantages_by_prompt
 
 
