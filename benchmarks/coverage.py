@@ -24,15 +24,10 @@ import torch
 from scipy.special import stdtrit
 
 from entropy_experiments.config import load_config
-from entropy_experiments.estimate.first_order import (
-    PAIRED_WITH,
-    SlopeForm,
-    scores_along,
-    slope_estimand,
-    slope_of_scores,
-)
+from entropy_experiments.estimate.first_order import scores_along, slope_of_scores
 from entropy_experiments.estimate.level import level_of_scores
 from entropy_experiments.estimate.measured import change, even_part
+from entropy_experiments.estimate.options import PAIRED_WITH, SlopeForm, slope_estimand
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.pipelines.probe_inputs import gather

@@ -40,10 +40,11 @@ from benchmarks.counting import LiveBytes, WorkingBytes
 from benchmarks.models import GROUP, random_llama, random_prompts, rollouts_of
 from benchmarks.tables import conditions, options, seconds, spread, told, write
 from entropy_experiments.attribution.tokens import token_influence
-from entropy_experiments.estimate.first_order import first_order, slope_estimand
+from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.measured import measured_many
+from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.models.calling import causal_lm
+from entropy_experiments.models.call_conditions import causal_lm
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Direction, Rollouts, UpdateBatch
 from entropy_experiments.update.gradient import loss_gradient

@@ -38,7 +38,7 @@ from entropy_experiments.attribution.matrix import InfluenceMatrix, influence_ma
 from entropy_experiments.attribution.terms import line_directions, rollouts_by_line
 from entropy_experiments.attribution.tokens import token_influence
 from entropy_experiments.config import load_config
-from entropy_experiments.estimate.first_order import slope_estimand
+from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines.probe_inputs import gather

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entropy_experiments.models.calling import causal_lm
+from entropy_experiments.models.call_conditions import causal_lm
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Rollouts
 

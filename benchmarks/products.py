@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.tables import Clock, seconds
-from entropy_experiments.models.calling import causal_lm
+from entropy_experiments.models.call_conditions import causal_lm
 
 REPEATS = 5
 T = TypeVar("T")

@@ -25,7 +25,7 @@ import torch
 from benchmarks.counting import counted
 from benchmarks.models import GROUP, questions, random_llama, random_prompts, rollouts_of, smollm2
 from benchmarks.tables import alternately, conditions, options, ratio, spread, told, write
-from entropy_experiments.models.calling import causal_lm
+from entropy_experiments.models.call_conditions import causal_lm
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.types import Params, Rollouts, Scores

@@ -27,10 +27,9 @@ from entropy_experiments.checkpoints.base import (
     smollm2_gguf,
 )
 from entropy_experiments.config import Config, parse_config
+from entropy_experiments.input_files import read_jsonl
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
-from entropy_experiments.sampling.datasets import GSM8K_LINE, gsm8k_answer
-from entropy_experiments.sampling.jsonl import read_jsonl
-from entropy_experiments.sampling.prompts import r1_prompt
+from entropy_experiments.sampling.datasets import GSM8K_LINE, gsm8k_answer, r1_prompt
 
 RANK, LEARNING_RATE, WEIGHT_DECAY, PER_STEP = 8, 1e-4, 0.01, 4
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from checkout import ROOT
-from entropy_experiments.models.calling import hooked
+from entropy_experiments.models.call_conditions import has_hooks
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.types import Scores
 from oracles.tiny_models import tiny_lora
@@ -148,7 +148,7 @@ def test_counting_is_of_the_ways_that_are_timed(policy):
     heard: list[bool] = []
 
     def product() -> None:
-        heard.append(hooked(policy.model))
+        heard.append(has_hooks(policy.model))
         policy.model.model.layers[0].mlp(x)
 
     assert flops(product) == 3 * 2 * 3 * 16 * 40

@@ -21,12 +21,12 @@ from arc_refine.features import TEMPLATE, describe, features
 
 class _OnDevice:
     def to(self, device: torch.device | str) -> Self:
-        moved: dict[str, Any] = {}
+        on_device: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if isinstance(value, Tensor | _OnDevice):
-                moved[field.name] = value.to(device)
-        return replace(self, **moved)  # type: ignore[type-var]
+                on_device[field.name] = value.to(device)
+        return replace(self, **on_device)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -43,9 +43,9 @@ DEFAULT = TrainConfig()
 
 def _option(name: str, text: str, *more: str, **rest: Any) -> Any:
     usual = getattr(DEFAULT, name)
-    said = f"{text} [{usual:g}]" if isinstance(usual, float) else f"{text} [{usual}]"
-    said = text if usual is None or isinstance(usual, bool) else said
-    return typer.Option(flag(name), *more, help=said, show_default=False, **rest)
+    help_text = f"{text} [{usual:g}]" if isinstance(usual, float) else f"{text} [{usual}]"
+    help_text = text if usual is None or isinstance(usual, bool) else help_text
+    return typer.Option(flag(name), *more, help=help_text, show_default=False, **rest)
 
 
 def _whole(name: str, text: str, *more: str) -> Any:
@@ -143,12 +143,12 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train; metrics, checkpoints and contracts go to the run's folder."""
-    given = _given(locals())
+    options = _given(locals())
     place = resume or out or Path("arc_runs") / time.strftime("%Y%m%d-%H%M%S")
     with _ending(debug, lambda: _kept(place)):
         if resume is not None and out is not None:
             raise ValueError("--resume writes to the run's own folder. Leave --out out.")
-        config = TrainConfig(**given) if resume is None else None
+        config = TrainConfig(**options) if resume is None else None
         # Convolutions keep a compiled kernel for each shape of batch, by default 1024 of them:
         # memory would grow for hundreds of steps. Read by torch when it is first used.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS)
@@ -157,7 +157,7 @@ def train(
 
         say = _voice(quiet, json)
         if config is None:
-            training.resume(place, given, say=say)
+            training.resume(place, options, say=say)
         else:
             training.train(config, place, say=say)
         _tell_run(place, json=json)
@@ -185,8 +185,8 @@ def evaluate(
         from arc_refine.evaluate import sentence, summary
         from arc_refine.runs import outcomes
 
-        found = {"data": data, **summary(outcomes(run, data, max_batches=batches))}
-        _print_result(found, sentence(found), json=json)
+        result = {"data": data, **summary(outcomes(run, data, max_batches=batches))}
+        _print_result(result, sentence(result), json=json)
 
 
 @app.command(
@@ -221,8 +221,8 @@ def show(
 
         drawn = outcomes(run, data, ids=tuple(task or ()), count=None if task else count)
         path = render(drawn, out, title=f"{run.name}: {data}")
-        found = {"file": str(path), "tasks": [o.task_id for o in drawn]}
-        _print_result(found, f"{path}: {len(drawn)} test outputs drawn", json=json)
+        result = {"file": str(path), "tasks": [o.task_id for o in drawn]}
+        _print_result(result, f"{path}: {len(drawn)} test outputs drawn", json=json)
 
 
 def main() -> None:
@@ -232,11 +232,11 @@ def main() -> None:
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """Options that were typed; what was not is None."""
-    known = set(DEFAULT.to_dict())
-    given = {k: v for k, v in values.items() if k in known and v is not None}
-    if given.get("eval_batches") == 0:
-        given["eval_batches"] = None
-    return given
+    names = set(DEFAULT.to_dict())
+    options = {k: v for k, v in values.items() if k in names and v is not None}
+    if options.get("eval_batches") == 0:
+        options["eval_batches"] = None
+    return options
 
 
 @contextmanager
@@ -275,18 +275,18 @@ def _tell_run(place: Path, *, json: bool) -> None:
     from arc_refine.metrics import METRICS, VALIDATION, read_rows
 
     rows, validations = (read_rows(place / name) for name in (METRICS, VALIDATION))
-    found = {
+    row = {
         "run": str(place),
         "steps": len(rows),
         "last": rows[-1] if rows else None,
         "validation": validations[-1] if validations else None,
     }
     words = f"{len(rows)} steps in {place}; next: entropy-probe arc eval {place}"
-    _print_result(found, words, json=json)
+    _print_result(row, words, json=json)
 
 
-def _print_result(found: Mapping[str, Any], words: str, *, json: bool) -> None:
-    typer.echo(jsonlib.dumps(found, indent=2, allow_nan=False) if json else words)
+def _print_result(result: Mapping[str, Any], words: str, *, json: bool) -> None:
+    typer.echo(jsonlib.dumps(result, indent=2, allow_nan=False) if json else words)
 
 
 __all__ = ["CHANGEABLE", "app", "main"]

@@ -86,10 +86,10 @@ class TrainConfig:
 
     def _choices(self) -> None:
         choices = {"lm_train": LM_TRAIN, "refine": REFINE, "dtype": DTYPES, "tracker": TRACKERS}
-        for name, known in choices.items():
+        for name, allowed in choices.items():
             got = getattr(self, name)
-            if got not in known:
-                raise ValueError(f"{flag(name)} is {got!r}, expected one of {', '.join(known)}.")
+            if got not in allowed:
+                raise ValueError(f"{flag(name)} is {got!r}, expected one of {', '.join(allowed)}.")
 
     def _numbers(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -128,27 +128,27 @@ class TrainConfig:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> TrainConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
         """A stored configuration; a name of another version is refused."""
-        unknown = sorted(set(given) - {f.name for f in fields(cls)})
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ValueError(
                 f"The stored configuration has unknown options {unknown}. It was written by "
                 "another version of arc_refine; train again, or use that version."
             )
-        return cls(**given)
+        return cls(**values)
 
-    def resumed_with(self, given: Mapping[str, Any]) -> TrainConfig:
+    def resumed_with(self, changes: Mapping[str, Any]) -> TrainConfig:
         """The stored run, with what the command line may change."""
         mine = self.to_dict()
-        fixed = sorted(k for k, v in given.items() if k not in CHANGEABLE and v != mine[k])
+        fixed = sorted(k for k, v in changes.items() if k not in CHANGEABLE and v != mine[k])
         if fixed:
             raise ValueError(
                 "--resume continues the run as it was begun, got other values for "
                 f"{', '.join(map(flag, fixed))}. Leave them out, or begin a new run. "
                 f"These may change: {', '.join(map(flag, sorted(CHANGEABLE)))}."
             )
-        return replace(self, **{k: v for k, v in given.items() if k in CHANGEABLE})
+        return replace(self, **{k: v for k, v in changes.items() if k in CHANGEABLE})
 
 
 _AT_LEAST_ONE = (

@@ -73,16 +73,16 @@ class GradientWindow:
         broken = tuple(name for name, grad in grads.items() if not bool(grad.isfinite().all()))
         for name, grad in grads.items():
             self.had[name] = self.had.get(name, False) or bool((grad != 0).any())
-        found = []
+        problems = []
         if cut:
             what = f"{len(cut)} parameters that should train got no gradient (None)."
             fix = "Look for detach, no_grad or an unused layer between them and the loss."
-            found.append(Breach(self.contract, what, fix, cut))
+            problems.append(Breach(self.contract, what, fix, cut))
         if broken:
             what = f"the gradients of {len(broken)} parameters are not finite."
             fix = "Look for a division, root or logarithm without a floor in their loss."
-            found.append(Breach(self.contract, what, fix, broken))
-        return found
+            problems.append(Breach(self.contract, what, fix, broken))
+        return problems
 
     def verdict(self) -> list[Breach]:
         """At the end of the window; one step alone does not tell."""
@@ -113,26 +113,26 @@ def owners(
         for group in optimizer.param_groups:
             for p in group["params"]:
                 held.setdefault(id(p), []).append(which)
-    found = []
+    names = []
     orphans = tuple(n for n, p in named.items() if p.requires_grad and id(p) not in held)
     if orphans:
         what = f"{len(orphans)} trainable parameters are in no optimizer."
         fix = "Make optimizers last, from all modules; or freeze these parameters."
-        found.append(Breach("G3", what, fix, orphans))
+        names.append(Breach("G3", what, fix, orphans))
     twice = tuple(n for n, p in named.items() if len(held.get(id(p), [])) > 1)
     if twice:
         what = f"{len(twice)} parameters are in more than one optimizer: two steps on one gradient."
-        found.append(Breach("G3", what, "Give each to one optimizer.", twice))
+        names.append(Breach("G3", what, "Give each to one optimizer.", twice))
     frozen = tuple(n for n, p in named.items() if not p.requires_grad and id(p) in held)
     if frozen:
         what = f"{len(frozen)} parameters are in an optimizer but need no gradient."
-        found.append(Breach("G3", what, "Unfreeze them before making optimizers.", frozen))
+        names.append(Breach("G3", what, "Unfreeze them before making optimizers.", frozen))
     strangers = len(set(held) - {id(p) for p in named.values()})
     if strangers:
         what = f"optimizers hold {strangers} parameters that no network has."
         fix = "Make optimizers after the last replacement or copy of a module."
-        found.append(Breach("G3", what, fix))
-    return found
+        names.append(Breach("G3", what, fix))
+    return names
 
 
 def moved(group: str, named: Mapping[str, nn.Parameter], before: list[Tensor]) -> list[Breach]:
@@ -171,13 +171,13 @@ def stuck(
 
 
 def same_parameters(
-    named: Mapping[str, nn.Parameter], known: Mapping[str, nn.Parameter]
+    named: Mapping[str, nn.Parameter], recorded: Mapping[str, nn.Parameter]
 ) -> list[Breach]:
     """G5: `known` is from when the optimizers were made."""
-    late = tuple(sorted(set(named) - set(known)))
-    lost = tuple(sorted(set(known) - set(named)))
-    replaced = tuple(n for n in named if n in known and named[n] is not known[n])
-    found = []
+    late = tuple(sorted(set(named) - set(recorded)))
+    lost = tuple(sorted(set(recorded) - set(named)))
+    replaced = tuple(n for n in named if n in recorded and named[n] is not recorded[n])
+    problems = []
     for names, what in (
         (late, "were registered after the optimizers were made"),
         (lost, "are gone since the optimizers were made"),
@@ -185,8 +185,8 @@ def same_parameters(
     ):
         if names:
             fix = "Create every layer in __init__, before the optimizers."
-            found.append(Breach("G5", f"{len(names)} parameters {what}.", fix, names))
-    return found
+            problems.append(Breach("G5", f"{len(names)} parameters {what}.", fix, names))
+    return problems
 
 
 def right_dtype(

@@ -84,10 +84,10 @@ def adamw_step(
         if optimizer.state.get(p)
     }
     gradient = {name: p.grad for name, p in moving.items() if p.grad is not None}
-    known = OptimizerState(groups=tuple(groups), state=state)
+    state_before = OptimizerState(groups=tuple(groups), state=state)
     values = {name: p.detach().double() for name, p in moving.items()}
-    direction = adamw_direction(values, gradient, known)
-    return {name: known.lr * value for name, value in direction.total.items()}
+    direction = adamw_direction(values, gradient, state_before)
+    return {name: state_before.lr * value for name, value in direction.total.items()}
 
 
 def _double(policy: RefinePolicy) -> RefinePolicy:

@@ -53,11 +53,11 @@ class RunData:
     def order(self, epoch: int) -> tuple[Episode, ...]:
         """As many episodes as there are in all: an epoch whose curriculum allows fewer goes
         through these again, in another order."""
-        found: list[Episode] = []
-        while len(found) < len(self.curriculum.episodes):
-            draw = generator("order", self.config.seed, epoch, len(found))
-            found += self.curriculum.sample(epoch, draw)
-        return tuple(found[: len(self.curriculum.episodes)])
+        episodes: list[Episode] = []
+        while len(episodes) < len(self.curriculum.episodes):
+            draw = generator("order", self.config.seed, epoch, len(episodes))
+            episodes += self.curriculum.sample(epoch, draw)
+        return tuple(episodes[: len(self.curriculum.episodes)])
 
     def batches(self) -> int:
         """How many batches an epoch has; the last may be smaller."""

@@ -118,27 +118,27 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     tasks: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         tasks.setdefault(outcome.task_id, []).append(outcome)
-    found: dict[str, Any] = {"tasks": len(tasks), "outputs": len(outcomes)}
+    numbers: dict[str, Any] = {"tasks": len(tasks), "outputs": len(outcomes)}
     for when in ("before", "after"):
         solved = sum(all(getattr(o, f"exact_{when}") for o in mine) for mine in tasks.values())
-        found[f"solved_{when}"] = solved
-        found[f"exact_{when}"] = solved / len(tasks)
-        found[f"exact_{when}_wilson"] = list(wilson(solved, len(tasks)))
+        numbers[f"solved_{when}"] = solved
+        numbers[f"exact_{when}"] = solved / len(tasks)
+        numbers[f"exact_{when}_wilson"] = list(wilson(solved, len(tasks)))
         cells = [getattr(o, f"cells_{when}") for o in outcomes]
-        found[f"cell_accuracy_{when}"] = float(np.mean(cells))
-    found["size_accuracy"] = float(np.mean([o.size_right for o in outcomes]))
-    return found
+        numbers[f"cell_accuracy_{when}"] = float(np.mean(cells))
+    numbers["size_accuracy"] = float(np.mean([o.size_right for o in outcomes]))
+    return numbers
 
 
-def sentence(found: dict[str, Any]) -> str:
+def sentence(numbers: dict[str, Any]) -> str:
     """The summary in words."""
 
     def share(when: str) -> str:
-        low, high = found[f"exact_{when}_wilson"]
+        low, high = numbers[f"exact_{when}_wilson"]
         return (
-            f"{found[f'solved_{when}']} of {found['tasks']} tasks solved "
+            f"{numbers[f'solved_{when}']} of {numbers['tasks']} tasks solved "
             f"(95 % interval {100 * low:.1f} to {100 * high:.1f} %), "
-            f"cells {100 * found[f'cell_accuracy_{when}']:.1f} %"
+            f"cells {100 * numbers[f'cell_accuracy_{when}']:.1f} %"
         )
 
     return f"before refinement: {share('before')}\nafter refinement:  {share('after')}"

@@ -91,7 +91,7 @@ def describe(feature_values: np.ndarray, demos: Sequence[Pair], *, template: str
         return template.format(**fields)
     except (KeyError, IndexError) as error:
         raise ValueError(
-            f"the prompt template asks for {error}; expected fields of {', '.join(fields)}. "
+            f"the prompt template uses {error}; expected fields of {', '.join(fields)}. "
             "Correct the template."
         ) from error
 

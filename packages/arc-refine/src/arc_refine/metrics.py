@@ -41,14 +41,14 @@ def write_whole(path: Path, text: str) -> None:
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row for JSON: what is not finite becomes null, with the reason beside it."""
-    found, reasons = {}, dict(row.get("reasons", {}))
+    values, reasons = {}, dict(row.get("reasons", {}))
     for key, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
-            found[key] = None
+            values[key] = None
             reasons[key] = str(value)
         elif key != "reasons":
-            found[key] = value
-    return {**found, "reasons": reasons} if reasons else found
+            values[key] = value
+    return {**values, "reasons": reasons} if reasons else values
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -95,8 +95,8 @@ class RunFolder:
     def header(self) -> dict[str, Any]:
         return json.loads((self.path / HEADER).read_text("utf-8"))
 
-    def write_contracts(self, said: Mapping[str, Any]) -> None:
-        self._write(CONTRACTS, said)
+    def write_contracts(self, results: Mapping[str, Any]) -> None:
+        self._write(CONTRACTS, results)
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
         write_whole(self.path / name, json.dumps(value, indent=2, allow_nan=False) + "\n")
@@ -193,8 +193,8 @@ def _numbers(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 def versions() -> dict[str, str]:
     """Of python and of what computes; a package that is not there is left out."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         if find_spec(name) is not None:
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed

@@ -49,13 +49,13 @@ class Networks:
     def groups(self) -> dict[str, dict[str, nn.Parameter]]:
         """Trainable parameters by group and name; empty groups are left out."""
         language = {id(p) for p in self.language_parameters()}
-        found: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
+        by_group: dict[str, dict[str, nn.Parameter]] = {name: {} for name in GROUPS}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
                 network = name.split(".", 1)[0]
                 group = "agent" if network == "backward" else network
-                found["lm" if id(parameter) in language else group][name] = parameter
-        return {name: members for name, members in found.items() if members}
+                by_group["lm" if id(parameter) in language else group][name] = parameter
+        return {name: members for name, members in by_group.items() if members}
 
     def language_parameters(self) -> list[nn.Parameter]:
         lm = self.encoder.lm

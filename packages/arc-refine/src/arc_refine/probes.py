@@ -52,7 +52,7 @@ def finite_differences(
         groups.pop("policy")  # not of this loss
     total = loss()
     draw = torch.Generator().manual_seed(seed)
-    found = []
+    differences = []
     slopes_of = {
         group: torch.autograd.grad(total, list(g.values()), retain_graph=True, allow_unused=True)
         for group, g in groups.items()
@@ -73,8 +73,8 @@ def finite_differences(
                 f"{next(iter(wrong.values()))} ({len(wrong)} of {coordinates} parameters drawn)."
             )
             fix = "Look for a detach, an in-place change or a hand-written backward on the way."
-            found.append(Breach("G7", what, fix, tuple(wrong)))
-    return found
+            differences.append(Breach("G7", what, fix, tuple(wrong)))
+    return differences
 
 
 def in_fp64(networks: Networks, inputs: BatchInputs) -> Networks:
@@ -219,9 +219,9 @@ def leak(
     for other, what in ((recoloured, "colours"), (resized, "size")):
         seen = _forward(training, make_batch(other).inputs)
         if not _same_bits(own, seen):
-            said = f"changing the {what} of the target changes the logits: the answer leaks."
+            message = f"changing the {what} of the target changes the logits: the answer leaks."
             fix = "Only losses and metrics may read the target; look at what builds the inputs."
-            return [Breach("G9", said, fix)]
+            return [Breach("G9", message, fix)]
     return []
 
 

@@ -24,11 +24,11 @@ def outcomes(
     training, data, _ = load_run(run)
     tasks = chosen_tasks(data, source, ids)[:count]
     episodes = [episode for task in tasks for episode in test_episodes(task)]
-    found = evaluate(
+    evaluated = evaluate(
         training, episodes, lambda chunk: data.batch(chunk, -1), max_batches=max_batches
     )
     place = {task.id: n for n, task in enumerate(tasks)}
-    return sorted(found, key=lambda o: place[o.task_id])
+    return sorted(evaluated, key=lambda o: place[o.task_id])
 
 
 def chosen_tasks(data: RunData, source: str, ids: tuple[str, ...]) -> tuple[Task, ...]:

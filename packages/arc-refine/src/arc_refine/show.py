@@ -85,8 +85,8 @@ def _section(outcome: Outcome) -> str:
         for n, pair in enumerate(outcome.episode.inputs.demos, start=1)
     )
     rest = "".join(
-        f"<figure><figcaption>{escape(caption)} {_verdict(said)}</figcaption>{svg(grid)}</figure>"
-        for caption, grid, said in panels(outcome)
+        f"<figure><figcaption>{escape(caption)} {_verdict(words)}</figcaption>{svg(grid)}</figure>"
+        for caption, grid, words in panels(outcome)
     )
     return (
         f'<section id="{escape(outcome.task_id, quote=True)}">'
@@ -95,9 +95,9 @@ def _section(outcome: Outcome) -> str:
     )
 
 
-def _verdict(said: str) -> str:
-    kind = "right" if said == SOLVED else "wrong"
-    return f'<span class="{kind}">{said}</span>' if said else ""
+def _verdict(words: str) -> str:
+    kind = "right" if words == SOLVED else "wrong"
+    return f'<span class="{kind}">{words}</span>' if words else ""
 
 
 def svg(grid: np.ndarray) -> str:
@@ -144,13 +144,13 @@ def picture(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
 
 
 def _strip(outcome: Outcome) -> list[tuple[str, np.ndarray]]:
-    found = []
+    cells = []
     for n, pair in enumerate(outcome.episode.inputs.demos, start=1):
-        found += [(f"in {n}", pair.input), (f"out {n}", pair.output)]
-    for caption, grid, said in panels(outcome):
-        found.append((f"{caption.replace(', ', chr(10))}{chr(10) * bool(said)}{said}", grid))
-    name, grid = found[0]
-    return [(f"{outcome.task_id}\n{name}", grid), *found[1:]]
+        cells += [(f"in {n}", pair.input), (f"out {n}", pair.output)]
+    for caption, grid, verdict in panels(outcome):
+        cells.append((f"{caption.replace(', ', chr(10))}{chr(10) * bool(verdict)}{verdict}", grid))
+    name, grid = cells[0]
+    return [(f"{outcome.task_id}\n{name}", grid), *cells[1:]]
 
 
 def _draw(ax: Any, caption: str, grid: np.ndarray, colours: Any) -> None:

@@ -252,10 +252,10 @@ def _policy_step(
     row = {"policy_loss": float(loss.detach()), "advantage_std": float(advantage_KB.std())}
     row["grad_norm/policy"] = _norm(_grads(members))
     _clip(training, "policy", group)
-    known = before_step(policy, drawn.state_BS, optimizer)
+    prediction = before_step(policy, drawn.state_BS, optimizer)
     before = {"policy": [p.detach().clone() for p in members.values()]}
     optimizer.step()
-    row |= _entropy_row(known, policy)
+    row |= _entropy_row(prediction, policy)
     if observer is not None:
         observer.policy_step(training, before)
     row |= _size_row(group, before)
@@ -297,11 +297,11 @@ def _loss_row(terms: Terms) -> dict[str, Any]:
     }
 
 
-def _entropy_row(known: Any, policy: Any) -> dict[str, Any]:
+def _entropy_row(prediction: Any, policy: Any) -> dict[str, Any]:
     return {
-        "policy_entropy": known.entropy,
-        "policy_entropy_predicted_change": known.predicted_change,
-        "policy_entropy_actual_change": known.actual_change(policy),
+        "policy_entropy": prediction.entropy,
+        "policy_entropy_predicted_change": prediction.predicted_change,
+        "policy_entropy_actual_change": prediction.actual_change(policy),
     }
 
 
@@ -311,9 +311,9 @@ def _size_row(
     row: dict[str, Any] = {}
     for name, members in groups.items():
         size = _norm(before[name])
-        moved = [p.detach() - old for p, old in zip(members.values(), before[name])]
+        changes = [p.detach() - old for p, old in zip(members.values(), before[name])]
         row[f"param_norm/{name}"] = size
-        row[f"update_ratio/{name}"] = _norm(moved) / max(size, 1e-30)
+        row[f"update_ratio/{name}"] = _norm(changes) / max(size, 1e-30)
     return row
 
 

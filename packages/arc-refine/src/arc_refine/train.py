@@ -69,10 +69,10 @@ def train(config: TrainConfig, out: str | Path, *, say: Say = print) -> Path:
     return folder.path
 
 
-def resume(run: str | Path, given: dict[str, Any], *, say: Say = print) -> Path:
+def resume(run: str | Path, changes: dict[str, Any], *, say: Say = print) -> Path:
     """Go on from the latest checkpoint; `given` are options of the command line."""
     folder = RunFolder(run, resume=True)
-    training, data, position = load_run(folder.path, given)
+    training, data, position = load_run(folder.path, changes)
     dropped = folder.forget_after(training.step)
     again = f"; {dropped} rows after it are made again" if dropped else ""
     say(f"resuming {folder.path} after step {training.step}{again}")
@@ -85,11 +85,11 @@ def resume(run: str | Path, given: dict[str, Any], *, say: Say = print) -> Path:
 
 
 def load_run(
-    run: Path, given: dict[str, Any] | None = None, *, checkpoint: Path | None = None
+    run: Path, changes: dict[str, Any] | None = None, *, checkpoint: Path | None = None
 ) -> tuple[Training, RunData, Position]:
     """A run as its latest checkpoint left it."""
     weights, state, facts = load_checkpoint(checkpoint or find_checkpoint(run))
-    config = TrainConfig.from_dict(facts["config"]).resumed_with(given or {})
+    config = TrainConfig.from_dict(facts["config"]).resumed_with(changes or {})
     data = load_data(config)
     if data.split_hash() != facts["split"]:
         raise ValueError(
@@ -208,12 +208,12 @@ def _validate(training: Training, data: RunData, folder: RunFolder, epoch: int, 
         lambda chunk: data.batch(chunk, -1),
         max_batches=training.config.eval_batches,
     )
-    found = summary(outcomes)
-    folder.validation({"step": training.step, "epoch": epoch, **found})
+    numbers = summary(outcomes)
+    folder.validation({"step": training.step, "epoch": epoch, **numbers})
     say(
-        f"validation after epoch {epoch}: {found['solved_after']} of {found['tasks']} held-out "
-        f"tasks exact, cells {found['cell_accuracy_before']:.3f} -> "
-        f"{found['cell_accuracy_after']:.3f}, sizes {found['size_accuracy']:.3f}"
+        f"validation after epoch {epoch}: {numbers['solved_after']} of {numbers['tasks']} held-out "
+        f"tasks exact, cells {numbers['cell_accuracy_before']:.3f} -> "
+        f"{numbers['cell_accuracy_after']:.3f}, sizes {numbers['size_accuracy']:.3f}"
     )
 
 
@@ -240,11 +240,11 @@ def _save(training: Training, data: RunData, folder: RunFolder, position: Positi
 
 def line(row: dict[str, Any]) -> str:
     """A row for the screen."""
-    said = f"epoch {row['epoch']} batch {row['batch']:>4}  loss {row['loss']:.4f}"
+    text = f"epoch {row['epoch']} batch {row['batch']:>4}  loss {row['loss']:.4f}"
     if row["qwen_grad"] is not None:
-        said += f"  qwen_grad {row['qwen_grad']:.2e}"
-    said += f"  mask_ratio {row['mask_ratio']:.3f}"
+        text += f"  qwen_grad {row['qwen_grad']:.2e}"
+    text += f"  mask_ratio {row['mask_ratio']:.3f}"
     if "reward_mean" in row:
-        said += f"  reward {row['reward_mean']:+.5f}"
-    said += f"  accuracy {row['accuracy_before']:.3f} -> {row['accuracy_after']:.3f}"
-    return f"{said}  {row['seconds']:.2f} s"
+        text += f"  reward {row['reward_mean']:+.5f}"
+    text += f"  accuracy {row['accuracy_before']:.3f} -> {row['accuracy_after']:.3f}"
+    return f"{text}  {row['seconds']:.2f} s"

@@ -12,6 +12,7 @@ import torch
 
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured
+from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.results import numbers, weights_of
 from entropy_experiments.types import OptimizerState, Policy, Rollouts, UpdateBatch
@@ -33,7 +34,8 @@ class DeltaEntropyIS:
         microbatch: int = 8,
         form: Form = "snis",
     ) -> None:
-        self.policy, self.form = sequence_processor, form
+        self.policy = sequence_processor
+        self.form: Form = form
         self.objective = objective or Objective()
         self.max_grad_norm, self.microbatch = max_grad_norm, microbatch
 
@@ -58,11 +60,11 @@ class DeltaEntropyIS:
             max_grad_norm=self.max_grad_norm,
             microbatch=self.microbatch,
         )
-        options: dict[str, Any] = {"form": self.form, "microbatch": self.microbatch}
+        options = EstimatorOptions(form=self.form, microbatch=self.microbatch)
         base = score_all(self.policy, self.policy.params, E_batch, microbatch=self.microbatch)
-        level = entropy_level(self.policy, E_batch, base=base, **options)
+        level = entropy_level(self.policy, E_batch, options, base=base)
         step = direction.lr if eta is None else eta
-        change = measured(self.policy, E_batch, direction, step, base=base, **options)
+        change = measured(self.policy, E_batch, direction, step, options, base=base)
         return {
             "H_orig": level.value,
             "H_upd": level.value + change.value,

@@ -19,7 +19,7 @@ from entropy_experiments.config import Config, parse_config
 from entropy_experiments.estimate.measured import Case, measured_many
 from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.pipelines.probe_inputs import measuring
+from entropy_experiments.pipelines.probe_inputs import estimator_options
 from entropy_experiments.results import numbers, weights_of
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
 
@@ -144,11 +144,11 @@ class DeltaEntropyTrue:
             rollouts,
             named,
             list(dict.fromkeys(etas)),
+            estimator_options(config, config.generation.max_new_tokens),
             base=self._base_scores(rollouts, config),
             clips=clips,
             # The noise floor takes passes of its own, and a plain number has no place for it.
             repackings=REPACKINGS if details else 0,
-            **measuring(config, config.generation.max_new_tokens),  # type: ignore[arg-type]
         )
 
     def _base_scores(self, rollouts: Rollouts, config: Config) -> Scores:

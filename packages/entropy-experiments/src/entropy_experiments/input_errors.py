@@ -68,10 +68,10 @@ def short(text: object, most: int = LONGEST) -> str:
 def words_of(error: BaseException) -> str:
     """Kind and text of an error, even one whose text raises."""
     try:
-        said = short(error)
+        words = short(error)
     except Exception:  # __str__ of somebody's own class
-        said = "it has no words"
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+        words = "it has no words"
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def raised_here(error: BaseException) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from entropy_experiments.input_errors import InputError
+from entropy_experiments.input_errors import InputError, short
 
 LARGEST_JSON = 256 * 2**20
 """Bytes; the log of a long training, in trainer_state.json, has tens of megabytes."""
@@ -14,7 +15,7 @@ LONGEST_PATH = 4096
 DAMAGED = "The file was truncated or edited by hand: restore it, or use an earlier one"
 
 
-def expanded(path: Path | str, what: str) -> Path:
+def expand_path(path: Path | str, what: str) -> Path:
     """With ~ as the home folder; `what` names the option or key for the message."""
     if len(str(path)) > LONGEST_PATH or "\0" in str(path):
         got = f"of {len(str(path))} characters" if "\0" not in str(path) else "with a zero byte"
@@ -60,5 +61,37 @@ def parse_json(data: bytes | str, *, source: str, advice: str = DAMAGED) -> Any:
             f"{source} is not valid JSON that can be read (nested too deeply). {advice}."
         ) from None
     except ValueError as error:  # also: bytes that are no text, integers of thousands of digits
-        said = str(error).partition(";")[0]
-        raise InputError(f"{source} is not valid JSON ({said}). {advice}.") from error
+        reason = str(error).partition(";")[0]
+        raise InputError(f"{source} is not valid JSON ({reason}). {advice}.") from error
+
+
+def read_jsonl(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of each line that is not blank; `expected` says what one looks like."""
+    if not path.is_file():
+        raise FileNotFoundError(f"No such file: {path}. Expected lines like {expected}.")
+    any_line = False
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except RecursionError:
+                raise ValueError(
+                    f"{path}:{number}: not JSON that can be read (nested too deeply). Expected a "
+                    f"line like {expected}."
+                ) from None
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}:{number}: not JSON ({short(error, 120)}). Expected a line like "
+                    f"{expected}."
+                ) from error
+            if not isinstance(record, dict):
+                raise ValueError(
+                    f"{path}:{number}: got a JSON {type(record).__name__}; expected an object like "
+                    f"{expected}."
+                )
+            any_line = True
+            yield number, record
+    if not any_line:
+        raise ValueError(f"{path} has no lines. Expected at least one like {expected}.")

@@ -30,7 +30,7 @@ LISTED = 3
 
 
 @contextmanager
-def claimed(
+def claim_folder(
     out: Path | None, config: Config, *, verb: str, overwrite: bool = False
 ) -> Iterator[None]:
     """Inside, the folder is this command's; None: results go nowhere in particular.

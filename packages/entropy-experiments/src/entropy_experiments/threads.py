@@ -79,13 +79,13 @@ class Threads:
         start = self._clock()
         yield
         seconds = (self._clock() - start) / max(amount, 1)
-        known = self._seconds.setdefault(kind, [])
-        if len(known) >= KNOWN and seconds > MUCH_SLOWER * median(known):
+        earlier = self._seconds.setdefault(kind, [])
+        if len(earlier) >= KNOWN and seconds > MUCH_SLOWER * median(earlier):
             self._slow += 1
             return
         self._slow = 0
-        known.append(seconds)
-        del known[:-KNOWN]
+        earlier.append(seconds)
+        del earlier[:-KNOWN]
 
     def _timed(self, work: Callable[[], object], count: int) -> float:
         torch.set_num_threads(count)
@@ -120,7 +120,11 @@ def fixed_threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def chosen_threads() -> Iterator[None]:
-    """Inside, passes choose how many threads they get; afterwards it is as it was before."""
+    """Inside, passes choose how many threads they get; afterwards it is as it was before.
+
+    Within another such context its choice is shared, and what is chosen inside stays until that
+    one ends: `entropy-probe train` has the same neighbours as the probe in it.
+    """
     global _current, _last
     outer, before = _current, torch.get_num_threads()
     if outer is None and not _fixed and VARIABLE not in os.environ and before > 1:
@@ -131,7 +135,8 @@ def chosen_threads() -> Iterator[None]:
         yield
     finally:
         _current = outer
-        torch.set_num_threads(before)
+        if outer is None:
+            torch.set_num_threads(before)
 
 
 @contextmanager

@@ -32,8 +32,7 @@ from entropy_experiments.attribution.tokens import token_influence
 from entropy_experiments.estimate.gradient import entropy_coefficients, entropy_gradient
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.models.precision import true_float64
-from entropy_experiments.numerics.by_rollout import weighted_sum
-from entropy_experiments.numerics.derivatives import dot, norm, pullback
+from entropy_experiments.numerics.derivatives import dot, norm, pullback, weighted_sum
 from entropy_experiments.sampling.advantages import EPSILON, group_advantages
 from entropy_experiments.types import Estimand, Rollouts
 from entropy_experiments.update.objective import token_coefficients

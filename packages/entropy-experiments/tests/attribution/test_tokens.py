@@ -26,7 +26,7 @@ from entropy_experiments import (
 )
 from entropy_experiments.attribution import tokens as tokens_module
 from entropy_experiments.attribution.tokens import of_coefficients, token_influence
-from entropy_experiments.estimate.first_order import slope_estimand
+from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.types import Scores
 from entropy_experiments.update.objective import token_coefficients
 from oracles.cases import KINDS

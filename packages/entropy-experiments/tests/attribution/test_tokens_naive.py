@@ -28,7 +28,7 @@ from entropy_experiments.attribution.jacobian import score_slopes
 from entropy_experiments.attribution.token_rows import token_rows
 from entropy_experiments.attribution.tokens import TokenInfluence, token_influence
 from entropy_experiments.config import load_config
-from entropy_experiments.estimate.first_order import slope_estimand
+from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.models.precision import true_float64
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import dot, pullback, pushforward
@@ -183,7 +183,7 @@ def embedded(folder: Any) -> ProbeInputs:
 
 def embedded_gap(inputs: ProbeInputs) -> float:
     direction, stats = inputs.step()
-    form = inputs.predicting["form"]
+    form = inputs.estimator.slope_form
     found = token_influence(
         inputs.policy,
         inputs.evaluation,

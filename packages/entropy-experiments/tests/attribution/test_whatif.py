@@ -31,8 +31,8 @@ from entropy_experiments.attribution.whatif import (
     parse,
     repredict,
 )
-from entropy_experiments.estimate.first_order import slope_estimand
 from entropy_experiments.estimate.gradient import entropy_coefficients
+from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.pipelines.influence.facts import budget_facts, confirmation_facts
 from entropy_experiments.types import AdamGroup, Estimand, Estimate, OptimizerState, Rollouts

@@ -27,7 +27,8 @@ from entropy_experiments.attribution.whatif import (
     repredict,
 )
 from entropy_experiments.config import load_config
-from entropy_experiments.estimate.first_order import first_order, slope_estimand
+from entropy_experiments.estimate.first_order import first_order
+from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.models.precision import true_float64
 from entropy_experiments.models.scoring import SequenceProcessor

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.optimizer_state import read_optimizer_state, refuse_zero_lr
-from entropy_experiments.checkpoints.runs import of_the_package
+from entropy_experiments.checkpoints.runs import packaged_checkpoint
 from oracles.tiny_models import save_tiny_checkpoint, tiny_model
 
 pytestmark = pytest.mark.faults
@@ -516,16 +516,16 @@ def test_no_tokenizer(full):
 
 def test_checkpoints_of_the_package_are_named_in_short(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = of_the_package("embedded/checkpoint-20")
+    found = packaged_checkpoint("embedded/checkpoint-20")
     assert (found / "adapter_model.safetensors").is_file()
     assert found.name == "checkpoint-20"
-    assert of_the_package("runs/checkpoint-20") == Path("runs/checkpoint-20")
+    assert packaged_checkpoint("runs/checkpoint-20") == Path("runs/checkpoint-20")
     for name in ("embedded/checkpoint-999", "embedded", "embedded/base/model.safetensors"):
         with pytest.raises(
             FileNotFoundError,
             match=r"Checkpoint not found: .*checkpoint-0 to embedded/checkpoint-56",
         ):
-            of_the_package(name)
+            packaged_checkpoint(name)
     # A folder of the reader's own comes first.
     (tmp_path / "embedded" / "checkpoint-20").mkdir(parents=True)
-    assert of_the_package("embedded/checkpoint-20") == Path("embedded/checkpoint-20")
+    assert packaged_checkpoint("embedded/checkpoint-20") == Path("embedded/checkpoint-20")

@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
-from entropy_experiments.checkpoints.optimizer_state import load_safely
 from entropy_experiments.checkpoints.runs import embedded_trajectory
+from entropy_experiments.checkpoints.torch_files import load_safely
 
 pytestmark = pytest.mark.faults
 

@@ -211,7 +211,7 @@ def test_a_killed_rank_costs_one_unit(tmp_path):
     code, said = sweep.by(kill)
     assert code != 0
     assert sweep.lost() == ["1"], said  # rank 0 has finished its own
-    assert said.count("rank 0: Ended by SIGTERM; the unit in work is stored.") == 1, said
+    assert said.count("rank 0: Ended by SIGTERM. Current work is saved;") == 1, said
     survived = kept(sweep.out)
     assert sum(name.endswith(".stage") for name in survived) == 1
     again = done(command("measure", *sweep.words, ranks=2))
@@ -240,7 +240,7 @@ def test_a_job_that_is_ended_loses_nothing(tmp_path):
     assert code != 0
     assert sweep.lost() == [], said
     for rank in (0, 1):
-        assert f"rank {rank}: Ended by SIGTERM; the unit in work is stored." in said, said
+        assert f"rank {rank}: Ended by SIGTERM. Current work is saved;" in said, said
 
 
 FAILING = """

@@ -144,7 +144,7 @@ def test_a_part_is_not_the_whole(oracle):
     part = oracle.rollouts.take(torch.arange(5))
     with pytest.raises(ValueError, match="a part of a batch"):
         entropy_level(oracle.policy, part)
-    with pytest.raises(ValueError, match="microbatch must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="microbatch is 0; expected at least 1"):
         entropy_level(oracle.policy, oracle.rollouts, microbatch=0)
 
 

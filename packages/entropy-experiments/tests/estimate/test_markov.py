@@ -19,13 +19,10 @@ from entropy_experiments import (
     measured_many,
     resampled,
 )
-from entropy_experiments.estimate.first_order import (
-    scores_along,
-    slope_estimand,
-    slope_of_scores,
-)
+from entropy_experiments.estimate.first_order import scores_along, slope_of_scores
 from entropy_experiments.estimate.level import level_of_scores
 from entropy_experiments.estimate.measured import change
+from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.types import Rollouts, Scores

@@ -23,11 +23,11 @@ from entropy_experiments.estimate.reward import (
     reward_slope,
     reward_slope_by_prompt,
 )
-from entropy_experiments.models.calling import EXPERTS, expert_configs
+from entropy_experiments.models.call_conditions import EXPERTS, expert_configs
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics import derivatives as derivatives_module
 from entropy_experiments.numerics.derivatives import NoDerivativeError, pushforward
-from entropy_experiments.online.buffers import Fresh
+from entropy_experiments.online.evaluation_rollouts import Fresh
 from entropy_experiments.online.probe import OnlineProbe
 from entropy_experiments.sampling.decode import Draw, LastLogits, decode
 from entropy_experiments.types import Direction, Rollouts, Scores

@@ -9,7 +9,7 @@ import torch
 
 from entropy_experiments import Objective
 from entropy_experiments.estimate.own_batch import OwnBatch
-from entropy_experiments.online.buffers import Given
+from entropy_experiments.online.evaluation_rollouts import Given
 from entropy_experiments.online.probe import OnlineProbe
 from entropy_experiments.types import UpdateBatch
 from entropy_experiments.update.gradient import loss_gradient

@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from entropy_experiments.artifacts import try_file, try_folder
-from entropy_experiments.checkpoints.adapter_checks import check_adapter_config, check_patterns
+from entropy_experiments.checkpoints.adapter import check_adapter_config, check_patterns
 from entropy_experiments.checkpoints.sizes import check_config_file, check_size
 from entropy_experiments.cli import app
 from entropy_experiments.cli.endings import ending, signals_interrupt
@@ -32,7 +32,7 @@ from entropy_experiments.input_errors import (
     users_code,
     words_of_os_error,
 )
-from entropy_experiments.input_files import check_regular, expanded, parse_json
+from entropy_experiments.input_files import check_regular, expand_path, parse_json
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.torchrun import ranks_of_job
 
@@ -170,11 +170,11 @@ def test_json_made_to_exhaust_a_reader():
 
 def test_paths_that_are_none():
     with pytest.raises(InputError, match="--config is a path with a zero byte"):
-        expanded("a\0b", "--config")
+        expand_path("a\0b", "--config")
     with pytest.raises(InputError, match="--config is a path of 5000 characters"):
-        expanded("x" * 5000, "--config")
+        expand_path("x" * 5000, "--config")
     with pytest.raises(InputError, match=r"--config is '~nobody_here/x': Could not determine"):
-        expanded("~nobody_here/x", "--config")
+        expand_path("~nobody_here/x", "--config")
 
 
 # Outputs.
@@ -299,9 +299,9 @@ def test_what_peft_writes_is_accepted():
 
 
 def test_patterns_end(monkeypatch):
-    from entropy_experiments.checkpoints import adapter_checks
+    from entropy_experiments.checkpoints import adapter as adapters
 
-    monkeypatch.setattr(adapter_checks, "PATTERN_SECONDS", 0.1)
+    monkeypatch.setattr(adapters, "PATTERN_SECONDS", 0.1)
     trap = adapter(target_modules=r"(?:(?:.?.?.?)*)*(?:.*.*.*.*)*Z")
     with pytest.raises(TimeLimitError, match=r"target_modules has the pattern .* takes more than"):
         check_patterns(PATH, trap, ["model.layers.0.self_attn.q_proj"])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from entropy_experiments.config import parse_config
-from entropy_experiments.output_folder import CLAIM, claimed
+from entropy_experiments.output_folder import CLAIM, claim_folder
 from entropy_experiments.pipelines.influence.store import RunDirectory, Stage
 from entropy_experiments.sampling.rollout_files import RolloutStore
 
@@ -18,21 +18,21 @@ def config(**changes):
 
 def test_the_same_settings_go_on_and_others_are_refused(tmp_path):
     out = tmp_path / "out"
-    with claimed(out, config(), verb="run"):
+    with claim_folder(out, config(), verb="run"):
         (out / "results.json").write_text("{}")
-    with claimed(out, config(detailed_logging__level="debug"), verb="run"):
+    with claim_folder(out, config(detailed_logging__level="debug"), verb="run"):
         pass  # what is written down is no other result
     with (
         pytest.raises(ValueError, match=r"batch_config.B_E is \d+ there and 7 here.*--overwrite"),
-        claimed(out, config(batch_config__B_E=7), verb="run"),
+        claim_folder(out, config(batch_config__B_E=7), verb="run"),
     ):
         pytest.fail("two runs in one folder")
     with (
         pytest.raises(ValueError, match="holds results of `entropy-probe run`"),
-        claimed(out, config(), verb="measure"),
+        claim_folder(out, config(), verb="measure"),
     ):
         pytest.fail("two verbs in one folder")
-    with claimed(out, config(batch_config__B_E=7), verb="measure", overwrite=True):
+    with claim_folder(out, config(batch_config__B_E=7), verb="measure", overwrite=True):
         pass
     assert json.loads((out / CLAIM).read_text())["verb"] == "measure"
 
@@ -40,18 +40,21 @@ def test_the_same_settings_go_on_and_others_are_refused(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": "other"}'])
 def test_a_claim_that_is_none(tmp_path, text):
     (tmp_path / CLAIM).write_text(text)
-    with pytest.raises(ValueError, match=r"run\.json"), claimed(tmp_path, config(), verb="run"):
+    with (
+        pytest.raises(ValueError, match=r"run\.json"),
+        claim_folder(tmp_path, config(), verb="run"),
+    ):
         pytest.fail("somebody else's folder")
 
 
 def test_what_failed_at_once_claims_nothing(tmp_path):
     out = tmp_path / "deep" / "out"
-    with pytest.raises(ValueError, match="no such task"), claimed(out, config(), verb="run"):
+    with pytest.raises(ValueError, match="no such task"), claim_folder(out, config(), verb="run"):
         raise ValueError("no such task")
     assert not out.exists()
 
     def interrupted():
-        with claimed(out, config(), verb="run"):
+        with claim_folder(out, config(), verb="run"):
             (out / "rollouts").mkdir()
             raise KeyboardInterrupt
 
@@ -64,17 +67,17 @@ def test_rollouts_without_a_result_claim_nothing_against_other_settings(tmp_path
     out = tmp_path / "out"
 
     def failed():
-        with claimed(out, config(), verb="run"):
+        with claim_folder(out, config(), verb="run"):
             (out / "logs" / "rollouts" / "units").mkdir(parents=True)
             (out / "logs" / "rollouts" / "units" / "a.safetensors").touch()
             raise ValueError("too few prompts")
 
     with pytest.raises(ValueError, match="too few prompts"):
         failed()
-    with claimed(out, config(batch_config__B_E=7), verb="run"):
+    with claim_folder(out, config(batch_config__B_E=7), verb="run"):
         (out / "results.json").write_text("{}")
     assert json.loads((out / CLAIM).read_text())["settings"]["batch_config.B_E"] == 7
-    with pytest.raises(ValueError, match="holds results"), claimed(out, config(), verb="run"):
+    with pytest.raises(ValueError, match="holds results"), claim_folder(out, config(), verb="run"):
         pytest.fail("two runs in one folder")
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from entropy_experiments.distributed import ALONE, RankError, Ranks
-from entropy_experiments.online.buffers import Fresh
-from entropy_experiments.online.guard import Guard
+from entropy_experiments.online.evaluation_rollouts import Fresh
 from entropy_experiments.online.probe import OnlineProbe
+from entropy_experiments.online.watch import Guard
 from oracles.enumeration import all_rollouts
 from oracles.processes import on_ranks
 from oracles.transformer import TransformerPolicy

@@ -50,7 +50,7 @@ def test_more_processes_than_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=r"2 CUDA devices, and this is its process 4; .*Lower"):
-        job._joined()
+        job._join_ranks()
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_torchrun_is_recognised(monkeypatch, env, several):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert job.several() == several
+    assert job.is_multi_process() == several

@@ -153,6 +153,23 @@ def test_inside_it_is_chosen_once_and_afterwards_as_before(monkeypatch):
     assert torch.get_num_threads() == 4
 
 
+def test_a_choice_made_inside_another_context_stays_until_that_one_ends():
+    """As of a probe inside `entropy-probe train`: a neighbour that it notices is there after it."""
+    quiet, busy = {4: 1.0, 2: 1.9, 1: 3.6}, {4: 60.0, 2: 1.2, 1: 1.0}
+    machine = Machine(quiet)
+    with chosen_threads():
+        assert threads._current is not None
+        threads._current._clock = machine.clock
+        choose_threads(CPU, machine.work, anew=True)
+        assert torch.get_num_threads() == 4
+        machine.seconds = busy
+        with chosen_threads():
+            choose_threads(CPU, machine.work, anew=True)
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 4
+
+
 def test_a_number_that_is_given_is_kept(monkeypatch):
     def trial():
         pytest.fail("a trial")

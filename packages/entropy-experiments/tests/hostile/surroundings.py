@@ -93,6 +93,7 @@ for name, words in {
     "unknown option": ("run", "--nobody"),
     "option without a value": ("run", "--checkpoint"),
     "a verb of escapes": (ESCAPES,),
+    "a verb of nobody": ("nobody",),
     "an option of escapes": ("run", f"--{ESCAPES}"),
     "a budget of text": ("influence", "--entropy-budget", "x"),
     "steps of text": ("train", "--steps", "x"),
@@ -153,7 +154,6 @@ for name, words, named in (
     ("a budget of NaN", ("influence", "--entropy-budget", "nan"), "entropy_budget"),
     ("a budget infinite", ("influence", "--entropy-budget", "inf"), "entropy_budget"),
     ("from nowhere", ("influence", "--from", "nowhere", "--what-if", "drop=negative"), "nowhere"),
-    ("a verb of nobody", ("nobody",), "nobody"),
     ("report nowhere", ("report", "nowhere"), "nowhere"),
     ("report too many options", ("report", "a", "b", "--linearity"), "--linearity"),
 ):

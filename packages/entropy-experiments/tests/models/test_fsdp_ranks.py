@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from entropy_experiments.checkpoints.dcp import read_sharded
 from entropy_experiments.checkpoints.load import load_checkpoint
-from entropy_experiments.checkpoints.sharded_files import read_sharded
 from entropy_experiments.cli import app
 from oracles.fsdp_trainer import RANK, SIZES, save_sharded
 from oracles.trl_ranks import on_trl_ranks

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from entropy_experiments import Objective, UpdateBatch, first_order, loss_gradient, measured
-from entropy_experiments.estimate.first_order import slope_estimand
 from entropy_experiments.estimate.gradient import entropy_gradient
+from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.models.precision import true_float64
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import dot, norm

@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from torch.func import functional_call
 
 from entropy_experiments import first_order
-from entropy_experiments.models.calling import call_with
-from entropy_experiments.models.own_call import UnsupportedModelError
+from entropy_experiments.models.call_conditions import call_with
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.trials import UnsupportedModelError
 from entropy_experiments.online.loop import LoopProbe
 from entropy_experiments.types import Direction
 from oracles.tiny_models import own_seed, tiny_model, tiny_rollouts

@@ -94,7 +94,7 @@ def stacked(policy, many, rollouts, monkeypatch, tokens: int = 10**9) -> list[Sc
 
 
 @torch.no_grad()
-def one_by_one(policy, many, rollouts) -> list[Scores]:
+def gradients_one_by_one(policy, many, rollouts) -> list[Scores]:
     return [policy.score(params, rollouts) for params in many]
 
 
@@ -108,7 +108,7 @@ def gap(a: list[Scores], b: list[Scores]) -> float:
 def test_each_gets_the_scores_of_a_pass_of_its_own(name, which, monkeypatch):
     policy, rollouts = SequenceProcessor(STACKED[name]()), ROLLOUTS[which]()
     many = settings_of(policy)
-    expected = one_by_one(policy, many, rollouts)
+    expected = gradients_one_by_one(policy, many, rollouts)
     assert gap(stacked(policy, many, rollouts, monkeypatch), expected) <= SCORES_FP32
     for k in range(1, SETTINGS):  # neighbours are told apart, so blocks cannot be mixed up
         assert gap([expected[k]], [expected[k - 1]]) > 100 * SCORES_FP32
@@ -120,7 +120,7 @@ def test_in_double_precision_to_the_last_digits(name, which, monkeypatch):
     policy, rollouts = SequenceProcessor(true_float64(STACKED[name]())), ROLLOUTS[which]()
     many = settings_of(policy)
     found = stacked(policy, many, rollouts, monkeypatch)
-    assert gap(found, one_by_one(policy, many, rollouts)) <= INVARIANT
+    assert gap(found, gradients_one_by_one(policy, many, rollouts)) <= INVARIANT
 
 
 def test_settings_are_not_mixed_up(monkeypatch):
@@ -128,7 +128,7 @@ def test_settings_are_not_mixed_up(monkeypatch):
     policy, rollouts = SequenceProcessor(tiny_lora("llama")), tiny_rollouts()
     many = settings_of(policy)
     turned = stacked(policy, many[::-1], rollouts, monkeypatch)
-    expected = one_by_one(policy, many, rollouts)
+    expected = gradients_one_by_one(policy, many, rollouts)
     assert gap(turned[::-1], expected) <= SCORES_FP32 < 0.01 * gap(turned, expected)
 
 
@@ -304,7 +304,7 @@ def test_anything_else_goes_one_by_one(name, monkeypatch):
     with torch.no_grad(), passes(policy, monkeypatch, 10**9) as found:
         scores = policy.score_many(many, rollouts)
     assert found == [1, 1, 1]
-    assert gap(scores, one_by_one(policy, many, rollouts)) == 0
+    assert gap(scores, gradients_one_by_one(policy, many, rollouts)) == 0
 
 
 def test_what_is_differentiated_goes_one_by_one(monkeypatch):
@@ -330,7 +330,7 @@ def test_half_precision_is_what_peft_makes_of_it(monkeypatch):
     assert {p.dtype for p in policy.params.values()} == {torch.float32}
     found, expected = (
         stacked(policy, many, rollouts, monkeypatch),
-        one_by_one(policy, many, rollouts),
+        gradients_one_by_one(policy, many, rollouts),
     )
     moved = gap([expected[0]], [expected[1]])
     assert gap(found, expected) <= 0.02 * moved  # a few roundings to bf16 may fall elsewhere
@@ -342,7 +342,7 @@ def test_a_truncated_law_is_no_hindrance(monkeypatch):
     many = settings_of(policy, 3, size=0.01)
     found, expected = (
         stacked(policy, many, rollouts, monkeypatch),
-        one_by_one(policy, many, rollouts),
+        gradients_one_by_one(policy, many, rollouts),
     )
     inside = [torch.isfinite(x_NS) for one in expected for x_NS in one]
     assert all(bool(x_NS.any()) for x_NS in inside)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from entropy_experiments.models import called
+from entropy_experiments.models import functional_model
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics import forward_mode
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
@@ -55,7 +55,7 @@ def _slopes(model: Any, directions: int) -> tuple[list[torch.Tensor], int]:
 def test_the_same_numbers_for_less(name, directions, monkeypatch):
     model = MODELS[name]()
     found, less = _slopes(model, directions)
-    monkeypatch.setattr(called, "frozen_weights", nullcontext)
+    monkeypatch.setattr(functional_model, "frozen_weights", nullcontext)
     expected, more = _slopes(model, directions)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
@@ -77,7 +77,7 @@ def test_backward_is_not_touched(monkeypatch):
         return policy.score(params, rollouts).entropy_NS.sum()
 
     value, gradient = pullback(total, policy.params)
-    monkeypatch.setattr(called, "frozen_weights", nullcontext)
+    monkeypatch.setattr(functional_model, "frozen_weights", nullcontext)
     expected, others = pullback(total, policy.params)
     assert torch.equal(value, expected)
     for name, g in gradient.items():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from entropy_experiments.online.noise_scale import METRICS, NoiseScale
-from entropy_experiments.online.throttle import Throttle
+from entropy_experiments.online.watch import Throttle
 from tolerances import assert_exact
 
 pytestmark = pytest.mark.exact
@@ -102,7 +102,7 @@ def test_what_was_asked_for_is_overhead_and_skips_no_step():
     with throttle.timing():
         now += 1.0
     now += 10.0  # training
-    with throttle.timing(asked=True):
+    with throttle.timing(requested=True):
         now += 30.0
     assert throttle.overhead == pytest.approx(31 / 10)
     assert throttle.wants(1)  # 2 seconds of 10

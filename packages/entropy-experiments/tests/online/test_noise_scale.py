@@ -16,8 +16,13 @@ from torch import multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from entropy_experiments.online import noise_scale
-from entropy_experiments.online.noise_ratio import StepSums, summarised
-from entropy_experiments.online.noise_scale import METRICS, NoiseScale, adam_preconditioner
+from entropy_experiments.online.noise_scale import (
+    METRICS,
+    NoiseScale,
+    StepSums,
+    adam_preconditioner,
+    summarise_steps,
+)
 from tolerances import EXACT, INVARIANT, assert_exact
 
 pytestmark = pytest.mark.exact
@@ -313,7 +318,7 @@ def test_the_ratio_has_fiellers_interval(signal):
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(12, 2, dtype=torch.float64, generator=generator) * 0.4
     x = x - x.mean(0) + torch.tensor([signal, 3.0])
-    found = summarised([StepSums(*row) for row in x.tolist()], "raw", skipped=0, samples=1.0)
+    found = summarise_steps([StepSums(*row) for row in x.tolist()], "raw", skipped=0, samples=1.0)
     t = stats.t.ppf(0.975, min(found.signal.free, found.noise.free))
 
     def fits(ratio):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from entropy_experiments.online.loop import LoopProbe
-from entropy_experiments.online.throttle import Throttle
 from entropy_experiments.online.trl import EntropyProbeCallback
+from entropy_experiments.online.watch import Throttle
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.faults

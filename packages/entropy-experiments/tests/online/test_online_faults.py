@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from entropy_experiments.online import rows, trl, trl_batch
+from entropy_experiments.online import rows, trl, trl_trainer
 from entropy_experiments.online.noise_scale import NoiseScale
 from entropy_experiments.online.probe import OnlineProbe
 from entropy_experiments.online.record import Recorder
@@ -76,7 +76,7 @@ def test_training_goes_on_and_says_it_once(fault, undisturbed, tmp_path, monkeyp
     said = [r.getMessage() for r in caplog.records if "entropy probe" in r.getMessage()]
     assert len(said) == 1
     assert str(error) in said[0]
-    assert "training goes on" in said[0]
+    assert "training continues" in said[0]
     assert_same_outcome(found, undisturbed)
 
 
@@ -173,7 +173,7 @@ def test_deepspeed_is_refused_by_name(tmp_path, monkeypatch):
         trainer = grpo(tmp_path, callbacks=[EntropyProbeCallback()], max_steps=1)
         state = type(trainer.accelerator)
         monkeypatch.setattr(state, "distributed_type", "DistributedType.DEEPSPEED")
-        from entropy_experiments.online.trl_batch import refuse_unsupported
+        from entropy_experiments.online.trl_trainer import refuse_unsupported
 
         with pytest.raises(ValueError, match="EntropyProbeCallback under DeepSpeed"):
             refuse_unsupported(trainer)
@@ -182,7 +182,7 @@ def test_deepspeed_is_refused_by_name(tmp_path, monkeypatch):
 def test_another_trl_switches_the_probe_off_and_training_goes_on(
     undisturbed, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(trl_batch, "PRIVATES", (*trl_batch.PRIVATES, "_not_in_this_trl"))
+    monkeypatch.setattr(trl_trainer, "PRIVATES", (*trl_trainer.PRIVATES, "_not_in_this_trl"))
     callback = EntropyProbeCallback(record=tmp_path / "record", noise_scale=True)
     assert_same_outcome(_trained(tmp_path, callback), undisturbed)
     assert re.search(
@@ -197,7 +197,7 @@ def test_another_kind_of_trainer_is_refused_by_name():
         accelerator = None
 
     with pytest.raises(ValueError, match=r"OtherTrainer: expected TRL's GRPOTrainer or RLOO"):
-        trl_batch.refuse_unsupported(OtherTrainer())
+        trl_trainer.refuse_unsupported(OtherTrainer())
 
 
 def test_throttling_is_announced_once_with_the_way_to_change_it(tmp_path, caplog):
@@ -256,7 +256,7 @@ def test_prompts_that_a_tokenizer_makes_one_are_said_once(distinct, caplog):
         _tokenize_prompts=lambda texts: ([[int(texts[0]) % distinct]],),
         is_world_process_zero=lambda: True,
     )
-    prompts = trl_batch.EvaluationPrompts(trainer, 16, 0)
+    prompts = trl_trainer.EvaluationPrompts(trainer, 16, 0)
     assert len(prompts(0)) == len(prompts(1)) == distinct
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == (1 if distinct == 4 else 0)
@@ -271,7 +271,7 @@ def test_prompts_beyond_the_context_are_left_out_and_said_once(longest, caplog):
         is_world_process_zero=lambda: True,
         args=SimpleNamespace(max_completion_length=10),
     )
-    prompts = trl_batch.EvaluationPrompts(trainer, 16, 0, longest)
+    prompts = trl_trainer.EvaluationPrompts(trainer, 16, 0, longest)
     if longest == 0:
         with pytest.raises(ValueError, match=r"short enough.*Lower max_completion_length") as got:
             prompts(0)

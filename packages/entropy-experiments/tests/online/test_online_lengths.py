@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from entropy_experiments.models.precision import true_float64
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.online.buffers import Fixed
+from entropy_experiments.online.evaluation_rollouts import Fixed
 from entropy_experiments.online.probe import OnlineProbe, named_gradients
 from entropy_experiments.online.rows import row_of
 from entropy_experiments.online.trl import EntropyProbeCallback

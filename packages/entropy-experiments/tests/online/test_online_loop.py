@@ -14,7 +14,7 @@ from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.online.loop import LoopProbe
 from entropy_experiments.online.probe import SKIPPED, named_gradients
 from entropy_experiments.online.rows import RowFile, metrics_of, read_rows
-from entropy_experiments.online.throttle import FARTHEST, Throttle
+from entropy_experiments.online.watch import FARTHEST, Throttle
 from oracles.tiny_grpo import PROMPTS
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 

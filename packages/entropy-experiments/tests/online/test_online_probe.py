@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from entropy_experiments.online import probe as probe_module
-from entropy_experiments.online.buffers import Fresh
+from entropy_experiments.online.evaluation_rollouts import Fresh
 from entropy_experiments.online.probe import OnlineProbe
 from oracles.enumeration import all_rollouts, exact_entropy, exact_taylor
 from oracles.tabular import TabularPolicy

@@ -180,7 +180,7 @@ def test_each_fault_on_one_rank_and_on_both(tmp_path):
         said = [message for message in said if not message.startswith("noise_scale:")]
         assert len(said) == 1, (told, said)
         assert str(error) in said[0], told
-        assert "training goes on" in said[0], told
+        assert "training continues" in said[0], told
         assert all(rank["off"] != "NoneType" for rank in ranks), told
         if name == "end":  # nothing was left to switch off
             continue

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from entropy_experiments.online.buffers import Fresh
+from entropy_experiments.online.evaluation_rollouts import Fresh
 from entropy_experiments.online.probe import OnlineProbe, StepMeasurement
 from oracles.markov import MarkovPolicy
 

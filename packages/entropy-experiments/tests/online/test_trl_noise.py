@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from entropy_experiments.online.noise_scale import NoiseScale, adam_preconditioner
 from entropy_experiments.online.rows import PREFIX
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.online.trl_batch import unwrapped_optimizer
 from entropy_experiments.online.trl_noise import NOISE_ROWS, shared_share
+from entropy_experiments.online.trl_trainer import unwrapped_optimizer
 from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
 
 pytestmark = pytest.mark.contract

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from entropy_experiments.online import trl_batch
-from entropy_experiments.online.captures import GENERATES, MASKS, REWARDS
+from entropy_experiments.online import trl_trainer
 from entropy_experiments.online.rows import ALIASES, PREFIX, read_rows
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.online.trl_batch import IN_TRAINING, PRIVATES
 from entropy_experiments.online.trl_options import LAST_ENTROPY
+from entropy_experiments.online.trl_trainer import GENERATES, IN_TRAINING, MASKS, PRIVATES, REWARDS
 from entropy_experiments.online.watch import ROWS
 from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
 
@@ -147,7 +146,7 @@ def test_trl_has_the_methods_whose_results_are_captured(name, tmp_path):
 
 
 def test_every_private_that_is_read_is_in_the_list():
-    modules = Path(trl_batch.__file__).parent.glob("*.py")
+    modules = Path(trl_trainer.__file__).parent.glob("*.py")
     read = {name for m in modules for name in re.findall(r"trainer\.(_\w+)", m.read_text())}
     assert read == {name for name in PRIVATES if name.startswith("_")}
 

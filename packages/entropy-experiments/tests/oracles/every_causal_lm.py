@@ -204,7 +204,10 @@ def _shrunk(config: Any, own: dict[str, Any]) -> Any:
 
 
 def small_model(kind: str, *, seed: int = 0) -> PreTrainedModel:
-    """A causal LM of this type in fp32 and eval mode, every parameter trainable."""
+    """A causal LM of this type in fp32 and eval mode, every parameter trainable.
+
+    The row of a padding token is zero, as in a checkpoint that was trained from scratch.
+    """
     with own_seed(seed):
         model = AutoModelForCausalLM.from_config(small_config(kind))
         std = STD.get(kind, 0.25)
@@ -213,4 +216,7 @@ def small_model(kind: str, *, seed: int = 0) -> PreTrainedModel:
                 nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):
                 nn.init.normal_(parameter, std=0.1)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                nn.init.zeros_(module.weight[module.padding_idx])
     return model.float().eval()

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from entropy_experiments.estimate.first_order import SlopeForm, first_order
+from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.measured import measured
-from entropy_experiments.models.own_call import UnsupportedModelError, first_line
+from entropy_experiments.estimate.options import SlopeForm
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.trials import UnsupportedModelError, first_line
 from entropy_experiments.types import Direction, Rollouts
 from oracles.every_causal_lm import VOCABULARY, small_model
 from oracles.plain_loop import FORMS, Plain, plain

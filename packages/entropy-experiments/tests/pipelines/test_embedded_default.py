@@ -16,7 +16,11 @@ from transformers import AutoTokenizer
 
 from entropy_experiments import step_certificate
 from entropy_experiments.checkpoints.load import load_checkpoint
-from entropy_experiments.checkpoints.runs import embedded_trajectory, following, steps_of
+from entropy_experiments.checkpoints.runs import (
+    checkpoints_by_step,
+    embedded_trajectory,
+    next_checkpoint,
+)
 from entropy_experiments.config import load_config
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
@@ -55,7 +59,10 @@ def found(tmp_path_factory):
 
 def logged(name: str) -> list[float]:
     """What TRL logged at each step, from the shipped trainer states."""
-    rows = [json.loads((p / "trainer_state.json").read_text()) for p in steps_of(TRAJECTORY)[1:]]
+    rows = [
+        json.loads((p / "trainer_state.json").read_text())
+        for p in checkpoints_by_step(TRAJECTORY)[1:]
+    ]
     return [row["log_history"][-1][name] for row in rows]
 
 
@@ -65,9 +72,9 @@ TRAJECTORY = embedded_trajectory()
 def test_it_is_small_and_consecutive():
     files = [path for path in TRAJECTORY.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < MEGABYTES * 1e6
-    steps = [int(path.name.split("-")[1]) for path in steps_of(TRAJECTORY)]
+    steps = [int(path.name.split("-")[1]) for path in checkpoints_by_step(TRAJECTORY)]
     assert steps == list(range(recipe.STEPS + 1))
-    assert all((path / "update_batch").is_dir() for path in steps_of(TRAJECTORY)[:-1])
+    assert all((path / "update_batch").is_dir() for path in checkpoints_by_step(TRAJECTORY)[:-1])
     assert not [path for path in files if path.suffix in (".bin", ".pkl", ".pth")]
 
 
@@ -187,7 +194,7 @@ def test_steps_are_rebuilt_from_files_alone(step, tmp_path):
     path = TRAJECTORY / f"checkpoint-{step}"
     inputs = gather(settings(tmp_path, 5), path)
     direction, _ = inputs.step()
-    later = following(path)
+    later = next_checkpoint(path)
     assert later is not None
     after = SequenceProcessor(load_checkpoint(later).model).params
     certificate = step_certificate(direction, inputs.policy.params, after)
@@ -218,7 +225,7 @@ def test_second_order_predictions_add_up_to_the_measurements(tmp_path):
     gap = run.second_order - run.measured
     assert abs(gap.value) <= 0.02 * abs(run.measured.value)
     another = settings(tmp_path / "another", 512).with_overrides(["probe_rework.master_seed=2112"])
-    paths = steps_of(TRAJECTORY)
+    paths = checkpoints_by_step(TRAJECTORY)
     first, last = (fresh_level(another, path, set()) for path in (paths[0], paths[-1]))
     independent = last - first
     assert independent.covers(run.second_order.value)

@@ -20,6 +20,7 @@ from entropy_experiments import (
     EntropyInfluenceRunner,
     what_if_from,
 )
+from entropy_experiments.attribution.analyze import analyze_step
 from entropy_experiments.attribution.finite import contributions
 from entropy_experiments.cli import app
 from entropy_experiments.config import ConfigError, load_config, parse_config
@@ -27,9 +28,12 @@ from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.pipelines.influence.clock import in_words
+from entropy_experiments.pipelines.influence.facts import ledger_facts
 from entropy_experiments.pipelines.influence.stages import Study
 from entropy_experiments.pipelines.influence.store import RunDirectory, Stage, StageStore
+from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.influence_tables import influence_report
+from entropy_experiments.results import numbers
 from entropy_experiments.update.objective import token_coefficients
 from oracles.small_study import ETAS, EVERYTHING, ROWS, SETTINGS, WHAT_IF, array, plan, settings_in
 from tolerances import INVARIANT
@@ -87,6 +91,39 @@ def test_sums_of_the_matrix_are_the_influences(study):
             assert summed == pytest.approx(found["gradient"], abs=1e-4 * found["parts"])
 
 
+def test_the_study_is_analyze_step_with_a_store(study, tmp_path):
+    """The same stages: what was stored and read back is what they give in memory."""
+    _, summary, inputs = study
+    batch, stored = inputs.evaluations[0], summary["evaluations"][0]
+    step = Study(inputs, StageStore(tmp_path)).step
+    with analysis_conditions():
+        analysis = analyze_step(
+            step.policy,
+            step.optimizer,
+            step.batch,
+            batch.rollouts,
+            replace(step.options, folds=batch.folds),
+            trained=step.trained,
+            reward_N=batch.reward_N,
+        )
+    assert stored["level"] == numbers(analysis.level)
+    for name, ledger in (("entropy", analysis.ledger), ("reward", analysis.reward_ledger)):
+        ours, theirs = ledger_facts(ledger), stored["ledger"][name]
+        assert ours["lines"] == theirs["lines"]
+        for key in ("predicted", "curvature", "measured", "unexplained"):
+            size = abs(theirs["predicted"]["value"])
+            assert ours[key]["value"] == pytest.approx(theirs[key]["value"], abs=1e-6 * size)
+    assert stored["reconstruction"]["matrix_residual"] == pytest.approx(
+        analysis.matrix.total - analysis.tokens.gradient, abs=0
+    )
+    other = replace(step.options, max_grad_norm=0.01)  # teeth: another step is seen
+    with analysis_conditions():
+        clipped = analyze_step(
+            step.policy, step.optimizer, step.batch, batch.rollouts, other, trained=step.trained
+        )
+    assert ledger_facts(clipped.ledger)["lines"] != stored["ledger"]["entropy"]["lines"]
+
+
 def test_measured_changes_are_those_of_measured(study):
     """Full, baseline, one rollout alone and on top of the baseline: each measured once more.
 
@@ -101,7 +138,7 @@ def test_measured_changes_are_those_of_measured(study):
     def along(total):
         parts = {"momentum": total}
         made = type(direction)(parts=parts, lr=direction.lr)
-        found = measured(probe.policy, probe.evaluation, made, eta, repackings=0, **probe.measuring)
+        found = measured(probe.policy, probe.evaluation, made, eta, probe.estimator, repackings=0)
         params = probe.policy.params
         base, moved = (
             score_all(probe.policy, at, probe.evaluation, microbatch=32)

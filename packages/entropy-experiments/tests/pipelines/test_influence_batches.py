@@ -18,6 +18,7 @@ from entropy_experiments.pipelines.influence.batches import check_requests, gath
 from entropy_experiments.pipelines.influence.rollout_sources import rewards_fit
 from entropy_experiments.pipelines.influence.runner import EntropyInfluenceRunner, what_if_from
 from entropy_experiments.pipelines.probe_sampling import open_checkpoint, prompts_of
+from entropy_experiments.report.influence_tables import influence_report
 from entropy_experiments.sampling.rollout_files import (
     load_update_batch,
     save_rollouts,
@@ -274,6 +275,21 @@ def small_study(tmp_path, name, requests=None, **asked):
     summary = EntropyInfluenceRunner(config.replaced(changes), quiet=True).run()
     assert summary["update"]["norms"]["gradient"] > 0
     return folder, summary
+
+
+def test_an_imported_batch_that_training_did_not_use_is_a_hypothetical_step(tmp_path):
+    rows = [
+        {"prompt": PROMPT, "completion": f"2 * {i} = 6", "reward": float(i == 3)} for i in (2, 3)
+    ]
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    imported = {"kind": "from_file", "params": {"path": str(dump)}}
+    _, summary = small_study(tmp_path, "run", workspace=imported)
+    assert not summary["update"]["real"]
+    assert summary["update"]["certified"]["step_distance"] > 0.05
+    headline, reason, *_ = influence_report(summary)
+    assert headline.startswith("A hypothetical update from step_13 (its batch was imported)")
+    assert reason.startswith("  not the step that training made: the step rebuilt here is")
 
 
 def test_a_what_if_with_a_kl_term_scores_the_reference(probed, tmp_path):

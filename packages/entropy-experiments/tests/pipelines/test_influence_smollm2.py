@@ -11,7 +11,7 @@ import torch
 
 from entropy_experiments import Objective, entropy_gradient, first_order
 from entropy_experiments.attribution.tokens import TokenInfluence, token_influence
-from entropy_experiments.estimate.first_order import slope_estimand
+from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.models.precision import true_float64
 from entropy_experiments.numerics.derivatives import dot, pullback
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs, gather

@@ -35,9 +35,9 @@ from entropy_experiments.attribution.matrix import influence_matrix
 from entropy_experiments.attribution.terms import line_directions
 from entropy_experiments.attribution.tokens import token_influence
 from entropy_experiments.distributed import ALONE, RankError, Ranks, across, announced
-from entropy_experiments.estimate.first_order import slope_estimand
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured_many
+from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.estimate.reward import reward_curvature, reward_slope
@@ -267,7 +267,7 @@ def test_ranks_change_no_number(size, thorough):
 def _unsummed() -> list[float]:
     with (
         across(Ranks.all()),
-        mock.patch.object(Ranks, "summed", lambda self, local: list(local())),
+        mock.patch.object(Ranks, "all_reduce", lambda self, local: list(local())),
     ):
         w = World()
         direction, *_ = compute_update_vector_adamw(

@@ -119,9 +119,9 @@ def test_units_that_are_not_stored_are_not_finished(ended):
 
 
 def test_the_command_says_so_in_one_line(capsys):
-    with pytest.raises(typer.Exit) as found, job._one_voice(ALONE):
+    with pytest.raises(typer.Exit) as found, job._one_error_message(ALONE):
         raise Terminated(143)
     assert found.value.exit_code == 143
     said = capsys.readouterr().err
-    assert said.startswith("rank 0: Ended by SIGTERM; the unit in work is stored. Start the same")
+    assert said.startswith("rank 0: Ended by SIGTERM. Current work is saved; run the same")
     assert said.count("\n") == 1

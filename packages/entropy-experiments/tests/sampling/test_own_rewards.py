@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from entropy_experiments.checkpoints.training_record import code_refused
-from entropy_experiments.online.reward_paths import recorded_rewards, reward_path
+from entropy_experiments.online.record import recorded_rewards, reward_path
 from entropy_experiments.sampling.datasets import Problem
-from entropy_experiments.sampling.own_rewards import OwnReward, recorded
+from entropy_experiments.sampling.own_rewards import OwnReward, import_recorded_reward
 from entropy_experiments.sampling.rewards import build_reward
 from oracles.tiny_grpo import reward as of_a_module
 
@@ -98,7 +98,7 @@ def _scored(file: Path, name: str, **options: Any) -> Any:
 
 def _recorded(file: Path, name: str, **options: Any) -> OwnReward:
     source = {"name": name, "file": str(file), "function": name, "module": "rewards"}
-    return recorded(source, **options)
+    return import_recorded_reward(source, **options)
 
 
 def test_every_way_of_calling(file):

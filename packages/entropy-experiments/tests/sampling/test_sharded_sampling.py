@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from entropy_experiments.distributed import RankError, Ranks, across, announced
+from entropy_experiments.models.fsdp import ShardedModel, ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.sharded import ShardedModel, ShardedPolicy
 from entropy_experiments.sampling import decode as decoding
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.decode import Draw, Drawn, LastLogits, Step, decode
@@ -134,16 +134,16 @@ def test_a_rank_that_failed_is_heard_where_the_model_is_hashed():
 
 
 def test_the_hash_of_a_sharded_model_begins_as_every_exchange_does():
-    """A stand-in for the ranks: what is gathered is gathered inside `together`."""
+    """A stand-in for the ranks: what is gathered is gathered inside `run_in_step`."""
     model, inside = tiny_model("llama"), []
 
-    def together(work: Any) -> Any:
+    def run_in_step(work: Any) -> Any:
         inside.append(work())
         return inside[-1]
 
     policy: Any = object.__new__(ShardedPolicy)
     policy.model, policy._inside = model, SequenceProcessor(model)
-    policy.sharded = SimpleNamespace(together=together)
+    policy.sharded = SimpleNamespace(run_in_step=run_in_step)
     generator = _generator(policy)
     assert inside == []
     assert [generator.identity()["model"]] == inside == [model_hash(model)]
@@ -173,9 +173,9 @@ def test_a_loop_that_is_told_goes_where_the_other_went():
                 **more,
             )
 
-    first = drawn(0, told=telling)
+    first = drawn(0, broadcast=telling)
     assert first == drawn(0)
     replayed = iter(steps)
-    assert drawn(100, told=lambda _: next(replayed)) == first
+    assert drawn(100, broadcast=lambda _: next(replayed)) == first
     assert next(replayed, None) is None
     assert drawn(100) != first

@@ -59,12 +59,12 @@ class Backwards:
             # torch.func calls it for its own ends, with tensors that have no numbers
             self.session.blind(FUNCTORCH)
             return
-        asked = read(*args, **kwargs)
-        if self.session.compiling and any(map(unreadable, asked["roots"])):
+        arguments = read(*args, **kwargs)
+        if self.session.compiling and any(map(unreadable, arguments["roots"])):
             return  # the compiler's, on its own tensors; a backward of the user's may be in there
         self._inside = True
         try:
-            yield from self._run(kind, asked)
+            yield from self._run(kind, arguments)
         finally:
             self._inside = False
 
@@ -87,12 +87,12 @@ class Backwards:
         self.session.strangers.discard(me)
         return False
 
-    def _run(self, kind: str, asked: dict[str, Any]) -> Iterator[Any]:
+    def _run(self, kind: str, arguments: dict[str, Any]) -> Iterator[Any]:
         session = self.session
         site = session.here()
         session.before_backward()
         backward = Backward(
-            next(self._numbers), session.step, kind, site, taint=None, graph=None, **asked
+            next(self._numbers), session.step, kind, site, taint=None, graph=None, **arguments
         )
         session.record.backwards.append(backward)
         hooks: list[Any] = []

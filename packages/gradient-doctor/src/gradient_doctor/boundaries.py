@@ -50,6 +50,6 @@ class Boundaries:
         waiting = {o for o in optimizers if self._missed.get(o, 0) < _PATIENCE} - self._since
         new = waiting - self._ever
         if new:
-            moved = {id(p) for o in self._since & {*optimizers} for p in owned_by(optimizers[o])}
-            waiting -= {o for o in new if all(id(p) in moved for p in owned_by(optimizers[o]))}
+            stepped = {id(p) for o in self._since & {*optimizers} for p in owned_by(optimizers[o])}
+            waiting -= {o for o in new if all(id(p) in stepped for p in owned_by(optimizers[o]))}
         return waiting

@@ -99,14 +99,14 @@ class Calls:
         inputs, floats = inputs_in(args, kwargs, session.numbers)
         outputs = tensors_in(result)
         site = session.here()
-        known = [t for t in map(session.taint_of, inputs) if t is not None]
-        known.extend(f.taint for f in floats)
+        taints = [t for t in map(session.taint_of, inputs) if t is not None]
+        taints.extend(f.taint for f in floats)
         reentrant = cls is checkpoint.CheckpointFunction
         if reentrant:
             session.add_event("checkpoint", inputs_need_grad=any(t.requires_grad for t in inputs))
         for output in outputs:
             inner = session.taints.get(output)
-            depends, live, cuts, opaque = merged([*known, *([inner] if inner else [])])
+            depends, live, cuts, opaque = merged([*taints, *([inner] if inner else [])])
             if not output.requires_grad and live:
                 kind = "checkpoint" if reentrant else "function"
                 key = (kind, cls.__name__, site, session.step)

@@ -150,11 +150,11 @@ class Doctor:
     def _end(self) -> None:
         session = self.session
         record = session.record
-        known = len(session.findings)
+        count = len(session.findings)
         session.registry.refresh()
         session.tell("step_ended", record)
         if not record.traced and any(
-            f.severity >= Severity.WARNING for f in session.findings[known:]
+            f.severity >= Severity.WARNING for f in session.findings[count:]
         ):
             self._look_closer = True
         session.remember(record)
@@ -220,40 +220,42 @@ class Doctor:
         return to_json(self.findings, self.session.step)
 
 
-def _mapping(given: Any, kind: type, what: str) -> dict[str, Any]:
-    if given is None:
+def _mapping(argument: Any, kind: type, what: str) -> dict[str, Any]:
+    if argument is None:
         return {}
-    if isinstance(given, kind):
+    if isinstance(argument, kind):
         raise TypeError(
-            f"{what} is a {type(given).__name__}; expected a dict of {kind.__name__}s: "
+            f"{what} is a {type(argument).__name__}; expected a dict of {kind.__name__}s: "
             f'{what}={{"model": ...}}, so that findings can name parameters'
         )
-    for name, value in dict(given).items():
+    for name, value in dict(argument).items():
         if not isinstance(value, kind):
             raise TypeError(
                 f"{what}[{name!r}] is a {type(value).__name__}, expected a {kind.__name__}"
             )
-    return dict(given)
+    return dict(argument)
 
 
 def _checked_contract(contract: Mapping[str, Any] | None) -> dict[str, Any]:
-    given = dict(contract or {})
-    unknown = set(given) - _CONTRACT
+    requirements = dict(contract or {})
+    unknown = set(requirements) - _CONTRACT
     if unknown:
         raise ValueError(
             f"contract has unknown keys {sorted(unknown)}; known are {sorted(_CONTRACT)}"
         )
     for key in ("trainable", "frozen"):
-        value = given.get(key, [])
+        value = requirements.get(key, [])
         if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
             raise ValueError(
                 f'contract[{key!r}] is {value!r}; expected a list such as ["policy.*"]'
             )
-    if not isinstance(given.get("dtype", {}), Mapping):
+    if not isinstance(requirements.get("dtype", {}), Mapping):
         raise ValueError(
-            f"contract['dtype'] is {given['dtype']!r}; expected names and dtypes such as "
+            f"contract['dtype'] is {requirements['dtype']!r}; expected names and dtypes such as "
             '{"lm.*": "float32"}'
         )
-    if given.get("phase", "train") not in ("train", "eval"):
-        raise ValueError(f"contract['phase'] is {given['phase']!r}; expected 'train' or 'eval'")
-    return given
+    if requirements.get("phase", "train") not in ("train", "eval"):
+        raise ValueError(
+            f"contract['phase'] is {requirements['phase']!r}; expected 'train' or 'eval'"
+        )
+    return requirements

@@ -127,12 +127,12 @@ class Ledger(Detector):
             self._root_cuts.update(cut.site for cut in backward.taint.cuts)
             self.lost |= backward.taint.depends & ~backward.taint.live
             for fact in self.facts(backward.taint):
-                known = self.cuts.setdefault(fact.key, fact)
-                known.mask |= fact.mask
-                known.graph |= fact.graph
-                known.step, known.order = fact.step, fact.order
-                known.ops = max(known.ops, fact.ops)
-                self._recent.append(known)
+                earlier = self.cuts.setdefault(fact.key, fact)
+                earlier.mask |= fact.mask
+                earlier.graph |= fact.graph
+                earlier.step, earlier.order = fact.step, fact.order
+                earlier.ops = max(earlier.ops, fact.ops)
+                self._recent.append(earlier)
 
     def backward_ended(self, backward: Backward) -> None:
         self.received |= backward.received | backward.arrived
@@ -149,10 +149,10 @@ class Ledger(Detector):
 
     def event(self, event: Event) -> None:
         if event.kind == "step_starts":
-            given = self._written(event.data["optimizer"])
-            self.by_hand |= given
-            self.received |= given
-            self.nonzero |= given
+            written = self._written(event.data["optimizer"])
+            self.by_hand |= written
+            self.received |= written
+            self.nonzero |= written
         elif event.kind == "step" and self.session.record.checked:
             optimizer = event.data["optimizer"]
             self._stepped = True
@@ -165,13 +165,13 @@ class Ledger(Detector):
         """Gradients that the program has put there itself: evolution strategies, Reptile."""
         session = self.session
         unknown = session.awaited | (~self.received if session.record.checked else 0)
-        given = 0
+        written = 0
         for parameter in owned_by(optimizer) if unknown & ~self.received else ():
             bit = session.registry.bit(parameter)
             if parameter.grad is not None and bit & unknown & ~self.received:
                 values = session.values(parameter.grad)
-                given |= bit if values is None or bool(values.any()) else 0
-        return given
+                written |= bit if values is None or bool(values.any()) else 0
+        return written
 
     def step_ended(self, record: StepRecord) -> None:
         self.unchecked |= bool(not record.checked and record.backwards)
@@ -197,17 +197,17 @@ class Ledger(Detector):
         """The cuts behind a value, with what they hide of it."""
         order = {id(cut): k for k, cut in enumerate(self.session.cuts.cuts.values())}
         hidden = taint.depends & ~taint.live
-        found: dict[Any, CutFact] = {}
+        facts: dict[Any, CutFact] = {}
         for cut in sorted(taint.cuts, key=lambda c: order.get(id(c), -1)):
             mask = cut.depends & hidden
             if mask:
                 fresh = fact_of(cut)
-                fact = found.setdefault(fresh.key, fresh)
+                fact = facts.setdefault(fresh.key, fresh)
                 fact.mask |= mask
                 fact.graph |= cut.graph & mask
                 fact.step, fact.order = cut.step, order.get(id(cut), -1)
                 fact.ops = max(fact.ops, fresh.ops)
-        return list(found.values())
+        return list(facts.values())
 
     def should_train(self) -> int:
         """Parameters that need gradient and that an optimizer, or the contract, wants to move."""
@@ -232,7 +232,7 @@ class Ledger(Detector):
             for parameter in owned_by(optimizer):
                 bit = registry.bit(parameter)
                 owners[bit] = max(owners.get(bit, 0), steps)
-        found = 0
+        missing_mask = 0
         looked = self.session.record.checked and self.session.record.backwards
         for bit in bits_of(silent):
             if self.unchecked and not looked and bit not in self._since:
@@ -240,8 +240,8 @@ class Ledger(Detector):
             steps = owners.get(bit, self.busy)
             # what was added or unfrozen late has missed only the steps since
             if steps - self._since.setdefault(bit, max(0, steps - 1)) >= needed:
-                found |= bit
-        return found
+                missing_mask |= bit
+        return missing_mask
 
     def zeroed(self) -> int:
         """Received nothing but zeros, and a function without slope stands in the way."""
@@ -304,7 +304,7 @@ def _by_line(culprits: Iterable[tuple[CutFact, int]]) -> list[tuple[CutFact, int
     for fact, mask in culprits:
         place = None if fact.site is None else fact.site.place
         lines.setdefault((fact.kind, fact.op, fact.region, place), []).append((fact, mask))
-    found = []
+    merged = []
     for parts in lines.values():
         fact, mask = parts[0]
         sites = [part.site for part, _ in parts if part.site is not None]
@@ -314,8 +314,8 @@ def _by_line(culprits: Iterable[tuple[CutFact, int]]) -> list[tuple[CutFact, int
                 fact.mask |= part.mask
                 fact.graph |= part.graph
                 mask |= bits
-        found.append((fact, mask))
-    return found
+        merged.append((fact, mask))
+    return merged
 
 
 def bits_of(mask: int) -> Iterator[int]:

@@ -146,15 +146,15 @@ class Culprit:
 
     def add(self, part: Finding, order: Callable[[Iterable[str]], tuple[str, ...]]) -> None:
         """A repetition that is neither graver nor about other parameters adds nothing."""
-        known = self.parts[0] if self.parts else None
+        earlier = self.parts[0] if self.parts else None
         new = {*part.parameters} - {*self.whole.parameters}
-        if known is not None and part.severity <= self.whole.severity and not new:
+        if earlier is not None and part.severity <= self.whole.severity and not new:
             # a later step, or another module that runs this line
             if part.site not in [p.site for p in self.parts]:
-                self.parts.append(replace(part, what=known.what, why=known.why))
+                self.parts.append(replace(part, what=earlier.what, why=earlier.why))
                 self.whole = replace(self.whole, site=self._site())
             return
-        if known is not None and part.severity > known.severity:
+        if earlier is not None and part.severity > earlier.severity:
             self.parts.insert(0, part)
         else:
             self.parts.append(part)
@@ -177,14 +177,14 @@ class Culprit:
     def _why(self) -> str:
         """The first cause, then those that say something else than other numbers."""
         first = self.parts[0]
-        told = {_without_numbers(first.why)}
+        reasons = {_without_numbers(first.why)}
         text, left = first.why, 0
         for part in self.parts[1:]:
             bare = _without_numbers(part.why)
-            if bare in told:
+            if bare in reasons:
                 left += part.why != first.why
                 continue
-            told.add(bare)
+            reasons.add(bare)
             same = _without_numbers(part.what) == _without_numbers(first.what)
             text += f" Also: {part.why}" if same else f" Also: {part.what} {part.why}"
         if left:
@@ -210,10 +210,10 @@ def _recounted(finding: Finding, count: int) -> str:
     own = len(finding.parameters)
     if own == count:
         return finding.what
-    said = re.compile(rf"\b{own} parameters?\b")
-    if own == 1 and said.search(finding.what):
+    pattern = re.compile(rf"\b{own} parameters?\b")
+    if own == 1 and pattern.search(finding.what):
         return f"{finding.what} With others of this line they are {count}."
-    return said.sub(f"{count} parameters", finding.what)
+    return pattern.sub(f"{count} parameters", finding.what)
 
 
 def listed(names: tuple[str, ...] | list[str], shown: int = _SHOWN) -> str:

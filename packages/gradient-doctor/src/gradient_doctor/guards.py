@@ -29,15 +29,15 @@ def observed(
                 return original(*args, **kwargs)
             # the original is called outside of all `except`: its errors have no context of ours
             observer: Any = None
-            given: Any = None
+            returned: Any = None
             with _ours(session, part):
                 begun: Any = observe(*args, **kwargs)
-                given = next(begun, _PASS)
-                observer = None if given is _PASS else begun
+                returned = next(begun, _PASS)
+                observer = None if returned is _PASS else begun
             if observer is None:
                 return original(*args, **kwargs)
-            if given is not None:
-                args, kwargs = given
+            if returned is not None:
+                args, kwargs = returned
             try:
                 result = original(*args, **kwargs)
             except BaseException as error:

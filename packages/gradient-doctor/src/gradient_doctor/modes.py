@@ -23,14 +23,14 @@ def depth() -> int:
 
 
 def is_active(mode: TorchFunctionMode) -> bool:
-    return any(known is mode for known in _get_current_function_mode_stack())
+    return any(active is mode for active in _get_current_function_mode_stack())
 
 
 def place(mode: TorchFunctionMode) -> int | None:
     """How many modes are below this one, the default device aside; None if it is not active."""
     stack = _get_current_function_mode_stack()
-    for below, known in enumerate(stack):
-        if known is mode:
+    for below, mode_below in enumerate(stack):
+        if mode_below is mode:
             return below - _has_default_device(stack)
     return None
 
@@ -44,7 +44,7 @@ def insert(mode: TorchFunctionMode, at: int) -> None:
 
 def remove(mode: TorchFunctionMode) -> None:
     """Take a mode out, wherever it is."""
-    _become([known for known in _get_current_function_mode_stack() if known is not mode])
+    _become([active for active in _get_current_function_mode_stack() if active is not mode])
 
 
 def _has_default_device(stack: list[TorchFunctionMode]) -> bool:

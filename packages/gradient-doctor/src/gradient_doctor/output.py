@@ -23,12 +23,12 @@ def report_text(findings: Sequence[Finding], steps: int, error: BaseException | 
         if not steps:
             return "gradient_doctor: nothing to examine: no training step was seen."
         return f"gradient_doctor: nothing found in {_count(steps, 'step')}."
-    found = ((sum(f.severity is s for f in findings), s.name.lower()) for s in reversed(Severity))
-    counts = ", ".join(_count(number, name) for number, name in found if number)
+    tallies = ((sum(f.severity is s for f in findings), s.name.lower()) for s in reversed(Severity))
+    counts = ", ".join(_count(number, name) for number, name in tallies if number)
     when = f"in {_count(steps, 'step')}" if steps else "before the end of the first step"
-    known = noted(error)
-    told = (f.brief if note_of(f) in known else str(f) for f in findings)
-    return "\n\n".join([f"gradient_doctor: {counts} {when}.", *told])
+    notes = noted(error)
+    lines = (f.brief if note_of(f) in notes else str(f) for f in findings)
+    return "\n\n".join([f"gradient_doctor: {counts} {when}.", *lines])
 
 
 def to_json(findings: Sequence[Finding], steps: int, **about: Any) -> str:

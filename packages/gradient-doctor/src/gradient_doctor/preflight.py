@@ -47,8 +47,8 @@ def preflight(
     with everything_kept(roots, parameters), torch.enable_grad():
         error = _examine(doctor, run)
         findings = list(doctor.findings)
-        known = len([f for f in findings if f.severity >= Severity.WARNING])
-        if error is not None and not known:
+        count = len([f for f in findings if f.severity >= Severity.WARNING])
+        if error is not None and not count:
             raise error
         if error is None and batch is not None:
             findings += _doubled(run, registry.name)

@@ -109,9 +109,9 @@ def _judge(doctor: Doctor, fail_on: str | None, allow: tuple[int | str, ...]) ->
     if fail_on is None:
         return
     worst = Severity[fail_on.upper()]
-    found = [f for f in doctor.findings if f.number not in allow and f.slug not in allow]
-    if any(f.severity >= worst for f in found):
-        pytest.fail(report_text(found, doctor.session.step), pytrace=False)
+    findings = [f for f in doctor.findings if f.number not in allow and f.slug not in allow]
+    if any(f.severity >= worst for f in findings):
+        pytest.fail(report_text(findings, doctor.session.step), pytrace=False)
 
 
 @pytest.fixture

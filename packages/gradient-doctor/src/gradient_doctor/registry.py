@@ -74,14 +74,14 @@ class Registry:
     # growth
 
     def add_root(self, module: nn.Module, name: str | None = None) -> None:
-        if any(module is known for known in self.roots.values()):
+        if any(module is name_inside for name_inside in self.roots.values()):
             return
         # a wrapper takes the place of the module it wraps: the outermost name is the one users see
         inner: str | None = None
         inside = {id(m) for m in module.modules()}
-        for known in [n for n, m in self.roots.items() if id(m) in inside]:
-            inner = inner or known
-            del self.roots[known]
+        for name_inside in [n for n, m in self.roots.items() if id(m) in inside]:
+            inner = inner or name_inside
+            del self.roots[name_inside]
         if any(module is m for root in self.roots.values() for m in root.modules()):
             return
         name = name or variable_name(module) or inner or type(module).__name__
@@ -89,7 +89,7 @@ class Registry:
         self._stale = True
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, name: str | None = None) -> None:
-        if any(optimizer is known for known in self.optimizers.values()):
+        if any(optimizer is registered for registered in self.optimizers.values()):
             return
         name = name or variable_name(optimizer) or type(optimizer).__name__
         self.optimizers[_free(name, self.optimizers)] = optimizer
@@ -233,12 +233,12 @@ class Registry:
 
     def name(self, tensor: Tensor) -> str:
         self._rename()
-        known = self._names.get(id(tensor))
-        if known is not None:
-            return known
+        name = self._names.get(id(tensor))
+        if name is not None:
+            return name
         birth = self.birth(tensor)
-        made = f" made at {birth.site}" if birth is not None and birth.site is not None else ""
-        return f"<unregistered {list(shape_of(tensor))}{made}>"
+        origin = f" made at {birth.site}" if birth is not None and birth.site is not None else ""
+        return f"<unregistered {list(shape_of(tensor))}{origin}>"
 
     def names(self, mask: int) -> tuple[str, ...]:
         """Names of a set, in the order of the modules; leaves that have died are left out."""
@@ -302,8 +302,8 @@ class Registry:
         ]
 
     def optimizer_name(self, optimizer: Any) -> str:
-        for name, known in self.optimizers.items():
-            if known is optimizer:
+        for name, registered in self.optimizers.items():
+            if registered is optimizer:
                 return name
         return type(optimizer).__name__
 

@@ -117,10 +117,10 @@ class Sentinels:
 
     def _read(self, gradients: tuple[Any, ...]) -> dict[int, Tensor]:
         """By place; nothing at all if one of them cannot be read, as it may be what differs."""
-        given = {k: g for k, g in enumerate(gradients) if g is not None}
-        values = {k: self.session.values(g) for k, g in given.items()}
+        present = {k: g for k, g in enumerate(gradients) if g is not None}
+        values = {k: self.session.values(g) for k, g in present.items()}
         readable = {k: v for k, v in values.items() if v is not None}
-        return readable if len(readable) == len(given) else {}
+        return readable if len(readable) == len(present) else {}
 
     def _look(
         self, node: Any, origin: NodeOrigin | None, came: list[Tensor], went: list[Tensor]
@@ -131,8 +131,8 @@ class Sentinels:
             nan = any(bool(g.isnan().any()) for g in went)
             self.blown.append(Blown(node, name, origin, "nan" if nan else "inf"))
         elif finite and not name.startswith(_SELECTORS):
-            moved = any(bool(g.any()) for g in came)
-            if moved and not any(bool(g.any()) for g in went):
+            nonzero = any(bool(g.any()) for g in came)
+            if nonzero and not any(bool(g.any()) for g in went):
                 self.vanished.append(Vanished(node, name, origin))
 
     def _look_at_edges(self, node: Any, origin: NodeOrigin | None, went: dict[int, Tensor]) -> None:
@@ -155,8 +155,10 @@ def _singular(node: Any, received: tuple[Any, ...]) -> bool:
 
     Backward is linear: the node is asked again, with the same gradient made small.
     """
-    known = [values_of(g) for g in received if g is not None]
-    sizes = [float(values.abs().max()) for values in known if values is not None and values.numel()]
+    contents = [values_of(g) for g in received if g is not None]
+    sizes = [
+        float(values.abs().max()) for values in contents if values is not None and values.numel()
+    ]
     factor = 1.0 / max([1.0, *sizes])
     try:
         again = node(*(None if g is None else g * factor for g in received))

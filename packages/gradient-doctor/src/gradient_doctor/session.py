@@ -66,11 +66,11 @@ class Detector:
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, site: Site | None) -> None:
         """The forward of an outermost module begins, in a traced step."""
 
-    def sampled(self, law: Any, value: Any, pathwise: bool, site: Site | None) -> None:
-        """A law of torch.distributions was drawn from, by rsample if `pathwise`."""
+    def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
+        """A distribution of torch.distributions was drawn from, by rsample if `pathwise`."""
 
-    def density(self, law: Any, value: Any, result: Any, site: Site | None) -> None:
-        """A law of torch.distributions was asked for a log-probability."""
+    def density(self, distribution: Any, value: Any, result: Any, site: Site | None) -> None:
+        """A distribution of torch.distributions was evaluated: a log-probability."""
 
     def finish(self, error: BaseException | None) -> None:
         """At the end of the examination; `error` is what ended it, if something did."""
@@ -276,8 +276,8 @@ class Session:
 
     def found(self, key: Any) -> Finding | None:
         """What stands in the report under this key."""
-        known = self._culprits.get(key)
-        return None if known is None else self.findings[known[0]]
+        culprit = self._culprits.get(key)
+        return None if culprit is None else self.findings[culprit[0]]
 
     def withdraw(self, finding: Finding) -> None:
         """What was true once, and is no longer: it leaves the report."""
@@ -339,9 +339,9 @@ class Session:
 
     def taint_of(self, tensor: Tensor) -> Taint | None:
         """What a tensor depends on; for one made out of sight, what autograd kept of it."""
-        known = self.taints.get(tensor)
-        if known is not None:
-            return known
+        stored = self.taints.get(tensor)
+        if stored is not None:
+            return stored
         if not tensor.requires_grad or node_of(tensor) is None:
             if not (isinstance(tensor, nn.Parameter) or tensor.requires_grad):
                 return None

@@ -18,6 +18,8 @@ _LIBRARY = tuple(
     os.path.join(path, "")
     for path in {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+HIDDEN = "__tracebackhide__"
+"""A local variable of this name: pytest's mark of code that stands between a caller and a call."""
 _PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -34,6 +36,16 @@ def _kind(filename: str) -> str:
     if path.startswith(_LIBRARY) or any(part in path for part in _PARTS):
         return "library"
     return "user"
+
+
+def _frame_kind(frame: FrameType) -> str:
+    """The same of a frame. A wrapper that hides itself from pytest's tracebacks is a library's.
+
+    The mark is looked for in the code: `f_locals` would keep the frame's tensors alive.
+    """
+    if HIDDEN in frame.f_code.co_varnames:
+        return "library"
+    return _kind(frame.f_code.co_filename)
 
 
 def _decorated(frame: FrameType) -> CodeType | None:
@@ -53,7 +65,7 @@ def here(module: str = "") -> Site | None:
     fallback: Site | None = None
     while frame is not None:
         code = frame.f_code
-        kind = _kind(code.co_filename)
+        kind = _frame_kind(frame)
         if kind == "user":
             return Site(code.co_filename, frame.f_lineno, code.co_name, module)
         if kind == "torch":
@@ -71,7 +83,7 @@ def here(module: str = "") -> Site | None:
 def within(part: str) -> bool:
     """Whether a frame of torch between here and the user's code lies in this part of it."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _kind(frame.f_code.co_filename) in ("torch", "doctor"):
+    while frame is not None and _frame_kind(frame) in ("torch", "doctor"):
         if part in frame.f_code.co_filename:
             return True
         frame = frame.f_back
@@ -80,22 +92,22 @@ def within(part: str) -> bool:
 
 def asked_by_user(depth: int) -> bool:
     """Whether the frame that many calls above the asking one is outside torch and the doctor."""
-    return _kind(sys._getframe(depth + 1).f_code.co_filename) in ("user", "library")
+    return _frame_kind(sys._getframe(depth + 1)) in ("user", "library")
 
 
 def called_by_user() -> bool:
     """Whether the call that the doctor is looking at stands in the user's own code."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _kind(frame.f_code.co_filename) == "doctor":
+    while frame is not None and _frame_kind(frame) == "doctor":
         frame = frame.f_back
-    return frame is not None and _kind(frame.f_code.co_filename) == "user"
+    return frame is not None and _frame_kind(frame) == "user"
 
 
 def user_frame() -> FrameType | None:
     """The innermost frame of the user's code, to look for names of variables in it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _kind(frame.f_code.co_filename) == "user":
+        if _frame_kind(frame) == "user":
             return frame
         frame = frame.f_back
     return None

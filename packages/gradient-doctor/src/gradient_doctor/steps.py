@@ -99,10 +99,10 @@ def after(taken: Before, read: Read) -> StepFacts:
         now = _sample(values)
         if now.shape != sampled.values.shape:
             continue  # resized by its own step: no element of before is one of after
-        moved = now != sampled.values
+        differs = now != sampled.values
         relevant = sampled.nonzero_gradient
         count = int(relevant.sum())
-        changed = float((moved & relevant).sum()) / count if count else float("nan")
+        changed = float((differs & relevant).sum()) / count if count else float("nan")
         updates.append(
             Update(
                 sampled.parameter,

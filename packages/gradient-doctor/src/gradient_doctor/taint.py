@@ -100,9 +100,9 @@ class TracedFloat(float):
     ) -> Any:
         if taint is None:
             return float(value)  # `type(x)(y)` in code that knows floats only: `statistics.mean`
-        made = super().__new__(cls, value)
-        made.taint, made.source = taint, source
-        return made
+        number = super().__new__(cls, value)
+        number.taint, number.source = taint, source
+        return number
 
     def __reduce__(self) -> Any:
         # what is saved with it must load where the doctor is not installed
@@ -155,42 +155,42 @@ def _parts(value: Any) -> Iterable[Any]:
 def _holders(value: Any) -> set[int]:
     """Ids of the containers that lead to a traced float."""
     above: dict[int, list[int]] = {id(value): []}  # of each container, those that hold it
-    waiting, found = [value], []
+    waiting, containers = [value], []
     while waiting:
         whole = waiting.pop()
         for part in _parts(whole):
             if type(part) is TracedFloat:
-                found.append(id(whole))
+                containers.append(id(whole))
             elif type(part) in (dict, list, tuple):
                 if id(part) not in above:
                     waiting.append(part)
                 above.setdefault(id(part), []).append(id(whole))
     holders: set[int] = set()
-    while found:
-        place = found.pop()
+    while containers:
+        place = containers.pop()
         if place not in holders:
             holders.add(place)
-            found.extend(above[place])
+            containers.extend(above[place])
     return holders
 
 
-def _swapped(value: Any, holders: set[int], made: dict[int, Any]) -> Any:
+def _swapped(value: Any, holders: set[int], copies: dict[int, Any]) -> Any:
     if type(value) is TracedFloat:
-        return made.setdefault(id(value), float.__pos__(value))
+        return copies.setdefault(id(value), float.__pos__(value))
     if id(value) not in holders:
         return value
-    if id(value) in made:
-        return made[id(value)]
+    if id(value) in copies:
+        return copies[id(value)]
     if type(value) is tuple:
-        items = tuple(_swapped(item, holders, made) for item in value)
-        return made.setdefault(id(value), items)  # it may have been met again inside of itself
+        items = tuple(_swapped(item, holders, copies) for item in value)
+        return copies.setdefault(id(value), items)  # it may have been met again inside of itself
     new: Any = type(value)()
-    made[id(value)] = new  # before its parts: they may lead back to it
+    copies[id(value)] = new  # before its parts: they may lead back to it
     if type(value) is dict:
         for key, item in value.items():
-            new[_swapped(key, holders, made)] = _swapped(item, holders, made)
+            new[_swapped(key, holders, copies)] = _swapped(item, holders, copies)
     else:
-        new.extend(_swapped(item, holders, made) for item in value)
+        new.extend(_swapped(item, holders, copies) for item in value)
     return new
 
 
@@ -240,9 +240,9 @@ class CutBook:
 
 def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
     """Tensors among arguments or results, in lists, tuples and dicts too."""
-    found: list[Tensor] = []
-    _collect(value, depth, found, [], None)
-    return found
+    tensors: list[Tensor] = []
+    _collect(value, depth, tensors, [], None)
+    return tensors
 
 
 def inputs_in(args: Any, kwargs: Any, numbers: Numbers) -> tuple[list[Tensor], list[TracedFloat]]:

@@ -103,9 +103,9 @@ class Terms:
             self._cut(call)
             return None
         for tensor in call.inputs:
-            known = self._known.get(tensor)
-            if known is not None:
-                known.used = True
+            stored = self._known.get(tensor)
+            if stored is not None:
+                stored.used = True
         if not call.outputs or not _counts(call.outputs[0]):
             return None
         output = call.outputs[0]

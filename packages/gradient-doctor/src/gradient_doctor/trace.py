@@ -95,8 +95,8 @@ class Trace(TorchFunctionMode):
         return self._call(name, func, args, kwargs)
 
     def _name(self, func: Any) -> tuple[str, bool]:
-        known = self._names.get(func)
-        if known is None:
+        cached = self._names.get(func)
+        if cached is None:
             name = resolve_name(func) or getattr(func, "__name__", None) or str(func)
             parts = name.split(".")
             if parts[-1] in ("__get__", "__set__", "__delete__"):
@@ -106,8 +106,8 @@ class Trace(TorchFunctionMode):
                 name = ".".join(parts[:-1]) if parts[-1] == "__get__" else name
             else:
                 looks = parts[-1] in _LOOKS or name.startswith(("profiler.", "torch.nn.init."))
-            known = self._names[func] = (name, looks)
-        return known
+            cached = self._names[func] = (name, looks)
+        return cached
 
     # regions
 
@@ -278,8 +278,8 @@ class Trace(TorchFunctionMode):
         self.session.arrays[_address(array)] = self._outside("explicit", short, site, taints)
 
     def _of_array(self, value: Any) -> list[Taint]:
-        known = self.session.arrays.get(_address(value)) if self.session.arrays else None
-        return [] if known is None else [known]
+        taint = self.session.arrays.get(_address(value)) if self.session.arrays else None
+        return [] if taint is None else [taint]
 
     def from_numpy(self, array: Any, tensor: Tensor) -> None:
         """`torch.from_numpy` passes by the mode; the watch tells us of it."""

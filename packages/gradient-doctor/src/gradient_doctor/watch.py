@@ -21,8 +21,8 @@ from gradient_doctor import modes, steps
 from gradient_doctor.backwards import Backwards
 from gradient_doctor.calls import Calls
 from gradient_doctor.compiled import Compiled
+from gradient_doctor.distribution_calls import DistributionCalls
 from gradient_doctor.guards import guarded, observed
-from gradient_doctor.laws import Laws
 from gradient_doctor.patches import Patches
 from gradient_doctor.readable import alone
 from gradient_doctor.session import Session
@@ -48,7 +48,7 @@ class Watch:
 
     def start(self) -> None:
         self.backwards.install(self._patches)
-        Laws(self.session).install(self._patches)
+        DistributionCalls(self.session).install(self._patches)
         Compiled(self._compiled).install(self._patches)
         Calls(self.session, self.trace).install(self._patches)
         self._patches.replace(

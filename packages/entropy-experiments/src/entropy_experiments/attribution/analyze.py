@@ -5,29 +5,42 @@
     analysis.tokens.value_NS      # nats of the step by update token
 
 No files and no model library: a policy is anything with parameters and scores. Neither its
-parameters nor the optimizer's state change. Offline studies and the probe inside training add
-loading, storing and reporting; the numbers are these.
+parameters nor the optimizer's state change. The probe inside training calls this on the live
+policy; the resumable study calls the same stages (`attribution.step`) and stores each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from entropy_experiments.attribution.by_rollout import BLOCK_BYTES
-from entropy_experiments.attribution.eventual import momentum_of
-from entropy_experiments.attribution.folds import prompt_folds
-from entropy_experiments.attribution.ledger import Ledger, entropy_ledger
-from entropy_experiments.attribution.matrix import InfluenceMatrix, influence_matrix
+from entropy_experiments.attribution.ledger import Ledger
+from entropy_experiments.attribution.matrix import InfluenceMatrix
+from entropy_experiments.attribution.step import (
+    FULL,
+    RebuiltStep,
+    StepOptions,
+    close_ledger,
+    close_reward_ledger,
+    line_columns,
+    measure_rollouts,
+    measure_step,
+    most_influential,
+    pair_matrix,
+    rebuild_step,
+    score_evaluation,
+    step_inputs,
+    token_influences,
+)
 from entropy_experiments.attribution.terms import line_directions, rollouts_by_line
-from entropy_experiments.attribution.tokens import TokenInfluence, token_influence
-from entropy_experiments.estimate.level import entropy_level
-from entropy_experiments.estimate.measured import measured
+from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.estimate.modes import used_forward_mode
-from entropy_experiments.estimate.options import EstimatorOptions
-from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.numerics.derivatives import How
 from entropy_experiments.types import (
     Direction,
     Estimate,
@@ -35,51 +48,43 @@ from entropy_experiments.types import (
     Params,
     Policy,
     Rollouts,
-    Scores,
     UpdateBatch,
 )
-from entropy_experiments.types.direction import BASELINE_PARTS
-from entropy_experiments.update.adamw import compute_update_vector_adamw
-from entropy_experiments.update.gradient import as_trained
-from entropy_experiments.update.live import live_state
-from entropy_experiments.update.objective import Objective
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepOptions:
-    """How the step was made, and how it is analysed.
-
-    Args:
-        objective: The training loss.
-        max_grad_norm: Of gradient clipping; None: none.
-        estimator: What entropy is meant, and how it is computed.
-        folds: Parts of the evaluation prompts whose agreement gives tokens their error bars.
-        block_bytes: Memory for gradients of single rollouts.
-        clip: Of the measurement's log-weights; None: not clipped.
-    """
-
-    objective: Objective = field(default_factory=Objective)
-    max_grad_norm: float | None = None
-    estimator: EstimatorOptions = field(default_factory=EstimatorOptions)
-    folds: int = 2
-    block_bytes: int = BLOCK_BYTES
-    clip: float | None = None
+__all__ = ["StepAnalysis", "StepOptions", "analyze_step"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepAnalysis:
     """What one step does to the entropy of the policy, in nats of that step."""
 
-    direction: Direction
-    """The step itself: theta + lr * direction.total."""
+    rebuilt: RebuiltStep
+    """The step with its loss, its norms and the update rollouts' scores."""
+    mode: How
+    """How derivatives along directions were taken."""
     level: Estimate
     """Entropy before the step."""
-    ledger: Ledger
-    """Momentum, decay and the terms of the loss; their sum, the curvature, what was measured."""
-    tokens: TokenInfluence
-    """Every update token's influence."""
     matrix: InfluenceMatrix
     """What each update rollout did, seen by each evaluation rollout."""
+    tokens: TokenInfluence
+    """Every update token's influence."""
+    changes: Mapping[tuple[str, float], Estimate]
+    """Measured along the whole step ("full") and its "baseline", by eta."""
+    rollout_changes: Mapping[tuple[str, float], Estimate]
+    """Measured along single update rollouts: see `measure_rollouts`."""
+    measured_rows: tuple[int, ...]
+    """The update rollouts that `rollout_changes` is about."""
+    ledger: Ledger
+    """Momentum, decay and the terms of the loss; their sum, the curvature, what was measured."""
+    reward_ledger: Ledger | None = None
+    """The same of the expected reward, where evaluation rollouts have rewards."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By stage."""
+
+    @property
+    def direction(self) -> Direction:
+        """The step itself: theta + lr * direction.total."""
+        return self.rebuilt.direction
 
     @property
     def predicted(self) -> Estimate:
@@ -100,6 +105,7 @@ def analyze_step(
     options: StepOptions | None = None,
     *,
     trained: Policy | None = None,
+    reward_N: Tensor | None = None,
 ) -> StepAnalysis:
     """Predict, measure and attribute the step that `optimizer` would make of `batch`.
 
@@ -111,6 +117,7 @@ def analyze_step(
         evaluation: Rollouts of `policy` on which entropy is judged; not those of the batch.
         options: How the step was made, and how it is analysed.
         trained: The policy as the loss sees it, where that differs (another temperature).
+        reward_N: Rewards of the evaluation rollouts, for the ledger of the expected reward.
 
     Returns:
         The direction, the entropy before it, the ledger, and the influence of every token and of
@@ -122,132 +129,75 @@ def analyze_step(
     Example:
         See `examples/own_policy.py`: a policy of one's own, and five lines to an attribution.
     """
-    options = options or StepOptions()
-    estimator, objective = options.estimator, options.objective
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = live_state(policy.params, optimizer)
-    momentum_decay, coupled_decay = momentum_of(optimizer)
-    trained = as_trained(policy if trained is None else trained)
-    direction, _, stats = compute_update_vector_adamw(
-        trained,
-        batch,
-        objective,
-        optimizer,
-        max_grad_norm=options.max_grad_norm,
-        microbatch=estimator.microbatch,
-    )
-    scores = stats.found.scores
-    base = score_all(policy, policy.params, evaluation, microbatch=estimator.microbatch)
-    level = entropy_level(
-        policy,
-        evaluation,
-        form=estimator.form,
-        unit=estimator.unit,
-        entropy=estimator.entropy,
-        prompts=estimator.prompts,
-        horizon=estimator.horizon,
-        microbatch=estimator.microbatch,
-        base=base,
-    )
-    estimand = estimator.estimand(policy)
-    mode = used_forward_mode(policy, evaluation, estimator.mode)
-    columns = own_columns(trained, batch, objective, direction, scores, estimator.microbatch)
-    matrix = influence_matrix(
-        policy,
-        evaluation,
-        trained,
-        batch,
-        objective,
-        direction,
-        estimand=estimand,
-        microbatch=estimator.microbatch,
-        block_bytes=options.block_bytes,
-        base=base,
-        scores=scores,
-        extra=columns.directions,
-        fold_N=prompt_folds(evaluation, options.folds),
-    )
-    tokens = token_influence(
-        policy,
-        evaluation,
-        trained,
-        batch,
-        objective,
-        direction,
-        estimand=estimand,
-        folds=options.folds,
-        mode=mode,
-        microbatch=estimator.microbatch,
-        base=base,
-        scores=scores,
-        gradients=matrix.g_K,
-    )
-    change = measured(
-        policy,
-        evaluation,
-        direction,
-        direction.lr,
-        form=estimator.form,
-        unit=estimator.unit,
-        entropy=estimator.entropy,
-        prompts=estimator.prompts,
-        horizon=estimator.horizon,
-        microbatch=estimator.microbatch,
-        clips=(options.clip,),
-        base=base,
-        repackings=estimator.repackings,
-    )
-    ledger = entropy_ledger(
-        policy,
-        evaluation,
-        trained,
-        batch,
-        objective,
-        direction,
-        momentum_decay=momentum_decay,
-        coupled_decay=coupled_decay,
-        form=estimator.slope_form,
-        mode=mode,
-        unit=estimator.unit,
-        entropy=estimator.entropy,
-        prompts=estimator.prompts,
-        horizon=estimator.horizon,
-        microbatch=estimator.microbatch,
-        base=base,
-        lines={
-            name: direction.lr * matrix.slope(*of_line)
-            for name, of_line in columns.of_lines.items()
-        },
-        measured=change,
-    )
+    step = step_inputs(policy, optimizer, batch, options or StepOptions(), trained=trained)
+    options, seconds = step.options, dict[str, float]()
+    with _timed(seconds, "step"):
+        rebuilt, _ = rebuild_step(step)
+    direction = rebuilt.direction
+    mode = used_forward_mode(policy, evaluation, options.estimator.mode)
+
+    def lines() -> Mapping[str, Params]:
+        return line_directions(
+            step.trained,
+            batch,
+            options.objective,
+            direction,
+            microbatch=options.estimator.microbatch,
+        )
+
+    with _timed(seconds, "base"):
+        base = score_evaluation(policy, evaluation, options.estimator)
+    with _timed(seconds, "lines"):
+        by_line = rollouts_by_line(options.objective, rebuilt.scores, batch)
+        columns = line_columns(direction, by_line, lines)
+    with _timed(seconds, "matrix"):
+        matrix = pair_matrix(step, rebuilt, evaluation, base.scores, columns, folds=options.folds)
+    with _timed(seconds, "tokens"):
+        tokens = token_influences(
+            step, rebuilt, evaluation, base.scores, matrix, folds=options.folds
+        )
+    with _timed(seconds, "measured"):
+        changes = measure_step(step, rebuilt, evaluation, base.scores, (direction.lr,))
+        change = changes[FULL, direction.lr]
+    with _timed(seconds, "ledger"):
+        ledger = close_ledger(step, rebuilt, evaluation, base.scores, columns, matrix, change)
+    of_reward = None
+    if reward_N is not None:
+        with _timed(seconds, "reward"):
+            of_reward = close_reward_ledger(
+                step, rebuilt, evaluation, reward_N, base.scores, columns, matrix, lines
+            )
+    rows = most_influential(tokens, options.measured_rollouts)
+    rollout_changes: Mapping[tuple[str, float], Estimate] = {}
+    if rows:
+        with _timed(seconds, "rollouts"):
+            rollout_changes = measure_rollouts(
+                step,
+                rebuilt,
+                evaluation,
+                base.scores,
+                tokens.coefficient,
+                rows,
+                (direction.lr,),
+                noise_floor=change.noise_floor,
+            )
     return StepAnalysis(
-        direction=direction, level=level, ledger=ledger, tokens=tokens, matrix=matrix
+        rebuilt=rebuilt,
+        mode=mode,
+        level=base.level,
+        matrix=matrix,
+        tokens=tokens,
+        changes=changes,
+        rollout_changes=rollout_changes,
+        measured_rows=tuple(rows),
+        ledger=ledger,
+        reward_ledger=of_reward,
+        seconds=seconds,
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LineColumns:
-    """How the ledger's lines are read off the matrix."""
-
-    directions: Mapping[str, Params]
-    """Lines that are no sums of update rollouts: columns of their own."""
-    of_lines: Mapping[str, Sequence[int | str]]
-    """By line: the columns that add up to it."""
-
-
-def own_columns(
-    trained: Policy,
-    batch: UpdateBatch,
-    objective: Objective,
-    direction: Direction,
-    scores: Scores,
-    microbatch: int,
-) -> LineColumns:
-    """Where no rollout is in two lines of the ledger, a line is a sum of rollouts' columns."""
-    by_line = rollouts_by_line(objective, scores, batch)
-    if by_line is None:
-        own = line_directions(trained, batch, objective, direction, microbatch=microbatch)
-    else:
-        own = {name: direction.parts[name] for name in BASELINE_PARTS if name in direction.parts}
-    of_lines: dict[str, Sequence[int | str]] = {name: [name] for name in own}
-    return LineColumns(directions=own, of_lines={**of_lines, **(by_line or {})})
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - started

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.distributed import current
-from entropy_experiments.numerics.by_rollout import one_by_one
+from entropy_experiments.numerics.derivatives import gradients_one_by_one
 from entropy_experiments.types import BatchedPolicy, Params, Policy, Rollouts, Scores
 
 BLOCK_BYTES = 256 << 20
@@ -24,7 +24,7 @@ def rollout_gradients(
     """For each cotangent c, the gradients of sum_k (c_l l + c_h h) of every rollout of a part."""
     if isinstance(policy, BatchedPolicy):
         return policy.gradients_by_rollout(policy.params, part, cotangents)
-    return one_by_one(policy.score, policy.params, part, cotangents)
+    return gradients_one_by_one(policy.score, policy.params, part, cotangents)
 
 
 def fitting(params: Params, block_bytes: int, *, each: int = 1) -> int:

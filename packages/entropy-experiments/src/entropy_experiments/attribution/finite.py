@@ -20,7 +20,7 @@ from math import isfinite
 
 from torch import Tensor
 
-from entropy_experiments.estimate.measured import Key, change, moved_scores
+from entropy_experiments.estimate.measured import Key, change, coarse_weights, moved_scores
 from entropy_experiments.estimate.ratio import (
     check_estimand,
     check_repeatable,
@@ -79,6 +79,7 @@ def finite_columns(
     base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
     out: dict[tuple[Key, float], Estimate] = {}
     along = {key: partial(directions.__getitem__, key) for key in directions}
+    doubt = coarse_weights(policy)
     for key, eta, moved, rounding in moved_scores(
         policy, evaluation, along, steps, base=base, microbatch=microbatch, at_once=grad_chunk
     ):
@@ -93,7 +94,8 @@ def finite_columns(
         )
         share_N = contributions(base, moved, evaluation, estimand, clip=clip)
         diagnostics = {**found.diagnostics, "contribution_N": share_N}
-        out[key, eta] = replace(found, diagnostics=diagnostics)
+        found = replace(found, diagnostics=diagnostics)
+        out[key, eta] = found.doubted(doubt) if doubt else found
     return out
 
 

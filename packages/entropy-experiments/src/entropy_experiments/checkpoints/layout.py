@@ -11,6 +11,12 @@
 Nothing but the table of contents of DCP shards is loaded here. Formats that only unsafe pickle can
 read (DeepSpeed, verl) are refused with the command that converts them; training_args.bin is never
 looked at.
+
+A checkpoint may hold the same thing in two forms, of which one is read (`unread_forms` notes the
+other). Trainers do that rightly: under FSDP they save `pytorch_model_fsdp.bin` and the safetensors,
+or shards and an adapter. So it is no error; but if a folder was saved into twice, or weights were
+merged from shards of which newer ones were written since, nothing tells which of them is meant.
+What the user named is meant.
 """
 
 from __future__ import annotations
@@ -21,10 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from entropy_experiments.input_files import expanded, read_json_value, refuse_special_files
+from entropy_experiments.checkpoints.dcp_state import holds_optimizer
+from entropy_experiments.input_files import expand_path, read_json_value, refuse_special_files
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -55,7 +63,7 @@ EXPECTED = (
 class Layout:
     """Where everything is; paths that are not None exist."""
 
-    given: Path
+    named: Path
     """As the user named it, for messages."""
     root: Path
     """The checkpoint's folder, resolved: step_N also where step_N/model was named."""
@@ -93,47 +101,47 @@ def find_checkpoint(
     adapter_path: Path | str | None = None,
     optimizer_path: Path | str | None = None,
 ) -> Layout:
-    given = expanded(path, "The checkpoint")
-    if given.is_file():
-        given = given.parent
-    if not given.is_dir():
+    named = expand_path(path, "The checkpoint")
+    if named.is_file():
+        named = named.parent
+    if not named.is_dir():
         raise FileNotFoundError(
-            f"Checkpoint not found: {given} is not a folder. Expected one with {EXPECTED}."
+            f"Checkpoint not found: {named} is not a folder. Expected one with {EXPECTED}."
         )
     # Not of the root: what was converted into model/ lies below the shards it came from.
-    _refuse_foreign(given)
-    root, inside = _root(given)
-    sharded = None if adapter_path is not None else _sharded_weights(given)
+    _refuse_foreign(named)
+    root, inside = _root(named)
+    sharded = None if adapter_path is not None else _sharded_weights(named)
     if sharded is not None:
-        sharded = (inside or root) / sharded.relative_to(given)
+        sharded = (inside or root) / sharded.relative_to(named)
         weights = sharded if sharded.is_dir() else sharded.parent
     elif adapter_path is not None:
-        weights = _weights_folder(given, adapter_path).resolve()
+        weights = _weights_folder(named, adapter_path).resolve()
     else:
-        weights = (inside or root) / _weights_folder(given, None).relative_to(given)
+        weights = (inside or root) / _weights_folder(named, None).relative_to(named)
     for folder in dict.fromkeys((weights, root)):
         refuse_special_files(folder)
     _refuse_half_written(weights)
     _refuse_half_written(root)
     stored = None
     if sharded is not None:
-        from entropy_experiments.checkpoints.stored_weights import stored_weights
+        from entropy_experiments.checkpoints.stored_weights import read_stored_weights
 
-        stored = stored_weights(sharded)
+        stored = read_stored_weights(sharded)
         kind = "lora" if any("lora_" in name for name in stored) else "full"
         config = _config_folder(weights, root, ADAPTER_CONFIG if kind == "lora" else MODEL_CONFIG)
     else:
         kind = "lora" if (weights / ADAPTER_CONFIG).is_file() else "full"
         config = weights
-    optimizer = _optimizer((given, root), weights, optimizer_path)
+    optimizer = _optimizer((named, root), weights, optimizer_path)
     if optimizer is None and stored is not None:
-        from entropy_experiments.checkpoints.sharded_state import holds_optimizer
+        from entropy_experiments.checkpoints.dcp_state import holds_optimizer
 
         optimizer = sharded if holds_optimizer(stored) else None
     # Of one DCP folder that is the whole checkpoint, the run's folder is not "beside".
     beside = root if optimizer is None or optimizer == root else optimizer.parent
     return Layout(
-        given=given,
+        named=named,
         root=root,
         weights=weights,
         config=config,
@@ -158,7 +166,7 @@ def find_checkpoint(
 
 def missing_optimizer(layout: Layout) -> FileNotFoundError:
     return FileNotFoundError(
-        f"No optimizer state for {layout.given}: expected {' or '.join(OPTIMIZERS)} (FSDP: "
+        f"No optimizer state for {layout.named}: expected {' or '.join(OPTIMIZERS)} (FSDP: "
         f"{SHARDED_OPTIMIZERS[0]}/) there or by the weights. Without it there is no momentum and "
         "the step is another one: set checkpoint.optimizer_path to the file, or save checkpoints "
         "without `save_only_model`."
@@ -176,23 +184,23 @@ def files_of(path: Path) -> tuple[Path, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    found = read_json_value(
+    content = read_json_value(
         path,
         advice="The file was truncated or edited by hand: restore it, or use an earlier checkpoint",
     )
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}; expected a JSON object.")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected a JSON object.")
+    return content
 
 
-def _root(given: Path) -> tuple[Path, Path | None]:
+def _root(named: Path) -> tuple[Path, Path | None]:
     """(the checkpoint's folder, the weights' if that one was named), as `.` and links resolve."""
     # First unresolved: step_N/model may be a link to weights kept elsewhere.
-    for folder in (given.absolute(), given.resolve()):
+    for folder in (named.absolute(), named.resolve()):
         parent = folder.parent.resolve()
         if folder.name in (*INSIDE, FSDP_WEIGHTS[0]) and _is_outer(parent, is_sharded(folder)):
             return parent, parent / folder.name
-    return given.resolve(), None
+    return named.resolve(), None
 
 
 def _is_outer(folder: Path, around_shards: bool) -> bool:
@@ -252,27 +260,27 @@ def _few(names: list[str]) -> str:
     return ", ".join(("...", *names[-8:]) if len(names) > 8 else names)
 
 
-def _sharded_weights(given: Path) -> Path | None:
-    """What an FSDP trainer saved, where nothing else is there to read (or see `two_saves`)."""
+def _sharded_weights(named: Path) -> Path | None:
+    """What an FSDP trainer saved, where nothing else is there to read (or see `unread_forms`)."""
     plain = (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS)
-    if _first(folder / n for folder in (given, *(given / i for i in INSIDE)) for n in plain):
+    if _first(folder / n for folder in (named, *(named / i for i in INSIDE)) for n in plain):
         return None
-    if is_sharded(given):
-        return given
-    named = [given / name for name in FSDP_WEIGHTS if (given / name).exists()]
-    if len(named) > 1:
+    if is_sharded(named):
+        return named
+    weights = [named / name for name in FSDP_WEIGHTS if (named / name).exists()]
+    if len(weights) > 1:
         raise ValueError(
-            f"{given} holds the weights twice, in {FSDP_WEIGHTS[0]}/ and {FSDP_WEIGHTS[1]}; "
+            f"{named} holds the weights twice, in {FSDP_WEIGHTS[0]}/ and {FSDP_WEIGHTS[1]}; "
             "expected one of them: they may be of two saves. Move the one that you do not mean "
-            f"elsewhere, or give {named[0]} for the shards."
+            f"elsewhere, or give {weights[0]} for the shards."
         )
-    if named:
-        return named[0]
-    found = [p for p in sorted(given.iterdir()) if is_sharded(p)]
-    others = [p for p in found if p.name not in SHARDED_OPTIMIZERS]
+    if weights:
+        return weights[0]
+    sharded = [p for p in sorted(named.iterdir()) if is_sharded(p)]
+    others = [p for p in sharded if p.name not in SHARDED_OPTIMIZERS]
     if len(others) > 1:
         raise ValueError(
-            f"{given} holds DCP shards in {', '.join(p.name for p in others)}; expected one folder "
+            f"{named} holds DCP shards in {', '.join(p.name for p in others)}; expected one folder "
             "with the model. Name that one, and its optimizer as checkpoint.optimizer_path."
         )
     return others[0] if others else None
@@ -280,8 +288,8 @@ def _sharded_weights(given: Path) -> Path | None:
 
 def _config_folder(weights: Path, root: Path, name: str) -> Path:
     """Sharded weights have no config of their own; it is beside them, or in the run's folder."""
-    found = _first(folder / name for folder in (weights, root, root.parent))
-    return root if found is None else found.parent
+    config = _first(folder / name for folder in (weights, root, root.parent))
+    return root if config is None else config.parent
 
 
 def _has_weights(folder: Path) -> bool:
@@ -307,8 +315,8 @@ def _weight_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...]:
     if not first.name.endswith(".index.json"):
         return (first,)
     shards = read_json(first).get("weight_map", {})
-    names_given = list(shards.values()) if isinstance(shards, dict) else [None]
-    strange = sorted({str(name) for name in names_given if not _plain_name(name)})
+    listed = list(shards.values()) if isinstance(shards, dict) else [None]
+    strange = sorted({str(name) for name in listed if not _plain_name(name)})
     if strange:
         raise ValueError(
             f"{first} names the shards {strange[:3]}; expected a weight_map to names of files "
@@ -383,21 +391,21 @@ def _refuse_foreign(root: Path) -> None:
         )
 
 
-def _optimizer(folders: tuple[Path, Path], weights: Path, given: Path | str | None) -> Path | None:
+def _optimizer(folders: tuple[Path, Path], weights: Path, named: Path | str | None) -> Path | None:
     """`folders`: the one named and the checkpoint's own."""
-    if given is not None:
-        path = expanded(given, "checkpoint.optimizer_path")
+    if named is not None:
+        path = expand_path(named, "checkpoint.optimizer_path")
         if not path.exists():
             path = _first(folder / path for folder in folders) or path
-        found = path if path.is_file() else _optimizer_in([path])
-        if found is None and is_sharded(path):
-            found = path
-        if found is None:
+        optimizer = path if path.is_file() else _optimizer_in([path])
+        if optimizer is None and is_sharded(path):
+            optimizer = path
+        if optimizer is None:
             raise FileNotFoundError(
                 f"Optimizer not found: checkpoint.optimizer_path is {path}. Expected a file, or a "
                 f"folder with {', '.join(OPTIMIZERS)} or {SHARDED_OPTIMIZERS[0]}/ (FSDP's shards)."
             )
-        return found
+        return optimizer
     searched = [weights, folders[1]]
     if weights.name in INSIDE and weights.parent != folders[1].parent:
         searched.append(weights.parent)
@@ -411,7 +419,7 @@ def _optimizer_in(folders: list[Path]) -> Path | None:
 
 
 def _as_folder(path: Path | str, root: Path) -> Path:
-    folder = expanded(path, "checkpoint.adapter_path")
+    folder = expand_path(path, "checkpoint.adapter_path")
     if not folder.exists() and (root / folder).exists():
         folder = root / folder
     return folder.parent if folder.is_file() else folder
@@ -432,3 +440,55 @@ def _step(root: Path, weights: Path) -> int | None:
 
 def _first(paths: Iterator[Path] | tuple[Path, ...] | Any) -> Path | None:
     return next((path for path in paths if path.exists()), None)
+
+
+def unread_forms(
+    layout: Layout, *, adapter_path: Path | str | None, optimizer_path: Path | str | None
+) -> tuple[str, ...]:
+    """`adapter_path`, `optimizer_path`: as the user named them."""
+    notes: list[str] = []
+    if layout.sharded is None and adapter_path is None:
+        notes += _note("weights", layout, layout.files[0], _shards(layout))
+    if layout.optimizer is not None:
+        read, named = layout.optimizer, None if optimizer_path is None else Path(optimizer_path)
+        notes += _note("optimizers", layout, read, _optimizers(layout, read, named))
+    return tuple(notes)
+
+
+def _note(what: str, layout: Layout, read: Path, candidates: Iterator[Path]) -> Iterator[str]:
+    others = [path for path in dict.fromkeys(candidates) if path != read]
+    if others:
+        words = ", ".join(_named(layout, path) for path in others)
+        yield (
+            f"which of two saved {what} is meant: {_named(layout, read)} was read; {words} was "
+            "not, and may be of another save"
+        )
+
+
+def _named(layout: Layout, path: Path) -> str:
+    name = str(path.relative_to(layout.root)) if path.is_relative_to(layout.root) else path.name
+    return f"{name}/" if path.is_dir() else name
+
+
+def _shards(layout: Layout) -> Iterator[Path]:
+    """What an FSDP trainer saved of the model, beside weights that came first."""
+    for folder in dict.fromkeys((layout.weights, layout.root)):
+        if is_sharded(folder) and folder != layout.optimizer:
+            yield folder
+        for path in sorted(folder.iterdir()):
+            # step_N is another checkpoint.
+            foreign = path.name in SHARDED_OPTIMIZERS or STEP.search(path.name)
+            if path.name in FSDP_WEIGHTS or (is_sharded(path) and not foreign):
+                yield path
+
+
+def _optimizers(layout: Layout, read: Path, named: Path | None) -> Iterator[Path]:
+    if named is None:
+        if layout.sharded is not None and holds_optimizer(layout.stored):
+            yield layout.sharded
+        folders = (layout.weights, layout.root)
+    else:
+        folders = () if named.name == read.name else (read.parent,)
+    for folder in dict.fromkeys(folders):
+        yield from (folder / name for name in OPTIMIZERS if (folder / name).is_file())
+        yield from (folder / name for name in SHARDED_OPTIMIZERS if is_sharded(folder / name))

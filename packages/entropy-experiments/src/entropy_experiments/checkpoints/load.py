@@ -38,6 +38,7 @@ from entropy_experiments.checkpoints.base import (
     model_config,
     tokenizer_folders,
 )
+from entropy_experiments.checkpoints.dcp import newer_shards
 from entropy_experiments.checkpoints.layout import (
     ADAPTER_CONFIG,
     MODEL_CONFIG,
@@ -47,24 +48,26 @@ from entropy_experiments.checkpoints.layout import (
     files_of,
     find_checkpoint,
     missing_optimizer,
+    unread_forms,
 )
-from entropy_experiments.checkpoints.made_step import refuse_other_base
-from entropy_experiments.checkpoints.optimizer_state import load_safely, read_optimizer_state
-from entropy_experiments.checkpoints.sharded_files import newer_shards
+from entropy_experiments.checkpoints.optimizer_state import read_optimizer_state
 from entropy_experiments.checkpoints.stored_weights import (
     load_sharded_causal_lm,
     shapes_of,
     take_base,
 )
-from entropy_experiments.checkpoints.training_facts import read_facts
-from entropy_experiments.checkpoints.training_record import MADE_STEP, TrainingRecord, read_record
-from entropy_experiments.checkpoints.two_saves import unread_forms
+from entropy_experiments.checkpoints.torch_files import load_safely
+from entropy_experiments.checkpoints.training_facts import TrainingFacts, read_facts
+from entropy_experiments.checkpoints.training_record import (
+    MADE_STEP,
+    TrainingRecord,
+    read_record,
+    refuse_other_base,
+)
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.input_errors import short
-from entropy_experiments.models.mesh import mesh_of
+from entropy_experiments.models.fsdp import ShardedModel, check_torch, in_one_process, mesh_of
 from entropy_experiments.models.precision import true_float64
-from entropy_experiments.models.shardable import check_torch, in_one_process
-from entropy_experiments.models.sharded import ShardedModel
 from entropy_experiments.types import OptimizerState
 
 DTYPES = {
@@ -92,7 +95,7 @@ class Checkpoint:
     optimizer: OptimizerState | None
     lr: float | None
     """The stored rate of the *next* step; 0 after the last step of a schedule."""
-    facts: Mapping[str, Any]
+    facts: TrainingFacts
     fact_sources: Mapping[str, str]
     coverage: Mapping[str, Any]
     not_verifiable: tuple[str, ...]
@@ -137,15 +140,17 @@ def load_checkpoint(
         raise missing_optimizer(layout)
     facts, sources, fact_files = read_facts(layout.folders)
     record = read_record(layout.folders)
-    given = None if base is None else str(base)
+    base_name = None if base is None else str(base)
     cuda = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=cuda):
         build = partial(_lora, quantise=quantise, record=record) if layout.kind == "lora" else _full
-        model, found, words, notes = build(layout, given, backbone, dtype, device_map, facts)
+        model, base_files, words, notes = build(
+            layout, base_name, backbone, dtype, device_map, facts
+        )
         if dtype == "float64":
             true_float64(model)
     model.eval()
-    hashes = _hashes(layout, found, fact_files)
+    hashes = _hashes(layout, base_files, fact_files)
     if record is not None and record.path.parent == layout.root:
         record.refuse_changed(hashes)
     if record is not None and record.base is not None and layout.kind == "lora":
@@ -153,9 +158,9 @@ def load_checkpoint(
         if unlike is not None:
             notes = (*(note for note in notes if note != SKETCH_NOTE), unlike)
     tokenizer = load_tokenizer(
-        [*tokenizer_folders(layout), *([found.location] if found else [])],
+        [*tokenizer_folders(layout), *([base_files.location] if base_files else [])],
         model,
-        revision=None if found is None else found.revision,
+        revision=None if base_files is None else base_files.revision,
     )
     optimizer, coverage = None, {}
     if layout.optimizer is not None:
@@ -198,14 +203,14 @@ def _lora(
     backbone: str | None,
     dtype: str,
     device_map: Any,
-    facts: Mapping[str, Any],
+    facts: TrainingFacts,
     *,
     quantise: bool,
     record: TrainingRecord | None,
 ) -> tuple[Any, Base, str, tuple[str, ...]]:
     config = read_adapter_config(layout.config)
     check_safetensors(layout.files)
-    found = find_base(
+    base_files = find_base(
         layout,
         base=base,
         backbone=backbone,
@@ -213,20 +218,20 @@ def _lora(
         revision=config.get("revision"),
         local=None if record is None else record.base_folder,
     )
-    files = sorted(found.folder.glob("*.safetensors")) if found.folder else []
+    files = sorted(base_files.folder.glob("*.safetensors")) if base_files.folder else []
     check_safetensors(files)
-    quantization, words = _quantization(found, facts, device_map, quantise)
+    quantization, words = _quantization(base_files, facts, device_map, quantise)
     plain, info = load_causal_lm(
-        found.location,
+        base_files.location,
         dtype=_dtype(dtype, device_map),
         device_map=_device_map(device_map),
         quantization=quantization,
-        revision=found.revision,
+        revision=base_files.revision,
     )
-    words += _commit(found, plain)
+    words += _commit(base_files, plain)
     # A base may carry heads of other tasks; what its language model needs must be there.
-    check_loaded(found.location, info, extra_allowed=True)
-    check_finite_weights(found.location, plain, files)
+    check_loaded(base_files.location, info, extra_allowed=True)
+    check_finite_weights(base_files.location, plain, files)
     model = load_adapter(plain, layout, config)
     base_saved = (
         layout.sharded is not None
@@ -241,7 +246,7 @@ def _lora(
         base_compared=record is not None and record.base is not None,
         config_recorded=record is not None and record.covers(layout.config / ADAPTER_CONFIG),
     )
-    return model, found, f"{found.words}, {_precision(plain)}{words}", notes
+    return model, base_files, f"{base_files.words}, {_precision(plain)}{words}", notes
 
 
 def _full(
@@ -250,40 +255,53 @@ def _full(
     backbone: str | None,
     dtype: str,
     device_map: Any,
-    facts: Mapping[str, Any],
+    facts: TrainingFacts,
 ) -> tuple[Any, Base | None, str, tuple[str, ...]]:
     check_index(layout, check_safetensors(layout.files))
     for file in layout.files if layout.sharded is None else ():
         if file.suffix == ".bin":
             load_safely(file)
-    found, config, generation = None, None, None
+    base_files, config, generation = None, None, None
     own = (layout.config / MODEL_CONFIG).is_file()
     if not own or base is not None or backbone is not None:
         # Accelerate saves weights alone.
-        found = find_base(layout, base=base, backbone=backbone, recorded=None)
-    known = found.location if found is not None and not own else str(layout.config)
+        base_files = find_base(layout, base=base, backbone=backbone, recorded=None)
+    location = base_files.location if base_files is not None and not own else str(layout.config)
     if not own or layout.sharded is not None:
         shapes = None if layout.stored is None else shapes_of(layout.stored)
-        config = model_config(known, shapes=shapes)
-        generation = generation_config((layout.weights, layout.root, known), config)
+        config = model_config(location, shapes=shapes)
+        generation = generation_config((layout.weights, layout.root, location), config)
     wanted = _dtype(dtype, device_map)
     # All of a full fine-tune is trained, and what is trained is fp32 unless asked otherwise.
     kind = torch.float32 if isinstance(wanted, str) else wanted
-    more: dict[str, Any] = {"dtype": kind, "device_map": _device_map(device_map)}
-    more |= {"config": config, "generation": generation}
+    placement = _device_map(device_map)
     if layout.sharded is not None:
         model = load_sharded_causal_lm(
-            layout.sharded, where=Path(known) / MODEL_CONFIG, stored=layout.stored, **more
+            layout.sharded,
+            where=Path(location) / MODEL_CONFIG,
+            stored=layout.stored,
+            dtype=kind,
+            device_map=placement,
+            config=config,
+            generation=generation,
         )
     else:
-        model, info = load_causal_lm(layout.weights, **more)
+        model, info = load_causal_lm(
+            layout.weights,
+            dtype=kind,
+            device_map=placement,
+            config=config,
+            generation=generation,
+        )
         check_loaded(_weights_name(layout), info, extra_allowed=False)
         check_finite_weights(_weights_name(layout), model, layout.files)
     model.requires_grad_(True)
     words = f"none: a full fine-tune, {_precision(model)}"
-    if found is not None and not own:
-        words = f"none: a full fine-tune, with the config of {found.words}, {_precision(model)}"
-    return model, found, words, ()
+    if base_files is not None and not own:
+        words = (
+            f"none: a full fine-tune, with the config of {base_files.words}, {_precision(model)}"
+        )
+    return model, base_files, words, ()
 
 
 def _recorded_batch(layout: Layout, record: TrainingRecord | None) -> Path | None:
@@ -300,10 +318,10 @@ def _recorded_batch(layout: Layout, record: TrainingRecord | None) -> Path | Non
     return place / RECORDED if place is not None and whole else None
 
 
-def _commit(found: Base, model: Any) -> str:
+def _commit(base: Base, model: Any) -> str:
     """Which commit of a hub's repository was loaded: a name alone may mean another one tomorrow."""
     commit = getattr(model.config, "_commit_hash", None)
-    return "" if found.folder is not None or not commit else f", commit {commit[:12]}"
+    return "" if base.folder is not None or not commit else f", commit {commit[:12]}"
 
 
 def _weights_name(layout: Layout) -> Path:
@@ -349,14 +367,14 @@ def _device_map(device_map: Any) -> Any:
 
 
 def _quantization(
-    found: Base, facts: Mapping[str, Any], device_map: Any, quantise: bool
+    base: Base, facts: TrainingFacts, device_map: Any, quantise: bool
 ) -> tuple[Any, str]:
     """Settings for a 4- or 8-bit base where training had one and this machine can; and words."""
-    config = model_config(found.location, revision=found.revision, words=found.words)
+    config = model_config(base.location, revision=base.revision, words=base.words)
     stored = getattr(config, "quantization_config", None)
     if stored is not None and not quantise:
         raise ValueError(
-            f"The base {found.location} is stored quantised; expected floating point, which can be "
+            f"The base {base.location} is stored quantised; expected floating point, which can be "
             "cut over ranks. Set checkpoint.base to the unquantised model (the result then says "
             "that the base is not the one training used), or checkpoint.sharding: none."
         )
@@ -365,7 +383,7 @@ def _quantization(
     )
     if stored is not None and not able:
         raise ValueError(
-            f"The base {found.location} is stored quantised, which needs a GPU and bitsandbytes; "
+            f"The base {base.location} is stored quantised, which needs a GPU and bitsandbytes; "
             "this machine offers neither or one of them. Set checkpoint.base to the unquantised "
             "model: the result then says that the base is not the one training used."
         )
@@ -404,8 +422,8 @@ def _save_notes(layout: Layout) -> tuple[str, ...]:
     )
 
 
-def _hashes(layout: Layout, found: Base | None, fact_files: list[Path]) -> dict[str, str]:
-    own, of_base = deciding_files(layout, found)
+def _hashes(layout: Layout, base: Base | None, fact_files: list[Path]) -> dict[str, str]:
+    own, of_base = deciding_files(layout, base)
     files = [
         *own,
         *of_base,
@@ -438,7 +456,7 @@ def load_sharded(
     def read() -> tuple[Checkpoint, ShardedModel]:
         checkpoint = load()
         sharded = ShardedModel(checkpoint.model, ranks, mesh=mesh)
-        optimizer = checkpoint.optimizer and sharded.cut_state(checkpoint.optimizer)
+        optimizer = checkpoint.optimizer and sharded.shard_state(checkpoint.optimizer)
         return replace(checkpoint, optimizer=optimizer), sharded
 
     return ranks.in_turn(read)

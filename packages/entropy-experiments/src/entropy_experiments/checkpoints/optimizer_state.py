@@ -15,8 +15,6 @@ What remains untold is which of two parameters of equal shape came first: `not_v
 from __future__ import annotations
 
 import math
-import pickle
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from entropy_experiments.checkpoints.dcp_state import read_sharded_optimizer, without_wrapper_names
 from entropy_experiments.checkpoints.layout import PARAM_NAMES
-from entropy_experiments.checkpoints.sharded_state import sharded_optimizer, unwrapped
-from entropy_experiments.checkpoints.zip_crc import check_crc, is_zip
-from entropy_experiments.input_errors import short, words_of
-from entropy_experiments.input_files import check_regular, read_json_value
+from entropy_experiments.checkpoints.torch_files import load_safely
+from entropy_experiments.input_errors import short
+from entropy_experiments.input_files import read_json_value
 from entropy_experiments.types import AdamGroup, OptimizerState, SGDGroup
 
 MOMENTS = {
@@ -56,34 +54,9 @@ ORDER_NOTE = "optimizer order:"
 LARGEST_STEP = 10**12
 """Nobody trains for longer, and a damaged count may have any number of digits."""
 
+ParamGroup = Mapping[str, Any]
+"""An entry of torch's `param_groups`."""
 Groups = list[list[str]]
-
-
-def load_safely(path: Path, *, mmap: bool = False) -> Any:
-    """torch.load that runs no code and takes no damaged number: such files are refused."""
-    check_regular(path)
-    try:
-        with path.open("rb") as file:
-            if is_zip(file):
-                check_crc(file)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"{path} was refused: it holds more than tensors and plain values, and nothing in it "
-            f"was executed ({first}). Expected a state dict: if you trust the file, save its "
-            "tensors again in that form (weights as safetensors)."
-        ) from error
-    except zipfile.BadZipFile as error:
-        raise ValueError(
-            f"{path} cannot be read: it is truncated or damaged ({error}); expected the bytes "
-            "that torch.save wrote. Copy the file again, or use another checkpoint."
-        ) from error
-    except Exception as error:  # the reader of pickles raises whatever a damaged byte leads it to
-        raise ValueError(
-            f"{path} cannot be read ({words_of(error)}). It is truncated or not a torch file: use "
-            "an earlier checkpoint."
-        ) from error
 
 
 def refuse_zero_lr(lr: float | None, path: Path | str) -> None:
@@ -105,7 +78,7 @@ def read_optimizer_state(
 ) -> tuple[OptimizerState, dict[str, Any]]:
     """(state by name, coverage): matched, missing, unused, order, steps, not_verifiable."""
     path = Path(path)
-    stored = sharded_optimizer(path, stored_weights) if path.is_dir() else load_safely(path)
+    stored = read_sharded_optimizer(path, stored_weights) if path.is_dir() else load_safely(path)
     if not isinstance(stored, Mapping) or not {"state", "param_groups"} <= set(stored):
         keys = (
             sorted(map(str, stored))[:6] if isinstance(stored, Mapping) else type(stored).__name__
@@ -134,7 +107,7 @@ def read_optimizer_state(
             "written in part."
         )
     unsure: list[str] = []
-    made = tuple(
+    read_groups = tuple(
         _group(path, group, tuple(members), kind, unsure)
         for group, members in zip(groups, names, strict=True)
     )
@@ -154,7 +127,7 @@ def read_optimizer_state(
         "steps": steps,
         "not_verifiable": tuple(dict.fromkeys(unsure)),
     }
-    return OptimizerState(groups=made, state=entries), coverage  # type: ignore[arg-type]
+    return OptimizerState(groups=read_groups, state=entries), coverage  # type: ignore[arg-type]
 
 
 def _is_count(value: Any) -> bool:
@@ -210,7 +183,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _kind(path: Path, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> str:
+def _kind(path: Path, groups: Sequence[ParamGroup], state: Mapping[Any, Any]) -> str:
     if not groups:
         raise ValueError(f"{path} has no parameter groups; expected at least one.")
     kind = "adam" if "betas" in groups[0] else "sgd" if "nesterov" in groups[0] else None
@@ -237,7 +210,7 @@ def _kind(path: Path, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, A
 
 def _names(
     path: Path,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[ParamGroup],
     state: Mapping[Any, Any],
     model: nn.Module,
     named: Mapping[str, Tensor],
@@ -252,12 +225,12 @@ def _names(
             f" expected {len(named)}, such as {next(iter(named))!r}. It belongs to another run, or "
             "training moved other modules than the adapter config says."
         )
-    told = _names_in_file(groups, model)
+    names = _names_in_file(groups, model)
     source = "names in the file"
-    if told is None and names_path is not None:
-        told, source = _names_beside(names_path, sizes), PARAM_NAMES
-    if told is not None:
-        flat = [name for group in told for name in group]
+    if names is None and names_path is not None:
+        names, source = _names_beside(names_path, sizes), PARAM_NAMES
+    if names is not None:
+        flat = [name for group in names for name in group]
         unknown, missing = sorted(set(flat) - set(named)), sorted(set(named) - set(flat))
         if unknown or missing:
             where = path if source == "names in the file" else names_path
@@ -265,8 +238,8 @@ def _names(
                 f"{where} names other parameters than the model's: unknown {unknown[:5]}, missing "
                 f"{missing[:5]}. It belongs to another model."
             )
-        _check_shapes(path, groups, state, told, named, kind)
-        return told, source
+        _check_shapes(path, groups, state, names, named, kind)
+        return names, source
     tried: list[tuple[str, ValueError]] = []
     for order, candidate in _orders(model, named, sizes):
         try:
@@ -284,11 +257,11 @@ def _names(
     )
 
 
-def _names_in_file(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> Groups | None:
+def _names_in_file(groups: Sequence[ParamGroup], model: nn.Module) -> Groups | None:
     if all(isinstance(name, str) for group in groups for name in group["params"]):
-        found = [list(group["params"]) for group in groups]
+        names = [list(group["params"]) for group in groups]
     elif all("param_names" in group for group in groups if group["params"]):
-        found = [list(group.get("param_names", [])) for group in groups]
+        names = [list(group.get("param_names", [])) for group in groups]
     else:
         return None
     # A parameter tied to another may be stored under either name.
@@ -296,19 +269,19 @@ def _names_in_file(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> Gro
     first: dict[int, str] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         canonical[name] = first.setdefault(id(value), name)
-    cleaned = [[unwrapped(name) for name in group] for group in found]
+    cleaned = [[without_wrapper_names(name) for name in group] for group in names]
     return [[canonical.get(name, name) for name in group] for group in cleaned]
 
 
 def _names_beside(path: Path, sizes: Sequence[int]) -> Groups:
-    found = read_json_value(
+    content = read_json_value(
         path,
         advice="Expected a list of parameter names, or one list per group: write it again, or "
         "remove it to have the order inferred",
     )
-    if isinstance(found, Mapping):
-        found = found.get("param_names", list(found.values()))
-    groups = found if isinstance(found, list) else [None]
+    if isinstance(content, Mapping):
+        content = content.get("param_names", list(content.values()))
+    groups = content if isinstance(content, list) else [None]
     if (
         not all(
             isinstance(group, str)
@@ -317,17 +290,19 @@ def _names_beside(path: Path, sizes: Sequence[int]) -> Groups:
         )
         or len({type(group) for group in groups}) > 1
     ):
-        got = repr(found)
+        got = repr(content)
         raise ValueError(
             f"{path} holds {got if len(got) < 80 else got[:77] + '...'}; expected a list of "
             "parameter names, or one list per group. Write it again, or remove it to have the "
             "order inferred."
         )
-    if found and all(isinstance(name, str) for name in found):
-        names = iter(found)
-        split = [[unwrapped(name) for _, name in zip(range(size), names)] for size in sizes]
+    if content and all(isinstance(name, str) for name in content):
+        names = iter(content)
+        split = [
+            [without_wrapper_names(name) for _, name in zip(range(size), names)] for size in sizes
+        ]
     else:
-        split = [[unwrapped(name) for name in group] for group in found]
+        split = [[without_wrapper_names(name) for name in group] for group in content]
     if [len(group) for group in split] != list(sizes):
         raise ValueError(
             f"{path} names groups of {[len(group) for group in split]} parameters; the optimizer "
@@ -362,7 +337,7 @@ def trainer_order(
 
 def _check_shapes(
     path: Path,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[ParamGroup],
     state: Mapping[Any, Any],
     names: Groups,
     named: Mapping[str, Tensor],
@@ -431,7 +406,7 @@ def _entry(
 
 def _group(
     path: Path,
-    group: Mapping[str, Any],
+    group: ParamGroup,
     names: tuple[str, ...],
     kind: str,
     unsure: list[str],
@@ -454,9 +429,9 @@ def _group(
             "Adam's"
         )
     decoupled = bool(group.get("decoupled_weight_decay", True))
-    made = AdamGroup.of(group, names, decoupled=decoupled)
-    _check_range(path, made)
-    return made
+    adam_group = AdamGroup.of(group, names, decoupled=decoupled)
+    _check_range(path, adam_group)
+    return adam_group
 
 
 def _check_range(path: Path, group: AdamGroup) -> None:

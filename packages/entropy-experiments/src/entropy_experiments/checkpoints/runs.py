@@ -18,7 +18,7 @@ LIBRARIES = ("torch", "transformers", "peft", "numpy", "scipy")
 def embedded_trajectory() -> Path:
     """The run shipped with the package: a small policy whose entropy collapses under GRPO."""
     folder = Path(str(files("entropy_experiments") / EMBEDDED))
-    if not steps_of(folder):
+    if not checkpoints_by_step(folder):
         raise FileNotFoundError(
             f"The embedded default is missing from {folder}; expected checkpoint-0 and the steps "
             "after it. Install the package again, or name a checkpoint."
@@ -34,34 +34,34 @@ def default_checkpoint() -> Path:
     return embedded_trajectory() / f"checkpoint-{DEFAULT_STEP}"
 
 
-def of_the_package(path: str | Path) -> Path:
+def packaged_checkpoint(path: str | Path) -> Path:
     """`embedded/checkpoint-N`: of the run in the package, unless there is such a folder here."""
     path = Path(path)
     if path.parts[:1] != (EMBEDDED,) or path.exists():
         return path
     folder = embedded_trajectory()
-    found = folder.joinpath(*path.parts[1:])
-    if not found.is_dir() or found == folder:
+    checkpoint = folder.joinpath(*path.parts[1:])
+    if not checkpoint.is_dir() or checkpoint == folder:
         raise FileNotFoundError(
             f"Checkpoint not found: {path}; the run in the package has {EMBEDDED}/checkpoint-0 to "
-            f"{EMBEDDED}/{steps_of(folder)[-1].name}, and there is no such folder here."
+            f"{EMBEDDED}/{checkpoints_by_step(folder)[-1].name}, and there is no such folder here."
         )
-    return found
+    return checkpoint
 
 
-def steps_of(folder: Path) -> list[Path]:
+def checkpoints_by_step(folder: Path) -> list[Path]:
     """The checkpoints in a run's folder, in the order of their steps."""
     if not folder.is_dir():
         return []
-    found = [
+    numbered = [
         (int(match[2]), path)
         for path in folder.iterdir()
         if (match := _NUMBERED.fullmatch(path.name)) and path.is_dir()
     ]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(numbered)]
 
 
-def following(checkpoint: Path) -> Path | None:
+def next_checkpoint(checkpoint: Path) -> Path | None:
     """The checkpoint one step later, if it was kept."""
     if checkpoint.name == "model":  # step_N/model, the earlier scripts' adapter folder
         checkpoint = checkpoint.parent

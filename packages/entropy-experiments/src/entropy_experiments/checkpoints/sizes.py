@@ -35,9 +35,9 @@ LARGEST_HEADER = 100 * 2**20
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def stored_tensors(files: Sequence[Path]) -> dict[str, tuple[int, ...]] | None:
+def read_tensor_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]] | None:
     """Shapes by name from the headers of safetensors files alone; None if others are among them."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         if file.suffix != ".safetensors" or not file.is_file():
             return None
@@ -48,10 +48,10 @@ def stored_tensors(files: Sequence[Path]) -> dict[str, tuple[int, ...]] | None:
             try:
                 header = json.loads(held.read(length))
                 header.pop("__metadata__", None)
-                found |= {name: tuple(entry["shape"]) for name, entry in header.items()}
+                shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return None  # as above
-    return found or None
+    return shapes or None
 
 
 def check_config_file(file: Path, files: Sequence[Path] = (), shapes: Shapes | None = None) -> None:
@@ -66,7 +66,7 @@ def check_config_file(file: Path, files: Sequence[Path] = (), shapes: Shapes | N
         raise InputError(
             f"{file} holds a {type(content).__name__}; expected a JSON object. Restore the file."
         )
-    tensors = stored_tensors(files) if shapes is None else shapes
+    tensors = read_tensor_shapes(files) if shapes is None else shapes
     for part in _objects(content):
         for key in KERNEL_KEYS:
             name = part.get(key)
@@ -101,7 +101,7 @@ def check_size(
     """
     if not (files or shapes) or getattr(config, "quantization_config", None) is not None:
         return
-    tensors = stored_tensors(files) if shapes is None else shapes
+    tensors = read_tensor_shapes(files) if shapes is None else shapes
     held = sum(file.stat().st_size for file in files)
     if tensors is not None:
         numbers = sum(map(prod, tensors.values()))

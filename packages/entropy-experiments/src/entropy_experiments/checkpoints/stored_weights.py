@@ -22,26 +22,30 @@ from entropy_experiments.checkpoints.base import (
     check_loaded,
     quiet_transformers,
 )
-from entropy_experiments.checkpoints.optimizer_state import load_safely
-from entropy_experiments.checkpoints.sharded_state import StoredWeights, sharded_weights, unwrapped
+from entropy_experiments.checkpoints.dcp_state import (
+    StoredWeights,
+    read_sharded_weights,
+    without_wrapper_names,
+)
 from entropy_experiments.checkpoints.sizes import check_size
+from entropy_experiments.checkpoints.torch_files import load_safely
 
 
-def stored_weights(path: Path) -> Mapping[str, Tensor]:
+def read_stored_weights(path: Path) -> Mapping[str, Tensor]:
     """By name: DCP's folder, or the one file that FULL_STATE_DICT writes."""
     if path.is_dir():
-        return sharded_weights(path)
-    found = load_safely(path, mmap=True)
-    if not isinstance(found, Mapping) or not all(isinstance(v, Tensor) for v in found.values()):
+        return read_sharded_weights(path)
+    tensors = load_safely(path, mmap=True)
+    if not isinstance(tensors, Mapping) or not all(isinstance(v, Tensor) for v in tensors.values()):
         raise ValueError(
             f"{path} does not hold tensors by name; expected the model's state_dict(). Save the "
             "checkpoint again, as Accelerate does."
         )
-    named = {unwrapped(name): value for name, value in found.items()}
-    if len(named) != len(found):
+    named = {without_wrapper_names(name): value for name, value in tensors.items()}
+    if len(named) != len(tensors):
         raise ValueError(
-            f"{path} holds {len(found)} tensors under {len(named)} names once FSDP's wrappers are "
-            "taken off; expected each once. Save the state_dict() of one model."
+            f"{path} holds {len(tensors)} tensors under {len(named)} names once FSDP's wrappers "
+            "are taken off; expected each once. Save the state_dict() of one model."
         )
     return named
 
@@ -67,7 +71,7 @@ def load_sharded_causal_lm(
 
     Nothing is made of a config that describes more than they hold; `where` it is, for the message.
     """
-    stored = stored_weights(path) if stored is None else stored
+    stored = read_stored_weights(path) if stored is None else stored
     with quiet_transformers():
         check_size(where or path, config, [path] if path.is_file() else (), shapes_of(stored))
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -76,7 +80,7 @@ def load_sharded_causal_lm(
         model.generation_config = generation
     _fill(path, stored, model.state_dict(), list(stored))
     check_finite_weights(path, model)
-    return _placed(model, device_map)
+    return _place_on_devices(model, device_map)
 
 
 def _check_precision(path: Path, model: Any, dtype: torch.dtype) -> None:
@@ -98,7 +102,7 @@ def adapter_tensors(model: Any, stored: Mapping[str, Tensor]) -> dict[str, Tenso
     names = _pefts_names(model)
     own = {name: names[name] for name in stored if name in names}
     if any("lora_" in name for name in own):
-        return {known: stored[name] for name, known in own.items()}
+        return {peft_name: stored[name] for name, peft_name in own.items()}
     return {name: stored[name] for name in stored}
 
 
@@ -119,8 +123,8 @@ def _pefts_names(model: Any) -> dict[str, str]:
     """{the model's own name: peft's} of all that the adapter needs: the same memory."""
     from peft import get_peft_model_state_dict
 
-    known = get_peft_model_state_dict(model, save_embedding_layers=False)
-    places = {_place(value): name for name, value in known.items()}
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    places = {_place(value): name for name, value in state.items()}
     held = model.state_dict()
     return {name: places[_place(v)] for name, v in held.items() if _place(v) in places}
 
@@ -128,9 +132,9 @@ def _pefts_names(model: Any) -> dict[str, str]:
 def _fill(
     path: Path, stored: Mapping[str, Tensor], into: Mapping[str, Tensor], names: Collection[str]
 ) -> None:
-    given = {_place(into[name]) for name in names if name in into}
+    covered = {_place(into[name]) for name in names if name in into}
     extra = [name for name in names if name not in into]
-    missing = [name for name, value in into.items() if _place(value) not in given]
+    missing = [name for name, value in into.items() if _place(value) not in covered]
     info = {"missing_keys": missing, "unexpected_keys": extra, "mismatched_keys": []}
     check_loaded(path, info, extra_allowed=False)
     filled: set[Any] = set()
@@ -154,7 +158,7 @@ def _place(value: Tensor) -> tuple[Any, ...]:
     return value.device, value.data_ptr(), value.shape
 
 
-def _placed(model: nn.Module, device_map: Any) -> Any:
+def _place_on_devices(model: nn.Module, device_map: Any) -> Any:
     if device_map is None:
         return model
     from accelerate import dispatch_model, infer_auto_device_map
@@ -169,6 +173,6 @@ def _placed(model: nn.Module, device_map: Any) -> Any:
             room = get_balanced_memory(
                 model, no_split_module_classes=unsplit, low_zero=device_map == "balanced_low_0"
             )
-        found = infer_auto_device_map(model, max_memory=room, no_split_module_classes=unsplit)
-        return dispatch_model(model, found)
+        placement = infer_auto_device_map(model, max_memory=room, no_split_module_classes=unsplit)
+        return dispatch_model(model, placement)
     return model.to(device_map)

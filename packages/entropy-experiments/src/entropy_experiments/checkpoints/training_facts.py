@@ -34,6 +34,8 @@ from entropy_experiments.input_files import check_regular
 FACTS_FILE = "entropy_probe.json"
 TRL_FILES = ("trl.yaml", "trl_config.yaml", "grpo.yaml", "training.yaml", "train.yaml")
 
+TrainingFacts = Mapping[str, Any]
+"""Values by name; `KNOWN` lists the names."""
 KNOWN = (
     "loss",
     "advantage",
@@ -155,19 +157,19 @@ def read_facts(folders: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str
         if path is None:
             continue
         files.append(path)
-        found = read(path, tuple(facts))
-        if "note" in found and "note" in facts:
-            facts["note"] += found["note"]
+        content = read(path, tuple(facts))
+        if "note" in content and "note" in facts:
+            facts["note"] += content["note"]
             sources["note"] += f", {path.name}"
-        for name, value in found.items():
+        for name, value in content.items():
             if name not in facts:
                 facts[name], sources[name] = value, path.name
     return facts, sources, files
 
 
-def _own(path: Path, _known: tuple[str, ...]) -> dict[str, Any]:
-    found = read_json(path)
-    unknown = [name for name in found if name not in KNOWN]
+def _own(path: Path, _earlier: tuple[str, ...]) -> dict[str, Any]:
+    content = read_json(path)
+    unknown = [name for name in content if name not in KNOWN]
     if unknown:
         near = get_close_matches(unknown[0], KNOWN, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -175,7 +177,7 @@ def _own(path: Path, _known: tuple[str, ...]) -> dict[str, Any]:
         raise ValueError(
             f"{path} has unknown keys {unknown[:5]}{rest}.{hint} Known keys: {', '.join(KNOWN)}."
         )
-    facts = {n: _valid(path, n, n, value) for n, value in found.items() if value is not None}
+    facts = {n: _valid(path, n, n, value) for n, value in content.items() if value is not None}
     _refuse_code(path, facts.get("reward_functions", ()))
     for name in facts.get("reward_functions", ()):
         if name not in REWARDS:
@@ -198,33 +200,37 @@ GROUPS = (
 """Facts that belong together: of two files that speak, all of a group come from one."""
 
 
-def _recorded(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
+def _recorded(path: Path, earlier: tuple[str, ...]) -> dict[str, Any]:
     record = read_record((path.parent,))
     assert record is not None  # the caller has seen the file
     facts: dict[str, Any] = record.facts()
     for group in GROUPS:
-        if any(name in known for name in group):
+        if any(name in earlier for name in group):
             facts = {name: value for name, value in facts.items() if name not in group}
     return {**facts, "unfollowed": list(record.unfollowed), "sampling": list(record.sampling)}
 
 
-def _trl(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
+def _trl(path: Path, earlier: tuple[str, ...]) -> dict[str, Any]:
     """Its facts but for what is `known` already."""
     check_regular(path, most=LARGEST_FILE)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8. Repair or remove it.") from error
-    found, _ = parse_text(text, source=str(path))
+    content, _ = parse_text(text, source=str(path))
     facts: dict[str, Any] = {}
     for key, (name, convert) in FROM_TRL.items():
-        if found.get(key) is None or name in ("dataset_name", "reward_functions", "reward_weights"):
+        if content.get(key) is None or name in (
+            "dataset_name",
+            "reward_functions",
+            "reward_weights",
+        ):
             continue
         try:
-            value = convert(found[key])
+            value = convert(content[key])
         except (TypeError, ValueError, OverflowError) as error:
             what = "a whole number" if convert is _whole else "a number"
-            raise _wrong(path, key, found[key], what) from error
+            raise _wrong(path, key, content[key], what) from error
         # Losses and ratios of TRL's that are not rebuilt are refused where they are used, unless
         # the config says otherwise; and its epsilon may exceed 1, which clips nothing below.
         free = name in ("loss", "advantage", "ratio", "clip_low")
@@ -232,22 +238,25 @@ def _trl(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
     # TRL's own default: the upper bound is the lower one unless it is given.
     if "clip_low" in facts:
         facts.setdefault("clip_high", facts["clip_low"])
-    if "bf16" in found or "fp16" in found:
-        half = "bfloat16" if found.get("bf16") else "float16" if found.get("fp16") else "float32"
+    if "bf16" in content or "fp16" in content:
+        half = (
+            "bfloat16" if content.get("bf16") else "float16" if content.get("fp16") else "float32"
+        )
         facts["amp_dtype"] = half
-    named, notes = _trl_task(path, found, known)
-    if "unfollowed" in known:  # a record has seen what became of these
+    named, notes = _trl_task(path, content, earlier)
+    if "unfollowed" in earlier:  # a record has seen what became of these
         return {**facts, **named, **({"note": tuple(notes)} if notes else {})}
     odd = [
         key
         for key, harmless in NOT_FOLLOWED.items()
-        if found.get(key) is not None and found[key] not in harmless
+        if content.get(key) is not None and content[key] not in harmless
     ]
     notes += [
-        f"{path.name}: training had {key} = {shown(found[key])}, which this program does not follow"
+        f"{path.name}: training had {key} = {shown(content[key])}, "
+        "which this program does not follow"
         for key in odd
     ]
-    of_loss = [f"{key} = {shown(found[key])}" for key in odd if key in OF_THE_LOSS]
+    of_loss = [f"{key} = {shown(content[key])}" for key in odd if key in OF_THE_LOSS]
     return {
         **facts,
         **named,
@@ -257,24 +266,24 @@ def _trl(path: Path, known: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _trl_task(
-    path: Path, found: Mapping[str, Any], known: tuple[str, ...]
+    path: Path, content: Mapping[str, Any], earlier: tuple[str, ...]
 ) -> tuple[dict[str, Any], list[str]]:
     """Its dataset and rewards if they are this program's too; others are left unread, and noted."""
     facts: dict[str, Any] = {}
     unread: list[str] = []
-    dataset = found.get("dataset_name")
+    dataset = content.get("dataset_name")
     dataset = "gsm8k" if dataset == "openai/gsm8k" else dataset
     if isinstance(dataset, str) and _is_dataset(dataset):
         facts["dataset_name"] = dataset
-    elif dataset is not None and "dataset_name" not in known:
+    elif dataset is not None and "dataset_name" not in earlier:
         unread.append(f"dataset_name = {short(dataset, 80)}")
-    rewards = found.get("reward_funcs")
+    rewards = content.get("reward_funcs")
     names = [rewards] if isinstance(rewards, str) else rewards
-    if "reward_functions" in known:
+    if "reward_functions" in earlier:
         pass  # Weights belong to functions: those of another file would be of others.
     elif isinstance(names, list) and names and all(name in REWARDS for name in names):
         facts["reward_functions"] = names
-        weights = found.get("reward_weights")
+        weights = content.get("reward_weights")
         if weights is not None:
             facts["reward_weights"] = _valid(path, "reward_weights", "reward_weights", weights)
     elif rewards is not None:
@@ -311,8 +320,8 @@ def _valid(path: Path, key: str, name: str, value: Any) -> Any:
     try:
         valid = adapter.validate_python(value)
     except ValidationError as error:
-        said = error.errors()[0]["msg"].replace("a valid tuple", "a list")
-        expected = re.sub(r"^(Input|Value|Tuple) should (be |have )", "", said)
+        reason = error.errors()[0]["msg"].replace("a valid tuple", "a list")
+        expected = re.sub(r"^(Input|Value|Tuple) should (be |have )", "", reason)
         raise _wrong(path, key, value, expected) from error
     return list(valid) if isinstance(valid, tuple) and name != "note" else valid
 

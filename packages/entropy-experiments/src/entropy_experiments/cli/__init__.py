@@ -50,7 +50,7 @@ app = typer.Typer(
     epilog="\b\nExamples:\n"
     "  entropy-probe run                        the policy shipped with the package\n"
     "  entropy-probe run --checkpoint step_60   your own checkpoint\n"
-    "  entropy-probe influence                  which tokens moved the entropy, and what if\n"
+    "  entropy-probe influence                  which tokens changed entropy, and what if\n"
     "  entropy-probe train --preset tiny        GRPO with the probe inside\n"
     "  entropy-probe evaluate RUN               pass@k, format, length, entropy over steps\n"
     "  entropy-probe doctor train.py            where do the gradients of a script stop?\n"

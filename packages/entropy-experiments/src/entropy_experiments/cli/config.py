@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from entropy_experiments.cli.endings import ending
-from entropy_experiments.cli.options import AsJson, Debug, Overrides, Quiet, tell
+from entropy_experiments.cli.options import AsJson, Debug, Overrides, Quiet, print_results
 
 app = typer.Typer(
     help="Print a template or the schema; check a file without running it.",
@@ -51,13 +51,13 @@ def template(
         )
 
         if names:
-            tell(list(template_names()), template_names, as_json=as_json)
+            print_results(list(template_names()), template_names, as_json=as_json)
             return
         text = template_text(name)
         training = f"{name.removesuffix('.yaml')}.yaml" in TRAINING_TEMPLATES
         if out is None:
             found = load_training(name) if training else load_config(name)
-            tell(found.dump(), text.splitlines, as_json=as_json)
+            print_results(found.dump(), text.splitlines, as_json=as_json)
             return
         if out.exists() and not force:
             raise ValueError(f"{out} exists. Choose another name, or overwrite it with --force.")
@@ -97,4 +97,4 @@ def check(
         found = load_config(file).with_overrides(overrides or [])
         notes = [] if quiet else [f"  note: {note}" for note in found.notes]
         result = {"source": str(found.source), "valid": True, "notes": list(found.notes)}
-        tell(result, lambda: [f"{found.source}: valid.", *notes], as_json=as_json)
+        print_results(result, lambda: [f"{found.source}: valid.", *notes], as_json=as_json)

@@ -29,9 +29,9 @@ EXIT_CODES = {
     UNEXPECTED: "an unexpected error, with its traceback; doctor: the script crashed",
     BAD_INPUT: "bad input: the message says what to change",
     FINDINGS: "doctor: findings of warning or above; arc, train: no gradient where one must be",
-    HUNG_UP: "ended by SIGHUP, a closed terminal's: go on as after 130",
-    INTERRUPTED: "interrupted: the message says what is kept, and how to go on",
-    TERMINATED: "ended by SIGTERM: go on as after 130; torchrun's units in work are stored",
+    HUNG_UP: "ended by SIGHUP (the terminal closed): run the same command to resume",
+    INTERRUPTED: "interrupted: the message says what is saved and how to resume",
+    TERMINATED: "ended by SIGTERM: current work is saved; run the same command to resume",
 }
 """Of every verb; docs/reference/commands.md says more."""
 PACKAGE = Path(entropy_experiments.__file__).parent
@@ -84,9 +84,12 @@ def ending(
     try:
         yield
     except EndedBySignal as end:
-        said = interrupted().removeprefix("Interrupted").lstrip()
+        message_text = interrupted().removeprefix("Interrupted").lstrip()
         typer.echo(
-            printable(f"\nEnded by {end.name}{'' if said[:1] in '.' else ' '}{said}"), err=True
+            printable(
+                f"\nEnded by {end.name}{'' if message_text[:1] in '.' else ' '}{message_text}"
+            ),
+            err=True,
         )
         raise typer.Exit(128 + end.number) from None
     except KeyboardInterrupt:
@@ -99,8 +102,8 @@ def ending(
         if debug or not ours:
             _unexpected(failure)
             raise typer.Exit(BAD_INPUT if ours else UNEXPECTED) from None
-        said = words_of_os_error(failure) if isinstance(failure, OSError) else failure
-        typer.echo(f"Error: {message(said)}", err=True)
+        message_text = words_of_os_error(failure) if isinstance(failure, OSError) else failure
+        typer.echo(f"Error: {message(message_text)}", err=True)
         raise typer.Exit(BAD_INPUT) from None
     except typer.Exit:
         raise

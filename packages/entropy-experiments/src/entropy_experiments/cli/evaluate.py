@@ -16,11 +16,11 @@ from entropy_experiments.cli.options import (
     Overrides,
     Quiet,
     Threads,
-    configured,
-    interrupted,
-    library_aside,
-    tell,
-    tell_notes,
+    interrupt_message,
+    keep_stdout_for_json,
+    load_settings,
+    print_notes,
+    print_results,
 )
 
 if TYPE_CHECKING:
@@ -42,40 +42,49 @@ def evaluate(
         list[Path] | None,
         typer.Argument(
             metavar="CHECKPOINT",
-            help="Folders; a run's folder stands for its checkpoints.",
+            help="Checkpoint folders; a run's folder means all of its checkpoints.",
             show_default=False,
         ),
     ] = None,
     task: Annotated[
         str | None,
         typer.Option(
-            "--task", metavar="NAME_OR_JSONL", help="Dataset. Without it: the one of training."
+            "--task", metavar="NAME_OR_JSONL", help="Dataset. Default: the one used in training."
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option("--data", metavar="FILE", help="Local file of a named --task."),
     ] = None,
-    split: Annotated[str | None, typer.Option("--split", help="Of the dataset.")] = None,
-    prompts: Annotated[int, typer.Option("--prompts", help="Problems asked.")] = 64,
-    samples: Annotated[int, typer.Option("--samples", help="Responses per problem.")] = 8,
+    split: Annotated[str | None, typer.Option("--split", help="Split of the dataset.")] = None,
+    prompts: Annotated[int, typer.Option("--prompts", help="Number of prompts.")] = 64,
+    samples: Annotated[int, typer.Option("--samples", help="Responses per prompt.")] = 8,
     k: Annotated[
-        str | None, typer.Option("--k", metavar="K,K,...", help="Of pass@k. Without it: 1,4,8.")
+        str | None,
+        typer.Option("--k", metavar="K,K,...", help="Values of k for pass@k. Default: 1,4,8."),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of problems and responses.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed of prompts and responses.")
+    ] = None,
     rewards: Annotated[
         list[str] | None,
         typer.Option(
-            "--reward", metavar="NAME", help="What passes (at 1 or more); may be repeated."
+            "--reward",
+            metavar="NAME",
+            help="Reward that counts as a pass at 1 or more; may be repeated.",
         ),
     ] = None,
     threshold: Annotated[
         float | None,
-        typer.Option("--threshold", metavar="NATS", help="Doubt begins here. Default: ln 2."),
+        typer.Option(
+            "--threshold",
+            metavar="NATS",
+            help="Entropy above which a token counts as uncertain. Default: ln 2.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder. Without it: results/evaluations/..."),
+        typer.Option("--out", help="Folder. Default: results/evaluations/..."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace another evaluation in the folder.")
@@ -88,35 +97,42 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Pass rate, pass@k, format, length and entropy of checkpoints, on the same prompts."""
-    found: Config | None = None
+    settings: Config | None = None
     with shared_ending(
-        debug=debug, threads=threads, interrupted=lambda: interrupted(found, lambda _: _kept(out))
+        debug=debug,
+        threads=threads,
+        interrupted=lambda: interrupt_message(settings, lambda _: _kept(out)),
     ) as speaks:
         quiet = quiet or not speaks
         changes = _changes(task, data, split, seed)
-        found = configured(config, changes, None, overrides)
-        tell_notes(found, quiet=quiet)
+        settings = load_settings(config, changes, None, overrides)
+        print_notes(settings, quiet=quiet)
         if speaks and out is not None:
             try_folder(out)
-        options: dict[str, Any] = {"prompts": prompts, "samples": samples}
-        if k is not None:
-            options["ks"] = _numbers(k)
-        if rewards:
-            options["rewards"] = tuple(rewards)
-        if threshold is not None:
-            options["threshold"] = threshold
+        ks = None if k is None else _numbers(k)
 
         from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
         from entropy_experiments.pipelines.evaluation.request import EvaluationRequest
         from entropy_experiments.report.evaluation_tables import evaluation_report
 
-        request = EvaluationRequest(**options)
-        with library_aside(as_json=as_json):
+        request = EvaluationRequest(
+            prompts=prompts,
+            samples=samples,
+            ks=ks,
+            rewards=tuple(rewards) if rewards else None,
+            threshold=EvaluationRequest.threshold if threshold is None else threshold,
+        )
+        with keep_stdout_for_json(as_json=as_json):
             result = evaluate_checkpoints(
-                checkpoints or (), found, request=request, out=out, overwrite=overwrite, quiet=quiet
+                checkpoints or (),
+                settings,
+                request=request,
+                out=out,
+                overwrite=overwrite,
+                quiet=quiet,
             )
         files = f"Files: {result['folder']}"
-        tell(result, lambda: [*evaluation_report(result), "", files], as_json=as_json)
+        print_results(result, lambda: [*evaluation_report(result), "", files], as_json=as_json)
 
 
 def _changes(

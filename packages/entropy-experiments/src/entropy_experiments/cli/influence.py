@@ -17,11 +17,11 @@ from entropy_experiments.cli.options import (
     Overrides,
     Quiet,
     Threads,
-    configured,
-    interrupted,
-    library_aside,
-    tell,
-    tell_notes,
+    interrupt_message,
+    keep_stdout_for_json,
+    load_settings,
+    print_notes,
+    print_results,
     try_to_write,
 )
 
@@ -47,30 +47,40 @@ def influence(
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Run directory. Without it: results/entropy_influence/..."),
+        typer.Option("--out", help="Run directory. Default: results/entropy_influence/..."),
     ] = None,
     what_if: Annotated[
         list[str] | None,
         typer.Option(
-            "--what-if", metavar="EXPR", help="Another step (forms: below); may be repeated."
+            "--what-if",
+            metavar="EXPR",
+            help="A changed step to answer for (forms: below); may be repeated.",
         ),
     ] = None,
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="Make each what-if's step and measure it.")
+        bool, typer.Option("--confirm", help="Take each what-if's step and measure its effect.")
     ] = False,
     entropy_budget: Annotated[
         float | None,
-        typer.Option("--entropy-budget", metavar="NATS", help="Learning rate that changes H so."),
+        typer.Option(
+            "--entropy-budget",
+            metavar="NATS",
+            help="Find the learning rate that changes entropy by this many nats.",
+        ),
     ] = None,
     fisher: Annotated[
-        bool, typer.Option("--fisher", help="The Fisher kernel of all pairs of rollouts too.")
+        bool,
+        typer.Option("--fisher", help="Also compute the Fisher kernel of all pairs of rollouts."),
     ] = False,
     saved: Annotated[
         Path | None,
-        typer.Option("--from", help="What-ifs from this run directory, without a model."),
+        typer.Option(
+            "--from", help="Answer what-ifs from this run directory, without loading a model."
+        ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace another study in the run directory.")
+        bool,
+        typer.Option("--overwrite", help="Replace another influence study in the run directory."),
     ] = False,
     as_json: AsJson = False,
     threads: Threads = None,
@@ -78,54 +88,54 @@ def influence(
     debug: Debug = False,
 ) -> None:
     """Say which tokens, rollouts and optimizer terms moved the entropy, and what if."""
-    found: Config | None = None
+    settings: Config | None = None
     with shared_ending(
-        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+        debug=debug, threads=threads, interrupted=lambda: interrupt_message(settings, _kept)
     ) as speaks:
         quiet = quiet or not speaks
         if saved is not None:
-            given = {"--config": config, "--checkpoint": checkpoint, "--set": overrides}
-            given |= {"--out": out, "--confirm": confirm, "--fisher": fisher}
-            given |= {"--overwrite": overwrite}
-            _from_saved(saved, what_if or [], entropy_budget, given, as_json=as_json)
+            options = {"--config": config, "--checkpoint": checkpoint, "--set": overrides}
+            options |= {"--out": out, "--confirm": confirm, "--fisher": fisher}
+            options |= {"--overwrite": overwrite}
+            _from_saved(saved, what_if or [], entropy_budget, options, as_json=as_json)
             return
         changes: dict[str, Any] = {}
         if out is not None:
             changes["influence.run_directory"] = str(out)
             changes["rollouts.save"] = str(out / "rollouts")
         # What is not asked for here is as the file has it.
-        asked = {"what_if": what_if, "confirm": confirm, "fisher": fisher}
-        changes |= {f"influence.{name}": value for name, value in asked.items() if value}
+        analyses = {"what_if": what_if, "confirm": confirm, "fisher": fisher}
+        changes |= {f"influence.{name}": value for name, value in analyses.items() if value}
         if entropy_budget is not None:
             changes["influence.entropy_budget"] = entropy_budget
-        found = configured(config, changes, checkpoint, overrides)
-        if confirm and not found.influence.what_if:
+        settings = load_settings(config, changes, checkpoint, overrides)
+        if confirm and not settings.influence.what_if:
             raise ValueError(
                 "--confirm has nothing to confirm; expected a step to make and measure. Add "
                 "--what-if, such as --what-if drop=negative."
             )
-        tell_notes(found, quiet=quiet)
-        try_to_write(found, found.influence.run_directory)
+        print_notes(settings, quiet=quiet)
+        try_to_write(settings, settings.influence.run_directory)
 
         from entropy_experiments.pipelines.influence.runner import EntropyInfluenceRunner
         from entropy_experiments.report.influence_tables import influence_report
 
-        with library_aside(as_json=as_json):
-            summary = EntropyInfluenceRunner(found, quiet=quiet).run(overwrite=overwrite)
+        with keep_stdout_for_json(as_json=as_json):
+            summary = EntropyInfluenceRunner(settings, quiet=quiet).run(overwrite=overwrite)
         files = f"Files: {summary['run_directory']}"
-        tell(summary, lambda: [*influence_report(summary), files], as_json=as_json)
+        print_results(summary, lambda: [*influence_report(summary), files], as_json=as_json)
 
 
 def _from_saved(
     folder: Path,
     what_if: list[str],
     entropy_budget: float | None,
-    given: dict[str, Any],
+    options: dict[str, Any],
     *,
     as_json: bool,
 ) -> None:
-    wrong = [name for name, value in given.items() if value]
-    if given["--confirm"]:
+    wrong = [name for name, value in options.items() if value]
+    if options["--confirm"]:
         raise ValueError(
             f"{', '.join(wrong)} together with --from: confirming makes the step, which needs the "
             "model. Repeat the study's own command (without --from) with the same --out, this "
@@ -141,14 +151,14 @@ def _from_saved(
 
     from entropy_experiments.pipelines.influence.runner import what_if_from
 
-    found = what_if_from(folder, what_if, entropy_budget=entropy_budget)
-    tell(found, lambda: _answers(found), as_json=as_json)
+    answers = what_if_from(folder, what_if, entropy_budget=entropy_budget)
+    print_results(answers, lambda: _answers(answers), as_json=as_json)
 
 
-def _answers(found: dict[str, Any]) -> list[str]:
+def _answers(answers: dict[str, Any]) -> list[str]:
     lines = []
-    for evaluation in found["evaluations"]:
-        if len(found["evaluations"]) > 1:
+    for evaluation in answers["evaluations"]:
+        if len(answers["evaluations"]) > 1:
             lines.append(f"{evaluation['name']}:")
         lines += [answer["text"] for answer in evaluation["what_if"]]
         if evaluation["entropy_budget"] is not None:

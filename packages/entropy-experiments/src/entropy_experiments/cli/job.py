@@ -48,13 +48,10 @@ LAST_WORDS = timedelta(seconds=5)
 """For the message of the rank that failed: torchrun ends the others with the first that leaves."""
 ONE_PROCESS = ("report", "config", "arc")
 """Verbs that rank 0 runs alone."""
-STORED = (
-    "Ended by SIGTERM; the unit in work is stored. Start the same command again: what is finished "
-    "is not computed again."
-)
+STORED = "Ended by SIGTERM. Current work is saved; run the same command to resume."
 
 
-def several() -> bool:
+def is_multi_process() -> bool:
     """Whether torchrun has started more than one of these."""
     if "RANK" not in os.environ:
         return False
@@ -64,16 +61,16 @@ def several() -> bool:
 
 def speaks() -> bool:
     """Whether this process prints and writes, as the environment has it: alone, or rank 0."""
-    return not several() or ranks_of_job()[0] == 0
+    return not is_multi_process() or ranks_of_job()[0] == 0
 
 
-def as_if_alone() -> dict[str, str]:
+def environment_without_torchrun() -> dict[str, str]:
     """The environment without torchrun's words, for a program that is no part of this job.
 
     By them, a library inside it would wait for the other ranks, or have one thread only: torchrun
     gives its processes OMP_NUM_THREADS=1 where nobody has set it.
     """
-    if not several():
+    if not is_multi_process():
         return dict(os.environ)
     begins, ends = ("MASTER_", "TORCHELASTIC_"), ("RANK", "WORLD_SIZE")
     return {
@@ -96,7 +93,7 @@ def shared_ending(
 
     `threads`: as many as this on the CPU; None leaves it to the computation.
     """
-    if not several():
+    if not is_multi_process():
         with (
             ending(debug=debug, interrupted=interrupted),
             signals_interrupt(),
@@ -109,18 +106,22 @@ def shared_ending(
     from entropy_experiments.sampling.finishing import finishing_units
 
     with ending(debug=debug):
-        ranks = _joined()
+        ranks = _join_ranks()
     try:
-        with ending(debug=debug, interrupted=interrupted), _one_voice(ranks), on_threads(threads):
+        with (
+            ending(debug=debug, interrupted=interrupted),
+            _one_error_message(ranks),
+            on_threads(threads),
+        ):
             with across(ranks), finishing_units(), _quiet_libraries(ranks, debug=debug):
                 yield ranks.first
             ranks.agree()  # nobody leaves while rank 0 writes: it may still fail
     except typer.Exit as end:
         if end.exit_code not in (0, TERMINATED):  # SIGTERM: somebody waits for this to end
-            _last_words()
+            _wait_for_message()
         raise
     finally:
-        _left()
+        _leave_ranks()
 
 
 def on_threads(threads: int | None) -> AbstractContextManager[None]:
@@ -133,7 +134,7 @@ def on_threads(threads: int | None) -> AbstractContextManager[None]:
     return fixed_threads(threads)
 
 
-def _joined() -> Ranks:
+def _join_ranks() -> Ranks:
     import torch
     import torch.distributed as dist
 
@@ -157,7 +158,7 @@ def _joined() -> Ranks:
     return Ranks(dist.group.WORLD)
 
 
-def _left() -> None:
+def _leave_ranks() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -165,7 +166,7 @@ def _left() -> None:
 
 
 @contextmanager
-def _one_voice(ranks: Ranks) -> Iterator[None]:
+def _one_error_message(ranks: Ranks) -> Iterator[None]:
     """An error passes on one rank only; on the others it is an exit code."""
     from entropy_experiments.distributed import LostRankError, RankError, announced
     from entropy_experiments.sampling.finishing import Terminated
@@ -209,7 +210,7 @@ def _quiet_libraries(ranks: Ranks, *, debug: bool) -> Iterator[None]:
         yield
 
 
-def _last_words() -> None:
+def _wait_for_message() -> None:
     """Wait until the rank that failed has given its message, or is gone."""
     import torch.distributed as dist
 

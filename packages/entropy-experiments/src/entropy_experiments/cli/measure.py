@@ -16,11 +16,11 @@ from entropy_experiments.cli.options import (
     Overrides,
     Quiet,
     Threads,
-    configured,
-    interrupted,
-    library_aside,
-    tell,
-    tell_notes,
+    interrupt_message,
+    keep_stdout_for_json,
+    load_settings,
+    print_notes,
+    print_results,
     try_to_write,
 )
 
@@ -55,25 +55,25 @@ def measure(
     debug: Debug = False,
 ) -> None:
     """Measure an update's entropy change at several step sizes, over fresh batches."""
-    found: Config | None = None
+    settings: Config | None = None
     with shared_ending(
-        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+        debug=debug, threads=threads, interrupted=lambda: interrupt_message(settings, _kept)
     ) as speaks:
         quiet = quiet or not speaks
-        found = configured(config, {}, checkpoint, overrides, under=out)
-        tell_notes(found, quiet=quiet)
-        try_to_write(found)
+        settings = load_settings(config, {}, checkpoint, overrides, under=out)
+        print_notes(settings, quiet=quiet)
+        try_to_write(settings)
 
-        from entropy_experiments.output_folder import claimed
+        from entropy_experiments.output_folder import claim_folder
         from entropy_experiments.pipelines.measure import EntropyMeasurements
         from entropy_experiments.report.measurements import measurement_report
 
         with (
-            library_aside(as_json=as_json),
-            claimed(out, found, verb="measure", overwrite=overwrite),
+            keep_stdout_for_json(as_json=as_json),
+            claim_folder(out, settings, verb="measure", overwrite=overwrite),
         ):
-            results = EntropyMeasurements(found, quiet=quiet).run_experiments()
-        tell(results, lambda: measurement_report(results), as_json=as_json)
+            results = EntropyMeasurements(settings, quiet=quiet).run_experiments()
+        print_results(results, lambda: measurement_report(results), as_json=as_json)
 
 
 def _kept(config: Config) -> str:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[
     str | None,
-    typer.Option("--config", help="YAML file or template. Without it: the quick start."),
+    typer.Option("--config", help="YAML file or template. Default: the quick start."),
 ]
 Checkpoint = Annotated[
     Path | None,
     typer.Option(
-        "--checkpoint", help="Folder, or embedded/checkpoint-N of the package. Without it: N = 13."
+        "--checkpoint", help="Folder, or embedded/checkpoint-N of the package. Default: N = 13."
     ),
 ]
 Overrides = Annotated[
@@ -38,14 +38,14 @@ Threads = Annotated[
     typer.Option(
         "--threads",
         min=1,
-        help="Threads on the CPU. Without it: OMP_NUM_THREADS, or as many as are quickest.",
+        help="CPU threads. Default: OMP_NUM_THREADS, or the fastest number.",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no notes on the screen.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress and no notes.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def configured(
+def load_settings(
     config: str | None,
     changes: Mapping[str, Any],
     checkpoint: Path | None,
@@ -56,13 +56,13 @@ def configured(
     """The file, then the options, then --set: the most explicit wins."""
     from entropy_experiments.config import load_config
 
-    found = load_config(config)
+    settings = load_config(config)
     if under is not None:
-        found = found.under(under)
+        settings = settings.under(under)
     if checkpoint is not None:
         changes = {**changes, "checkpoint.checkpoint_path": str(checkpoint)}
-    found = found.replaced(changes, where="the command line")
-    return found.with_overrides(overrides or [])
+    settings = settings.replaced(changes, where="the command line")
+    return settings.with_overrides(overrides or [])
 
 
 def try_to_write(config: Config, *more: str | Path | None) -> None:
@@ -77,12 +77,12 @@ def try_to_write(config: Config, *more: str | Path | None) -> None:
     try_outputs((logs, config.rollout_folder, *more), (config.output.results_path,))
 
 
-def library_aside(*, as_json: bool) -> AbstractContextManager[Any]:
+def keep_stdout_for_json(*, as_json: bool) -> AbstractContextManager[Any]:
     """With --json, stdout carries JSON and nothing else, whatever a library prints."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
-def tell(results: Any, words: Callable[[], Sequence[str]], *, as_json: bool) -> None:
+def print_results(results: Any, words: Callable[[], Sequence[str]], *, as_json: bool) -> None:
     """Results as JSON, or in words."""
     if as_json:
         typer.echo(json.dumps(results, indent=2, allow_nan=False))
@@ -90,14 +90,14 @@ def tell(results: Any, words: Callable[[], Sequence[str]], *, as_json: bool) -> 
         typer.echo(printable("\n".join(words())))
 
 
-def interrupted(config: Config | None, kept: Callable[[Config], str]) -> str:
+def interrupt_message(config: Config | None, kept: Callable[[Config], str]) -> str:
     """What Ctrl-C leaves behind: `kept` says where."""
     if config is None:
         return "Interrupted before anything was computed."
     return f"Interrupted. {kept(config)}"
 
 
-def tell_notes(config: Config, *, quiet: bool) -> None:
+def print_notes(config: Config, *, quiet: bool) -> None:
     """What the configuration has to say about itself: keys that no longer mean anything, ..."""
     if not quiet:
         for note in config.notes:

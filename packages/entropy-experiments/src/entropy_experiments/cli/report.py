@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from entropy_experiments.cli.endings import ending
-from entropy_experiments.cli.options import AsJson, Debug, Quiet, tell
+from entropy_experiments.cli.options import AsJson, Debug, Quiet, print_results
 
 if TYPE_CHECKING:
     from entropy_experiments.report.compare import Comparison
@@ -133,7 +133,7 @@ def report(
             options = {"trajectory": trajectory, "evaluation": evaluation, "columns": columns}
             found["figures"] = [str(path) for path in write_figures(run, figures, **options)]
             lines.append(f"Figures: {len(found['figures'])} files in {figures}")
-        tell(found, lambda: lines, as_json=as_json)
+        print_results(found, lambda: lines, as_json=as_json)
 
 
 def _follow(run: Path, html: Path | None, asked: dict[str, Any], *, quiet: bool) -> None:
@@ -192,7 +192,7 @@ def _side_by_side(
     if as_json or not sys.stdout.isatty():
         from entropy_experiments.report.compare import table_lines
 
-        tell(found, lambda: list(table_lines(found))[1:], as_json=as_json)
+        print_results(found, lambda: list(table_lines(found))[1:], as_json=as_json)
     else:
         _on_the_screen(found)
     if html is not None and not as_json:

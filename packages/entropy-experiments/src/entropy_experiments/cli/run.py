@@ -16,11 +16,11 @@ from entropy_experiments.cli.options import (
     Overrides,
     Quiet,
     Threads,
-    configured,
-    interrupted,
-    library_aside,
-    tell,
-    tell_notes,
+    interrupt_message,
+    keep_stdout_for_json,
+    load_settings,
+    print_notes,
+    print_results,
     try_to_write,
 )
 
@@ -53,24 +53,24 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Predict what an update does to entropy, measure it, and say what to believe."""
-    found: Config | None = None
+    settings: Config | None = None
     with shared_ending(
-        debug=debug, threads=threads, interrupted=lambda: interrupted(found, _kept)
+        debug=debug, threads=threads, interrupted=lambda: interrupt_message(settings, _kept)
     ) as speaks:
         quiet = quiet or not speaks
-        found = configured(config, {}, checkpoint, overrides, under=out)
-        tell_notes(found, quiet=quiet)
-        try_to_write(found)
+        settings = load_settings(config, {}, checkpoint, overrides, under=out)
+        print_notes(settings, quiet=quiet)
+        try_to_write(settings)
 
-        from entropy_experiments.output_folder import claimed
+        from entropy_experiments.output_folder import claim_folder
         from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 
         with (
-            library_aside(as_json=as_json),
-            claimed(out, found, verb="run", overwrite=overwrite),
+            keep_stdout_for_json(as_json=as_json),
+            claim_folder(out, settings, verb="run", overwrite=overwrite),
         ):
-            results = OfflineEntropyProbe(found, quiet=quiet).run_mixed_probe()
-        tell(results, lambda: results["verdict"], as_json=as_json)
+            results = OfflineEntropyProbe(settings, quiet=quiet).run_mixed_probe()
+        print_results(results, lambda: results["verdict"], as_json=as_json)
 
 
 def _kept(config: Config) -> str:

@@ -10,8 +10,15 @@ import typer
 
 from entropy_experiments.artifacts import try_folder
 from entropy_experiments.cli.endings import FINDINGS, ending, signals_interrupt
-from entropy_experiments.cli.job import on_threads, several, speaks
-from entropy_experiments.cli.options import AsJson, Debug, Quiet, Threads, library_aside, tell
+from entropy_experiments.cli.job import is_multi_process, on_threads, speaks
+from entropy_experiments.cli.options import (
+    AsJson,
+    Debug,
+    Quiet,
+    Threads,
+    keep_stdout_for_json,
+    print_results,
+)
 from entropy_experiments.input_errors import printable
 
 if TYPE_CHECKING:
@@ -32,30 +39,30 @@ BEGUN_WITH = "entropy_probe_train.yaml"
 
 def train(
     config: Annotated[
-        str | None, typer.Option("--config", help="YAML file or template of a training.")
+        str | None, typer.Option("--config", help="YAML file or template of a training run.")
     ] = None,
     preset: Annotated[
         str | None,
         typer.Option("--preset", help="tiny, smollm2-gsm8k or qwen25-15b-lora. Default: tiny."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the run, in place of output_dir.")
+        Path | None, typer.Option("--out", help="Output folder; overrides output_dir.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", help="Optimizer steps, in place of max_steps.")
+        int | None, typer.Option("--steps", help="Number of optimizer steps; overrides max_steps.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")
+        bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")
     ] = False,
     no_probe: Annotated[
-        bool, typer.Option("--no-probe", help="Train without the probe, to the same weights.")
+        bool, typer.Option("--no-probe", help="Train without the probe; the weights are the same.")
     ] = False,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a value; may be repeated."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the configuration and print its sizes.")
+        bool, typer.Option("--dry-run", help="Check the configuration, print its sizes and stop.")
     ] = False,
     as_json: AsJson = False,
     threads: Threads = None,
@@ -65,11 +72,11 @@ def train(
     """Train a policy by GRPO; predict and measure what each step does to its entropy."""
     if dry_run and not speaks():
         return
-    found: TrainingConfig | None = None
+    settings: TrainingConfig | None = None
     option = "max_steps" if steps is None else "--steps"
-    alone = nullcontext() if several() else signals_interrupt()
-    with ending(debug=debug, interrupted=lambda: _interrupted(found)), alone:
-        found = _configured(
+    alone = nullcontext() if is_multi_process() else signals_interrupt()
+    with ending(debug=debug, interrupted=lambda: _interrupt_message(settings)), alone:
+        settings = _load_settings(
             config, preset, out, steps, resume=resume, no_probe=no_probe, overrides=overrides or []
         )
         from entropy_experiments.config.training_batch import (
@@ -80,24 +87,24 @@ def train(
         )
 
         rank, ranks = ranks_of_job()
-        plan = batch_plan(found, ranks=ranks)
+        plan = batch_plan(settings, ranks=ranks)
         if not quiet and rank == 0:
-            for note in found.notes:
+            for note in settings.notes:
                 typer.echo(printable(f"note: {note}"), err=True)
         if dry_run:
-            _check_names(found)
-            words = [f"{found.source}: valid.", plan_line(found, plan)]
-            notes = plan_notes(found, plan)
+            _check_names(settings)
+            words = [f"{settings.source}: valid.", plan_line(settings, plan)]
+            notes = plan_notes(settings, plan)
             words += [f"note: {note}" for note in notes]
-            facts: dict[str, Any] = {"valid": True, "config": found.dump(), "notes": notes}
+            facts: dict[str, Any] = {"valid": True, "config": settings.dump(), "notes": notes}
             if resume:
-                facts["resumes_from"], line = _would_resume(found, option)
+                facts["resumes_from"], line = _would_resume(settings, option)
                 words.append(line)
-            tell(facts, lambda: words, as_json=as_json)
+            print_results(facts, lambda: words, as_json=as_json)
             return
 
         if rank == 0:
-            try_folder(found.output_dir)
+            try_folder(settings.output_dir)
 
         from entropy_experiments.online.train.doctor import gradient_errors
         from entropy_experiments.online.train.equal_rewards import EqualRewardsError
@@ -105,14 +112,14 @@ def train(
         from entropy_experiments.online.train.summary import summary_words
 
         try:
-            with library_aside(as_json=as_json), on_threads(threads):
-                summary = run(found, resume=resume, quiet=quiet)
+            with keep_stdout_for_json(as_json=as_json), on_threads(threads):
+                summary = run(settings, resume=resume, quiet=quiet)
         except (EqualRewardsError, *gradient_errors()) as finding:
             if rank == 0:
                 typer.echo(f"Error: {printable(finding)}", err=True)
             raise typer.Exit(FINDINGS) from None
         if rank == 0:
-            tell(summary, lambda: summary_words(summary, option=option), as_json=as_json)
+            print_results(summary, lambda: summary_words(summary, option=option), as_json=as_json)
 
 
 def _check_names(config: TrainingConfig) -> None:
@@ -125,7 +132,7 @@ def _check_names(config: TrainingConfig) -> None:
     build_reward(functions, config.reward_weights)
 
 
-def _configured(
+def _load_settings(
     config: str | None,
     preset: str | None,
     out: Path | None,
@@ -146,15 +153,15 @@ def _configured(
         raise ValueError(f"--steps is {steps}; expected 1 or more.")
     begun = None if out is None else out / BEGUN_WITH
     if config is not None:
-        found = load_training(config)
+        settings = load_training(config)
     elif preset is not None:
-        found = load_preset(preset)
+        settings = load_preset(preset)
     elif resume and begun is not None and begun.is_file():
-        found = load_training(begun)  # what the run was begun with
+        settings = load_training(begun)  # what the run was begun with
     else:
         if resume and begun is not None:
             _refuse_unknown_run(begun)
-        found = load_training()
+        settings = load_training()
     changes: dict[str, Any] = {}
     if out is not None:
         changes["output_dir"] = str(out)
@@ -162,15 +169,15 @@ def _configured(
         changes["max_steps"] = steps
     if no_probe:
         changes["probe.enabled"] = False
-    found = replaced(found, changes, where="the command line")
-    return with_overrides(found, overrides)
+    settings = replaced(settings, changes, where="the command line")
+    return with_overrides(settings, overrides)
 
 
 def _refuse_unknown_run(begun_with: Path) -> None:
     """Checkpoints that do not say how they were trained are not continued by the default."""
-    from entropy_experiments.checkpoints.runs import steps_of
+    from entropy_experiments.checkpoints.runs import checkpoints_by_step
 
-    if steps_of(begun_with.parent):
+    if checkpoints_by_step(begun_with.parent):
         raise ValueError(
             f"{begun_with.parent} has checkpoints, but no {begun_with.name}, which says how they "
             "were trained. Name their configuration with --config, or check --out."
@@ -193,18 +200,18 @@ def _would_resume(config: TrainingConfig, option: str) -> tuple[str | None, str]
     checkpoint, _ = last_whole_checkpoint(out)
     if checkpoint is None:
         return None, f"{out} has no whole checkpoint yet: it would begin from the beginning"
-    made = steps_made(checkpoint)
-    if made == config.max_steps and not ended(out, made):
-        line = f"all {made} steps are made: it would write the end of the run"
+    finished_steps = steps_made(checkpoint)
+    if finished_steps == config.max_steps and not ended(out, finished_steps):
+        line = f"all {finished_steps} steps are made: it would write the end of the run"
         return str(checkpoint), line
-    if made >= config.max_steps:
+    if finished_steps >= config.max_steps:
         from entropy_experiments.online.train.summary import nothing_line
 
-        return str(checkpoint), nothing_line(made, config.max_steps, option=option)
+        return str(checkpoint), nothing_line(finished_steps, config.max_steps, option=option)
     return str(checkpoint), f"would continue from {checkpoint}"
 
 
-def _interrupted(config: TrainingConfig | None) -> str:
+def _interrupt_message(config: TrainingConfig | None) -> str:
     if config is None:
         return "Interrupted before anything was computed."
     return (

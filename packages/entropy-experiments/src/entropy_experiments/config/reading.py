@@ -14,7 +14,7 @@ from entropy_experiments.config.fields import Section
 from entropy_experiments.config.model import Config, validated
 from entropy_experiments.config.problems import ConfigError
 from entropy_experiments.config.yaml_dialect import parse_text
-from entropy_experiments.input_files import check_regular, expanded
+from entropy_experiments.input_files import check_regular, expand_path
 
 DEFAULT_TEMPLATE = "detailed_logging_example.yaml"
 """What a command runs without --config: the quick start, on the policy in the package."""
@@ -122,7 +122,7 @@ def _comment(text: str | None, indent: str) -> str:
 
 def read_text(path: str | Path, *, offered: str | None = None) -> tuple[str, str]:
     """(name for messages, text). `offered`: what there is instead of a file that is not there."""
-    file = expanded(path, "--config")
+    file = expand_path(path, "--config")
     if file.is_dir():
         raise ConfigError(str(path), ["is a folder, expected a YAML file."])
     if file.exists():

@@ -14,15 +14,16 @@ two widths: where these disagree, nothing here is trusted (`estimate.stencil`).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Unpack
 
 from torch import Tensor
 
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.central import led_by_reverse
-from entropy_experiments.estimate.first_order import SlopeForm, slope_estimand
 from entropy_experiments.estimate.gradient import entropy_gradient
-from entropy_experiments.estimate.modes import Mode, used_forward_mode
-from entropy_experiments.estimate.noise import REPACKINGS, spread
+from entropy_experiments.estimate.modes import used_forward_mode
+from entropy_experiments.estimate.noise import spread
+from entropy_experiments.estimate.options import EstimatorOptions, SlopeKeywords, slope_options
 from entropy_experiments.estimate.ratio import (
     check_repeatable,
     check_scores,
@@ -52,7 +53,6 @@ from entropy_experiments.types import (
     Scores,
     check_direction,
 )
-from entropy_experiments.types.estimate import Entropy, Prompts, Unit
 
 LINEAR_TOLERANCE = 0.1
 
@@ -61,16 +61,10 @@ def curvature(
     policy: Policy,
     rollouts: Rollouts,
     direction: Direction,
+    options: EstimatorOptions | None = None,
     *,
-    form: SlopeForm = "to_go",
-    mode: Mode = "auto",
-    unit: Unit = "token",
-    entropy: Entropy = "rao_blackwell",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
-    microbatch: int = 8,
-    repackings: int = REPACKINGS,
     width: float | None = None,
+    **keywords: Unpack[SlopeKeywords],
 ) -> Estimate:
     """D_v D_v H: a step of eta bends away from its prediction by eta^2 / 2 times this.
 
@@ -78,20 +72,20 @@ def curvature(
     allows. Diagnostics: `slope` (an Estimate from the same pass), `linear_range` (the eta up to
     which the bend is within 10 % of the slope), `linear_range_low`, the same at the curvature's
     unfavourable interval end with the noise floor added, and `stencil`, the value at two widths.
+    Keywords are fields of `options`, and win over them; `form` is "to_go" or "matched".
     """
+    options = slope_options(options, keywords)
+    microbatch = options.microbatch
     check_direction(policy, direction)
     whole(rollouts)
     check_repeatable(policy, rollouts)
-    how = used_forward_mode(policy, rollouts, mode)
+    how = used_forward_mode(policy, rollouts, options.mode)
     if policy.top_p < 1:
         raise ValueError(
             f"Curvature of a top_p = {policy.top_p:g} law: the differences it is made of would "
             "step over changes of the support. It is defined for the full softmax, top_p = 1."
         )
-    estimand = slope_estimand(
-        policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
-    )
-
+    estimand = options.estimand(policy)
     step = direction_step(policy, direction, how, width)
 
     def value_of(packed: Rollouts, size: int) -> float:
@@ -102,7 +96,7 @@ def curvature(
     stencil = stencil_of(sums_NM, rollouts, step / direction.lr)
     sums_NM = sums_NM[:, :6]
     here = point(curvature_of_ratio, sums_NM, rollouts)
-    repacked = spread(value_of, here, rollouts, microbatch, count=repackings)
+    repacked = spread(value_of, here, rollouts, microbatch, count=options.repackings)
     base = None
     if rollouts.behaviour_logprob_NS is not None or how == "central":
         base = score_all(policy, policy.params, rollouts, microbatch=microbatch)

@@ -17,8 +17,8 @@ that serves every direction.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -27,13 +27,17 @@ from entropy_experiments.distributed import Ranks, current
 from entropy_experiments.estimate.baseline import cross_fitted_baseline
 from entropy_experiments.estimate.central import led_by_reverse
 from entropy_experiments.estimate.gradient import Term, entropy_gradient
-from entropy_experiments.estimate.modes import Mode, Used, used_mode
-from entropy_experiments.estimate.noise import REPACKINGS, spread
+from entropy_experiments.estimate.modes import Used, used_mode
+from entropy_experiments.estimate.noise import spread
+from entropy_experiments.estimate.options import (
+    EstimatorOptions,
+    SlopeKeywords,
+    slope_options,
+)
 from entropy_experiments.estimate.ratio import (
     check_repeatable,
     check_scores,
     drawn_with,
-    estimand_of,
     no_scores,
     payload,
     ratio_sums,
@@ -61,27 +65,17 @@ from entropy_experiments.types import (
     check_direction,
 )
 from entropy_experiments.types.direction import sum_of
-from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
-
-SlopeForm = Literal["matched", "to_go"]
-PAIRED_WITH: dict[SlopeForm, Form] = {"matched": "snis", "to_go": "per_decision"}
 
 
 def first_order(
     policy: Policy,
     rollouts: Rollouts,
     direction: Direction,
+    options: EstimatorOptions | None = None,
     *,
-    form: SlopeForm = "to_go",
-    mode: Mode = "auto",
-    unit: Unit = "token",
-    entropy: Entropy = "rao_blackwell",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
     baseline: bool = False,
-    microbatch: int = 8,
     base: Scores | None = None,
-    repackings: int = REPACKINGS,
+    **keywords: Unpack[SlopeKeywords],
 ) -> Estimate:
     """dH per unit learning rate; `eta * first_order(...)` predicts a step.
 
@@ -90,53 +84,31 @@ def first_order(
     of the measurement on this very sample. `base`, the scores at theta, is used where they are
     needed and not a by-product of differentiating (reverse mode, baseline, stale rollouts).
     `diagnostics["mode"]` is the way of differentiating that was used (`estimate.modes`).
+    Keywords are fields of `options`, and win over them; `form` is "to_go" or "matched".
     """
-    estimand = slope_estimand(
-        policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
-    )
-    asked = _Asked(mode=mode, baseline=baseline, microbatch=microbatch, repackings=repackings)
-    return _slopes(policy, rollouts, direction, (), estimand, asked, base)[0]
+    options = slope_options(options, keywords)
+    return _slopes(policy, rollouts, direction, (), options, baseline, base)[0]
 
 
 def first_order_by_part(
     policy: Policy,
     rollouts: Rollouts,
     direction: Direction,
+    options: EstimatorOptions | None = None,
     *,
-    form: SlopeForm = "to_go",
-    mode: Mode = "auto",
-    unit: Unit = "token",
-    entropy: Entropy = "rao_blackwell",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
     baseline: bool = False,
-    microbatch: int = 8,
     base: Scores | None = None,
-    repackings: int = REPACKINGS,
+    **keywords: Unpack[SlopeKeywords],
 ) -> Attribution:
     """The slope along the whole direction and along each of its parts, on the same rollouts.
 
     By jvp and reverse one pass serves all parts, and the total is their sum. By central all share
     the scores at theta and one gradient. The total's noise floor serves its lines.
     """
-    estimand = slope_estimand(
-        policy, form=form, unit=unit, entropy=entropy, prompts=prompts, horizon=horizon
-    )
-    asked = _Asked(mode=mode, baseline=baseline, microbatch=microbatch, repackings=repackings)
-    total, lines = _slopes(
-        policy, rollouts, direction, tuple(direction.parts), estimand, asked, base
-    )
+    options = slope_options(options, keywords)
+    parts = tuple(direction.parts)
+    total, lines = _slopes(policy, rollouts, direction, parts, options, baseline, base)
     return Attribution.of(total, lines)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """How slopes are taken, besides what they speak of."""
-
-    mode: Mode
-    baseline: bool
-    microbatch: int
-    repackings: int
 
 
 def _slopes(
@@ -144,20 +116,20 @@ def _slopes(
     rollouts: Rollouts,
     direction: Direction,
     parts: Sequence[str],
-    estimand: Estimand,
-    asked: _Asked,
+    options: EstimatorOptions,
+    baseline: bool,
     base: Scores | None,
 ) -> tuple[Estimate, dict[str, Estimate]]:
     """Along the whole direction, and along these parts of it."""
+    estimand = options.estimand(policy)
     check_direction(policy, direction)
     whole(rollouts)
     check_repeatable(policy, rollouts)
-    mode, microbatch = used_mode(policy, rollouts, asked.mode), asked.microbatch
-    if asked.baseline and (estimand.form != PAIRED_WITH["to_go"] or mode == "reverse"):
-        form = next(slope for slope, paired in PAIRED_WITH.items() if paired == estimand.form)
+    mode, microbatch = used_mode(policy, rollouts, options.mode), options.microbatch
+    if baseline and (options.slope_form != "to_go" or mode == "reverse"):
         raise ValueError(
-            f"baseline=True with form={form!r}, mode={mode!r}; it is defined for the to_go form in "
-            "a forward mode."
+            f"baseline=True with form={options.slope_form!r}, mode={mode!r}; it is defined for the "
+            "to_go form in a forward mode."
         )
     if mode == "central" and policy.top_p < 1:
         raise ValueError(
@@ -171,19 +143,19 @@ def _slopes(
     v = direction.total
     along = {part: direction.parts[part] for part in parts}
     if mode == "reverse":
-        return _reverse(policy, rollouts, v, along, estimand, asked, base, doubts)
+        return _reverse(policy, rollouts, v, along, options, base, doubts)
     how: How = mode
     total, lines = None, dict.fromkeys(parts)
     if how == "central":
         # The values alone: spread and noise floor are the differences' own.
-        only = replace(asked, repackings=0)
-        total, lines = _reverse(policy, rollouts, v, along, estimand, only, base, doubts)
+        only = replace(options, repackings=0)
+        total, lines = _reverse(policy, rollouts, v, along, only, base, doubts)
 
     def value_of(packed: Rollouts, size: int) -> float:
         found, (slope,) = scores_along(
             policy, packed, [v], mode=how, microbatch=size, lr=direction.lr
         )
-        return point(_slope, _sums(found, slope, packed, estimand, asked, None), packed)
+        return point(_slope, _sums(found, slope, packed, estimand, baseline, None), packed)
 
     # Derivatives are linear in the direction; differences are so only nearly.
     added = bool(parts) and how != "central"
@@ -198,14 +170,14 @@ def _slopes(
     )
     if added:
         slopes = [Scores(*(sum_of(x_NS) for x_NS in zip(*slopes, strict=True))), *slopes]
-    sums_NM = _sums(found, slopes[0], rollouts, estimand, asked, base)
+    sums_NM = _sums(found, slopes[0], rollouts, estimand, baseline, base)
     if not sums_NM[:, :3].any():
         refuse_unmoved(policy, rollouts, v)
     here = point(_slope, sums_NM, rollouts)
-    floor = spread(value_of, here, rollouts, microbatch, count=asked.repackings)
+    floor = spread(value_of, here, rollouts, microbatch, count=options.repackings)
 
     def estimate(slope: Scores, floor: float | None, exact: Estimate | None) -> Estimate:
-        x_NM = _sums(found, slope, rollouts, estimand, asked, base)
+        x_NM = _sums(found, slope, rollouts, estimand, baseline, base)
         one = _estimate(x_NM, rollouts, estimand, noise_floor=floor, why_not=doubts, mode=how)
         if exact is None:
             return one
@@ -246,12 +218,12 @@ def _reverse(
     rollouts: Rollouts,
     v: Params,
     parts: Mapping[str, Params],
-    estimand: Estimand,
-    asked: _Asked,
+    options: EstimatorOptions,
     base: Scores | None,
     doubts: tuple[str, ...],
 ) -> tuple[Estimate, dict[str, Estimate]]:
     """g_H once, for the whole direction and every part."""
+    estimand, microbatch = options.estimand(policy), options.microbatch
 
     def gradient(
         packed: Rollouts, size: int, shared: Scores | None = None, term: Term = "total"
@@ -260,8 +232,8 @@ def _reverse(
             policy, packed, estimand=estimand, term=term, microbatch=size, base=shared
         )
 
-    g_H = gradient(rollouts, asked.microbatch, base)
-    g_direct = gradient(rollouts, asked.microbatch, base, "direct")
+    g_H = gradient(rollouts, microbatch, base)
+    g_direct = gradient(rollouts, microbatch, base, "direct")
 
     def estimate(along: Params, floor: float | None) -> Estimate:
         total, direct = dot(g_H, along), dot(g_direct, along)
@@ -277,32 +249,10 @@ def _reverse(
         lambda packed, size: dot(gradient(packed, size), v),
         dot(g_H, v),
         rollouts,
-        asked.microbatch,
-        count=asked.repackings,
+        microbatch,
+        count=options.repackings,
     )
     return estimate(v, floor), {part: estimate(along, None) for part, along in parts.items()}
-
-
-def slope_estimand(
-    policy: Policy,
-    *,
-    form: SlopeForm,
-    unit: Unit = "token",
-    entropy: Entropy = "rao_blackwell",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
-) -> Estimand:
-    """What a slope of this form speaks of: the measurement it differentiates."""
-    if form not in PAIRED_WITH:
-        raise ValueError(f"form={form!r}; expected one of {tuple(PAIRED_WITH)}.")
-    return estimand_of(
-        policy,
-        prompts=prompts,
-        unit=unit,
-        form=PAIRED_WITH[form],
-        entropy=entropy,
-        horizon=horizon,
-    )
 
 
 def scores_along(
@@ -396,12 +346,12 @@ def _sums(
     slope: Scores,
     rollouts: Rollouts,
     estimand: Estimand,
-    asked: _Asked,
+    baseline: bool,
     base: Scores | None,
 ) -> Tensor:
     """Per rollout: direct and state part of A', then B', A and B."""
     sums_NM = _columns(found, slope, rollouts, estimand)
-    if asked.baseline:
+    if baseline:
         expected_NS = cross_fitted_baseline(base or found, rollouts, estimand)
         spared_NS = expected_NS * slope.logprob_NS
         sums_NM[:, 1] -= torch.where(rollouts.response_NS, spared_NS, 0.0).sum(1)

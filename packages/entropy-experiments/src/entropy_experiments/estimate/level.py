@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.noise import spread
+from entropy_experiments.estimate.options import EstimatorOptions, LevelKeywords, measure_options
 from entropy_experiments.estimate.ratio import (
     check_repeatable,
     drawn_with,
-    estimand_of,
     payload,
     ratio_sums,
     score_all,
@@ -17,26 +20,29 @@ from entropy_experiments.estimate.ratio import (
 )
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.types import Estimand, Estimate, Policy, Rollouts, Scores
-from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
+from entropy_experiments.types.estimate import Form
 
 
 def entropy_level(
     policy: Policy,
     rollouts: Rollouts,
+    options: EstimatorOptions | None = None,
     *,
-    form: Form = "per_decision",
-    unit: Unit = "token",
-    entropy: Entropy = "rao_blackwell",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
-    microbatch: int = 8,
+    form: Form | None = None,
     base: Scores | None = None,
     repackings: int = 0,
+    **keywords: Unpack[LevelKeywords],
 ) -> Estimate:
-    """H of the policy itself."""
-    estimand = estimand_of(
-        policy, prompts=prompts, unit=unit, form=form, entropy=entropy, horizon=horizon
-    )
+    """H of the policy itself.
+
+    Other keywords are fields of `options`, and win over them. `form`: None is that of the options;
+    rollouts of the policy itself may also be "resampled". `repackings` are the options' only for
+    changes: a level is far above its noise floor.
+    """
+    options = measure_options(options, keywords)
+    estimand, microbatch = options.estimand(policy), options.forward_size
+    if form is not None:
+        estimand = replace(estimand, form=form)
     whole(rollouts)
     check_repeatable(policy, rollouts)
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)

@@ -12,17 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 from entropy_experiments.distributed import current, local_part
-from entropy_experiments.estimate.noise import REPACKINGS, repackings_of
+from entropy_experiments.estimate.noise import repackings_of
+from entropy_experiments.estimate.options import (
+    EstimatorOptions,
+    MeasureKeywords,
+    measure_options,
+)
 from entropy_experiments.estimate.ratio import (
     check_repeatable,
     drawn_with,
-    estimand_of,
     payload,
     ratio_sums,
     refuse_unmoved,
@@ -49,7 +53,6 @@ from entropy_experiments.types import (
     Scores,
     check_direction,
 )
-from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 
 MAX_STEP_ROUNDING = 0.05
 FP32_EPS = torch.finfo(torch.float32).eps
@@ -70,11 +73,28 @@ class Case(NamedTuple):
 
 
 def measured(
-    policy: Policy, rollouts: Rollouts, direction: Direction, eta: float, **options
+    policy: Policy,
+    rollouts: Rollouts,
+    direction: Direction,
+    eta: float,
+    options: EstimatorOptions | None = None,
+    *,
+    clips: Sequence[float | None] = (None,),
+    base: Scores | None = None,
+    **keywords: Unpack[MeasureKeywords],
 ) -> Estimate:
     """H(theta + eta v) - H(theta); options are those of `measured_many`."""
-    found = measured_many(policy, rollouts, {"direction": direction}, [eta], **options)
-    return next(iter(found.values()))
+    changes = measured_many(
+        policy,
+        rollouts,
+        {"direction": direction},
+        [eta],
+        options,
+        clips=clips,
+        base=base,
+        **keywords,
+    )
+    return next(iter(changes.values()))
 
 
 def measured_many(
@@ -82,35 +102,30 @@ def measured_many(
     rollouts: Rollouts,
     directions: Mapping[str, Direction],
     etas: Iterable[float],
+    options: EstimatorOptions | None = None,
     *,
-    form: Form = "per_decision",
-    unit: Unit = "token",
-    entropy: Entropy = "rao_blackwell",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
     symmetric: bool = False,
     clips: Sequence[float | None] = (None,),
-    microbatch: int = 8,
     base: Scores | None = None,
-    repackings: int = REPACKINGS,
+    **keywords: Unpack[MeasureKeywords],
 ) -> dict[Case, Estimate]:
     """Every direction at every eta (and -eta, if symmetric) under every clip.
 
-    Each costs one no-grad pass over the rollouts (settings of adapters may share it), on top of the
-    base pass and the repackings that give the noise floor, which are done once. Diagnostics:
+    Keywords are fields of `options`, and win over them; `form` is "per_decision" or "snis". Each
+    costs one no-grad pass over the rollouts (settings of adapters may share it), on top of the base
+    pass and the repackings that give the noise floor, which are done once. Diagnostics:
     `weights` (see `WeightDiagnostics`) and, per rollout, `integrand_N` (they sum to the change),
     `entropy_N`, `entropy_base_N`, `tokens_N`.
     """
-    if form == "resampled":
+    if keywords.get("form") == "resampled":
         raise ValueError("form='resampled' is another function: estimate.resampled.resampled.")
     if rollouts.behaviour_logprob_NS is not None and policy.top_p < 1:
         raise ValueError(
             "Rollouts with behaviour_logprob_NS under a top_p law: their support may differ from "
             "the policy's, and no weight repairs that. Draw them from the policy itself."
         )
-    estimand = estimand_of(
-        policy, prompts=prompts, unit=unit, form=form, entropy=entropy, horizon=horizon
-    )
+    options = measure_options(options, keywords)
+    estimand, microbatch = options.estimand(policy), options.forward_size
     steps = [float(eta) for eta in etas]
     if not steps or not all(isfinite(eta) for eta in steps):
         raise ValueError(f"etas is {steps}; expected one or more finite numbers.")
@@ -122,7 +137,9 @@ def measured_many(
     check_repeatable(policy, rollouts)
 
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
-    floors = _noise_floors(policy, rollouts, base, estimand, clips, microbatch, repackings)
+    floors = noise_floors(
+        policy, rollouts, base, estimand, clips, microbatch=microbatch, count=options.repackings
+    )
     doubt = coarse_weights(policy)
     out: dict[Case, Estimate] = {}
     along = {name: partial(_total, direction) for name, direction in directions.items()}
@@ -320,12 +337,13 @@ def _missed(old: Tensor, new: Tensor, along: Tensor, eta: float) -> Tensor:
     return (new.to(dtype) - old.to(dtype)).sub_(along.to(dtype), alpha=eta)
 
 
-def _noise_floors(
+def noise_floors(
     policy: Policy,
     rollouts: Rollouts,
     base: Scores,
     estimand: Estimand,
     clips: Sequence[float | None],
+    *,
     microbatch: int,
     count: int,
 ) -> dict[float | None, float | None]:

@@ -1,14 +1,32 @@
-"""What an estimate speaks of and how it is computed: options that travel together."""
+"""What an estimate speaks of and how it is computed: options that travel together.
+
+    options = EstimatorOptions(unit="sequence", horizon=256)
+    slope = first_order(policy, rollouts, direction, options)
+    change = measured(policy, rollouts, direction, lr, options)
+
+Every estimator takes `options`, single keywords, or both; a keyword wins over the options. Forms
+come in pairs: a slope is the exact derivative of one measurement,
+
+    matched  of  snis            to_go  of  per_decision
+
+so `EstimatorOptions.form` names the measurement and slopes follow. As a keyword, `form` is in the
+words of the function that takes it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypedDict
 
-from entropy_experiments.estimate.first_order import PAIRED_WITH, SlopeForm, slope_estimand
 from entropy_experiments.estimate.modes import Mode
 from entropy_experiments.estimate.noise import REPACKINGS
+from entropy_experiments.estimate.ratio import estimand_of
 from entropy_experiments.types import Estimand, Policy
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
+
+SlopeForm = Literal["matched", "to_go"]
+PAIRED_WITH: dict[SlopeForm, Form] = {"matched": "snis", "to_go": "per_decision"}
+"""By the form of a slope: the measurement that it differentiates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +41,9 @@ class EstimatorOptions:
         prompts: A sample of a "population", or a "fixed" set: what the error bars speak of.
         horizon: max_new_tokens of the rollouts, if there was one.
         mode: How to differentiate; "auto" tries what the policy has.
-        microbatch: Rollouts in a pass.
-        repackings: Passes in other packings that give the measurement's noise floor.
+        microbatch: Rollouts in a pass with derivatives.
+        forward_microbatch: Rollouts in a pass without; None: as many.
+        repackings: Passes in other packings that give noise floors.
 
     Example:
         >>> EstimatorOptions(form="snis").slope_form
@@ -38,6 +57,7 @@ class EstimatorOptions:
     horizon: int | None = None
     mode: Mode = "auto"
     microbatch: int = 8
+    forward_microbatch: int | None = None
     repackings: int = REPACKINGS
 
     def __post_init__(self) -> None:
@@ -46,23 +66,115 @@ class EstimatorOptions:
                 f"EstimatorOptions.form is {self.form!r}; expected one of "
                 f"{tuple(PAIRED_WITH.values())}, which have a slope."
             )
-        if self.microbatch < 1:
-            raise ValueError(
-                f"EstimatorOptions.microbatch is {self.microbatch}; expected at least 1."
-            )
+        for name in ("microbatch", "forward_microbatch"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"EstimatorOptions.{name} is {size}; expected at least 1.")
 
     @property
     def slope_form(self) -> SlopeForm:
         """The form of the slope whose measurement is `form`."""
         return next(slope for slope, paired in PAIRED_WITH.items() if paired == self.form)
 
+    @property
+    def forward_size(self) -> int:
+        """Rollouts in a pass without derivatives."""
+        return self.forward_microbatch or self.microbatch
+
     def estimand(self, policy: Policy) -> Estimand:
         """What slopes and measurements of this policy speak of."""
-        return slope_estimand(
+        return estimand_of(
             policy,
-            form=self.slope_form,
-            unit=self.unit,
-            entropy=self.entropy,
             prompts=self.prompts,
+            unit=self.unit,
+            form=self.form,
+            entropy=self.entropy,
             horizon=self.horizon,
         )
+
+
+class RewardKeywords(TypedDict, total=False):
+    """Options of a reward's estimators; a reward has one form and one unit."""
+
+    prompts: Prompts
+    horizon: int | None
+    mode: Mode
+    microbatch: int
+    repackings: int
+
+
+class SlopeKeywords(RewardKeywords, total=False):
+    """Options of a slope, one by one: fields of EstimatorOptions."""
+
+    form: SlopeForm
+    unit: Unit
+    entropy: Entropy
+
+
+class LevelKeywords(TypedDict, total=False):
+    """Options of the entropy itself, one by one: fields of EstimatorOptions."""
+
+    unit: Unit
+    entropy: Entropy
+    prompts: Prompts
+    horizon: int | None
+    microbatch: int
+
+
+class MeasureKeywords(LevelKeywords, total=False):
+    """Options of a measurement, one by one: fields of EstimatorOptions."""
+
+    form: Form
+    repackings: int
+
+
+def slope_options(options: EstimatorOptions | None, keywords: SlopeKeywords) -> EstimatorOptions:
+    """The options with these keywords in place of theirs; `form` is a slope's."""
+    changes: dict[str, Any] = dict(keywords)
+    if "form" in changes:
+        changes["form"] = _paired(changes["form"])
+    return _changed(options, changes)
+
+
+def measure_options(
+    options: EstimatorOptions | None, keywords: MeasureKeywords | LevelKeywords
+) -> EstimatorOptions:
+    """The options with these keywords in place of theirs; `form` is a measurement's."""
+    return _changed(options, dict(keywords))
+
+
+def reward_options(options: EstimatorOptions | None, keywords: RewardKeywords) -> EstimatorOptions:
+    """The options with these keywords in place of theirs."""
+    return _changed(options, dict(keywords))
+
+
+def slope_estimand(
+    policy: Policy,
+    *,
+    form: SlopeForm,
+    unit: Unit = "token",
+    entropy: Entropy = "rao_blackwell",
+    prompts: Prompts = "population",
+    horizon: int | None = None,
+) -> Estimand:
+    """What a slope of this form speaks of: the measurement it differentiates."""
+    return estimand_of(
+        policy, prompts=prompts, unit=unit, form=_paired(form), entropy=entropy, horizon=horizon
+    )
+
+
+def _paired(form: SlopeForm) -> Form:
+    if form not in PAIRED_WITH:
+        raise ValueError(f"form={form!r}; expected one of {tuple(PAIRED_WITH)}.")
+    return PAIRED_WITH[form]
+
+
+def _changed(options: EstimatorOptions | None, changes: dict[str, Any]) -> EstimatorOptions:
+    if options is not None and not isinstance(options, EstimatorOptions):
+        raise TypeError(
+            f"Got a {type(options).__name__} as options; expected EstimatorOptions, or single "
+            "keywords such as microbatch=8."
+        )
+    if "microbatch" in changes:  # one size for all passes of this call
+        changes["forward_microbatch"] = None
+    return replace(options or EstimatorOptions(), **changes)

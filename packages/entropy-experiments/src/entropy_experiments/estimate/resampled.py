@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.noise import REPACKINGS
+from entropy_experiments.estimate.options import EstimatorOptions, LevelKeywords, measure_options
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.types import (
     Direction,
@@ -36,12 +38,13 @@ def resampled(
     *,
     generator: torch.Generator,
     base_rollouts: Rollouts | None = None,
+    options: EstimatorOptions | None = None,
     repackings: int = REPACKINGS,
-    **options,
+    **keywords: Unpack[LevelKeywords],
 ) -> Estimate:
     """H(theta + eta v) - H(theta), each on rollouts of its own policy.
 
-    `base_rollouts` are of theta, drawn here if not given; options are those of `entropy_level`.
+    `base_rollouts` are of theta, drawn here if None; options are those of `entropy_level`.
     """
     check_direction(policy, direction)
     params = shifted(policy.params, direction.total, eta)
@@ -53,9 +56,11 @@ def resampled(
                 "The sampler gave behaviour_logprob_NS; expected rollouts drawn from the very "
                 "parameters it was called with, which need no weights."
             )
-    options = {**options, "form": "resampled", "repackings": repackings}
-    moved = entropy_level(_At(policy, params), after, **options)
-    level = entropy_level(policy, before, **options)
+    options = measure_options(options, keywords)
+    moved, level = (
+        entropy_level(at, drawn, options, form="resampled", repackings=repackings)
+        for at, drawn in ((_At(policy, params), after), (policy, before))
+    )
     found = moved - level
     return replace(found, diagnostics={"H": moved, "H_base": level})
 

@@ -18,14 +18,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.central import led_by_reverse, slope_by_reverse
 from entropy_experiments.estimate.measured import MAX_STEP_ROUNDING, step_rounding
-from entropy_experiments.estimate.modes import Mode, used_forward_mode
-from entropy_experiments.estimate.noise import REPACKINGS, repackings_of
+from entropy_experiments.estimate.modes import used_forward_mode
+from entropy_experiments.estimate.noise import repackings_of
+from entropy_experiments.estimate.options import (
+    EstimatorOptions,
+    RewardKeywords,
+    reward_options,
+)
 from entropy_experiments.estimate.ratio import (
     check_repeatable,
     drawn_with,
@@ -71,16 +77,19 @@ def reward_level(
     policy: Policy,
     rollouts: Rollouts,
     reward_N: Tensor | None,
+    options: EstimatorOptions | None = None,
     *,
-    prompts: Prompts = "population",
-    horizon: int | None = None,
-    microbatch: int = 8,
     base: Scores | None = None,
+    **keywords: Unpack[RewardKeywords],
 ) -> Estimate:
-    """R of the policy itself; scores are needed for stale rollouts only."""
+    """R of the policy itself; scores are needed for stale rollouts only.
+
+    Keywords are fields of `options`, and win over them.
+    """
     reward_N = check_rewards(reward_N, rollouts)
-    estimand = reward_estimand(policy, prompts=prompts, horizon=horizon)
-    base = _base_if_stale(policy, rollouts, base, microbatch)
+    options = reward_options(options, keywords)
+    estimand = reward_estimand(policy, prompts=options.prompts, horizon=options.horizon)
+    base = _base_if_stale(policy, rollouts, base, options.forward_size)
     return by_prompt(
         level_of,
         torch.stack(weighted(reward_N, logweights_here(base, rollouts)), 1),
@@ -96,33 +105,34 @@ def reward_slope(
     rollouts: Rollouts,
     reward_N: Tensor | None,
     direction: Direction,
+    options: EstimatorOptions | None = None,
     *,
-    mode: Mode = "auto",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
     within_prompts: bool = False,
-    microbatch: int = 8,
     base: Scores | None = None,
     slope_N: Tensor | None = None,
-    repackings: int = REPACKINGS,
+    **keywords: Unpack[RewardKeywords],
 ) -> Estimate:
     """D_v R per unit learning rate: the derivative of `reward_change` on these very rollouts.
 
     `slope_N`, D_v S of every rollout, spares the pass (and then has no noise floor of its own).
+    Keywords are fields of `options`, and win over them.
     """
+    options = reward_options(options, keywords)
+    microbatch = options.microbatch
     reward_N = _checked(policy, rollouts, reward_N, direction)
     if slope_N is not None and slope_N.shape != reward_N.shape:
         raise ValueError(
             f"slope_N has shape {tuple(slope_N.shape)}; expected {tuple(reward_N.shape)}, D_v S "
             "of every evaluation rollout."
         )
-    how: How = "jvp" if slope_N is not None else used_forward_mode(policy, rollouts, mode)
+    how: How = "jvp" if slope_N is not None else used_forward_mode(policy, rollouts, options.mode)
     if how == "central" and policy.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {policy.top_p:g}: a difference would step over changes "
             "of the truncated law's support. Use mode='jvp', which keeps the support."
         )
-    estimand, v = reward_estimand(policy, prompts=prompts, horizon=horizon), direction.total
+    estimand = reward_estimand(policy, prompts=options.prompts, horizon=options.horizon)
+    v = direction.total
     base = _base_if_stale(policy, rollouts, base, microbatch)
     columns, statistic = (covariances, level_of) if within_prompts else (matched, slope_of)
 
@@ -135,7 +145,7 @@ def reward_slope(
             refuse_unmoved(policy, packed, v)
         return columns(paid_N, logweight_N, found_N, packed)
 
-    repackings = 0 if slope_N is not None else repackings
+    repackings = 0 if slope_N is not None else options.repackings
     doubts = (*stale_reasons(base, rollouts, estimand), *_equal(reward_N))
     lowered_N = _lowered(reward_N)
     found, _ = _estimate(
@@ -162,7 +172,11 @@ def reward_slope_by_prompt(
     rollouts: Rollouts,
     reward_N: Tensor | None,
     direction: Direction,
-    **options,
+    options: EstimatorOptions | None = None,
+    *,
+    base: Scores | None = None,
+    slope_N: Tensor | None = None,
+    **keywords: Unpack[RewardKeywords],
 ) -> Estimate:
     """D_v R with less variance, from comparisons within prompts: unbiased for fresh rollouts.
 
@@ -175,7 +189,17 @@ def reward_slope_by_prompt(
             "by prompt compares rollouts of the same prompt and needs two or more of each. Draw "
             "more, or use reward_slope."
         )
-    return reward_slope(policy, rollouts, reward_N, direction, within_prompts=True, **options)
+    return reward_slope(
+        policy,
+        rollouts,
+        reward_N,
+        direction,
+        options,
+        within_prompts=True,
+        base=base,
+        slope_N=slope_N,
+        **keywords,
+    )
 
 
 def reward_curvature(
@@ -183,23 +207,24 @@ def reward_curvature(
     rollouts: Rollouts,
     reward_N: Tensor | None,
     direction: Direction,
-    *,
-    mode: Mode = "auto",
-    prompts: Prompts = "population",
-    horizon: int | None = None,
-    microbatch: int = 8,
-    repackings: int = REPACKINGS,
+    options: EstimatorOptions | None = None,
+    **keywords: Unpack[RewardKeywords],
 ) -> Estimate:
-    """D_v D_v R; diagnostics: `slope`, an Estimate from the same pass."""
+    """D_v D_v R; diagnostics: `slope`, an Estimate from the same pass.
+
+    Keywords are fields of `options`, and win over them.
+    """
+    options = reward_options(options, keywords)
+    microbatch, repackings = options.microbatch, options.repackings
     reward_N = _checked(policy, rollouts, reward_N, direction)
     if policy.top_p < 1:
         raise ValueError(
             f"Curvature of a reward under top_p = {policy.top_p:g}: the differences it is made of "
             "would step over changes of the support. It is defined for top_p = 1."
         )
-    estimand = reward_estimand(policy, prompts=prompts, horizon=horizon)
+    estimand = reward_estimand(policy, prompts=options.prompts, horizon=options.horizon)
     base = _base_if_stale(policy, rollouts, None, microbatch)
-    how, v = used_forward_mode(policy, rollouts, mode), direction.total
+    how, v = used_forward_mode(policy, rollouts, options.mode), direction.total
     step = direction_step(policy, direction, how)
 
     def sums_of(packed: Rollouts, paid_N: Tensor, size: int) -> Tensor:
@@ -242,19 +267,20 @@ def reward_change(
     reward_N: Tensor | None,
     direction: Direction,
     eta: float,
+    options: EstimatorOptions | None = None,
     *,
-    prompts: Prompts = "population",
-    horizon: int | None = None,
     clip: float | None = None,
-    microbatch: int = 8,
     base: Scores | None = None,
     moved: Scores | None = None,
-    repackings: int = REPACKINGS,
+    **keywords: Unpack[RewardKeywords],
 ) -> Estimate:
     """R(theta + eta v) - R(theta) by reweighting; `moved`, scores there, spares a pass.
 
-    Diagnostics: `weights` and, per rollout, `integrand_N` (they sum to the change).
+    Diagnostics: `weights` and, per rollout, `integrand_N` (they sum to the change). Keywords are
+    fields of `options`, and win over them.
     """
+    options = reward_options(options, keywords)
+    microbatch, repackings = options.forward_size, options.repackings
     reward_N = _checked(policy, rollouts, reward_N, direction)
     if not isfinite(eta):
         raise ValueError(f"eta is {eta}; expected a finite number.")
@@ -263,7 +289,7 @@ def reward_change(
             "Rollouts with behaviour_logprob_NS under a top_p law: their support may differ from "
             "the policy's, and no weight repairs that. Draw them from the policy itself."
         )
-    estimand = reward_estimand(policy, prompts=prompts, horizon=horizon)
+    estimand = reward_estimand(policy, prompts=options.prompts, horizon=options.horizon)
     total = direction.total
     params = shifted(policy.params, total, eta)
     rounding = step_rounding(policy.params, params, total, eta)

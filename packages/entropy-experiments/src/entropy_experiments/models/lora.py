@@ -4,7 +4,7 @@ peft writes a fresh [tokens, out] tensor for the product by B, for the scaling a
 three are one accumulating product (`addmm_`). Autograd and torch.func keep peft's own forward:
 this one is for passes in which nothing is differentiated, as scoring is.
 
-It is used where peft's forward is exactly this formula, asked anew in every call, since adapters
+It is used where peft's forward is exactly this formula, checked in every call, since adapters
 are switched, merged and hooked while a model lives. Elsewhere (DoRA and other variants, biases in
 B, half precision, autocast, hooks inside the layer) the layer's own forward runs. In fp32 and fp64
 the two differ by the rounding of a few additions.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from entropy_experiments.models.calling import forward_as, nothing_differentiated
+from entropy_experiments.models.call_conditions import forward_as, nothing_differentiated
 from entropy_experiments.types import Params
 
 DTYPES = (torch.float32, torch.float64)
@@ -60,11 +60,11 @@ class Adapter(NamedTuple):
 
 def adapters_of(layer: Any, prefix: str = "", params: Params | None = None) -> list[Adapter]:
     """The active ones, with the given parameters in place of the layer's own."""
-    given: Mapping[str, Any] = params or {}
+    values: Mapping[str, Any] = params or {}
     return [
         Adapter(
-            given.get(f"{prefix}lora_A.{name}.weight", layer.lora_A[name].weight),
-            given.get(f"{prefix}lora_B.{name}.weight", layer.lora_B[name].weight),
+            values.get(f"{prefix}lora_A.{name}.weight", layer.lora_A[name].weight),
+            values.get(f"{prefix}lora_B.{name}.weight", layer.lora_B[name].weight),
             layer.scaling[name],
         )
         for name in layer.active_adapters
@@ -108,8 +108,8 @@ def is_plain_lora(layer: Any) -> bool:
     # Hooks may keep what a module gives, or change it; even those on all modules of the process.
     if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
         return False
-    known = layer.lora_A.keys() - layer.lora_variant.keys()
-    if not all(name in known and type(layer.scaling[name]) in (int, float) for name in names):
+    plain_names = layer.lora_A.keys() - layer.lora_variant.keys()
+    if not all(name in plain_names and type(layer.scaling[name]) in (int, float) for name in names):
         return False
     inner = [layers[name] for layers in (layer.lora_A, layer.lora_B) for name in names]
     dropouts = [layer.lora_dropout[name] for name in names]

@@ -2,7 +2,7 @@
 
 Most models count 0, 1, 2, .... RoBERTa and its descendants make positions from the tokens: padding
 tokens stand at `padding_idx`, and the others are counted from `padding_idx + 1`. Which of the two a
-model does is tried at construction (`own_call`).
+model does is tried at construction (`trials`).
 
 Two kinds of rotary embedding choose their factors by the longest sequence of a call, so that a
 short rollout beside a long one gets the long one's:
@@ -30,7 +30,7 @@ from entropy_experiments.numerics.forward_mode import values_list
 from entropy_experiments.types import Rollouts
 
 
-def counted(tokens_NS: Tensor, padding: int | None, real_NS: Tensor | None = None) -> Tensor:
+def position_ids(tokens_NS: Tensor, padding: int | None, real_NS: Tensor | None = None) -> Tensor:
     """Positions of the tokens; `padding`: the index that RoBERTa-like models count from.
 
     `real_NS`: where there is a token rather than padding, if that is not everywhere.
@@ -42,7 +42,9 @@ def counted(tokens_NS: Tensor, padding: int | None, real_NS: Tensor | None = Non
     return ones_NS.cumsum(1) * ones_NS + padding
 
 
-def following(token_N: Tensor, count_N: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+def next_position_ids(
+    token_N: Tensor, count_N: Tensor, padding: int | None
+) -> tuple[Tensor, Tensor]:
     """Positions of the next tokens after so many that were counted, and how many there are then."""
     if padding is None:
         return count_N, count_N + 1
@@ -50,7 +52,7 @@ def following(token_N: Tensor, count_N: Tensor, padding: int | None) -> tuple[Te
     return (count_N + one_N) * one_N + padding, count_N + one_N
 
 
-def tokens_counted(tokens_NS: Tensor, padding: int | None, real_NS: Tensor) -> Tensor:
+def count_tokens(tokens_NS: Tensor, padding: int | None, real_NS: Tensor) -> Tensor:
     real_NS = real_NS.bool()
     return (real_NS if padding is None else real_NS & (tokens_NS != padding)).sum(1)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from entropy_experiments.models.calling import causal_lm, evaluating, math_attention
+from entropy_experiments.models.call_conditions import causal_lm, eval_mode, math_attention
 
 PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies do not depend on the sequence at hand."""
@@ -84,7 +84,7 @@ def low_precision_operations(model: nn.Module) -> list[str]:
     """Operations of a forward pass that return floating point below fp64."""
     tokens_NS = torch.arange(4, device=next(model.parameters()).device)[None]
     watch = _Watch()
-    with torch.no_grad(), evaluating(model), math_attention(), watch:
+    with torch.no_grad(), eval_mode(model), math_attention(), watch:
         model(input_ids=tokens_NS, attention_mask=torch.ones_like(tokens_NS), use_cache=False)
     return sorted(watch.low)
 

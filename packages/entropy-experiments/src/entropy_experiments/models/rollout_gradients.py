@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.numerics.by_rollout import (
+from entropy_experiments.numerics.derivatives import (
     Score,
-    check_worths,
-    full,
-    one_by_one,
+    at_least_fp32,
+    check_cotangents,
+    gradients_one_by_one,
     weighted_sum,
 )
 from entropy_experiments.types import Params, Rollouts, Scores
@@ -44,10 +44,10 @@ def gradients_by_rollout(
     score: Score, model: nn.Module, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
 ) -> list[dict[str, Tensor]]:
     """For each cotangent c the gradients [n, *shape] of sum(c_l l + c_h h) of each rollout."""
-    check_worths(rollouts, cotangents)
+    check_cotangents(rollouts, cotangents)
     owners = linear_owners(model, params)
     found = None if owners is None else batched(score, owners, params, rollouts, cotangents)
-    return one_by_one(score, params, rollouts, cotangents) if found is None else found
+    return gradients_one_by_one(score, params, rollouts, cotangents) if found is None else found
 
 
 def linear_owners(model: nn.Module, names: Params) -> Owners | None:
@@ -116,7 +116,7 @@ class _Caught:
 
     def _plus(self, name: str, more: Tensor) -> None:
         before = self.gradients.get(name)
-        self.gradients[name] = full(more) if before is None else before + more
+        self.gradients[name] = at_least_fp32(more) if before is None else before + more
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Teacher forcing of a transformers causal LM, as a function of its trainable parameters.
 
 Rollouts are moved to the left edge first, so that a batch gives the numbers of one rollout at a
-time (`called`). Rollouts of one prompt share a row (`shared_prompts`), where the model allows it.
-The scores come back where the tokens were.
+time (`functional_model`). Rollouts of one prompt share a row (`shared_prompts`), where the model
+allows it. The scores come back where the tokens were.
 
 The decoder's hidden states meet the LM head at response positions only, inside `response_scores`.
 That is right where logits are `head(hidden)` and nothing else; where they are not (an adapter on
@@ -19,35 +19,35 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.models.called import CalledModel
-from entropy_experiments.models.calling import (
+from entropy_experiments.models.call_conditions import (
     causal_lm,
-    evaluating,
-    hooked,
+    eval_mode,
+    has_hooks,
     nothing_differentiated,
     records_a_graph,
 )
-from entropy_experiments.models.own_call import HIGH, scaled_states, trial_tokens
-from entropy_experiments.models.packed import Packed
-from entropy_experiments.models.parts import (
-    FAILURES,
-    Parts,
-    alike,
-    few_tokens,
-    some_rollouts,
-    two_of_one_prompt,
-)
+from entropy_experiments.models.functional_model import FunctionalModel
 from entropy_experiments.models.rollout_gradients import gradients_by_rollout
-from entropy_experiments.models.shared_prompts import Rows, may_share, shared_rows
+from entropy_experiments.models.shared_prompts import Packed, Rows, may_share, shared_rows
 from entropy_experiments.models.stacked_settings import (
     may_stack,
     settings_in_a_pass,
     stacked_adapters,
+)
+from entropy_experiments.models.trials import (
+    FAILURES,
+    HIGH,
+    Parts,
+    few_tokens,
+    nearly_equal,
+    scaled_states,
+    some_rollouts,
+    trial_tokens,
+    two_of_one_prompt,
 )
 from entropy_experiments.numerics.entropy import (
     before_response,
@@ -63,7 +63,7 @@ KNOWN_MASKS = ("sdpa", "eager")
 """Implementations of attention that take a square mask."""
 
 
-class SequenceProcessor(CalledModel):
+class SequenceProcessor(FunctionalModel):
     """A loaded model as the estimators see it (`types.Policy`, and `types.NucleusPolicy`)."""
 
     def __init__(
@@ -158,10 +158,10 @@ class SequenceProcessor(CalledModel):
         kind = (records_a_graph(), nothing_differentiated(), tokens.bit_length())
         with timed_pass(kind, tokens, self._device, self.trial_pass):
             if len(many) < 2 or not nothing_differentiated():
-                found = [self._reached(params, self._score(params, packed)) for params in many]
+                scored = [self._reached(params, self._score(params, packed)) for params in many]
             else:
-                found = self._score_together(many, packed, self._stack_size(packed))
-        return [Scores(*map(packed.back, scores)) for scores in found]
+                scored = self._score_together(many, packed, self._stack_size(packed))
+        return [Scores(*map(packed.back, scores)) for scores in scored]
 
     @property
     def spares_work(self) -> bool:
@@ -205,15 +205,22 @@ class SequenceProcessor(CalledModel):
         inside = packed.rollouts
         if self._parts is None:
             where, logits_TV = self._response_logits(params, packed)
-            found_NS = torch.zeros_like(inside.tokens_NS).index_put(
-                where, nucleus_fingerprint(logits_TV, **self._law)
+            fingerprint_NS = torch.zeros_like(inside.tokens_NS).index_put(
+                where,
+                nucleus_fingerprint(logits_TV, temperature=self.temperature, top_p=self.top_p),
             )
         else:
             hidden_RSD, head_VD, bias_V = self._hidden(params, inside.tokens_NS, packed.rows)
-            found_NS = response_support(
-                hidden_RSD, head_VD, inside, place=packed.place, bias_V=bias_V, **self._law
+            fingerprint_NS = response_support(
+                hidden_RSD,
+                head_VD,
+                inside,
+                place=packed.place,
+                bias_V=bias_V,
+                temperature=self.temperature,
+                top_p=self.top_p,
             )
-        return packed.back(found_NS)
+        return packed.back(fingerprint_NS)
 
     def _packed(self, rollouts: Rollouts) -> Packed:
         words = len(causal_lm(self.model).get_input_embeddings().weight)
@@ -238,9 +245,9 @@ class SequenceProcessor(CalledModel):
 
     def _stacks(self) -> bool:
         """Whether settings can share a pass; hooks would see the rows of all of them."""
-        if self._parts is None or hooked(self._parts.decoder):
+        if self._parts is None or has_hooks(self._parts.decoder):
             return False
-        with evaluating(self.model):  # a dropout that is off does not stand in the way
+        with eval_mode(self.model):  # a dropout that is off does not stand in the way
             return may_stack(self._adapters, self._names) and self._stacking_works
 
     @cached_property
@@ -279,12 +286,15 @@ class SequenceProcessor(CalledModel):
     ) -> Scores:
         place, rollouts = packed.place, packed.rollouts
         return response_scores(
-            hidden_RSD, head_VD, rollouts, place=place, bias_V=bias_V, chunk=self.chunk, **self._law
+            hidden_RSD,
+            head_VD,
+            rollouts,
+            place=place,
+            bias_V=bias_V,
+            chunk=self.chunk,
+            temperature=self.temperature,
+            top_p=self.top_p,
         )
-
-    @property
-    def _law(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "top_p": self.top_p}
 
     def _score(self, params: Params, packed: Packed) -> Scores:
         check_params("params", params, self.params)
@@ -294,7 +304,11 @@ class SequenceProcessor(CalledModel):
             return self._from_hidden(hidden_RSD, head_VD, bias_V, packed)
         where, logits_TV = self._response_logits(params, packed)
         logprob_T, entropy_T = token_scores(
-            logits_TV, rollouts.tokens_NS[where], chunk=self.chunk, **self._law
+            logits_TV,
+            rollouts.tokens_NS[where],
+            chunk=self.chunk,
+            temperature=self.temperature,
+            top_p=self.top_p,
         )
         empty_NS = logprob_T.new_zeros(rollouts.tokens_NS.shape)
         return Scores(empty_NS.index_put(where, logprob_T), empty_NS.index_put(where, entropy_T))
@@ -359,7 +373,7 @@ class SequenceProcessor(CalledModel):
             except FAILURES:
                 return False  # an architecture that makes its own mask from a flat one
         row_NS, column_NS = (x_NS[:, :-1].to(together_RSX.device) for x_NS in rows.place)
-        return alike(together_RSX[row_NS, column_NS], apart_NSX, apart_NSX.dtype)
+        return nearly_equal(together_RSX[row_NS, column_NS], apart_NSX, apart_NSX.dtype)
 
     def _head_makes_the_logits(self, parts: Parts) -> bool:
         """Of states as they are, and of states so large that a soft cap would be seen.
@@ -370,16 +384,16 @@ class SequenceProcessor(CalledModel):
         try:
             with torch.no_grad():
                 hidden_NSD, head_VD, bias_V = self._hidden(self.params, tokens_NS)
-                made_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD)
-                largest = float(made_NSV.abs().max())
+                linear_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD)
+                largest = float(linear_NSV.abs().max())
                 if not 0 < largest < torch.inf:
                     return False  # nothing to be seen: the model's own logits are always right
                 for factor in (1.0, HIGH / largest):
                     with scaled_states(parts.decoder, factor):
                         own_NSV = self._call(self.model, self.params, tokens_NS)[0]
                     large_NSD = (hidden_NSD * factor).to(head_VD.dtype)
-                    made_NSV = nn.functional.linear(large_NSD, head_VD, bias_V)
-                    if not alike(made_NSV, own_NSV, hidden_NSD.dtype):
+                    linear_NSV = nn.functional.linear(large_NSD, head_VD, bias_V)
+                    if not nearly_equal(linear_NSV, own_NSV, hidden_NSD.dtype):
                         return False
         except torch.OutOfMemoryError:
             raise
@@ -395,7 +409,7 @@ class SequenceProcessor(CalledModel):
             {n: p + 0.1 * torch.randn(p.shape, generator=draw).to(p) for n, p in here.items()}
             for here in [self.params] * 3
         ]
-        full = copy(self)  # outside of a top-p law, where random tokens are, nothing is finite
+        full = copy(self)  # random tokens lie outside a top-p nucleus: log p = -inf
         full.top_p = 1.0
         with torch.no_grad():
             apart = [full._score(params, packed) for params in many]
@@ -408,9 +422,9 @@ class SequenceProcessor(CalledModel):
 
         def same(a: Scores, b: Scores) -> bool:
             dtype = causal_lm(self.model).get_input_embeddings().weight.dtype
-            return all(alike(x_NS, y_NS, dtype) for x_NS, y_NS in zip(a, b, strict=True))
+            return all(nearly_equal(x_NS, y_NS, dtype) for x_NS, y_NS in zip(a, b, strict=True))
 
-        # Settings that cannot be told apart would show nothing.
+        # Settings with equal scores would show nothing.
         return all(map(same, together, apart)) and not same(apart[0], apart[1])
 
 

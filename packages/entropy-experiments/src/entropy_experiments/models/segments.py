@@ -7,7 +7,7 @@ A row of p + sum L tokens has as many pairs squared; only p^2 / 2 + sum L (p + L
 The square is worst where attention is differentiated: torch's MATH kernel writes it out several
 times. Responses of much different lengths go in several parts, each padded to its longest.
 
-The model is told nothing of this. It gets a stand-in for the square mask, and a torch function mode
+The model does not know of this. It gets a stand-in for the square mask, and a torch function mode
 catches `scaled_dot_product_attention` when it is called with that very object. Whatever else is
 done with the stand-in is done with the true square, which is made then.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from entropy_experiments.models.calling import nothing_differentiated
+from entropy_experiments.models.call_conditions import nothing_differentiated
 
 CALL = 10_000
 """Pairs of padding that are worth one more call of attention.
@@ -66,18 +66,18 @@ class Segments:
     @classmethod
     def of(cls, rows: Sequence[tuple[int, Sequence[int]]], width: int) -> Segments:
         """From each row's length of prompt and lengths of responses, one after the other."""
-        found, longest = [], max(prompt for prompt, _ in rows)
+        listed, longest = [], max(prompt for prompt, _ in rows)
         for r, (prompt, lengths) in enumerate(rows):
             at = prompt
             for length in lengths:
-                found.append(_Response(row=r, prompt=prompt, start=at, length=length))
+                listed.append(_Response(row=r, prompt=prompt, start=at, length=length))
                 at += length
         # Padding, too, is given something finite: its row's first token's.
         place_RS = (torch.arange(len(rows)) * longest)[:, None].repeat(1, width)
         for r, (prompt, _) in enumerate(rows):
             place_RS[r, :prompt] += torch.arange(prompt)
         parts, past = [], len(rows) * longest
-        for responses in _by_length([one for one in found if one.length]):
+        for responses in _by_length([one for one in listed if one.length]):
             parts.append(_part(responses, width))
             size = parts[-1].query_ML.shape[1]
             for m, one in enumerate(responses):
@@ -138,9 +138,9 @@ class Segments:
                 )
             )
             outputs.append(attention(q, k, v, part.looks_MLK))
-        found_THD = torch.cat([x_HMLD.permute(1, 2, 0, 3).flatten(0, 1) for x_HMLD in outputs])
-        found = found_THD.index_select(0, self.place_T).unflatten(0, self.shape).transpose(1, 2)
-        return found if stacked == 1 else _as_rows(found, stacked)
+        output_THD = torch.cat([x_HMLD.permute(1, 2, 0, 3).flatten(0, 1) for x_HMLD in outputs])
+        output = output_THD.index_select(0, self.place_T).unflatten(0, self.shape).transpose(1, 2)
+        return output if stacked == 1 else _as_rows(output, stacked)
 
 
 def _as_heads(x: Tensor, stacked: int) -> Tensor:
@@ -217,14 +217,14 @@ def _part(responses: Sequence[_Response], width: int) -> Part:
     column_P, column_L = torch.arange(most), torch.arange(longest)
     # Beyond its end a response repeats its last token: finite, looked at by none, and not read.
     own_ML = start_M[:, None] + torch.minimum(column_L, length_M[:, None] - 1)
-    asked_MP = torch.minimum(column_P, (prompt_M[:, None] - 1).clamp(min=0))
+    prompt_MP = torch.minimum(column_P, (prompt_M[:, None] - 1).clamp(min=0))
     begin_M1 = row_M[:, None] * width
     of_prompt_MLP = (column_P < prompt_M[:, None])[:, None].expand(-1, longest, -1)
     of_own_MLL = (column_L <= column_L[:, None]).expand(len(responses), -1, -1)
     looks_MLK = torch.cat([of_prompt_MLP, of_own_MLL], -1)
     return Part(
         query_ML=begin_M1 + own_ML,
-        key_MK=begin_M1 + torch.cat([asked_MP, own_ML], 1),
+        key_MK=begin_M1 + torch.cat([prompt_MP, own_ML], 1),
         looks_MLK=looks_MLK[:1].clone() if int(prompt_M.min()) == most else looks_MLK,
     )
 

@@ -1,4 +1,4 @@
-"""Rollouts of one prompt in one row: the prompt is computed once, and nothing is padding.
+"""Rollouts as the model gets them (`Packed`): no left padding, and one row per prompt if possible.
 
     row        prompt | response 1 | response 2 | response 3
     position   0 .. p | p+1 ..     | p+1 ..     | p+1 ..
@@ -16,7 +16,7 @@ mask, the square of a row's length, where attention is the model's own affair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,58 @@ KNOWN = frozenset(
 )
 """Architectures that look at all that came before, unless their config says otherwise."""
 WINDOWS = ("sliding_window", "attention_chunk_size")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """Rollouts in rows of their own or shared, and the way back."""
+
+    rollouts: Rollouts
+    original: Rollouts
+    start_N: Tensor
+    rows: Rows | None
+
+    @classmethod
+    def of(cls, rollouts: Rollouts, device: torch.device) -> Packed:
+        length_N = rollouts.attention_NS.sum(1)
+        start_N = rollouts.attention_NS.int().argmax(1)
+        column_S = torch.arange(int(length_N.max()), device=length_N.device)
+        inside_NS = column_S < length_N[:, None]
+        source_NS = (start_N[:, None] + column_S).clamp(max=rollouts.tokens_NS.shape[1] - 1)
+        tokens_NS = rollouts.tokens_NS.gather(1, source_NS)
+        packed = replace(
+            rollouts,
+            # Whatever stood in the padding (-100, say) must be a token that can be embedded, and
+            # an ordinary one: where the row of a padding token is zero, a model may have states of
+            # no spread there, and a derivative that is not finite. Nothing looks at it, but zero
+            # times NaN is NaN.
+            tokens_NS=torch.where(inside_NS, tokens_NS, tokens_NS[:, :1]).to(device),
+            attention_NS=inside_NS.to(device),
+            response_NS=(inside_NS & rollouts.response_NS.gather(1, source_NS)).to(device),
+            prompt_N=rollouts.prompt_N.to(device),
+            weight_N=rollouts.weight_N.to(device),
+            truncated_N=rollouts.truncated_N.to(device),
+            behaviour_logprob_NS=None,
+            text=None,
+        )
+        return cls(rollouts=packed, original=rollouts, start_N=start_N, rows=None)
+
+    @property
+    def inputs(self) -> Tensor:
+        """Tokens as the model gets them."""
+        return self.rollouts.tokens_NS if self.rows is None else self.rows.tokens_RS
+
+    @property
+    def place(self) -> tuple[Tensor, Tensor] | None:
+        """Row and column of every token's state; None: those of the rollouts."""
+        return None if self.rows is None else self.rows.place
+
+    def back(self, x_NS: Tensor) -> Tensor:
+        """From packed columns to those of the rollouts as given, on their device."""
+        column_S = torch.arange(self.original.tokens_NS.shape[1], device=self.start_N.device)
+        source_NS = (column_S - self.start_N[:, None]).clamp(0, x_NS.shape[1] - 1)
+        x_NS = x_NS.to(source_NS.device)
+        return torch.where(self.original.response_NS, x_NS.gather(1, source_NS), 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,7 +149,7 @@ def shared_rows(
         mates.setdefault(tuple(values_list(tokens_S[: prompt_N[i]])), []).append(i)
     if len(mates) == len(rollouts):
         return None
-    groups = [(len(prompt), found) for prompt, found in mates.items()]
+    groups = [(len(prompt), members) for prompt, members in mates.items()]
     rows = _cheapest(groups, length_N, widest, square)
     if rows is None:
         return None
@@ -109,6 +161,7 @@ def shared_rows(
     segment_RS = torch.full_like(tokens_RS, -1)
     row_NS, column_NS = torch.zeros_like(tokens_NS), torch.zeros_like(tokens_NS)
     for r, (p, some) in enumerate(rows):
+        tokens_RS[r] = tokens_NS[some[0], 0]  # padding is an ordinary token, as in `Packed`
         tokens_RS[r, :p] = tokens_NS[some[0], :p]
         position_RS[r, :p] = torch.arange(p)
         segment_RS[r, :p] = 0
@@ -133,8 +186,8 @@ def shared_rows(
 
 
 def _looks(segment_RS: Tensor) -> Tensor:
-    asked_RS1, seen_R1S = segment_RS[:, :, None], segment_RS[:, None, :]
-    mine = (seen_R1S == asked_RS1) | ((seen_R1S == 0) & (asked_RS1 > 0))
+    query_RS1, key_R1S = segment_RS[:, :, None], segment_RS[:, None, :]
+    mine = (key_R1S == query_RS1) | ((key_R1S == 0) & (query_RS1 > 0))
     return (mine & mine.new_ones(mine.shape[1:]).tril())[:, None]
 
 

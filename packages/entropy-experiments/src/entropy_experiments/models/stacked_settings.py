@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from entropy_experiments.models.calling import forward_as
+from entropy_experiments.models.call_conditions import forward_as
 from entropy_experiments.models.lora import (
     Adapter,
     adapters_of,

@@ -9,9 +9,10 @@ In fp32 at a 152k vocabulary this form of h errs below 1e-5, where -sum p log p 
 Logits of half precision go to fp32 first. Work is done in chunks of tokens, and each chunk's
 derivative rule recomputes its logits, so that [N, S, V] is never in memory.
 
-Below 1, `top_p` is a *law*: the softmax restricted to the smallest set of likeliest tokens with
-that much mass, its support frozen under differentiation. `nucleus_fingerprint` tells whether two
-parameter settings share a support; where they do not, the entropy jumps and no slope predicts it.
+Below 1, `top_p` defines another *distribution*: the softmax restricted to the smallest set of
+likeliest tokens with that much mass, its support frozen under differentiation.
+`nucleus_fingerprint` tells whether two parameter settings share a support; where they do not, the
+entropy jumps and no slope predicts it.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def before_response(
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """(where the response tokens are, what predicts them): the shift by one, here and nowhere else.
 
-    The state or the logits *before* a token are those of the law it was drawn from. `place`: row
-    and column of x for every token of the rollouts, where x is not laid out as they are.
+    The state or the logits *before* a token are those of the distribution it was drawn from.
+    `place`: row and column of x for every token of the rollouts, where x is laid out otherwise.
     """
     rows_T, columns_T = rollouts.response_NS.nonzero(as_tuple=True)
     before = (rows_T, columns_T - 1)
@@ -176,7 +177,7 @@ def response_support(
     """[N, S] fingerprints of the response positions' supports, as `response_scores` sees them."""
     where, hidden_TD = before_response(hidden_RSD, rollouts, place)
     hidden_TD, head_VD = _full(hidden_TD), _full(head_VD)
-    found_T = torch.cat(
+    fingerprint_T = torch.cat(
         [
             nucleus_fingerprint(
                 _logits(hidden_CD, head_VD, bias_V), temperature=temperature, top_p=top_p
@@ -184,7 +185,7 @@ def response_support(
             for hidden_CD in hidden_TD.split(_rows_in(CACHE_BYTES, head_VD.shape[0]))
         ]
     )
-    return torch.zeros_like(rollouts.tokens_NS).index_put(where, found_T)
+    return torch.zeros_like(rollouts.tokens_NS).index_put(where, fingerprint_T)
 
 
 class _LogitScores(torch.autograd.Function):
@@ -260,15 +261,15 @@ class _NucleusScores(torch.autograd.Function):
         refuse_nested_forward_mode()
         hidden_TD, head_VD, bias_V, token_T = ctx.saved_tensors
         dhidden_TD, dhead_VD, dbias_V, *_ = tangents
-        moved = []
+        terms = []
         if dhidden_TD is not None:
-            moved.append(dhidden_TD @ head_VD.mT)
+            terms.append(dhidden_TD @ head_VD.mT)
         if dhead_VD is not None:
-            moved.append(hidden_TD @ dhead_VD.mT)
+            terms.append(hidden_TD @ dhead_VD.mT)
         if dbias_V is not None:
-            moved.append(dbias_V.expand(len(token_T), -1))
+            terms.append(dbias_V.expand(len(token_T), -1))
         logits_TV = _logits(hidden_TD, head_VD, bias_V)
-        return _push(logits_TV, token_T, ctx.temperature, ctx.top_p, sum(moved[1:], moved[0]))
+        return _push(logits_TV, token_T, ctx.temperature, ctx.top_p, sum(terms[1:], terms[0]))
 
 
 def _logits(hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None) -> Tensor:
@@ -287,7 +288,7 @@ def _at_temperature(logits_TV: Tensor, temperature: float) -> Tensor:
 
 
 def _shifted(logits_TV: Tensor, temperature: float, top_p: float) -> Tensor:
-    """d = z - max z, with everything outside the law's support far below."""
+    """d = z - max z, with everything outside the distribution's support far below."""
     z_TV = _at_temperature(logits_TV, temperature)
     d_TV = (z_TV - z_TV.amax(-1, keepdim=True)).clamp_min(FAR_BELOW)
     if top_p < 1.0:
@@ -310,7 +311,7 @@ def _scores(
     return _join(_in_cache(rows, logits_TV, token_T))
 
 
-def _law(logits_TV: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+def _distribution(logits_TV: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
     """p and log p + h, from which both derivative rules follow."""
     d_TV = _shifted(logits_TV, temperature, top_p)
     logp_TV = d_TV - d_TV.exp().sum(-1, keepdim=True).log()
@@ -327,7 +328,7 @@ def _pull(
     gentropy_T: Tensor,
 ) -> Tensor:
     def rows(logits_TV: Tensor, token_T: Tensor, gl_T: Tensor, gh_T: Tensor) -> Tensor:
-        p_TV, surprise_TV = _law(logits_TV, temperature, top_p)
+        p_TV, surprise_TV = _distribution(logits_TV, temperature, top_p)
         g_TV = -p_TV * (gl_T[:, None] + gh_T[:, None] * surprise_TV)
         g_TV = g_TV.scatter_add(-1, token_T[:, None], gl_T[:, None].to(g_TV.dtype))
         return (g_TV if temperature == 1.0 else g_TV / temperature).to(logits_TV.dtype)
@@ -339,7 +340,7 @@ def _push(
     logits_TV: Tensor, token_T: Tensor, temperature: float, top_p: float, dlogits_TV: Tensor
 ) -> tuple[Tensor, Tensor]:
     def rows(logits_TV: Tensor, token_T: Tensor, dlogits_TV: Tensor) -> tuple[Tensor, Tensor]:
-        p_TV, surprise_TV = _law(logits_TV, temperature, top_p)
+        p_TV, surprise_TV = _distribution(logits_TV, temperature, top_p)
         dz_TV = _at_temperature(dlogits_TV, temperature)
         weighted_TV = p_TV * dz_TV
         return _at(dz_TV, token_T) - weighted_TV.sum(-1), -(weighted_TV * surprise_TV).sum(-1)

@@ -126,14 +126,14 @@ class _HeadScores(torch.autograd.Function):
             dz_T, dentropy_T = mean_T, mean_T
             for start, z_TB in _tiles(hidden_TD, head_VD, bias_V):
                 columns = slice(start, start + z_TB.shape[1])
-                moved = []
+                terms = []
                 if dhidden_TD is not None:
-                    moved.append(dhidden_TD @ head_VD[columns].to(z_TB.dtype).mT)
+                    terms.append(dhidden_TD @ head_VD[columns].to(z_TB.dtype).mT)
                 if dhead_VD is not None:
-                    moved.append(hidden_TD @ dhead_VD[columns].to(z_TB.dtype).mT)
+                    terms.append(hidden_TD @ dhead_VD[columns].to(z_TB.dtype).mT)
                 if dbias_V is not None:
-                    moved.append(dbias_V[columns].expand(z_TB.shape))
-                dz_TB = sum(moved[1:], moved[0])
+                    terms.append(dbias_V[columns].expand(z_TB.shape))
+                dz_TB = sum(terms[1:], terms[0])
                 logp_TB = _below(z_TB, top_T, bias_V) - logsum_T[:, None]
                 weighted_TB = logp_TB.exp() * dz_TB
                 mean_T = mean_T + weighted_TB.sum(1)
@@ -145,7 +145,7 @@ class _HeadScores(torch.autograd.Function):
 def _scores(
     hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, token_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = []
+    tiles = []
     for start, z_TB in _tiles(hidden_TD, head_VD, bias_V):
         # With its tangent: a shift of all logits cancels here, not in the last digits of T / S.
         # Where a whole tile is banned its largest is -inf, and -inf - -inf would be NaN.
@@ -153,8 +153,8 @@ def _scores(
         top_T = z_TB.amax(1).clamp_min(torch.finfo(z_TB.dtype).min)
         d_TB = _below(z_TB, top_T, bias_V)
         e_TB = d_TB.exp()
-        found.append((top_T, e_TB.sum(1), (e_TB * d_TB).sum(1), _of_token(z_TB, token_T, start)))
-    top_BT, s_BT, t_BT, z_BT = (torch.stack(values) for values in zip(*found, strict=True))
+        tiles.append((top_T, e_TB.sum(1), (e_TB * d_TB).sum(1), _of_token(z_TB, token_T, start)))
+    top_BT, s_BT, t_BT, z_BT = (torch.stack(values) for values in zip(*tiles, strict=True))
     top_T = top_BT.amax(0)
     below_BT = top_BT - top_T
     weight_BT = below_BT.exp()

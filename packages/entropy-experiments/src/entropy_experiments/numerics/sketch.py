@@ -33,10 +33,10 @@ def sketch(values: Params) -> Tensor:
     return total
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(actual: Tensor, expected: Tensor) -> float:
     """|found - expected| over |expected|, of sketches."""
     size = float(expected.norm())
-    gap = float((found - expected).norm())
+    gap = float((actual - expected).norm())
     return gap / size if size else (0.0 if gap == 0 else float("inf"))
 
 
@@ -68,18 +68,18 @@ class Fingerprint:
         }
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> Fingerprint:
-        values = torch.tensor(found["sketch"], dtype=torch.float64)
+    def from_json(content: Mapping[str, Any]) -> Fingerprint:
+        values = torch.tensor(content["sketch"], dtype=torch.float64)
         if values.shape != (BUCKETS,):
             raise ValueError(
                 f"A fingerprint has {len(values)} numbers; expected {BUCKETS}. It was written by "
                 "another version: record training again."
             )
         return Fingerprint(
-            norm=float(found["norm"]),
-            norms=dict(found["norms"]),
+            norm=float(content["norm"]),
+            norms=dict(content["norms"]),
             sketch=values,
-            elements=int(found["elements"]),
+            elements=int(content["elements"]),
         )
 
     def distance(self, other: Fingerprint) -> float:

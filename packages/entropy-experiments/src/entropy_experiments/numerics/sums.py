@@ -129,8 +129,8 @@ def percentile_interval(values: Tensor, confidence: float = 0.95) -> tuple[float
 
 def tail_check(influence: Influence) -> tuple[str, ...]:
     """A first-order number has no weights to inspect; one unit carrying it all is its warning."""
-    found = influence.variance()
-    if found is None or len(influence.value_C) < TAIL_UNITS or found[1] >= TAIL_FREEDOM:
+    variance = influence.variance()
+    if variance is None or len(influence.value_C) < TAIL_UNITS or variance[1] >= TAIL_FREEDOM:
         return ()
     worst = int((influence.value_C**2).argmax())
     share = float(influence.value_C[worst] ** 2 / (influence.value_C**2).sum())

@@ -50,8 +50,8 @@ class WeightDiagnostics:
         n, reasons = self.rollouts, []
         if self.ess_fraction < self.ess_floor:
             reasons.append(
-                f"effective sample size {self.ess:.1f} of {n}: the step is too large for these "
-                "rollouts to speak for it"
+                f"effective sample size {self.ess:.1f} of {n}: the step is too large to be "
+                "measured with these rollouts"
             )
         if self.samples_needed > n:
             reasons.append(

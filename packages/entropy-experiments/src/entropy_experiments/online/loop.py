@@ -23,17 +23,22 @@ import torch
 
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.online.arguments import (
+from entropy_experiments.online.evaluation_rollouts import (
+    Buffer,
+    Fixed,
+    Fresh,
+    chosen_rows,
+    make_draw,
+)
+from entropy_experiments.online.probe import (
+    OnlineProbe,
     check_bare,
     check_counts,
     check_order,
     check_positive,
+    named_gradients,
 )
-from entropy_experiments.online.buffers import Buffer, Fixed, Fresh
-from entropy_experiments.online.drawing import chosen_rows, drawer
-from entropy_experiments.online.probe import OnlineProbe, named_gradients
-from entropy_experiments.online.throttle import Throttle
-from entropy_experiments.online.watch import PATIENCE, Watch
+from entropy_experiments.online.watch import PATIENCE, Throttle, Watch
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.types import Rollouts
 
@@ -76,17 +81,17 @@ class LoopProbe:
         if evaluation is not None and not isinstance(evaluation, Rollouts | Buffer):
             raise ValueError(
                 f"evaluation is {evaluation!r}; expected Rollouts, or a buffer "
-                "(entropy_experiments.online.buffers). Words such as 'half' are for "
+                "(entropy_experiments.online.evaluation_rollouts). Words such as 'half' are for "
                 "EntropyProbeCallback; to draw fresh answers leave evaluation out."
             )
         if isinstance(prompts, str):
             raise ValueError(f"prompts is the text {prompts!r}; expected a list of texts.")
         check_bare(model)
-        check_counts(drawn=drawn, group=group, uses=uses, microbatch=microbatch)
+        check_counts({"drawn": drawn, "group": group, "uses": uses, "microbatch": microbatch})
         if max_new_tokens is not None:
-            check_counts(max_new_tokens=max_new_tokens)
+            check_counts({"max_new_tokens": max_new_tokens})
         check_order(order)
-        check_positive(temperature=temperature)
+        check_positive("temperature", temperature)
         self._model, self._optimizer, self._on_row = model, optimizer, on_row
         self._next = 0
         ranks = Ranks.all(PATIENCE)
@@ -102,7 +107,7 @@ class LoopProbe:
                     policy, tokenizer, max_new_tokens=max_new_tokens, master_seed=seed
                 )
                 chosen = _Prompts(tokenizer, prompts, drawn, seed)
-                buffer = Fresh(drawer(generator, chosen, group=group, ranks=ranks), uses=uses)
+                buffer = Fresh(make_draw(generator, chosen, group=group, ranks=ranks), uses=uses)
             return OnlineProbe(
                 policy,
                 buffer,

@@ -21,6 +21,8 @@ the same rollouts the prediction is right to second order, and still made before
 
 Gradients are read, never written; the model's mode, `.grad` and the global random numbers stay as
 they are. Every rank calls both methods with the same gradient; microbatches are shared out.
+Arguments are checked when they are passed: later, in a training, a probe that finds a mistake can
+only switch itself off.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from entropy_experiments.distributed import ALONE, Ranks, across
 from entropy_experiments.estimate.curvature import LINEAR_TOLERANCE
 from entropy_experiments.estimate.first_order import (
-    SlopeForm,
     first_order,
     led_slope,
     scores_along,
-    slope_estimand,
     slope_of_scores,
 )
 from entropy_experiments.estimate.level import level_of_scores, within_entropy
@@ -50,22 +52,53 @@ from entropy_experiments.estimate.measured import (
     step_rounding,
 )
 from entropy_experiments.estimate.modes import used_forward_mode
+from entropy_experiments.estimate.options import SlopeForm, slope_estimand
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
+from entropy_experiments.models.functional_model import refuse_compiled
 from entropy_experiments.numerics.derivatives import How, full_precision, norm, shifted
-from entropy_experiments.online.arguments import check_order
-from entropy_experiments.online.buffers import Buffer
+from entropy_experiments.online.evaluation_rollouts import Buffer
 from entropy_experiments.threads import chosen_threads
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
 from entropy_experiments.types.direction import BASELINE_PARTS
 from entropy_experiments.update.certificate import APART
 from entropy_experiments.update.live import live_direction
 
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 NEVER_MADE = (
     "a step was predicted, and no weight changed: it was never made, or is lost in the weights' "
     "rounding"
 )
 SKIPPED = "no weight changed: the optimizer made no step"
+
+
+def check_counts(counts: Mapping[str, Any], *, least: int = 1) -> None:
+    """Refuse an argument (by name) that is no whole number of at least `least`."""
+    for name, value in counts.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} is {value!r}; expected a whole number, at least {least}.")
+
+
+def check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"{name} is {value!r}; expected a number above 0.")
+
+
+def check_order(order: Any) -> None:
+    if isinstance(order, bool) or order not in (1, 2):
+        raise ValueError(
+            f"order is {order!r}; expected 1 (the straight line) or 2 (with its curvature, for one "
+            "more pass without gradients before the step)."
+        )
+
+
+def check_bare(model: Any) -> None:
+    if isinstance(model, WRAPPERS):
+        raise ValueError(
+            f"model is a {type(model).__name__}; expected the bare model inside it, whose "
+            "parameters have their own names: give model.module."
+        )
+    refuse_compiled(model)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -228,7 +261,7 @@ class OnlineProbe:
 
         `gradient`: by the policy's parameter names, as the optimizer sees it (clipped, unscaled,
         averaged over ranks). None: that parameter has none, and the optimizer leaves it alone.
-        `own`: judge the step by the batch that it learns from, instead of the buffer's rollouts.
+        `own`: evaluate the step on the batch that it learns from, instead of the buffer's rollouts.
         """
         with self._context(), full_precision(), chosen_threads():
             direction = live_direction(self.policy.params, gradient, optimizer)
@@ -248,14 +281,14 @@ class OnlineProbe:
                 microbatch=self.microbatch,
                 ranks=self.ranks,
             )
-            given = {name: value for name, value in gradient.items() if value is not None}
+            present = {name: value for name, value in gradient.items() if value is not None}
             in_sample, *baseline = (
                 direction.lr * self._slope(base, slope, rollouts, part, mode)
                 for slope, part in zip(slopes, wanted, strict=True)
             )
             change = in_sample
             if own is not None:
-                change = direction.lr * self._across(own, direction, given, base, slopes, mode)
+                change = direction.lr * self._across(own, direction, present, base, slopes, mode)
             level = level_of_scores(base, rollouts, self.estimand)
             second = None
             if self.order == 2:
@@ -272,7 +305,7 @@ class OnlineProbe:
             second_order=second,
             baseline=baseline[0] if baseline else None,
             lr=direction.lr,
-            grad_norm=norm(given),
+            grad_norm=norm(present),
             param_norm=norm(self.policy.params),
             rollouts=len(rollouts),
         )
@@ -301,9 +334,9 @@ class OnlineProbe:
             )
         pending, self._pending = self._pending, None
         after = self.policy.params
-        moved = {name: after[name] - old for name, old in pending.before.items()}
-        missed = shifted(moved, pending.expected, -1.0)
-        size = norm(moved)
+        actual = {name: after[name] - old for name, old in pending.before.items()}
+        missed = shifted(actual, pending.expected, -1.0)
+        size = norm(actual)
         with self._context(), full_precision(), chosen_threads():
             scores = score_all(
                 self.policy,
@@ -315,7 +348,7 @@ class OnlineProbe:
         seen = change(pending.base, scores, pending.rollouts, self.estimand)
         if doubt := coarse_weights(self.policy):
             seen = seen.doubted(doubt)
-        found = StepMeasurement(
+        measurement = StepMeasurement(
             prediction=pending.prediction,
             change=_corrected(seen, pending),
             moved=size,
@@ -324,15 +357,15 @@ class OnlineProbe:
         self.buffer.release()
         self.evaluated = None
         self.step += 1
-        return found
+        return measurement
 
     def _slope(
         self, base: Scores, slope: Scores, rollouts: Rollouts, direction: Direction, mode: How
     ) -> Estimate:
         """Per unit learning rate; differences are led by one gradient."""
-        found = slope_of_scores(base, slope, rollouts, self.estimand, mode=mode)
+        estimate = slope_of_scores(base, slope, rollouts, self.estimand, mode=mode)
         if mode != "central":
-            return found
+            return estimate
         with across(self.ranks):
             exact = first_order(
                 self.policy,
@@ -345,7 +378,7 @@ class OnlineProbe:
                 base=base,
                 repackings=0,
             )
-        return led_slope(found, exact, base, slope, rollouts)
+        return led_slope(estimate, exact, base, slope, rollouts)
 
     def _behind(self, direction: Direction, rollouts: Rollouts, base: Scores) -> Estimate:
         """Delta(-eta): the change that the opposite step would make. The model is not touched."""
@@ -390,10 +423,10 @@ class OnlineProbe:
         self.step += 1
 
 
-def _mismatch(moved: float, missed: float) -> float | None:
+def _mismatch(change_norm: float, missed: float) -> float | None:
     """Where nothing moved, `missed` is the norm of what was predicted: 0 if that was no step."""
-    if moved:
-        return missed / moved
+    if change_norm:
+        return missed / change_norm
     return None if missed else 0.0
 
 

@@ -13,49 +13,49 @@
 
 The copies beside a checkpoint name the weights they belong to, and are what the offline commands
 read: `entropy-probe run --checkpoint checkpoint-N` replays the step that was made from it.
+
+`entropy_probe.json` holds what decides a step and is in no checkpoint. The trainer's settings say
+most of it. What they cannot know (which dataset, which rewards) comes from whoever set the training
+up, and wins; notes of both are kept. A line of prompts/train.jsonl or prompts/eval.jsonl is a row
+of the dataset and `_prompt_ids`, the tokens that the trainer makes of its prompt; columns that JSON
+cannot hold (images, say) are left out and named.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
 import json
 import os
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from entropy_experiments.artifacts import sha256, write_whole
 from entropy_experiments.checkpoints.layout import find_checkpoint
-from entropy_experiments.checkpoints.made_step import (
-    base_fingerprint,
-    base_location,
-    gradient_bytes,
-    made_step_json,
-)
-from entropy_experiments.checkpoints.training_facts import FACTS_FILE
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN, TrainingFacts
 from entropy_experiments.checkpoints.training_record import (
     FINGERPRINT_FILE,
     GRADIENT_FILE,
     MADE_STEP,
     RECORD_FILE,
     SCHEMA,
+    RecordedStep,
+    base_fingerprint,
+    base_location,
+    gradient_bytes,
     read_record,
 )
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.numerics.sketch import Fingerprint, sketch
-from entropy_experiments.online.captures import Captures
-from entropy_experiments.online.facts_file import refuse_unknown, write_facts
-from entropy_experiments.online.prompt_files import PROMPTS, write_prompts
-from entropy_experiments.online.reward_paths import recorded_rewards
-from entropy_experiments.online.trl_batch import (
-    step_inputs,
-    token_divisor,
-    unwrapped_optimizer,
-    update_batch,
-)
+from entropy_experiments.online.evaluation_rollouts import chosen_rows
 from entropy_experiments.online.trl_options import (
     recorded_options,
     recorded_trainer,
@@ -63,10 +63,24 @@ from entropy_experiments.online.trl_options import (
     sampled_otherwise,
     unfollowed,
 )
+from entropy_experiments.online.trl_trainer import (
+    Captures,
+    step_inputs,
+    token_divisor,
+    training_facts,
+    unwrapped_optimizer,
+    update_batch,
+)
 from entropy_experiments.sampling.importers import BY_FUNCTION
 from entropy_experiments.sampling.rollout_files import save_rollouts, save_update_batch
 from entropy_experiments.types import Params, Rollouts
+from entropy_experiments.update.objective import Loss
 
+PROMPTS = "prompts"
+IDS = "_prompt_ids"
+MOST = 20_000
+"""Rows of a set that are kept; of a larger one, so many chosen by chance."""
+SCRIPT = "__main__"
 EVALUATION, UPDATE = "evaluation", "update_batch"
 GRADIENT_ELEMENTS = 20_000_000
 """A gradient of no more than this (80 MB in fp32) is kept beside a checkpoint by default."""
@@ -75,9 +89,7 @@ GRADIENT_ELEMENTS = 20_000_000
 class Recorder:
     """`gradient`: keep the gradient itself beside checkpoints; None: where it is small enough."""
 
-    def __init__(
-        self, folder: Path, facts: Mapping[str, Any], *, gradient: bool | None = None
-    ) -> None:
+    def __init__(self, folder: Path, facts: TrainingFacts, *, gradient: bool | None = None) -> None:
         refuse_unknown(facts)
         self.folder, self.facts, self.gradient = folder, facts, gradient
         self._beside: tuple[int, Path, str] | None = None
@@ -87,8 +99,8 @@ class Recorder:
         self._record: dict[str, Any] | None = None
         self._before: Tensor | None = None
         """Sketch of the parameters before the step at hand."""
-        self._pending: tuple[int, dict[str, Any], str | None] | None = None
-        """(step, what is known of it, sha256 of the gradient that is kept of it)."""
+        self._pending: tuple[RecordedStep, str | None] | None = None
+        """(the step at hand, sha256 of the gradient that is kept of it)."""
 
     def begin(self, trainer: Any, model: Any, ranks: Ranks) -> None:
         """What does not change in training: prompts, rewards, options, the base."""
@@ -130,26 +142,30 @@ class Recorder:
             self._describe_again(trainer, self._resumed)
         more = {"divisor": token_divisor(trainer), "rewards": _by_function(parts, trainer)}
         for place, meta in self._places(step):
-            save_update_batch(place / UPDATE, batch, meta={**meta, **_known(more)})
+            save_update_batch(place / UPDATE, batch, meta={**meta, **_without_none(more)})
         present = {name: g.detach() for name, g in gradient.items() if g is not None}
         if not all(bool(g.isfinite().all()) for g in present.values()):
             self._before = self._pending = None  # what it does to the weights is not kept
             return  # it has no fingerprint; the probe leaves this step out and says so
-        made = {
-            "step": step,
-            "lr": float(unwrapped_optimizer(trainer.optimizer).param_groups[0]["lr"]),
-            "gradient": Fingerprint.of(present),
-            "without_gradient": [name for name, g in gradient.items() if g is None],
-        }
+        recorded = RecordedStep(
+            folder=self.folder,
+            step=step,
+            lr=float(unwrapped_optimizer(trainer.optimizer).param_groups[0]["lr"]),
+            gradient=Fingerprint.of(present),
+            without_gradient=tuple(name for name, g in gradient.items() if g is None),
+            change=None,  # known after the step
+        )
         if self._before is None:
             self._before = sketch(params)
         places = self._places(step)
         beside = any("weights" in meta for _, meta in places)
         content = gradient_bytes(present) if beside and self._keeps(present) else None
         digest = None if content is None else hashlib.sha256(content).hexdigest()
-        self._pending = (step, made, digest)
+        self._pending = (recorded, digest)
         for place, meta in places:
-            self._write_made(place, made, None, digest if "weights" in meta else None)
+            _write_step(
+                place, replace(recorded, gradient_sha256=digest if "weights" in meta else None)
+            )
             if "weights" not in meta:
                 continue
             if content is not None:
@@ -157,19 +173,21 @@ class Recorder:
             else:  # one that an earlier training left is of another batch
                 (place / MADE_STEP / GRADIENT_FILE).unlink(missing_ok=True)
 
-    def made(self, step: int, params: Params, ranks: Ranks) -> None:
+    def after_step(self, step: int, params: Params, ranks: Ranks) -> None:
         """The optimizer has stepped: what became of the parameters."""
-        if ranks.rank or self._pending is None or self._pending[0] != step:
+        if ranks.rank or self._pending is None or self._pending[0].step != step:
             return
         after = sketch(params)
         if not bool(after.isfinite().all()):
             self._before = self._pending = None
             return  # weights that overflowed have no fingerprint; measuring them says so
         assert self._before is not None  # set with the pending step
-        _, made, digest = self._pending
+        recorded, digest = self._pending
+        stepped = replace(recorded, change=after - self._before)
         for place, meta in self._places(step):
-            kept = digest if "weights" in meta else None
-            self._write_made(place, made, after - self._before, kept)
+            _write_step(
+                place, replace(stepped, gradient_sha256=digest if "weights" in meta else None)
+            )
         self._before, self._pending = after, None
 
     def evaluated(self, rollouts: Rollouts, step: int, ranks: Ranks) -> None:
@@ -234,18 +252,16 @@ class Recorder:
         text = json.dumps(content, indent=1, sort_keys=True) + "\n"
         write_whole(folder / RECORD_FILE, text.encode())
 
-    def _write_made(
-        self, place: Path, made: dict[str, Any], change: Tensor | None, gradient_sha256: str | None
-    ) -> None:
-        folder = place / MADE_STEP
-        folder.mkdir(parents=True, exist_ok=True)
-        content = made_step_json(**made, change=change, gradient_sha256=gradient_sha256)
-        write_whole(folder / FINGERPRINT_FILE, content)
-
     def _keeps(self, gradient: Params) -> bool:
         if self.gradient is not None:
             return self.gradient
         return sum(g.numel() for g in gradient.values()) <= GRADIENT_ELEMENTS
+
+
+def _write_step(place: Path, step: RecordedStep) -> None:
+    folder = place / MADE_STEP
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / FINGERPRINT_FILE, step.as_json())
 
 
 def _hashes(checkpoint: Path) -> dict[str, str]:
@@ -258,7 +274,7 @@ def _hashes(checkpoint: Path) -> dict[str, str]:
     }
 
 
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -272,3 +288,162 @@ def _by_function(parts: list[dict[str, Any]], trainer: Any) -> dict[str, Any] | 
         name: [None if value != value else value for value in value_NF[:, i].tolist()]
         for i, name in enumerate(names)
     }
+
+
+def refuse_unknown(facts: TrainingFacts) -> None:
+    """A name that the offline commands would refuse, before it is in every checkpoint."""
+    for name in facts:
+        if name not in KNOWN:
+            near = get_close_matches(name, KNOWN, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"facts has {name!r}.{hint} Expected names among {', '.join(KNOWN)}.")
+
+
+def facts_of(trainer: Any, own_facts: TrainingFacts) -> dict[str, Any]:
+    read = training_facts(trainer)
+    if read["loss"] not in get_args(Loss):
+        del read["loss"]  # the record names it among what is not followed
+    return {**read, **own_facts}
+
+
+def write_facts(folder: Path, trainer: Any, own_facts: TrainingFacts) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(facts_of(trainer, own_facts), indent=1, sort_keys=True) + "\n"
+    write_whole(folder / FACTS_FILE, text.encode())
+
+
+def write_prompts(folder: Path, trainer: Any) -> dict[str, Any]:
+    """The record's entry: {"sets": {name: {rows, of, sha256}}, "dropped": [columns],
+    "messages": whether prompts are conversations, put in the chat template}."""
+    data = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
+    if isinstance(data["eval"], dict):  # several evaluation sets: the first, as the probe does
+        data["eval"] = next(iter(data["eval"].values()), None)
+    sets: dict[str, Any] = {}
+    dropped: set[str] = set()
+    for name, rows in data.items():
+        if rows is None or not hasattr(rows, "__len__"):
+            continue
+        lines, left_out = _lines(trainer, rows)
+        dropped |= left_out
+        content = "".join(line + "\n" for line in lines).encode()
+        write_whole(_make_folder(folder) / f"{name}.jsonl", content)
+        digest = hashlib.sha256(content).hexdigest()
+        sets[name] = {"rows": len(lines), "of": len(rows), "sha256": digest}
+    messages = [_asks_in_messages(rows) for name, rows in data.items() if name in sets]
+    entry: dict[str, Any] = {
+        "sets": sets,
+        "dropped": sorted(dropped),
+        "messages": any(messages),
+    }
+    if not sets:
+        entry["why_not"] = "training drew its prompts from a stream, which was not recorded"
+    return entry
+
+
+def _asks_in_messages(rows: Any) -> bool:
+    return len(rows) > 0 and not isinstance(rows[0]["prompt"], str)
+
+
+def _lines(trainer: Any, rows: Any) -> tuple[list[str], set[str]]:
+    chosen = range(len(rows))
+    if len(rows) > MOST:
+        chosen = sorted(chosen_rows(len(rows), MOST, seed=0, step=0))
+    lines, dropped = [], set[str]()
+    for i in chosen:
+        row, kept = rows[i], {}
+        for name, value in row.items():
+            try:
+                kept[name] = json.loads(json.dumps(value, allow_nan=False))
+            except (TypeError, ValueError):
+                dropped.add(name)
+        # One by one: a tokenizer's padding must not join the prompts.
+        kept[IDS] = [int(t) for t in trainer._tokenize_prompts([row["prompt"]])[0][0]]
+        lines.append(json.dumps(kept, ensure_ascii=False))
+    return lines, dropped
+
+
+def _make_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def recorded_rewards(trainer: Any) -> dict[str, Any]:
+    """The record's entry: functions in the trainer's order, and their weights."""
+    names: list[str] = list(getattr(trainer, "reward_func_names", ()))
+    functions = list(trainer.reward_funcs)
+    names = _distinct(names or [getattr(f, "__name__", type(f).__name__) for f in functions])
+    weights = getattr(trainer, "reward_weights", None)
+    return {
+        "functions": [
+            {"name": name, **reward_path(function)}
+            for name, function in zip(names, functions, strict=True)
+        ],
+        "weights": [1.0] * len(names) if weights is None else [float(w) for w in weights],
+    }
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Two functions of one name get numbers: results are kept by name."""
+    return [
+        name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}"
+        for i, name in enumerate(names)
+    ]
+
+
+def reward_path(function: Any) -> dict[str, Any]:
+    """module, function, file and sha256; or `why_not`."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not (inspect.isfunction(function) or inspect.iscoroutinefunction(function)):
+        kind = type(function).__name__
+        return _unknown(f"it is a {kind}, and only a function of a module can be imported again")
+    if module is None or name is None or "<" in name or "." in name:
+        return _unknown(f"{name} is not defined at the top of a module, so nothing can import it")
+    if getattr(sys.modules.get(module), name, None) is not function:
+        return _unknown(f"{module} has another object under the name {name}")
+    source = inspect.getsourcefile(function)
+    if source is None or not Path(source).is_file():
+        return _unknown(f"{module} has no source file")
+    file = Path(source).resolve()
+    if module == SCRIPT and (statement := _acts(file)):
+        return _unknown(
+            f"it is defined in the script {file.name}, and importing that would run its line "
+            f"{statement}; put it into a module of its own, or the rest of the script under "
+            "`if __name__ == '__main__':`"
+        )
+    return {
+        "module": None if module == SCRIPT else module,
+        "function": name,
+        "file": str(file),
+        "sha256": sha256(file),
+    }
+
+
+def _unknown(why: str) -> dict[str, Any]:
+    return {"why_not": why}
+
+
+def _acts(file: Path) -> int | None:
+    """The first line of a script that does more than define; None: importing it is harmless."""
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(
+            statement,
+            ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef,
+        ):
+            continue
+        text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if text or (isinstance(statement, ast.If) and _is_main(statement.test)):
+            continue
+        plain = isinstance(statement, ast.Assign | ast.AnnAssign) and not any(
+            isinstance(part, ast.Call | ast.Await) for part in ast.walk(statement)
+        )
+        if not plain:
+            return statement.lineno
+    return None
+
+
+def _is_main(test: ast.expr) -> bool:
+    return (
+        isinstance(test, ast.Compare)
+        and isinstance(test.left, ast.Name)
+        and test.left.id == "__name__"
+    )

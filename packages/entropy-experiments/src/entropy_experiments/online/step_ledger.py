@@ -1,9 +1,9 @@
-"""The whole ledger of a step that is about to be made: the offline influence study, in memory.
+"""The whole ledger of a step that is about to be made: `analyze_step` on the live policy, as files.
 
 What `entropy-probe influence` reads from a checkpoint and its recorded batch is here already: the
 policy and the optimizer before the step, the batch that it learns from, and the rollouts that the
-probe evaluates it on. They are handed to the same stages, so every number is that command's, and so
-are the files, which `entropy-probe report` reads:
+probe evaluates it on. The numbers are that command's, since both call the same stages, and so are
+the files, which `entropy-probe report` reads:
 
     FOLDER/step_N/summary.json, tokens.parquet, ..., manifest.json
 
@@ -17,38 +17,50 @@ there, and Adam without moments scales up the rounding of the gradients behind i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from entropy_experiments.artifacts import digest_of
-from entropy_experiments.checkpoints.load import Checkpoint
+from entropy_experiments.attribution.analyze import StepAnalysis, StepOptions, analyze_step
+from entropy_experiments.attribution.eventual import momentum_of
+from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.checkpoints.training_facts import FACTS_FILE
 from entropy_experiments.config import Config, parse_config
 from entropy_experiments.config.estimates import BatchRequest
+from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import norm, shifted
-from entropy_experiments.online.facts_file import facts_of
-from entropy_experiments.pipelines.influence.batches import EvaluationBatch, StudyInputs, folded
-from entropy_experiments.pipelines.influence.evaluation import evaluations_of
+from entropy_experiments.online.record import facts_of
+from entropy_experiments.pipelines.influence.batches import EvaluationBatch, folded
+from entropy_experiments.pipelines.influence.facts import changes, ledger_facts
 from entropy_experiments.pipelines.influence.files import StudyFiles
-from entropy_experiments.pipelines.influence.ledgers import ledgers
-from entropy_experiments.pipelines.influence.stages import Study
-from entropy_experiments.pipelines.influence.store import RunDirectory, digest_of_tensors
-from entropy_experiments.pipelines.probe_inputs import ProbeInputs, limits_of
+from entropy_experiments.pipelines.influence.packing import step_facts
+from entropy_experiments.pipelines.influence.results import EvaluationResults, StudyResults
+from entropy_experiments.pipelines.influence.stages import rollouts_digest
+from entropy_experiments.pipelines.influence.store import (
+    RunDirectory,
+    batch_digest,
+    digest_of_tensors,
+)
+from entropy_experiments.pipelines.probe_inputs import WEIGHTS_NOTE, limits_of
 from entropy_experiments.pipelines.probe_sampling import prompts_of
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
-from entropy_experiments.pipelines.step_facts import training_facts
+from entropy_experiments.pipelines.step_facts import TrainingFacts, resolve_facts
+from entropy_experiments.results import INFLUENCE, numbers
 from entropy_experiments.types import Direction, Rollouts, UpdateBatch
 from entropy_experiments.update.live import live_direction, live_state
 
 LEDGERS = "entropy_probe_ledgers"
 """Folder of the run directories, in the trainer's output folder."""
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+NAME = "eval_00"
+"""The evaluation batch in the names of files."""
+MEASURED_ROLLOUTS = 1
+"""Update rollouts whose own direction is measured, too: training waits meanwhile."""
 
 
 def refuse_ledger(every: int | None, evaluation: Any) -> None:
@@ -79,15 +91,17 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step > 0 and step % every == 0
 
 
-def ledger_config(microbatch: int) -> Config:
-    """The study's settings: the estimand of the online prediction, and no more than a ledger."""
-    return parse_config(
-        {
-            "importance": {"is_mode": "per_decision"},  # whose derivative is the to-go form
-            "memory_config": {"microbatch_size": microbatch},
-            "generation": {"tf_batch_size": microbatch},
-            "influence": {"plots": False, "measured_rollouts": 1},
-        },
+def ledger_options(facts: TrainingFacts, microbatch: int) -> StepOptions:
+    """How it is analysed: the estimand of the online prediction, and no more than a ledger."""
+    return StepOptions(
+        objective=facts.objective,
+        max_grad_norm=facts["max_grad_norm"] or None,
+        estimator=EstimatorOptions(
+            form="per_decision",  # whose derivative is the to-go form
+            horizon=facts["max_completion_length"],
+            microbatch=microbatch,
+        ),
+        measured_rollouts=MEASURED_ROLLOUTS,
     )
 
 
@@ -108,112 +122,129 @@ def write_ledger(
     divisor: float | None = None,
 ) -> Path:
     """The run directory of the step that `optimizer` is about to make."""
-    with analysis_conditions():
-        inputs = _inputs(
-            policy,
-            live_state(policy.params, optimizer),
-            batch,
-            evaluation,
-            checkpoint=_in_training(
-                trainer, policy, step, {**facts_of(trainer, facts), "divisor": divisor}
-            ),
-            config=ledger_config(microbatch),
+    read = {**facts_of(trainer, facts), "divisor": divisor}
+    training = resolve_facts(
+        {"top_p": 1.0}, read, dict.fromkeys(read, f"the trainer ({FACTS_FILE})")
+    )
+    evaluation_batch = folded(
+        EvaluationBatch(
+            name=NAME,
+            request=BatchRequest(kind="evaluation"),
+            rollouts=evaluation,
+            reward_N=None,
             notes=_notes(evaluation, batch, evaluated),
-        )
+        ),
+        StepOptions.folds,
+    )
+    options = replace(ledger_options(training, microbatch), folds=evaluation_batch.folds)
+    with analysis_conditions():
+        hashes = {"parameters in memory": digest_of_tensors(policy.params)}
         run = RunDirectory(folder / f"step_{step}")
-        key = digest_of("online", Study(inputs, run.stages).key)
+        key = _key(options, hashes, batch, evaluation)
         run.bind(key, overwrite=True)  # a resumed training makes some of its steps again
-        try:
-            made = Study(inputs, run.stages)
-            (books,) = (ledgers(found)["entropy"] for found in evaluations_of(made))
-            certified = (
-                f"the lines sum to {books['predicted']['value']:.6g}; the online prediction of "
-                f"this step is {predicted:.6g}",
-                _distance(made.direction, live_direction(policy.params, gradient, optimizer)),
-            )
-            probe = replace(inputs.probe, notes=(*inputs.probe.notes, *certified))
-            study = Study(replace(inputs, probe=probe), run.stages)
-            files, arrays, _ = StudyFiles(study).made(key)
-            run.write(files, key, arrays)
-        finally:
-            # As large as the model, several times; and the step is past when somebody would resume.
-            rmtree(run.stages.folder, ignore_errors=True)
+        analysis = analyze_step(policy, optimizer, batch, evaluation, options)
+        momentum_decay, coupled_decay = momentum_of(live_state(policy.params, optimizer))
+        dtype = str(next(iter(policy.params.values())).dtype).removeprefix("torch.")
+        results = StudyResults(
+            folder=run.folder,
+            checkpoint=f"step_{step}",
+            step=step,
+            base=f"the policy in training, {dtype}",
+            config=_as_config(options),
+            decode=trainer._tokenizer.decode,
+            batch=batch,
+            real=True,
+            objective=options.objective,
+            direction=analysis.direction,
+            step_facts={**step_facts(analysis.rebuilt), "certified": {}},
+            momentum_decay=momentum_decay,
+            coupled_decay=coupled_decay,
+            estimand=options.estimator.estimand(policy),
+            mode=analysis.mode,
+            clip=options.clip,
+            etas=(analysis.direction.lr,),
+            per_sequence_etas=(analysis.direction.lr,),
+            evaluations=(_evaluation_results(evaluation_batch, analysis),),
+            notes=(
+                *training.notes,
+                *limits_of(policy.model, training, real=True),
+                f"the lines sum to {analysis.predicted.value:.6g}; the online prediction of this "
+                f"step is {predicted:.6g}",
+                _distance(analysis.direction, live_direction(policy.params, gradient, optimizer)),
+            ),
+            assumed=training.assumed,
+            not_verifiable=(WEIGHTS_NOTE,),
+            timings=_timings(analysis.seconds),
+            input_hashes=hashes,
+        )
+        files, arrays, _ = StudyFiles(results).made(key)
+        run.write(files, key, arrays)
     return run.folder
 
 
-def _inputs(
-    policy: SequenceProcessor,
-    optimizer: Any,
-    batch: UpdateBatch,
-    evaluation: Rollouts,
-    *,
-    checkpoint: Checkpoint,
-    config: Config,
-    notes: tuple[str, ...],
-) -> StudyInputs:
-    facts = training_facts(config, checkpoint.facts, checkpoint.fact_sources)
-    asked = EvaluationBatch(
-        name="eval_00",
-        request=BatchRequest(kind="evaluation"),
-        rollouts=evaluation,
+def _evaluation_results(batch: EvaluationBatch, analysis: StepAnalysis) -> EvaluationResults:
+    return EvaluationResults(
+        name=batch.name,
+        request=batch.request,
+        rollouts=batch.rollouts,
         reward_N=None,
-        notes=notes,
-    )
-    probe = ProbeInputs(
-        config=config,
-        checkpoint=replace(checkpoint, optimizer=optimizer),
-        policy=policy,
-        facts=facts,
-        optimizer=optimizer,
-        horizon=facts["max_completion_length"],
-        evaluation=evaluation,
-        update=batch,
-        real=True,
-        bound=True,
-        retries=None,
-        notes=(*facts.notes, *limits_of(checkpoint, facts, True)),
-        timing={},
-    )
-    return StudyInputs(
-        probe=probe, evaluations=(folded(asked, config.influence.folds),), identity={"online": True}
+        notes=batch.notes,
+        level=numbers(analysis.level),
+        matrix=analysis.matrix,
+        tokens=analysis.tokens,
+        changes=changes(analysis.changes),
+        measured_rows=analysis.measured_rows,
+        rollout_changes=changes(analysis.rollout_changes),
+        ledgers={"entropy": ledger_facts(analysis.ledger), "reward": None},
     )
 
 
-def _in_training(
-    trainer: Any, policy: SequenceProcessor, step: int, facts: Mapping[str, Any]
-) -> Checkpoint:
-    """What a checkpoint saved at this moment would say."""
-    lora = bool(getattr(policy.model, "peft_config", None))
-    dtype = str(next(iter(policy.params.values())).dtype).removeprefix("torch.")
-    return Checkpoint(
-        model=policy.model,
-        tokenizer=trainer._tokenizer,
-        kind="lora" if lora else "full",
-        step=step,
-        path=Path(trainer.args.output_dir),
-        name=f"step_{step}",
-        base=f"the policy in training, {dtype}",
-        optimizer=None,
-        lr=None,
-        facts=facts,
-        fact_sources=dict.fromkeys(facts, f"the trainer ({FACTS_FILE})"),
-        coverage={},
-        not_verifiable=(),
-        recorded=None,
-        optimizer_path=None,
-        hashes={"parameters in memory": digest_of_tensors(policy.params)},
+def _key(
+    options: StepOptions, hashes: Mapping[str, str], batch: UpdateBatch, evaluation: Rollouts
+) -> str:
+    """All that the numbers of a ledger depend on."""
+    return digest_of(
+        "online",
+        INFLUENCE.version,
+        {name: value for name, value in provenance().items() if name != "git"},
+        hashes,
+        asdict(options),
+        rollouts_digest(batch.rollouts),
+        batch_digest(batch),
+        rollouts_digest(evaluation),
     )
+
+
+def _as_config(options: StepOptions) -> Config:
+    """config.yaml of a ledger: what would ask `entropy-probe influence` for these numbers."""
+    estimator = options.estimator
+    return parse_config(
+        {
+            "importance": {"is_mode": estimator.form},
+            "memory_config": {"microbatch_size": estimator.microbatch},
+            "generation": {"tf_batch_size": estimator.forward_size},
+            "influence": {"plots": False, "measured_rollouts": options.measured_rollouts},
+        },
+    )
+
+
+def _timings(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Under the names of a study's stages."""
+    of_step = {name: seconds[name] for name in ("step", "lines") if name in seconds}
+    others = {name: value for name, value in seconds.items() if name not in of_step}
+    names = {"rollouts": "rollouts_00"}
+    return {**of_step, **{f"{NAME}_{names.get(k, k)}": value for k, value in others.items()}}
 
 
 def _notes(evaluation: Rollouts, batch: UpdateBatch, evaluated: str) -> tuple[str, ...]:
-    said = f"evaluation rollouts are those of the online probe ({evaluated})"
-    asked = prompts_of(evaluation)
-    shared = len(asked & prompts_of(batch.rollouts))
+    source = f"evaluation rollouts are those of the online probe ({evaluated})"
+    prompts = prompts_of(evaluation)
+    shared = len(prompts & prompts_of(batch.rollouts))
     if not shared:
-        return (said,)
+        return (source,)
     return (
-        said,
-        f"{shared} of {len(asked)} evaluation prompts are prompts of the update batch, which the "
+        source,
+        f"{shared} of {len(prompts)} evaluation prompts are prompts of the update batch, which the "
         "update moves most; an eval_dataset of other prompts would tell of those",
     )
 

@@ -28,15 +28,16 @@ from torch import Tensor
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.online.arguments import check_counts, check_order
-from entropy_experiments.online.buffers import Buffer, Fixed, Fresh, Given
-from entropy_experiments.online.captures import Captures
-from entropy_experiments.online.drawing import drawer
-from entropy_experiments.online.facts_file import refuse_unknown
-from entropy_experiments.online.guard import LOG
-from entropy_experiments.online.noise_ratio import MIN_STEPS
-from entropy_experiments.online.probe import OnlineProbe, named_gradients, trained_parameters
-from entropy_experiments.online.record import Recorder
+from entropy_experiments.online.evaluation_rollouts import Buffer, Fixed, Fresh, Given, make_draw
+from entropy_experiments.online.noise_scale import MIN_STEPS
+from entropy_experiments.online.probe import (
+    OnlineProbe,
+    check_counts,
+    check_order,
+    named_gradients,
+    trained_parameters,
+)
+from entropy_experiments.online.record import Recorder, refuse_unknown
 from entropy_experiments.online.rows import metrics_of
 from entropy_experiments.online.step_ledger import (
     LEDGERS,
@@ -45,8 +46,18 @@ from entropy_experiments.online.step_ledger import (
     refuse_optimizer,
     write_ledger,
 )
-from entropy_experiments.online.throttle import Throttle
-from entropy_experiments.online.trl_batch import (
+from entropy_experiments.online.trl_noise import (
+    ALONE_MESSAGE,
+    NOISE_ROWS,
+    StepNoise,
+    noise_metrics,
+    prompts_of_passes,
+    refuse_scaled,
+    shared_pairs,
+)
+from entropy_experiments.online.trl_options import sampled_otherwise, unfollowed
+from entropy_experiments.online.trl_trainer import (
+    Captures,
     EvaluationPrompts,
     other_rollouts,
     own_batch,
@@ -59,17 +70,7 @@ from entropy_experiments.online.trl_batch import (
     used_now,
     without_autocast,
 )
-from entropy_experiments.online.trl_noise import (
-    ALONE_MESSAGE,
-    NOISE_ROWS,
-    StepNoise,
-    noise_metrics,
-    prompts_of_passes,
-    refuse_scaled,
-    shared_pairs,
-)
-from entropy_experiments.online.trl_options import sampled_otherwise, unfollowed
-from entropy_experiments.online.watch import PATIENCE, ROWS, Watch
+from entropy_experiments.online.watch import LOG, PATIENCE, ROWS, Throttle, Watch
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.types import Rollouts
 from entropy_experiments.types.estimate import MIN_PROMPTS
@@ -132,8 +133,8 @@ class EntropyProbeCallback(TrainerCallback):
                 f"evaluation is {evaluation!r}; expected one of {', '.join(KINDS)}, or Rollouts of "
                 "your own."
             )
-        check_counts(prompts=prompts, least=MIN_PROMPTS)  # fewer give no error bar
-        check_counts(group=group, uses=uses, microbatch=microbatch)
+        check_counts({"prompts": prompts}, least=MIN_PROMPTS)  # fewer give no error bar
+        check_counts({"group": group, "uses": uses, "microbatch": microbatch})
         check_order(order)
         if record is not None and not isinstance(record, str | Path):
             raise ValueError(f"record is {record!r}; expected the path of a folder, or None.")
@@ -141,8 +142,8 @@ class EntropyProbeCallback(TrainerCallback):
             raise ValueError(
                 f"facts is {facts!r}; expected a mapping such as {{'dataset_name': 'countdown'}}."
             )
-        self._throttle_options: dict[str, Any] = {"every": every, "max_overhead": max_overhead}
-        Throttle(**self._throttle_options)  # bad options are refused now, not hours later
+        self._every, self._max_overhead = every, max_overhead
+        Throttle(every=every, max_overhead=max_overhead)  # bad options are refused now, not later
         self.evaluation, self.prompts, self.group = evaluation, prompts, group
         self.uses, self.microbatch, self.parts, self.seed = uses, microbatch, parts, seed
         self.order = order
@@ -157,7 +158,7 @@ class EntropyProbeCallback(TrainerCallback):
             None if record is None else Recorder(Path(record), self.facts, gradient=record_gradient)
         )
         self._captures: Captures | None = None
-        self._idle, self._said_idle = 0, False
+        self._idle, self._warned_idle = 0, False
         self.ledger_every, self.noise_scale = ledger_every, noise_scale
         self.noise_window = noise_window
         self.ledgers: list[Path] = []
@@ -203,12 +204,14 @@ class EntropyProbeCallback(TrainerCallback):
         if self.noise_scale:
             refuse_scaled(args)
         ranks = Ranks.all(PATIENCE)
-        watch = Watch(throttle=Throttle(**self._throttle_options), ranks=ranks)
+        watch = Watch(
+            throttle=Throttle(every=self._every, max_overhead=self._max_overhead), ranks=ranks
+        )
         self._watch = watch
         watch.also_forget = self._let_go
         watch.sampling = tuple(sampled_otherwise(args))
         self._captures = Captures(self.trainer)
-        self._say_sampling(args)
+        self._warn_sampling(args)
         watch.set_up(self._probe, Path(args.output_dir) / ROWS, step=state.global_step)
         self._begin_record(args, state)
         if self.noise_scale:
@@ -268,7 +271,7 @@ class EntropyProbeCallback(TrainerCallback):
             prepare=prepare,
             then=keep,
             always=record,
-            asked=self._explain if due(self.ledger_every, step) else None,
+            explain=self._explain if due(self.ledger_every, step) else None,
         )
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -276,7 +279,7 @@ class EntropyProbeCallback(TrainerCallback):
         recorder, step, ranks = self._recorder, state.global_step, self._begun().ranks
         if recorder is not None:
             params = trained_parameters(self._model)
-            self._aside(lambda: recorder.made(step, params, ranks), f"recording step {step}")
+            self._aside(lambda: recorder.after_step(step, params, ranks), f"recording step {step}")
         self._begun().after(step, self._publish, scaler=scaler)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -304,17 +307,17 @@ class EntropyProbeCallback(TrainerCallback):
 
     def _begin_record(self, args: Any, state: Any) -> None:
         """The first step after a resume belongs beside the checkpoint that it is made from."""
-        recorder, watch, given = self._recorder, self._begun(), self.resumes_from
+        recorder, watch, resumed_from = self._recorder, self._begun(), self.resumes_from
         if recorder is None:
             return
         watch.guard.run(
             lambda: recorder.begin(self.trainer, self._model, watch.ranks),
             doing="recording the run's prompts and settings",
         )
-        if not given or state.global_step == 0:
+        if not resumed_from or state.global_step == 0:
             return
         last = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        checkpoint = last if given is True else Path(given)
+        checkpoint = last if resumed_from is True else Path(resumed_from)
         watch.guard.run(
             lambda: recorder.resumed(self.trainer, checkpoint, watch.ranks),
             doing="finding the checkpoint that training was resumed from",
@@ -326,17 +329,17 @@ class EntropyProbeCallback(TrainerCallback):
 
         def local() -> list[Tensor]:
             used, _ = used_now(trainer)
-            found = (trainer._buffered_inputs[place]["advantages"] for place in used)
-            return [torch.tensor(sum(int((a != 0).sum()) for a in found))]
+            advantages = (trainer._buffered_inputs[place]["advantages"] for place in used)
+            return [torch.tensor(sum(int((a != 0).sum()) for a in advantages))]
 
         self._idle = 0 if int(ranks.all_reduce(local)[0]) else self._idle + 1
-        if self._idle == IDLE_STEPS and not self._said_idle and ranks.rank == 0:
-            self._said_idle = True
+        if self._idle == IDLE_STEPS and not self._warned_idle and ranks.rank == 0:
+            self._warned_idle = True
             LOG.warning(
                 "In the %d steps up to step %d no rollout has an advantage: every group's rewards "
                 "are equal, nothing can be learned from them, and only momentum and weight decay "
                 "move the weights. Look at the reward function and at num_generations, or choose "
-                "prompts that the policy sometimes solves. (Said once.)",
+                "prompts that the policy sometimes solves. (Logged once.)",
                 IDLE_STEPS,
                 step,
             )
@@ -361,19 +364,19 @@ class EntropyProbeCallback(TrainerCallback):
         options = sampled_otherwise(args)
         if options and self.evaluation in ("half", "batch"):
             raise ValueError(
-                f"evaluation={self.evaluation!r} judges a step by rollouts that training sampled "
-                f"with {', '.join(options)}, and entropies are of the full softmax, from which "
-                "those rollouts were not drawn. Use evaluation='fresh': the probe then draws its "
-                "own rollouts, from the full softmax."
+                f"evaluation={self.evaluation!r} evaluates a step on rollouts that training "
+                f"sampled with {', '.join(options)}, and entropies are of the full softmax, from "
+                "which those rollouts were not drawn. Use evaluation='fresh': the probe then draws "
+                "its own rollouts, from the full softmax."
             )
 
-    def _say_sampling(self, args: Any) -> None:
+    def _warn_sampling(self, args: Any) -> None:
         options = self._begun().sampling
         if options and self._begun().ranks.rank == 0:
             LOG.warning(
                 "Training samples with %s. The probe's rollouts and entropies are of the full "
                 "softmax at temperature %g, without these options: its entropy is not that of "
-                "the distribution that training samples from. (Said once.)",
+                "the distribution that training samples from. (Logged once.)",
                 ", ".join(options),
                 args.temperature,
             )
@@ -407,7 +410,7 @@ class EntropyProbeCallback(TrainerCallback):
         )
         generator.ends = tuple(sorted({*generator.ends, *trainer.eos_token_ids}))
         prompts = EvaluationPrompts(trainer, self.prompts, self.seed, generator.longest_prompt)
-        return Fresh(drawer(generator, prompts, group=self.group, ranks=ranks), uses=self.uses)
+        return Fresh(make_draw(generator, prompts, group=self.group, ranks=ranks), uses=self.uses)
 
     def _publish(self, row: Mapping[str, Any]) -> None:
         self._log(metrics_of(row))
@@ -422,7 +425,7 @@ class EntropyProbeCallback(TrainerCallback):
         batch = update_batch(trainer, ranks, self._captures)
         if ranks.rank or probe.evaluated is None or probe.predicted is None:
             return
-        given = isinstance(self.evaluation, Rollouts)
+        fixed_rollouts = isinstance(self.evaluation, Rollouts)
         with without_autocast(self._model):
             folder = write_ledger(
                 Path(trainer.args.output_dir) / LEDGERS,
@@ -432,7 +435,7 @@ class EntropyProbeCallback(TrainerCallback):
                 gradient=named_gradients(self._model),
                 batch=batch,
                 evaluation=probe.evaluated,
-                evaluated="given" if given else str(self.evaluation),
+                evaluated="given" if fixed_rollouts else str(self.evaluation),
                 predicted=probe.predicted.change.value,
                 step=probe.step,
                 microbatch=self.microbatch,
@@ -446,7 +449,7 @@ class EntropyProbeCallback(TrainerCallback):
     def _aside(self, work: Callable[[], None], doing: str) -> None:
         """Guarded; its time is the probe's, and saves no step."""
         watch = self._begun()
-        with watch.throttle.timing(asked=True):
+        with watch.throttle.timing(requested=True):
             watch.guard.run(work, doing=doing)
 
     def _begin_noise(self, args: Any) -> None:
@@ -472,7 +475,7 @@ class EntropyProbeCallback(TrainerCallback):
         if ranks.size == 1 or noise.shared is None:  # ranks are dealt their prompts once for all
             noise.saw_shared(shared_pairs(trainer, ranks))
         row = noise.close(step, prompts_of_passes(trainer.args, passes))
-        self._begun().throttle.asked_seconds += noise.seconds
+        self._begun().throttle.requested_seconds += noise.seconds
         noise.seconds = 0.0
         if row is not None:
             self._log(noise_metrics(row))
@@ -497,6 +500,7 @@ def _tell_trainers() -> None:
 
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # the line of a fault is the caller's, for pytest and the doctor
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, EntropyProbeCallback):
                 callback.trainer = self

@@ -28,11 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from entropy_experiments.distributed import Ranks
-from entropy_experiments.online.guard import LOG
-from entropy_experiments.online.noise_ratio import METRICS
-from entropy_experiments.online.noise_scale import NoiseScale, adam_preconditioner
+from entropy_experiments.online.noise_scale import METRICS, NoiseScale, adam_preconditioner
 from entropy_experiments.online.rows import PREFIX, RowFile
-from entropy_experiments.online.trl_batch import used_now
+from entropy_experiments.online.trl_trainer import used_now
+from entropy_experiments.online.watch import LOG
 
 NOISE_ROWS = "entropy_probe_noise.jsonl"
 SCHEMA = 1
@@ -124,8 +123,8 @@ class StepNoise:
             return None
         row: dict[str, Any] = {"schema": SCHEMA, "step": step, "shared_pairs": self.shared}
         for metric in METRICS:
-            known = metric == "raw" or self.noise.adam_steps
-            row[metric] = self.noise.estimate(metric).as_dict() if known else None
+            available = metric == "raw" or self.noise.adam_steps
+            row[metric] = self.noise.estimate(metric).as_dict() if available else None
         if self._file is not None:
             self._file.add(row)
         return row
@@ -155,19 +154,19 @@ def noise_metrics(row: Mapping[str, Any]) -> dict[str, float]:
     """
     out: dict[str, float | None] = {"noise_scale_shared_pairs": row["shared_pairs"]}
     for metric, end in (("raw", ""), ("adam", "_adam")):
-        found = row[metric]
-        if found is None:
+        estimate = row[metric]
+        if estimate is None:
             continue
-        low, high = found["critical_batch_interval"] or (None, None)
+        low, high = estimate["critical_batch_interval"] or (None, None)
         out |= {
-            f"noise_scale{end}": found["critical_batch"],
+            f"noise_scale{end}": estimate["critical_batch"],
             f"noise_scale{end}_low": low,
             f"noise_scale{end}_high": high,
-            f"gradient_signal{end}": found["signal"]["value"],
-            f"gradient_noise{end}": found["noise"]["value"],
+            f"gradient_signal{end}": estimate["signal"]["value"],
+            f"gradient_noise{end}": estimate["noise"]["value"],
         }
-        out["critical_batch_size"] = found["critical_batch"]
-        out["batch_prompts"] = found["samples"]
+        out["critical_batch_size"] = estimate["critical_batch"]
+        out["batch_prompts"] = estimate["samples"]
     return {PREFIX + name: float(value) for name, value in out.items() if value is not None}
 
 
@@ -215,7 +214,7 @@ def say_shared(share: float, *, several: bool) -> None:
     if share > 0:
         LOG.warning(
             "noise_scale: %.0f%% of the pairs of responses that are compared have the same prompt, "
-            "%s: |G|^2 comes out too large and the noise scale too small.%s (Said once.)",
+            "%s: |G|^2 comes out too large and the noise scale too small.%s (Logged once.)",
             100 * share,
             why,
             instead,

@@ -43,8 +43,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 
 
 def recorded_options(args: Any) -> dict[str, Any]:
-    found = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
-    return {name: value if _plain(value) else str(value) for name, value in found.items()}
+    values = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
+    return {name: value if _plain(value) else str(value) for name, value in values.items()}
 
 
 def recorded_trainer(trainer: Any) -> dict[str, Any]:
@@ -63,20 +63,20 @@ def is_rloo(trainer: Any) -> bool:
 
 def unfollowed(trainer: Any) -> list[str]:
     """What makes this trainer's loss another than the one that is rebuilt from its batch."""
-    args, found = trainer.args, []
+    args, settings = trainer.args, []
     if (name := own_loss(trainer)) is not None:
-        found.append(f"{type(trainer).__name__} has a {name} of its own")
+        settings.append(f"{type(trainer).__name__} has a {name} of its own")
     loss = getattr(args, "loss_type", "grpo")
     if loss not in get_args(Loss):
-        found.append(f"loss_type = {loss}")
+        settings.append(f"loss_type = {loss}")
     quantile = getattr(args, "top_entropy_quantile", 1.0)
     if quantile < 1 and _has_bonus(trainer):
-        found.append(f"top_entropy_quantile = {quantile:g} together with an entropy bonus")
+        settings.append(f"top_entropy_quantile = {quantile:g} together with an entropy bonus")
     if getattr(trainer, "aux_loss_enabled", False):
-        found.append("the router's auxiliary loss")
+        settings.append("the router's auxiliary loss")
     if getattr(args, "neftune_noise_alpha", None):
-        found.append(f"neftune_noise_alpha = {args.neftune_noise_alpha}")
-    return found
+        settings.append(f"neftune_noise_alpha = {args.neftune_noise_alpha}")
+    return settings
 
 
 def rounded_steps(model: Any) -> list[str]:
@@ -90,13 +90,13 @@ def rounded_steps(model: Any) -> list[str]:
 
 def sampled_otherwise(args: Any) -> list[str]:
     """Options that make the sampling distribution another than the policy's own."""
-    found = [
+    settings = [
         f"{name} = {getattr(args, name)}"
         for name, harmless in HARMLESS.items()
         if getattr(args, name, None) not in harmless
     ]
     top_p = getattr(args, "top_p", 1.0)
-    return [*([f"top_p = {top_p:g}"] if top_p is not None and top_p < 1 else []), *found]
+    return [*([f"top_p = {top_p:g}"] if top_p is not None and top_p < 1 else []), *settings]
 
 
 def own_loss(trainer: Any) -> str | None:

@@ -24,8 +24,8 @@ from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import Config, parse_config
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.pipelines.evaluation.measures import (
     differences,
     length_quantiles,
@@ -130,7 +130,7 @@ def _opened(
     settings, config = asked.settings, asked.config
     load = partial(
         load_checkpoint,
-        candidate.layout.given,
+        candidate.layout.named,
         base=config.checkpoint.base,
         backbone=config.checkpoint.backbone,
         dtype=config.checkpoint.dtype,

@@ -243,22 +243,21 @@ def _points(
             "method: auto and top_p: 1, or experiment.compute_linquad: false."
         )
     direction, _ = inputs.step()
-    base = score_all(policy, policy.params, rollouts, microbatch=inputs.measuring["microbatch"])
-    level = entropy_level(policy, rollouts, base=base, repackings=0, **inputs.measuring)
+    options = inputs.estimator
+    base = score_all(policy, policy.params, rollouts, microbatch=options.forward_size)
+    level = entropy_level(policy, rollouts, options, base=base)
     slope = bend = None
     if plan.compute_linquad:
-        bend = curvature(policy, rollouts, direction, repackings=0, **inputs.predicting)
+        bend = curvature(policy, rollouts, direction, options, repackings=0)
         slope = bend.diagnostics["slope"]
     elif plan.compute_linear:
-        slope = first_order(
-            policy, rollouts, direction, base=base, repackings=0, **inputs.predicting
-        )
+        slope = first_order(policy, rollouts, direction, options, base=base, repackings=0)
     changes: dict[Case, Estimate] = {}
     own = inputs.config.importance.clip_c
     if plan.compute_true:
         clips = tuple(dict.fromkeys((own, *plan.clip_overrides)))
         changes = measured_many(
-            policy, rollouts, {"step": direction}, etas, base=base, clips=clips, **inputs.measuring
+            policy, rollouts, {"step": direction}, etas, options, base=base, clips=clips
         )
     return [_point(eta, plan, slope, bend, changes, own, level) for eta in etas], level
 

@@ -98,9 +98,9 @@ class OfflineEntropyProbe:
             direction, stats = inputs.step()
         with timed(timing, "base"):
             base = score_all(
-                policy, policy.params, rollouts, microbatch=inputs.measuring["microbatch"]
+                policy, policy.params, rollouts, microbatch=inputs.estimator.forward_size
             )
-            level = entropy_level(policy, rollouts, base=base, **inputs.measuring)
+            level = entropy_level(policy, rollouts, inputs.estimator, base=base)
         predicted, bend, linear_range = self._predict(inputs, direction, base)
         measured = self._measure(inputs, direction, base)
         with timed(timing, "certificate"):
@@ -111,7 +111,7 @@ class OfflineEntropyProbe:
         to_go = self._to_go(inputs, direction, base)
         made = MadeCheck(
             of_gradient=inputs.has_gradient,
-            gradient_distance=inputs.gradient_distance(stats),
+            gradient_distance=inputs.gradient_distance(stats.found.gradient),
             altered=inputs.altered if inputs.real else (),
             reasons=inputs.reasons if inputs.real else (),
             unfollowed=inputs.facts.unfollowed if inputs.real else (),
@@ -184,16 +184,15 @@ class OfflineEntropyProbe:
         if not self.config.probe_rework.compute_delta_h1:
             return None, None, None
         asked, lr = self.config.approx_delta_h, inputs.lr
-        rollouts, policy, options = inputs.evaluation, inputs.policy, inputs.predicting
+        rollouts, policy, options = inputs.evaluation, inputs.policy, inputs.estimator
         with timed(inputs.timing, "first_order"):
             slope = first_order_by_part(
                 policy,
                 rollouts,
                 direction,
+                replace(options, repackings=REPACKINGS if asked.variance else 0),
                 baseline=asked.baseline,
                 base=base,
-                repackings=REPACKINGS if asked.variance else 0,
-                **options,
             )
         self._say(f"phase 1-3: predicted ({inputs.timing['first_order']:.1f} s)")
         predicted = Attribution.of(
@@ -202,7 +201,7 @@ class OfflineEntropyProbe:
         if not asked.curvature or not inputs.bends:
             return predicted, None, None
         with timed(inputs.timing, "curvature"):
-            bend = curvature(policy, rollouts, direction, repackings=0, **options)
+            bend = curvature(policy, rollouts, direction, replace(options, repackings=0))
         # A curvature near 0 within its error bar would promise a range that nobody has seen.
         low = bend.diagnostics["linear_range_low"]
         reach = bend.diagnostics["linear_range"] if low is None else low
@@ -213,12 +212,12 @@ class OfflineEntropyProbe:
 
     def _to_go(self, inputs: ProbeInputs, direction: Direction, base: Scores) -> Estimate | None:
         """The prediction of less variance, where the one paired with the measurement is not it."""
-        if not self.config.probe_rework.compute_delta_h1 or inputs.predicting["form"] == "to_go":
+        if not self.config.probe_rework.compute_delta_h1 or inputs.estimator.slope_form == "to_go":
             return None
-        options = {**inputs.predicting, "form": "to_go", "repackings": 0}
+        options = replace(inputs.estimator, form="per_decision", repackings=0)
         with timed(inputs.timing, "first_order"):
-            found = first_order(inputs.policy, inputs.evaluation, direction, base=base, **options)
-        return inputs.lr * found
+            slope = first_order(inputs.policy, inputs.evaluation, direction, options, base=base)
+        return inputs.lr * slope
 
     def _measure(
         self, inputs: ProbeInputs, direction: Direction, base: Scores
@@ -233,9 +232,9 @@ class OfflineEntropyProbe:
                 inputs.evaluation,
                 {"step": direction},
                 etas,
+                inputs.estimator,
                 base=base,
                 clips=(self.config.importance.clip_c,),
-                **inputs.measuring,
             )
         self._say(f"phase 5: measured ({inputs.timing['measured']:.1f} s)")
         return {case.eta: change for case, change in found.items()}

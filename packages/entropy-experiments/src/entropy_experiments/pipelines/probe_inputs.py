@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.checkpoints.load import Checkpoint
-from entropy_experiments.checkpoints.made_step import MadeStep, read_made_step
-from entropy_experiments.checkpoints.training_record import MADE_STEP
+from entropy_experiments.checkpoints.training_record import (
+    MADE_STEP,
+    RecordedStep,
+    read_recorded_step,
+)
 from entropy_experiments.config import Config
-from entropy_experiments.estimate.first_order import PAIRED_WITH
 from entropy_experiments.estimate.modes import Used, used_mode
+from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.numerics.sketch import distance, sketch
 from entropy_experiments.pipelines.probe_sampling import (
     OpenCheckpoint,
@@ -33,7 +36,7 @@ from entropy_experiments.sampling.rollout_files import (
     load_update_batch,
     recorded_meta,
 )
-from entropy_experiments.types import Direction, OptimizerState, Rollouts, UpdateBatch
+from entropy_experiments.types import Direction, OptimizerState, Params, Rollouts, UpdateBatch
 from entropy_experiments.update.adamw import (
     UpdateStats,
     compute_update_vector_adamw,
@@ -70,7 +73,7 @@ class ProbeInputs:
     """Groups drawn in place of groups with equal rewards; None: the batch was not drawn here."""
     notes: tuple[str, ...]
     timing: dict[str, float]
-    made: MadeStep | None = None
+    made: RecordedStep | None = None
     """What training recorded of the step that it made from here."""
 
     @property
@@ -95,7 +98,7 @@ class ProbeInputs:
         """Why a step rebuilt from the batch may be another than training's."""
         return (
             *(f"{option} is not followed here" for option in self.facts.unfollowed),
-            *limits_of(self.checkpoint, self.facts, self.real),
+            *limits_of(self.checkpoint.model, self.facts, real=self.real),
         )
 
     @property
@@ -137,33 +140,20 @@ class ProbeInputs:
         return self.checkpoint.optimizer.lr
 
     @property
-    def measuring(self) -> dict[str, Any]:
-        return measuring(self.config, self.horizon)
-
-    @property
-    def predicting(self) -> dict[str, Any]:
-        """The same for slopes, in the form that is the measurement's derivative."""
-        paired = {form: slope for slope, form in PAIRED_WITH.items()}
-        return {
-            **self.measuring,
-            "form": paired[self.config.importance.is_mode],
-            "microbatch": self.config.memory_config.microbatch_size,
-            "mode": self.mode,
-        }
+    def estimator(self) -> EstimatorOptions:
+        """Options of every estimate of the run."""
+        return estimator_options(self.config, self.horizon)
 
     @property
     def trained(self) -> SequenceProcessor | ShardedPolicy:
         """The policy as the loss sees it."""
         return as_the_loss_sees(self.config, self.policy, self.facts, real=self.real)
 
-    def step(self, *, of_batch: bool = False) -> tuple[Direction, UpdateStats]:
-        """The update: of the gradient that training recorded, or rebuilt from the batch.
-
-        `of_batch`: rebuilt in any case, for those who split it into rollouts and tokens.
-        """
+    def step(self) -> tuple[Direction, UpdateStats]:
+        """The update: of the gradient that training recorded, or rebuilt from the batch."""
         policy, objective = self.trained.as_trained(), self.facts.objective
         microbatch = self.config.memory_config.microbatch_size
-        if of_batch or not self.has_gradient:
+        if not self.has_gradient:
             direction, _, stats = compute_update_vector_adamw(
                 policy,
                 self.update,
@@ -179,16 +169,16 @@ class ProbeInputs:
         direction, _, stats = update_of_gradient(policy, gradient, rebuilt, self.optimizer)
         return direction, stats
 
-    def gradient_distance(self, stats: UpdateStats) -> float | None:
-        """How far the gradient rebuilt from the batch is from the one that training used."""
+    def gradient_distance(self, gradient: Params) -> float | None:
+        """How far this gradient, rebuilt from the batch, is from the one that training used."""
         if self.made is None or self.altered or not self.real:
             return None
         if self.config.checkpoint.sharding != "none":
             return None
-        factor, _ = clip_factor(stats.found.gradient, self.facts["max_grad_norm"] or None)
+        factor, _ = clip_factor(gradient, self.facts["max_grad_norm"] or None)
         present = {
             name: factor * g
-            for name, g in stats.found.gradient.items()
+            for name, g in gradient.items()
             if name not in self.made.without_gradient
         }
         return distance(sketch(present), self.made.gradient.sketch)
@@ -210,16 +200,18 @@ def as_the_loss_sees(
     )
 
 
-def measuring(config: Config, horizon: int) -> dict[str, Any]:
-    """Options of every measurement of a run: what its numbers speak of."""
+def estimator_options(config: Config, horizon: int | None) -> EstimatorOptions:
+    """What the numbers of a run speak of, and how they are computed."""
     simple, per_token = config.estimator.use_simple_entropy_for_x, config.approx_delta_h.normalize
-    return {
-        "form": config.importance.is_mode,
-        "unit": "token" if per_token == "per_token" else "sequence",
-        "entropy": "simple" if simple else "rao_blackwell",
-        "horizon": horizon,
-        "microbatch": config.forward_batch_size,
-    }
+    return EstimatorOptions(
+        form=config.importance.is_mode,
+        unit="token" if per_token == "per_token" else "sequence",
+        entropy="simple" if simple else "rao_blackwell",
+        horizon=horizon,
+        mode=config.approx_delta_h.method,
+        microbatch=config.memory_config.microbatch_size,
+        forward_microbatch=config.forward_batch_size,
+    )
 
 
 def gather(
@@ -289,17 +281,17 @@ def gather(
         real=real,
         bound=real and weights_of_batch(checkpoint) is not None,
         retries=sampler.retries,
-        notes=(*config.notes, *facts.notes, *notes, *limits_of(checkpoint, facts, real)),
+        notes=(*config.notes, *facts.notes, *notes, *limits_of(checkpoint.model, facts, real=real)),
         timing=timing,
         made=made_step(checkpoint) if real else None,
     )
 
 
-def made_step(checkpoint: Checkpoint) -> MadeStep | None:
+def made_step(checkpoint: Checkpoint) -> RecordedStep | None:
     """What is recorded of the step that was made from this checkpoint."""
     if checkpoint.recorded is None:
         return None
-    return read_made_step(checkpoint.recorded.parent / MADE_STEP)
+    return read_recorded_step(checkpoint.recorded.parent / MADE_STEP)
 
 
 def with_divisor(facts: TrainingFacts, checkpoint: Checkpoint) -> TrainingFacts:
@@ -372,10 +364,10 @@ def with_reference(
     return replace(batch, ref_logprob_NS=found.logprob_NS)
 
 
-def limits_of(checkpoint: Checkpoint, facts: TrainingFacts, real: bool) -> list[str]:
+def limits_of(model: Any, facts: TrainingFacts, *, real: bool) -> list[str]:
     """Facts of training that the rebuilt step does not follow."""
     notes: list[str] = []
-    dropout = _dropout(checkpoint)
+    dropout = _dropout(model)
     if dropout:
         notes.append(
             f"training may have had dropout ({dropout}); the step is rebuilt without it, and "
@@ -394,9 +386,8 @@ def limits_of(checkpoint: Checkpoint, facts: TrainingFacts, real: bool) -> list[
     return notes
 
 
-def _dropout(checkpoint: Checkpoint) -> str:
-    """Every dropout rate above 0 that the files name."""
-    model: Any = checkpoint.model
+def _dropout(model: Any) -> str:
+    """Every dropout rate above 0 that the model's configuration names."""
     found = {name: value for name, value in vars(model.config).items() if "dropout" in name}
     for adapter in getattr(model, "peft_config", {}).values():
         found["lora_dropout"] = adapter.lora_dropout

@@ -15,12 +15,12 @@ from typing import Any
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.checkpoints.load import Checkpoint, load_checkpoint
 from entropy_experiments.checkpoints.optimizer_state import refuse_zero_lr
-from entropy_experiments.checkpoints.runs import default_checkpoint, of_the_package
+from entropy_experiments.checkpoints.runs import default_checkpoint, packaged_checkpoint
 from entropy_experiments.checkpoints.training_record import RECORDED
 from entropy_experiments.config import Config
 from entropy_experiments.distributed import current
+from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.pipelines.run_conditions import (
     check_sharded_derivatives,
     check_sharding,
@@ -71,7 +71,7 @@ def open_checkpoint(
     asked = config.checkpoint
     load = partial(
         load_checkpoint,
-        of_the_package(
+        packaged_checkpoint(
             checkpoint_path or asked.checkpoint_path or asked.adapter_path or default_checkpoint()
         ),
         base=asked.base,

@@ -17,9 +17,8 @@ from entropy_experiments.checkpoints.load import Checkpoint, load_sharded
 from entropy_experiments.config import Config
 from entropy_experiments.distributed import current
 from entropy_experiments.input_errors import short
-from entropy_experiments.models.shardable import in_one_process
-from entropy_experiments.models.sharded import MODES as SHARDED_MODES
-from entropy_experiments.models.sharded import ShardedModel
+from entropy_experiments.models.fsdp import MODES as SHARDED_MODES
+from entropy_experiments.models.fsdp import ShardedModel, in_one_process
 from entropy_experiments.numerics.derivatives import full_precision
 from entropy_experiments.threads import chosen_threads
 

@@ -109,7 +109,7 @@ class TrainingFacts:
 def training_facts(
     config: Config, read: Mapping[str, Any], sources: Mapping[str, str]
 ) -> TrainingFacts:
-    """Given over read over assumed."""
+    """What the config says over what was read, over what is assumed."""
     given = {
         **{
             name: getattr(config.update, name)
@@ -123,17 +123,24 @@ def training_facts(
         "reward_functions": config.reward.functions,
         "reward_weights": config.reward.weights,
     }
+    own_file = config.batch_config.dataset_path is not None
+    if own_file and given["dataset_name"] is None and read.get("dataset_name") == RECORDED:
+        given["dataset_name"] = "jsonl"  # a file of one's own, instead of the recorded one
+    return resolve_facts(given, read, sources)
+
+
+def resolve_facts(
+    given: Mapping[str, Any], read: Mapping[str, Any], sources: Mapping[str, str]
+) -> TrainingFacts:
+    """`given` over `read` over ASSUMED; None in `given` says nothing."""
     read = dict(read)
     notes = list(read.pop("note", ()))
-    if given["reward_functions"] is not None:
+    if given.get("reward_functions") is not None:
         for name in ("reward_weights", "reward_sources", "reward_absent"):
             read.pop(name, None)  # of other functions
-    if read.get("dataset_name") == RECORDED:
-        if config.batch_config.dataset_path is not None and given["dataset_name"] is None:
-            given["dataset_name"] = "jsonl"  # a file of one's own, instead of the recorded one
-        if given["dataset_name"] is not None:
-            for name in ("dataset_path", "E_split", "U_split", "dataset_absent"):
-                read.pop(name, None)  # of the recorded prompts
+    if read.get("dataset_name") == RECORDED and given.get("dataset_name") is not None:
+        for name in ("dataset_path", "E_split", "U_split", "dataset_absent"):
+            read.pop(name, None)  # of the recorded prompts
     values, where = {}, {}
     for name in dict.fromkeys([*ASSUMED, *given, *read]):
         if given.get(name) is not None:

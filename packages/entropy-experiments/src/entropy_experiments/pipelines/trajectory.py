@@ -10,20 +10,20 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from entropy_experiments.artifacts import write_whole
-from entropy_experiments.checkpoints.runs import embedded_trajectory, steps_of
+from entropy_experiments.checkpoints.runs import checkpoints_by_step, embedded_trajectory
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import entropy_level, within_entropy
 from entropy_experiments.estimate.measured import even_part, measured_many
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.pipelines.probe_inputs import gather, measuring
+from entropy_experiments.pipelines.probe_inputs import estimator_options, gather
 from entropy_experiments.pipelines.probe_sampling import (
     PromptIds,
     Sampler,
@@ -96,7 +96,7 @@ def probe_trajectory(
     too small to keep several threads busy.
     """
     folder = embedded_trajectory() if folder is None else Path(folder)
-    paths = steps_of(folder)[steps]
+    paths = checkpoints_by_step(folder)[steps]
     numbers = [int(path.name.removeprefix("checkpoint-").removeprefix("step_")) for path in paths]
     if len(paths) < 2 or numbers != list(range(numbers[0], numbers[0] + len(paths))):
         raise ValueError(
@@ -131,16 +131,16 @@ def _pool(workers: int) -> Iterator[Callable[[list[Job]], Iterable[TrajectorySte
 
 def _probed(config: Config, path: Path, number: int, avoid: set[PromptIds]) -> TrajectoryStep:
     inputs = gather(config, path, avoid=avoid, units=1)  # a step is done in a second or two
-    policy, rollouts, common = inputs.policy, inputs.evaluation, inputs.measuring
+    policy, rollouts = inputs.policy, inputs.evaluation
+    options = replace(inputs.estimator, repackings=0)
     direction, _ = inputs.step()
-    base = score_all(policy, policy.params, rollouts, microbatch=common["microbatch"])
-    shared = {"base": base, "repackings": 0}
-    predicted = inputs.lr * first_order(policy, rollouts, direction, **shared, **inputs.predicting)
+    base = score_all(policy, policy.params, rollouts, microbatch=options.forward_size)
+    predicted = inputs.lr * first_order(policy, rollouts, direction, options, base=base)
     ahead, behind = measured_many(
-        policy, rollouts, {"step": direction}, [inputs.lr, -inputs.lr], **shared, **common
+        policy, rollouts, {"step": direction}, [inputs.lr, -inputs.lr], options, base=base
     ).values()
     second_order = predicted + even_part(predicted, behind)
-    level = entropy_level(policy, rollouts, **shared, **common)
+    level = entropy_level(policy, rollouts, options, base=base)
     reward_N = inputs.update.reward_N
     return TrajectoryStep(
         name=inputs.checkpoint.name,
@@ -157,7 +157,7 @@ def fresh_level(config: Config, path: Path, avoid: set[PromptIds]) -> Estimate:
     """Entropy of one checkpoint by rollouts of its own; no update is looked for."""
     sampler = Sampler(config, open_checkpoint(config, path), units=1)
     return entropy_level(
-        sampler.policy, sampler.evaluation(avoid), **measuring(config, sampler.horizon)
+        sampler.policy, sampler.evaluation(avoid), estimator_options(config, sampler.horizon)
     )
 
 

@@ -94,8 +94,11 @@ def _headline(summary: InfluenceResult) -> list[str]:
     if "checkpoint" not in summary:
         return []
     checkpoint, batch = summary["checkpoint"], summary["update"]
-    unchecked = (batch.get("certified") or {}).get("unchecked")
-    if not batch["real"]:
+    certified = batch.get("certified") or {}
+    unchecked, another = certified.get("unchecked"), certified.get("another_step")
+    if another:
+        what = f"A hypothetical update from {checkpoint} (its batch was imported)"
+    elif not batch["real"]:
         what = f"A hypothetical update from {checkpoint} (its batch was made for this study)"
     elif unchecked:
         what = f"The update that the batch recorded after {checkpoint} makes"
@@ -105,7 +108,9 @@ def _headline(summary: InfluenceResult) -> list[str]:
         f"{what}, {batch['rollouts']} rollouts, {batch['tokens']} tokens, at learning rate "
         f"{summary['lr']:.3g}:"
     ]
-    if unchecked:
+    if another:
+        lines.append(f"  not the step that training made: {another}")
+    elif unchecked:
         lines.append(f"  not checked against the step that training made: {unchecked}")
     lines += [f"  {point}" for point in sampling_points(summary.get("notes") or ())]
     return [*lines, *_assumed(summary)]

@@ -63,7 +63,7 @@ class Attempt:
 @cache  # a stream of problems meets the same three numbers again and again
 def attempts(numbers: tuple[int, ...]) -> tuple[Attempt, ...]:
     """Every way to combine three numbers whose values stay between 0 and LARGEST."""
-    found: dict[str, Attempt] = {}
+    by_expression: dict[str, Attempt] = {}
     for a, b, c in permutations(numbers):
         for first, combine in _OPERATIONS.items():
             middle = combine(a, b)
@@ -77,8 +77,10 @@ def attempts(numbers: tuple[int, ...]) -> tuple[Attempt, ...]:
                     value = finish(left, right)
                     if 0 <= value <= LARGEST:
                         trace = f"{a} {first} {b} = {middle} ; {left} {second} {right} = {value}"
-                        found[trace] = Attempt(trace=trace, expression=expression, value=value)
-    return tuple(found.values())
+                        by_expression[trace] = Attempt(
+                            trace=trace, expression=expression, value=value
+                        )
+    return tuple(by_expression.values())
 
 
 def problems(seed: int | str, *, values: tuple[int, int] = (1, 9)) -> Iterator[Countdown]:

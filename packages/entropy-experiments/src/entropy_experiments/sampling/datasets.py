@@ -3,7 +3,7 @@
     gsm8k_r1_template     GSM8K questions in the <think>/<answer> template
     gsm8k                 GSM8K questions, plainly, answers after ####
     jsonl                 any JSONL with "prompt" and "answer" (dataset_path), prompts as they are
-    countdown             made from the seed, in the words of tasks/countdown.py
+    countdown             made from the seed, in the words of sampling/countdown.py
     countdown_r1_template the same in plain language and the <think>/<answer> template
     reasoning_gym:<task>  made by reasoning-gym (an extra), in the <think>/<answer> template
     recorded              the prompts of a run with their columns, as the callback kept them
@@ -13,6 +13,10 @@ appears twice: evaluation and update prompts, split from one list, are different
 `Problem.facts` holds what rewards need besides the answer: `style` ("tag", "hash" or "free": where
 a response states its answer), `opening` (what the prompt already wrote of the response), `chat`;
 of recorded prompts also `columns`, the tokens as `ids`, and a conversation's `messages`.
+
+The R1-style prompt opens the first tag itself, so a response starts inside <think>. Rewards that
+look at the whole exchange put `R1_OPENING` back in front of it (`Problem.facts["opening"]`). Chat
+templates are applied only by `load_problems(..., chat=True)`.
 """
 
 from __future__ import annotations
@@ -29,16 +33,28 @@ from typing import Any
 
 from entropy_experiments.checkpoints.training_record import RECORDED
 from entropy_experiments.input_errors import library_errors, time_limit
+from entropy_experiments.input_files import read_jsonl
 from entropy_experiments.sampling.countdown import Countdown
 from entropy_experiments.sampling.countdown import problems as countdown_problems
-from entropy_experiments.sampling.jsonl import read_jsonl
-from entropy_experiments.sampling.prompts import (
-    R1_OPENING,
-    countdown_question,
-    plain_prompt,
-    r1_prompt,
-)
 
+R1_OPENING = "<think>"
+
+_R1 = """\
+Below, a user asks a question and an assistant solves it. The assistant first works through the \
+problem between <think> and </think>, then writes its final answer, and nothing else, between \
+<answer> and </answer>.
+
+User: {question}
+Assistant: {opening}"""
+
+_PLAIN = """\
+Question: {question}
+Solve it step by step and write the final answer on its own line after ####.
+Answer:"""
+
+_COUNTDOWN = """\
+Use each of the numbers {numbers} exactly once, with +, - and * and parentheses, to make {target}. \
+Give the expression as the answer, for example <answer>(1 + 2) * 3</answer>."""
 DATASETS = (
     "gsm8k_r1_template",
     "gsm8k",
@@ -87,11 +103,11 @@ def load_problems(
     if count is not None and not 0 < count <= LARGEST_COUNT:
         raise ValueError(f"count is {count}; expected 1 to {LARGEST_COUNT} problems.")
     if name in ("gsm8k", "gsm8k_r1_template"):
-        problems = _shuffled(_gsm8k(name, path, split or "train"), seed, count)
+        problems = _shuffle(_gsm8k(name, path, split or "train"), seed, count)
     elif name == "jsonl":
-        problems = _shuffled(_jsonl(path, split), seed, count)
+        problems = _shuffle(_jsonl(path, split), seed, count)
     elif name == RECORDED:
-        return _shuffled(_recorded(path, split), seed, count)  # in training's own words already
+        return _shuffle(_recorded(path, split), seed, count)  # in training's own words already
     elif name in ("countdown", "countdown_r1_template"):
         problems = _countdown(name, split or "train", seed, _needed(name, count))
     elif name.startswith("reasoning_gym:"):
@@ -149,11 +165,11 @@ def without(problems: Iterable[Problem], used: Iterable[Problem]) -> list[Proble
     return [p for p in problems if p.id not in ids and p.prompt not in prompts]
 
 
-def _shuffled(problems: Iterable[Problem], seed: int, count: int | None) -> list[Problem]:
-    found = list(_distinct(problems))
+def _shuffle(problems: Iterable[Problem], seed: int, count: int | None) -> list[Problem]:
+    distinct = list(_distinct(problems))
     # By a hash rather than random.shuffle: a file that grows keeps the order of what it had.
-    found.sort(key=lambda p: hashlib.sha256(f"{seed} {p.id} {p.prompt}".encode()).digest())
-    return found[:count]
+    distinct.sort(key=lambda p: hashlib.sha256(f"{seed} {p.id} {p.prompt}".encode()).digest())
+    return distinct[:count]
 
 
 def _distinct(problems: Iterable[Problem]) -> Iterator[Problem]:
@@ -307,20 +323,20 @@ def _conversation(messages: Any) -> str:
 
 
 def _countdown(name: str, split: str, seed: int, count: int) -> list[Problem]:
-    def problem(made: Countdown) -> Problem:
-        facts: dict[str, Any] = {"style": "tag", "numbers": made.numbers, "target": made.target}
-        prompt = made.prompt
+    def problem(task: Countdown) -> Problem:
+        facts: dict[str, Any] = {"style": "tag", "numbers": task.numbers, "target": task.target}
+        prompt = task.prompt
         if name == "countdown_r1_template":
-            prompt = r1_prompt(countdown_question(made.numbers, made.target))
+            prompt = r1_prompt(countdown_question(task.numbers, task.target))
             facts["opening"] = R1_OPENING
         return Problem(
-            id=f"{name}/{'-'.join(map(str, (*made.numbers, made.target)))}",
+            id=f"{name}/{'-'.join(map(str, (*task.numbers, task.target)))}",
             prompt=prompt,
-            answer=str(made.target),
+            answer=str(task.target),
             facts=facts,
         )
 
-    return _made(map(problem, countdown_problems(f"{split} {seed}")), name, count)
+    return _take_distinct(map(problem, countdown_problems(f"{split} {seed}")), name, count)
 
 
 def _reasoning_gym(name: str, split: str, seed: int, count: int) -> list[Problem]:
@@ -350,15 +366,15 @@ def _reasoning_gym(name: str, split: str, seed: int, count: int) -> list[Problem
             facts={"style": "tag", "opening": R1_OPENING, "task": task, "entry": dict(entry)},
         )
 
-    return _made(map(problem, entries), name, count)
+    return _take_distinct(map(problem, entries), name, count)
 
 
-def _made(problems: Iterable[Problem], name: str, count: int) -> list[Problem]:
+def _take_distinct(problems: Iterable[Problem], name: str, count: int) -> list[Problem]:
     # A generator that has run out of different problems would repeat itself for ever.
-    found = list(islice(_distinct(islice(problems, 200 * count)), count))
-    if not found:
+    distinct = list(islice(_distinct(islice(problems, 200 * count)), count))
+    if not distinct:
         raise ValueError(f"{name} made no problems.")
-    return found
+    return distinct
 
 
 def _in_chat(problem: Problem, tokenizer: Any, *, conversation: bool = False) -> Problem:
@@ -369,8 +385,8 @@ def _in_chat(problem: Problem, tokenizer: Any, *, conversation: bool = False) ->
         )
     # What the plain prompt had opened for the assistant is opened again after the template.
     opening = problem.facts.get("opening", "")
-    said = problem.prompt.removesuffix(f"\nAssistant: {opening}") if opening else problem.prompt
-    messages = problem.facts.get("messages") or [{"role": "user", "content": said}]
+    question = problem.prompt.removesuffix(f"\nAssistant: {opening}") if opening else problem.prompt
+    messages = problem.facts.get("messages") or [{"role": "user", "content": question}]
     where = f"The chat template of the tokenizer at {tokenizer.name_or_path}"
     advice = "Repair it, or set batch_config.chat_template: false."
     with (
@@ -393,13 +409,13 @@ def _file(path: str | Path, split: str | None) -> Path:
     split = split or "train"
     # A split is a name: as a path, glob would refuse it or leave the folder.
     named = Path(split).name == split
-    found = [file for name in names if named for file in sorted(path.glob(name(split)))]
-    if not found:
+    files = [file for name in names if named for file in sorted(path.glob(name(split)))]
+    if not files:
         raise FileNotFoundError(
             f"{path} has no {split}.jsonl; it has "
             f"{sorted(file.name for file in path.iterdir())[:8]}. Give the file itself."
         )
-    return found[0]
+    return files[0]
 
 
 def _text(record: Mapping[str, Any], key: str, where: str, line: str) -> str:
@@ -407,3 +423,15 @@ def _text(record: Mapping[str, Any], key: str, where: str, line: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f'{where}: "{key}" is {value!r}; expected text, as in {line}.')
     return value
+
+
+def r1_prompt(question: str) -> str:
+    return _R1.format(question=question.strip(), opening=R1_OPENING)
+
+
+def plain_prompt(question: str) -> str:
+    return _PLAIN.format(question=question.strip())
+
+
+def countdown_question(numbers: tuple[int, ...], target: int) -> str:
+    return _COUNTDOWN.format(numbers=", ".join(map(str, numbers)), target=target)

@@ -1,19 +1,20 @@
 """Drawing the responses of one unit of prompts: a decode loop with a KV cache, and nothing hidden.
 
-Token k of a rollout is the inverse distribution function of the policy's law at u_k, in fp64:
+Token k of a rollout is the inverse distribution function of the policy at u_k, in fp64:
 
     y = min { v : p(0) + ... + p(v) > u_k },    u_k from the rollout's own generator
 
 so which rollouts share a batch changes no draw (beyond rounding of the logits), and no library
-setting (top_k, repetition penalty, a generation_config's temperature) can bend the law. With
-top_p < 1 p is `numerics.entropy.nucleus`'s law, which is also the one that is scored.
+setting (top_k, repetition penalty, a generation_config's temperature) can change the
+distribution. With top_p < 1 p is restricted to `numerics.entropy.nucleus`, as it is when scored.
 
 Prompts are padded on the left and computed once per prompt; rows that end leave the batch. Where a
 model's cache does not give the logits of the whole sequence (a state that it keeps to itself, rows
 that cannot leave), which a few tokens show, every step computes the whole sequences again.
 
-Where ranks need each other for a pass (`models.sharded`), another token on one of them, by a last
-digit of its logits, would part their ways. So rank 0 draws, and the others are `told` each step.
+Where ranks need each other for a pass (`models.fsdp`), another token on one of them, by a last
+digit of its logits, would part their ways. So rank 0 draws, and `broadcast` sends each step
+to the others.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.models.parts import FAILURES, alike
-from entropy_experiments.models.positions import counted, following, tokens_counted
+from entropy_experiments.models.positions import count_tokens, next_position_ids, position_ids
+from entropy_experiments.models.trials import FAILURES, nearly_equal
 from entropy_experiments.numerics.entropy import nucleus
 from entropy_experiments.threads import timed_pass
 
@@ -62,7 +63,7 @@ class Step:
     staying: list[int]
 
 
-def _drawn_here(local: Callable[[], Step]) -> Step:
+def draw_here(local: Callable[[], Step]) -> Step:
     return local()
 
 
@@ -70,7 +71,7 @@ class LastLogits:
     """Logits of the last position, as `SequenceProcessor` would score it.
 
     Where the policy's logits are `head(hidden)`, the head is applied here, in fp32 at least: a
-    model's own bf16 logits would be another law than the one that is scored.
+    model's own bf16 logits would be another distribution than the one that is scored.
     """
 
     def __init__(self, policy: Any) -> None:
@@ -104,7 +105,7 @@ class LastLogits:
         tokens_NS = tokens_NS.to(self.device)
         inputs = {
             "input_ids": tokens_NS,
-            "position_ids": counted(tokens_NS, self.padding_index),
+            "position_ids": position_ids(tokens_NS, self.padding_index),
             "attention_mask": torch.ones_like(tokens_NS),
             "use_cache": False,
         }
@@ -131,17 +132,17 @@ class LastLogits:
         wanted = [self.of_whole(rows)]
         try:
             cached = Cached(self, prompts, torch.tensor([0, 1, 1], device=self.device))
-            found = [cached.logits_NV]
+            logits = [cached.logits_NV]
             for token, staying in ((3, [0, 1, 2]), (4, [0, 2]), (5, [0, 1])):
                 rows = [[*rows[row], token % vocabulary] for row in staying]
                 wanted.append(self.of_whole(rows))
-                found.append(cached.after(staying, [row[-1] for row in rows]))
+                logits.append(cached.after(staying, [row[-1] for row in rows]))
         except torch.OutOfMemoryError:
             raise
         except FAILURES:
             return False
         dtype = self.lm.get_input_embeddings().weight.dtype
-        return all(alike(a, b, dtype) for a, b in zip(found, wanted, strict=True))
+        return all(nearly_equal(a, b, dtype) for a, b in zip(logits, wanted, strict=True))
 
 
 class Cached:
@@ -159,14 +160,14 @@ class Cached:
         logits_PV = logits(
             input_ids=tokens_PS,
             attention_mask=attention_PS,
-            position_ids=counted(tokens_PS, padding, attention_PS),
+            position_ids=position_ids(tokens_PS, padding, attention_PS),
             past_key_values=self._cache,
             use_cache=True,
         )
         self.logits_NV = logits_PV[which_N.to(logits_PV.device)]
         self._keep(which_N)
         self._attention_NS = attention_PS[which_N]
-        self._count_N = tokens_counted(tokens_PS, padding, attention_PS)[which_N]
+        self._count_N = count_tokens(tokens_PS, padding, attention_PS)[which_N]
 
     def after(self, staying: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """Logits of the rows that stay, each with its token."""
@@ -178,7 +179,9 @@ class Cached:
             self._count_N = self._count_N[keep_N]
         self._attention_NS = nn.functional.pad(self._attention_NS, (0, 1), value=1)
         token_N = torch.tensor(tokens, device=device)
-        position_N, self._count_N = following(token_N, self._count_N, self._logits.padding_index)
+        position_N, self._count_N = next_position_ids(
+            token_N, self._count_N, self._logits.padding_index
+        )
         count = len(token_N)
         with timed_pass(("decode", count.bit_length()), count, device, self._logits.trial_pass):
             return self._logits(
@@ -224,11 +227,12 @@ def decode(
     ends: Sequence[int],
     stops: Callable[[list[int]], bool] | None,
     report: Callable[[int], None],
-    told: Callable[[Callable[[], Step]], Step] = _drawn_here,
+    broadcast: Callable[[Callable[[], Step]], Step] = draw_here,
 ) -> list[Drawn]:
-    """The responses of one unit; `report` is told how many tokens were drawn since last time.
+    """The responses of one unit; `report` gets the number of tokens drawn since its last call.
 
-    `told` decides where a step is drawn (`broadcast_from_zero` of ranks, say); here unless given.
+    `broadcast` decides where a step is drawn: on this rank, or on rank 0 for all of them
+    (`Ranks.broadcast_from_zero`).
     """
     _check_context(logits, draws, max_new_tokens)
     device = logits.device
@@ -244,20 +248,22 @@ def decode(
     unreported = 0
     for step in range(max_new_tokens):
         before = [results[n].tokens for n in alive]
-        found = told(partial(drawn, logits_NV, uniform_NT[alive, step], before))
+        drawn_step = broadcast(partial(drawn, logits_NV, uniform_NT[alive, step], before))
         for row, n in enumerate(alive):
-            results[n].tokens.append(found.tokens[row])
-            results[n].logprobs.append(found.logprobs[row])
-        for row in set(range(len(alive))).difference(found.staying):
+            results[n].tokens.append(drawn_step.tokens[row])
+            results[n].logprobs.append(drawn_step.logprobs[row])
+        for row in set(range(len(alive))).difference(drawn_step.staying):
             results[alive[row]] = replace(results[alive[row]], truncated=False)
         unreported += len(alive)
-        if not found.staying or step + 1 == max_new_tokens:
+        if not drawn_step.staying or step + 1 == max_new_tokens:
             break
         if (step + 1) % REPORT_EVERY == 0:
             report(unreported)
             unreported = 0
-        alive = [alive[row] for row in found.staying]
-        logits_NV = reading.after(found.staying, [found.tokens[row] for row in found.staying])
+        alive = [alive[row] for row in drawn_step.staying]
+        logits_NV = reading.after(
+            drawn_step.staying, [drawn_step.tokens[row] for row in drawn_step.staying]
+        )
     report(unreported)
     return results
 

@@ -52,16 +52,16 @@ def unit_in_work() -> Iterator[None]:
     if not _FINISHING.get():
         yield
         return
-    asked = False
+    terminated = False
 
     def note(*_: Any) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal terminated
+        terminated = True
 
     before = signal.signal(signal.SIGTERM, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not set from Python
-    if asked:
+    if terminated:
         raise Terminated(TERMINATED)

@@ -1,4 +1,4 @@
-"""`SampleGenerator`: evaluation and update batches, drawn from the policy's own law.
+"""`SampleGenerator`: evaluation and update batches, drawn from the policy's own distribution.
 
 A batch is planned before it is drawn. Its rollouts are sorted by prompt length and cut into units
 of `batch_size`, at most a quarter of the batch: a unit is decoded together and stored when finished
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil
@@ -30,12 +30,12 @@ from torch import Tensor
 
 from entropy_experiments.distributed import current, is_shard
 from entropy_experiments.input_errors import library_errors
-from entropy_experiments.models.calling import evaluating, math_attention
+from entropy_experiments.models.call_conditions import eval_mode, math_attention
+from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.sampling.advantages import Scale, group_advantages
 from entropy_experiments.sampling.datasets import Problem
-from entropy_experiments.sampling.decode import Draw, Drawn, LastLogits, decode
+from entropy_experiments.sampling.decode import Draw, Drawn, LastLogits, Step, decode, draw_here
 from entropy_experiments.sampling.progress import Meter, ProgressBar, ProgressCallback
 from entropy_experiments.sampling.rewards import Reward, RewardResult
 from entropy_experiments.sampling.rollout_files import RolloutStore
@@ -133,13 +133,17 @@ class SampleGenerator:
         kept: list[_Group | None] = [None] * prompts
         places, retries, exhausted = list(range(prompts)), 0, False
         for attempt in range(max_attempts + 1):
-            for place, found in zip(
+            for place, drawn_group in zip(
                 places, self._groups(wanted, group, reward, scale, tol), strict=False
             ):
                 # The first draw stands until something better is found.
-                if kept[place] is None or found.moves:
-                    kept[place] = found
-            places = [p for p, found in enumerate(kept) if found is not None and not found.moves]
+                if kept[place] is None or drawn_group.moves:
+                    kept[place] = drawn_group
+            places = [
+                p
+                for p, drawn_group in enumerate(kept)
+                if drawn_group is not None and not drawn_group.moves
+            ]
             if not places or not filter_zero_advantage or attempt == max_attempts:
                 break
             wanted = _next(pool, len(places))
@@ -147,7 +151,7 @@ class SampleGenerator:
             if not wanted:
                 break
             retries += len(wanted)
-        groups = [found for found in kept if found is not None]
+        groups = [drawn_group for drawn_group in kept if drawn_group is not None]
         return self._update_batch(groups, group, scale, retries, exhausted, max_attempts)
 
     def _groups(
@@ -155,10 +159,10 @@ class SampleGenerator:
     ) -> list[_Group]:
         drawn = self._draw(problems, group, "update")
         texts = [self.text(rollout.tokens) for rollout in drawn]
-        asked = [problem for problem in problems for _ in range(group)]
+        repeated = [problem for problem in problems for _ in range(group)]
         # By one rank: a judge that is asked twice may answer twice.
         ids = [rollout.tokens for rollout in drawn]
-        result = current().broadcast_from_zero(lambda: reward(texts, asked, completion_ids=ids))
+        result = current().broadcast_from_zero(lambda: reward(texts, repeated, completion_ids=ids))
         # Whether a group moves anything does not depend on the spread of the other groups.
         own = "group" if scale == "group" else "none"
         advantage_PG = group_advantages(result.total_N, group, own).view(-1, group)
@@ -181,11 +185,13 @@ class SampleGenerator:
         exhausted: bool,
         max_attempts: int,
     ) -> UpdateBatchDraw:
-        problems = tuple(found.problem for found in groups)
-        rollouts = self._pack(problems, group, [x for found in groups for x in found.drawn])
-        rewards = RewardResult.join([found.rewards for found in groups])
+        problems = tuple(drawn_group.problem for drawn_group in groups)
+        rollouts = self._pack(
+            problems, group, [x for drawn_group in groups for x in drawn_group.drawn]
+        )
+        rewards = RewardResult.join([drawn_group.rewards for drawn_group in groups])
         advantage_N = group_advantages(rewards.total_N, group, scale)
-        equal = sum(not found.moves for found in groups)
+        equal = sum(not drawn_group.moves for drawn_group in groups)
         notes = []
         if equal:
             ended = "the pool of problems ran out" if exhausted else f"{max_attempts} attempts"
@@ -278,7 +284,7 @@ class SampleGenerator:
     def _decode(self, unit: Sequence[Draw], meter: Meter) -> list[Drawn]:
         policy = self.policy
 
-        def decoded(**more: Any) -> list[Drawn]:
+        def decode_unit(broadcast: Callable[[Callable[[], Step]], Step]) -> list[Drawn]:
             return decode(
                 LastLogits(policy),
                 unit,
@@ -288,14 +294,16 @@ class SampleGenerator:
                 ends=self.ends,
                 stops=self._stops if self.stop else None,
                 report=meter.tokens_drawn,
-                **more,
+                broadcast=broadcast,
             )
 
-        with torch.no_grad(), evaluating(policy.model), math_attention():
+        with torch.no_grad(), eval_mode(policy.model), math_attention():
             if isinstance(policy, ShardedPolicy):
                 # The ranks stay in step only if they go on with the same tokens.
-                return policy.sharded.passed(lambda: decoded(told=policy.ranks.broadcast_from_zero))
-            return decoded()
+                return policy.sharded.run_pass(
+                    lambda: decode_unit(policy.ranks.broadcast_from_zero)
+                )
+            return decode_unit(draw_here)
 
     def _units(self, draws: Sequence[Draw]) -> list[list[int]]:
         """Rows of each unit: similar prompt lengths together, decided before anything is drawn."""
@@ -344,7 +352,7 @@ class SampleGenerator:
     def _model_hash(self) -> str:
         if isinstance(self.policy, ShardedPolicy):
             # It gathers the shards, so it begins as every exchange does.
-            return self.policy.sharded.together(lambda: model_hash(self.policy.model))
+            return self.policy.sharded.run_in_step(lambda: model_hash(self.policy.model))
         return model_hash(self.policy.model)
 
     def _pack(self, problems: Sequence[Problem], group: int, drawn: Sequence[Drawn]) -> Rollouts:
@@ -382,8 +390,14 @@ class _Group:
 
 def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Every id that ends a response: the generation config's and the tokenizer's, as in TRL."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed = found if isinstance(found, list | tuple) else [] if found is None else [found]
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed = (
+        configured
+        if isinstance(configured, list | tuple)
+        else []
+        if configured is None
+        else [configured]
+    )
     wrong = [x for x in listed if isinstance(x, bool) or not isinstance(x, int)]
     if wrong:
         raise ValueError(
@@ -397,7 +411,7 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def model_hash(model: torch.nn.Module) -> str:
-    """sha256 of all parameters and buffers, by name; of shards, in `ShardedModel.together`."""
+    """sha256 of all parameters and buffers, by name; of shards, in `ShardedModel.run_in_step`."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         if not isinstance(value, Tensor):

@@ -27,6 +27,8 @@ from entropy_experiments.types import Rollouts, UpdateBatch
 
 __all__ = ["Imported", "from_jsonl", "from_trl_completions", "from_trl_inputs"]
 
+TrlInputs = Mapping[str, Any]
+"""A part of a batch as a TRL trainer holds it: tensors by name, as `compute_loss` gets them."""
 REQUIRED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "tool_mask")
 POLICY_FACTOR, REWARD, BY_FUNCTION = "policy_factor", "reward", "rewards_by_function"
@@ -39,7 +41,7 @@ NO_PADDING = 1
 
 
 def from_trl_inputs(
-    inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    inputs: TrlInputs | Sequence[TrlInputs],
     *,
     eos: int | Iterable[int] | None = None,
     pad: int | None = None,
@@ -112,15 +114,15 @@ def from_trl_inputs(
     )
 
 
-def _check_keys(part: Mapping[str, Any]) -> None:
+def _check_keys(part: TrlInputs) -> None:
     missing = [key for key in REQUIRED if key not in part]
     if missing:
         raise ValueError(
             f"TRL inputs lack {missing}; got {sorted(part)}. Expected an entry of _buffered_inputs "
             "of a GRPOTrainer or RLOOTrainer (trl 1.16), taken before the optimizer step."
         )
-    known = {*REQUIRED, *PER_TOKEN, *OTHER}
-    unknown = sorted(key for key in part if key not in known and part[key] is not None)
+    readable = {*REQUIRED, *PER_TOKEN, *OTHER}
+    unknown = sorted(key for key in part if key not in readable and part[key] is not None)
     if unknown:
         raise ValueError(
             f"TRL inputs have keys that this version does not understand: {unknown}. Leaving them "
@@ -143,7 +145,7 @@ def _drawn(ids_NT: Tensor, mask_NT: Tensor, pad: int | None) -> Tensor:
     if pad is None:
         raise ValueError(
             f"{int(emptied_N.sum())} completions have an empty mask (mask_truncated_completions); "
-            "give pad=tokenizer.pad_token_id so that their tokens can be told from padding."
+            "give pad=tokenizer.pad_token_id to distinguish their tokens from padding."
         )
     # Everything up to the last token that is not padding, and at least one.
     after_NT = (ids_NT != pad).flip(1).cumsum(1).flip(1) > 0
@@ -151,7 +153,7 @@ def _drawn(ids_NT: Tensor, mask_NT: Tensor, pad: int | None) -> Tensor:
     return torch.where(emptied_N[:, None], after_NT, mask_NT)
 
 
-def _advantages(parts: Sequence[Mapping[str, Any]], width: int) -> Tensor:
+def _advantages(parts: Sequence[TrlInputs], width: int) -> Tensor:
     """[N, T]: one per completion or one per token, times what multiplies the policy loss."""
 
     def spread(value: Tensor) -> Tensor:
@@ -172,14 +174,14 @@ def _advantages(parts: Sequence[Mapping[str, Any]], width: int) -> Tensor:
     return torch.cat(rows)
 
 
-def _rewards(parts: Sequence[Mapping[str, Any]]) -> Tensor | None:
+def _rewards(parts: Sequence[TrlInputs]) -> Tensor | None:
     if any(part.get(REWARD) is None for part in parts):
         return None
     return torch.cat([part[REWARD].cpu().double() for part in parts])
 
 
 def _spread_old(
-    parts: Sequence[Mapping[str, Any]], counted_NS: Tensor, per_token_NS: Tensor | None
+    parts: Sequence[TrlInputs], counted_NS: Tensor, per_token_NS: Tensor | None
 ) -> Tensor | None:
     if per_token_NS is not None or any(part.get("old_logps") is None for part in parts):
         return per_token_NS
@@ -188,7 +190,7 @@ def _spread_old(
     return torch.where(counted_NS, share_N[:, None], 0.0)
 
 
-def _check_items(parts: Sequence[Mapping[str, Any]], counted: int) -> None:
+def _check_items(parts: Sequence[TrlInputs], counted: int) -> None:
     items = parts[0].get("num_items_in_batch")
     if items is not None and int(items) != counted:
         raise ValueError(

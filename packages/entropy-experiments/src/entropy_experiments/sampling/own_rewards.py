@@ -56,10 +56,10 @@ class OwnReward:
         arguments, keywords = self._arguments(completions, problems, completion_ids)
 
         def call() -> Any:
-            found = self.function(*arguments, **keywords)
-            found = asyncio.run(found) if inspect.iscoroutine(found) else found
+            rewards = self.function(*arguments, **keywords)
+            rewards = asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards
             # A generator runs, and may fail, only when it is read.
-            return list(islice(found, len(completions) + 1)) if _unread(found) else found
+            return list(islice(rewards, len(completions) + 1)) if _unread(rewards) else rewards
 
         advice = (
             f"It was called with {', '.join(keywords) or 'completions, problems'} for "
@@ -98,7 +98,7 @@ class OwnReward:
         return (completions, problems), {}
 
 
-def imported(name: str, *, seconds: float = SECONDS) -> OwnReward:
+def import_reward(name: str, *, seconds: float = SECONDS) -> OwnReward:
     """`module:function` or `path/to/file.py:function`."""
     where, _, function = name.rpartition(":")
     hint = "Is the path right?" if where.endswith(".py") else "Is its folder on PYTHONPATH?"
@@ -107,7 +107,7 @@ def imported(name: str, *, seconds: float = SECONDS) -> OwnReward:
     return OwnReward(name=name, function=_callable(module, function, name), seconds=seconds)
 
 
-def recorded(source: Mapping[str, Any], *, seconds: float = SECONDS) -> OwnReward:
+def import_recorded_reward(source: Mapping[str, Any], *, seconds: float = SECONDS) -> OwnReward:
     """A function of a training record, which was looked at before: `training_record`."""
     name, file, module = source["name"], Path(source["file"]), source.get("module")
     with users_code(
@@ -116,8 +116,8 @@ def recorded(source: Mapping[str, Any], *, seconds: float = SECONDS) -> OwnRewar
         failed="cannot be imported",
     ):
         same = module is not None and module_is_file(module, file)
-        found = _module(module) if same and module is not None else _from_file(file)
-    function = _callable(found, source["function"], f"{file}:{source['function']}")
+        imported_module = _module(module) if same and module is not None else _from_file(file)
+    function = _callable(imported_module, source["function"], f"{file}:{source['function']}")
     return OwnReward(name=name, function=function, seconds=seconds, as_trl=True)
 
 
@@ -126,14 +126,14 @@ def _unread(values: Any) -> bool:
 
 
 def _callable(module: ModuleType, function: str, name: str) -> Callable[..., Any]:
-    found = getattr(module, function, None)
-    if not callable(found):
-        what = "no such name" if found is None else f"a {type(found).__name__}"
+    function_object = getattr(module, function, None)
+    if not callable(function_object):
+        what = "no such name" if function_object is None else f"a {type(function_object).__name__}"
         raise ValueError(
             f"Reward {name!r}: {module.__name__} has {what} under {function!r}; expected a "
             "function (completions, problems) -> list of numbers."
         )
-    return found
+    return function_object
 
 
 def _module(name: str) -> ModuleType:
@@ -167,7 +167,7 @@ def _of_trl(
     ]
     shared = set.intersection(*(set(column) for column in columns)) if columns else set()
     fixed = {"prompt", "completion", "completion_ids", "prompts", "completions"}
-    found: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "prompts": [
             problem.facts["messages"] if talk else problem.prompt
             for problem, talk in zip(problems, talks, strict=True)
@@ -186,8 +186,8 @@ def _of_trl(
         "log_metric": _nothing,
     }
     if completion_ids is not None:
-        found["completion_ids"] = [list(ids) for ids in completion_ids]
-    return found
+        keywords["completion_ids"] = [list(ids) for ids in completion_ids]
+    return keywords
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -196,12 +196,12 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def _in_a_thread(call: Callable[[], Any], seconds: float, *, late: str) -> Any:
     """Where nothing interrupts it, it can only be waited for no longer."""
-    found: list[Any] = []
+    results: list[Any] = []
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except BaseException as error:  # handed on to whoever waits
             failed.append(error)
 
@@ -212,4 +212,4 @@ def _in_a_thread(call: Callable[[], Any], seconds: float, *, late: str) -> Any:
         raise TimeLimitError(late)
     if failed:
         raise failed[0]
-    return found[0]
+    return results[0]

@@ -1,4 +1,4 @@
-"""How far sampling has come: what a callback is told, and a bar that shows it on stderr."""
+"""How far sampling has come: what a callback receives, and a bar that shows it on stderr."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class ProgressBar:
         # Short draws stay silent; a run in the background shows that it is alive.
         due = int(progress.seconds / LINE_EVERY)
         if due > self._lines:
-            told = f"{progress.rollouts} of {progress.total} rollouts"
+            count = f"{progress.rollouts} of {progress.total} rollouts"
             speed = f"{progress.tokens} tokens, {progress.tokens_per_second:.0f} tok/s"
-            print(f"drawing {progress.name}: {told}, {speed}", file=sys.stderr, flush=True)
+            print(f"drawing {progress.name}: {count}, {speed}", file=sys.stderr, flush=True)
         self._lines = due
 
     def _opened(self, progress: Progress) -> Any:

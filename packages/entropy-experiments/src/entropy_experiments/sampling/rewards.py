@@ -1,4 +1,4 @@
-"""What a response is worth: named reward functions, and weighted sums of them.
+"""Rewards of a response: named reward functions, and weighted sums of them.
 
     math_verify     the final answer is mathematically the problem's (math-verify)
     answer_exact    the final answer is the same text, blanks aside
@@ -26,7 +26,12 @@ from typing import TYPE_CHECKING, Any
 from entropy_experiments.input_errors import short
 from entropy_experiments.sampling.countdown import Countdown, solved
 from entropy_experiments.sampling.datasets import Problem
-from entropy_experiments.sampling.own_rewards import SECONDS, OwnReward, imported, recorded
+from entropy_experiments.sampling.own_rewards import (
+    SECONDS,
+    OwnReward,
+    import_recorded_reward,
+    import_reward,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor  # names are looked up, in a dry run, without it
@@ -91,11 +96,13 @@ class Reward:
                 f"{len(completions)} completions for {len(problems)} problems; expected one "
                 "problem per completion."
             )
-        texts, asked = list(completions), list(problems)
+        texts, answered = list(completions), list(problems)
         by_function = {
-            name: _checked(name, function(texts, asked, completion_ids), len(texts), optional=True)
+            name: _checked(
+                name, function(texts, answered, completion_ids), len(texts), optional=True
+            )
             if isinstance(function, OwnReward)
-            else _checked(name, function(texts, asked), len(texts))
+            else _checked(name, function(texts, answered), len(texts))
             for name, function in self.functions.items()
         }
         import torch
@@ -138,13 +145,13 @@ def build_reward(
         )
     if not all(map(math.isfinite, chosen)):
         raise ValueError(f"reward.weights is {list(chosen)}; expected finite numbers.")
-    found: dict[str, RewardFunction | OwnReward] = {}
+    by_name: dict[str, RewardFunction | OwnReward] = {}
     for i, name in enumerate(functions):
         if sources is not None:
-            found[name] = recorded(sources[i], seconds=seconds)
+            by_name[name] = import_recorded_reward(sources[i], seconds=seconds)
         else:
-            found[name] = _function(name, seconds)
-    return Reward(functions=found, weights=chosen)
+            by_name[name] = _function(name, seconds)
+    return Reward(functions=by_name, weights=chosen)
 
 
 def default_functions(dataset: str) -> tuple[str, ...]:
@@ -202,8 +209,8 @@ def _same_mathematics(answer: str | None, problem: Problem) -> bool:
             f"math-verify cannot read the answer {problem.answer!r} of problem {problem.id!r}; "
             'expected a mathematical expression. For other answers use the reward "answer_exact".'
         )
-    found = expressions(answer)
-    return bool(found) and bool(verify(gold, found, timeout_seconds=seconds))
+    parsed = expressions(answer)
+    return bool(parsed) and bool(verify(gold, parsed, timeout_seconds=seconds))
 
 
 def _answer_exact(completions: list[str], problems: list[Problem]) -> list[float]:
@@ -232,8 +239,8 @@ def _countdown(completions: list[str], problems: list[Problem]) -> list[float]:
                 "needs. Use it with the dataset countdown or countdown_r1_template."
             )
         facts = problem.facts
-        asked = Countdown(numbers=tuple(facts["numbers"]), target=int(facts["target"]))
-        return float(solved(completion, asked))
+        task = Countdown(numbers=tuple(facts["numbers"]), target=int(facts["target"]))
+        return float(solved(completion, task))
 
     return [score(c, p) for c, p in zip(completions, problems, strict=True)]
 
@@ -279,7 +286,7 @@ def _function(name: str, seconds: float) -> RewardFunction | OwnReward:
             f"Unknown reward {name!r}; expected one of {', '.join(NAMED)}, or module:function of "
             f"your own.{hint}"
         )
-    return imported(name, seconds=seconds)
+    return import_reward(name, seconds=seconds)
 
 
 def _shown(value: Any) -> str:

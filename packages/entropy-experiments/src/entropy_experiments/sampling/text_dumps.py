@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.input_errors import short
+from entropy_experiments.input_files import read_jsonl
 from entropy_experiments.sampling.advantages import Scale, group_advantages, weighted_rewards
-from entropy_experiments.sampling.jsonl import read_jsonl
 from entropy_experiments.types import Rollouts, UpdateBatch
 
+Line = Mapping[str, Any]
+"""One rollout as the file has it: values by column."""
 PROMPT = ("prompt", "input", "question")
 RESPONSE = ("completion", "response", "output")
 RESPONSE_IDS = ("completion_ids", "response_ids")
@@ -87,20 +89,21 @@ def from_trl_completions(
                 "log_completions=True: step, prompt, completion, a column per reward function, "
                 "advantage."
             )
-    found = _reward_columns(path, records, reward_columns)
+    reward_names = _reward_columns(path, records, reward_columns)
     notes = []
-    if found:
+    if reward_names:
         values_NF = torch.tensor(
-            [[_number(record[name]) for name in found] for record in records], dtype=torch.float64
+            [[_number(record[name]) for name in reward_names] for record in records],
+            dtype=torch.float64,
         )
-        total_N = weighted_rewards(values_NF, weights or [1.0] * len(found))
+        total_N = weighted_rewards(values_NF, weights or [1.0] * len(reward_names))
         records = [
             {**record, "reward": None if math.isnan(reward) else reward}
             for record, reward in zip(records, total_N.tolist(), strict=True)
         ]
-        notes.append(f"reward = weighted sum of the columns {found}")
+        notes.append(f"reward = weighted sum of the columns {reward_names}")
     named = [(f"{path}: row {i}", record) for i, record in enumerate(records)]
-    return imported(named, tokenizer, max_completion_length, append_eos, scale, notes, path)
+    return import_records(named, tokenizer, max_completion_length, append_eos, scale, notes, path)
 
 
 def from_jsonl(
@@ -116,10 +119,12 @@ def from_jsonl(
     path = Path(path)
     named = [(f"{path}:{number}", record) for number, record in read_jsonl(path, LINE)]
     for where, record in named:
-        made_at = record.get("step")
-        if made_at is not None and (isinstance(made_at, bool) or not isinstance(made_at, int)):
+        line_step = record.get("step")
+        if line_step is not None and (
+            isinstance(line_step, bool) or not isinstance(line_step, int)
+        ):
             raise ValueError(
-                f"{where}: step is {short(repr(made_at), 60)}; expected a whole number. Correct "
+                f"{where}: step is {short(repr(line_step), 60)}; expected a whole number. Correct "
                 "the line, or leave the step out."
             )
     steps = sorted({record["step"] for _, record in named if record.get("step") is not None})
@@ -132,11 +137,11 @@ def from_jsonl(
             f"{path} holds the steps {steps[:6]}{'...' if len(steps) > 6 else ''}; one update is "
             "made of one step: say which as step=..."
         )
-    return imported(named, tokenizer, max_completion_length, append_eos, scale, [], path)
+    return import_records(named, tokenizer, max_completion_length, append_eos, scale, [], path)
 
 
-def imported(
-    named: Sequence[tuple[str, Mapping[str, Any]]],
+def import_records(
+    named: Sequence[tuple[str, Line]],
     tokenizer: Any,
     longest: int | None,
     append_eos: bool,
@@ -182,9 +187,7 @@ def imported(
     )
 
 
-def _row(
-    where: str, record: Mapping[str, Any], tokenizer: Any, longest: int | None, eos: int | None
-) -> _Row:
+def _row(where: str, record: Line, tokenizer: Any, longest: int | None, eos: int | None) -> _Row:
     prompt_ids = _ids(where, record, ("prompt_ids",))
     prompt = _first(record, PROMPT)
     if prompt_ids is None:
@@ -194,12 +197,12 @@ def _row(
     response, ids = None, _ids(where, record, RESPONSE_IDS)
     truncated = False
     if ids is None:
-        found = _first(record, RESPONSE)
-        if found is None:
+        text = _first(record, RESPONSE)
+        if text is None:
             raise ValueError(
                 f"{where}: no response; expected one of {RESPONSE}. Got {sorted(record)}."
             )
-        response = _response(where, found)
+        response = _response(where, text)
         ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])
         truncated = longest is not None and len(ids) >= longest
         if eos is not None and not truncated and ids[-1:] != [eos]:
@@ -244,7 +247,7 @@ def _response(where: str, response: Any) -> str:
     if len(messages) != 1:
         raise ValueError(
             f"{where}: the response has {len(messages)} chat messages; expected one. Which tokens "
-            "of a tool dialogue were drawn cannot be told from text: record the update batch."
+            "of a tool dialogue were drawn cannot be known from text: record the update batch."
         )
     return messages[0]["content"]
 
@@ -294,8 +297,8 @@ def _pack(rows: Sequence[_Row], index: list[int], tokenizer: Any, notes: list[st
 
 
 def _behaviour(rows: Sequence[_Row], response_NS: Tensor, notes: list[str]) -> Tensor | None:
-    given = [row.logprobs for row in rows if row.logprobs is not None]
-    if not given:
+    logprobs = [row.logprobs for row in rows if row.logprobs is not None]
+    if not logprobs:
         return None
     fitting = [row.logprobs for row in rows if row.logprobs and len(row.logprobs) == len(row.ids)]
     if len(fitting) < len(rows) or not all(math.isfinite(x) for line in fitting for x in line):
@@ -361,9 +364,7 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _reward_columns(
-    path: Path, records: Sequence[Mapping[str, Any]], wanted: Sequence[str] | None
-) -> list[str]:
+def _reward_columns(path: Path, records: Sequence[Line], wanted: Sequence[str] | None) -> list[str]:
     columns = list(records[0])
     if wanted is not None:
         missing = [name for name in wanted if name not in columns]
@@ -379,11 +380,11 @@ def _reward_columns(
     return [name for name in columns if name not in ("step", *ADVANTAGE) and numbers(name)]
 
 
-def _first(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+def _first(record: Line, names: Sequence[str]) -> Any:
     return next((record[name] for name in names if record.get(name) is not None), None)
 
 
-def _ids(where: str, record: Mapping[str, Any], names: Sequence[str]) -> list[int] | None:
+def _ids(where: str, record: Line, names: Sequence[str]) -> list[int] | None:
     value = _first(record, names)
     if value is None:
         return None
@@ -396,7 +397,7 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _optional(where: str, record: Mapping[str, Any], names: Sequence[str]) -> float | None:
+def _optional(where: str, record: Line, names: Sequence[str]) -> float | None:
     value = _first(record, names)
     if value is None:
         return None

@@ -16,19 +16,19 @@ from gradient_doctor.conformance.text import Case, Conformance
 
 def main_entropy(target: str, json_path: str | None = None) -> int:
     try:
-        found = check_entropy(target)
+        check = check_entropy(target)
     except TargetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(found.text())
+    print(check.text())
     if json_path is not None:
         try:
-            Path(json_path).write_text(found.to_json() + "\n")
+            Path(json_path).write_text(check.to_json() + "\n")
         except OSError as error:
             print(f"error: cannot write {json_path} ({error}). Name a file in a folder that "
                   "exists.", file=sys.stderr)  # fmt: skip
             return 2
-    return 0 if found.passed else 3
+    return 0 if check.passed else 3
 
 
 __all__ = ["Case", "Conformance", "TargetError", "check_entropy", "main_entropy"]

@@ -111,10 +111,10 @@ def _bf16_scenes(form: Form, layout: Layout) -> list[Scene]:
 
 
 def _chunk_scenes(form: Form, layout: Layout) -> list[Scene]:
-    found = [batch(f"{WIDE} tokens", far_apart(WIDE))]
+    scenes = [batch(f"{WIDE} tokens", far_apart(WIDE))]
     if form.has("chunk_size"):
-        found.append(batch("chunk_size=5, 128 tokens", far_apart(128), chunk_size=5))
-    return found
+        scenes.append(batch("chunk_size=5, 128 tokens", far_apart(128), chunk_size=5))
+    return scenes
 
 
 def _top_k_scenes(form: Form, layout: Layout) -> list[Scene]:
@@ -188,7 +188,7 @@ def known(view: View, golden: Golden) -> list[Mistake]:
     """The case's own mistakes first: among equally close ones, the first is named."""
     general = [*mistakes.of_shift(view), *mistakes.of_formula(view)]
     own = [*golden.mistakes(view)]
-    told = view.form.masked or view.form.has("attention_mask")
-    if told and golden.mistakes is not mistakes.of_padding:
+    masked = view.form.masked or view.form.has("attention_mask")
+    if masked and golden.mistakes is not mistakes.of_padding:
         general += mistakes.of_padding(view)
     return [m for m in own + general if not torch.isnan(m.value).any()]

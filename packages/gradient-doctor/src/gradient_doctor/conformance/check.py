@@ -96,24 +96,28 @@ def check_entropy(
     """
     if returns is not None and returns not in QUANTITIES:
         raise TargetError(f"returns={returns!r}, expected one of {', '.join(QUANTITIES)}.")
-    given = load_target(target) if isinstance(target, str) else target
-    function = trl.adapted(given)
-    name = target if isinstance(target, str) else getattr(given, "__qualname__", repr(given))
-    reading, subject, found = _understand(function, name, roles, returns)
+    function_or_pair = load_target(target) if isinstance(target, str) else target
+    function = trl.adapted(function_or_pair)
+    name = (
+        target
+        if isinstance(target, str)
+        else getattr(function_or_pair, "__qualname__", repr(function_or_pair))
+    )
+    reading, subject, candidates = _understand(function, name, roles, returns)
     address = target if isinstance(target, str) else ranks.importable(function)
     cases: list[Case] = []
-    for layout in found:
+    for layout in candidates:
         rounding = _measure(subject, layout, CASES[1].scenes(subject.form, layout)[0]).error
         for golden in CASES:
             cases.append(_judge(subject, layout, golden, rounding))
             if golden.name == "token mean":
-                at = (address if function is given else "", reading, roles)
+                at = (address if function is function_or_pair else "", reading, roles)
                 cases.append(_judge_ranks(subject, layout, at))
     return Conformance(
         target=name,
         called=str(subject.form),
         convention="sequence" if subject.form.sequence else "aligned",
-        returns=tuple(map(str, found)),
+        returns=tuple(map(str, candidates)),
         cases=tuple(cases),
     )
 
@@ -133,18 +137,20 @@ def _understand(
         try:
             result = subject(scene)
             short = name.rpartition(":")[2].rpartition(".")[2]
-            found = layouts(result, scene, form, name=short, returns=returns)
-            found = [_settled(subject, layout, returns) for layout in found]
+            candidates = layouts(result, scene, form, name=short, returns=returns)
+            candidates = [_settled(subject, layout, returns) for layout in candidates]
         except Exception as error:  # the user's function: anything may come out of it
             failed = failed or error
             continue
-        error = max(_measure(subject, layout, scene).error for layout in found)
-        ran.append((error, reading, subject, found))
+        error = max(_measure(subject, layout, scene).error for layout in candidates)
+        ran.append((error, reading, subject, candidates))
     if ran:
         # The likeliest reading among those that are right; if none is, the likeliest of all.
         least = min(error for error, *_ in ran)
         near = max(STRICT, 2 * least) if least < ROUNDING_AT_MOST else math.inf
-        return next((i, subject, found) for error, i, subject, found in ran if error <= near)
+        return next(
+            (i, subject, candidates) for error, i, subject, candidates in ran if error <= near
+        )
     if isinstance(failed, TargetError):
         raise failed
     raise TargetError(
@@ -200,9 +206,9 @@ def _judge(subject: _Subject, layout: Layout, golden: Golden, rounding: float) -
     if reason:
         return Case(name=golden.name, quantity=layout.quantity, exposes=golden.exposes,
                     verdict="not applicable", meaning=reason)  # fmt: skip
-    found = [_measure(subject, layout, s) for s in scenes]
-    bad = [m for m in found if not m.error <= tolerance]
-    shown = max(bad or found, key=lambda m: m.error)
+    measurements = [_measure(subject, layout, s) for s in scenes]
+    bad = [m for m in measurements if not m.error <= tolerance]
+    shown = max(bad or measurements, key=lambda m: m.error)
     mistake = None
     # The scene in which the mistake is recognised is the one to show.
     for measured in sorted(bad, key=lambda m: -m.error):

@@ -110,7 +110,7 @@ class Scene:
         return self.by_token(quantity, log_softmax(z_NSV), lag=lag)
 
     def by_token(self, quantity: str, logprob_NSV: Tensor, *, lag: int = 1) -> Tensor:
-        """Entropies or log-probs from a law of the tokens, which may be a mistaken one."""
+        """Entropies or log-probs from a distribution of the tokens, which may be a mistaken one."""
         row_S = torch.arange(self.ids_NS.shape[1]) - lag
         if quantity == "entropy":
             value_NS = entropy(logprob_NSV)[:, row_S.clamp(min=0)]
@@ -190,7 +190,7 @@ def batch(
     side: str = "left",
     lengths: Sequence[int] = (RESPONSE,) * 3,
     prompts: str = "equal",
-    **told: Any,
+    **options: Any,
 ) -> Scene:
     """The three sequences, with prompts of `equal` length, of their `own`, or `filling`.
 
@@ -220,7 +220,7 @@ def batch(
         ids_NS=torch.tensor(ids),
         attention_NS=torch.tensor(attention).bool(),
         response_NS=torch.tensor(response_mask).bool(),
-        **told,
+        **options,
     )
 
 

@@ -47,7 +47,7 @@ class View:
     def at(self, temperature: float) -> Tensor:
         return self.of(self.scene.values(self.layout.quantity, temperature=temperature))
 
-    def law(self, logprob_NSV: Tensor) -> Tensor:
+    def distribution(self, logprob_NSV: Tensor) -> Tensor:
         return self.of(self.scene.by_token(self.layout.quantity, logprob_NSV))
 
 
@@ -94,7 +94,7 @@ def of_formula(view: View) -> Iterator[Mistake]:
             "softmax over the wrong axis",
             f"probabilities sum to one over {name}, not over the vocabulary",
             "softmax(dim=-1)",
-            view.law(_softmax_over(z_NSV, axis)),
+            view.distribution(_softmax_over(z_NSV, axis)),
         )
 
 
@@ -274,7 +274,7 @@ def of_half(view: View) -> Iterator[Mistake]:
                 yield Mistake(f"computed in {short}", meaning, fix, view.of(by_token_NS))
         else:
             yield Mistake(
-                f"computed in {short}", meaning, fix, view.law(logprob_NSV.double())
+                f"computed in {short}", meaning, fix, view.distribution(logprob_NSV.double())
             )  # fmt: skip
 
 
@@ -291,7 +291,9 @@ def of_chunks(view: View) -> Iterator[Mistake]:
         meaning = f"the softmax is over a part of the vocabulary ({size} of {vocabulary} would fit)"
         fix = "carry max, sum exp and sum z exp over the chunks; or chunk rows, not the vocabulary"
         if view.layout.quantity != "entropy":
-            yield Mistake("softmax per chunk", meaning, fix, view.law(torch.cat(parts, -1)))
+            yield Mistake(
+                "softmax per chunk", meaning, fix, view.distribution(torch.cat(parts, -1))
+            )
             continue
         h_NS = torch.stack([entropy(part) for part in parts])
         for total_NS in (h_NS.sum(0), h_NS.mean(0), h_NS[0], h_NS[-1]):
@@ -300,7 +302,7 @@ def of_chunks(view: View) -> Iterator[Mistake]:
 
 
 def of_truncation(view: View) -> Iterator[Mistake]:
-    """A hidden top-k: the law that a top-k list of log-probs from an engine gives."""
+    """A hidden top-k: the distribution that a top-k list of log-probs from an engine gives."""
     scene = view.scene
     z_NSV = scene.logits_NSV.double() / scene.temperature
     whole_NSV = log_softmax(z_NSV)
@@ -308,11 +310,11 @@ def of_truncation(view: View) -> Iterator[Mistake]:
     for k in range(1, z_NSV.shape[-1]):
         kept_NSV = top_k(z_NSV, k)
         yield Mistake(
-            "top-k renormalised", f"the law is that of the {k} likeliest tokens", fix,
-            view.law(log_softmax(kept_NSV)))  # fmt: skip
+            "top-k renormalised", f"the distribution is that of the {k} likeliest tokens", fix,
+            view.distribution(log_softmax(kept_NSV)))  # fmt: skip
         yield Mistake(
             "top-k not renormalised", f"the sum stops after the {k} likeliest tokens", fix,
-            view.law(torch.where(kept_NSV.isfinite(), whole_NSV, -math.inf)))  # fmt: skip
+            view.distribution(torch.where(kept_NSV.isfinite(), whole_NSV, -math.inf)))  # fmt: skip
 
 
 def of_top_k(view: View) -> Iterator[Mistake]:
@@ -322,9 +324,9 @@ def of_top_k(view: View) -> Iterator[Mistake]:
     z_NSV = scene.logits_NSV.double() / scene.temperature
     whole_NSV = log_softmax(z_NSV)
     kept_NSV = top_k(z_NSV, scene.top_k)
-    fix = "set the other logits to -inf, then log_softmax: the sampler's law sums to one"
+    fix = "set the other logits to -inf, then log_softmax: the sampler's distribution sums to one"
     yield Mistake("top-k ignored", "the entropy is that of the whole vocabulary", fix,
-                  view.law(whole_NSV))  # fmt: skip
+                  view.distribution(whole_NSV))  # fmt: skip
     yield Mistake(
         "top-k not renormalised", "probabilities of the kept tokens do not sum to one", fix,
-        view.law(torch.where(kept_NSV.isfinite(), whole_NSV, -math.inf)))  # fmt: skip
+        view.distribution(torch.where(kept_NSV.isfinite(), whole_NSV, -math.inf)))  # fmt: skip

@@ -111,39 +111,39 @@ def layouts(
     result: Any, scene: Scene, form: Form, *, name: str, returns: str | None = None
 ) -> list[Layout]:
     """Which piece is what: by its key, by the function's name, by its sign."""
-    found = pieces(result)
+    tensors = pieces(result)
     name = name.lower().replace("cross_entropy", "nll")
-    if not found:
+    if not tensors:
         raise TargetError(
             f"{name} returned {type(result).__name__}, expected a float tensor, a tuple or a dict "
             f"of them. {ADAPTER}"
         )
-    given: dict[Key, str] = {}
-    bare = len(found) == 1
-    for key, value in found.items():
+    returned: dict[Key, str] = {}
+    bare = len(tensors) == 1
+    for key, value in tensors.items():
         if returns is not None and bare:
-            given[key] = returns
+            returned[key] = returns
         elif isinstance(key, str):
             if guess := _from_name(key):
-                given[key] = guess
+                returned[key] = guess
         elif bare:
             ids = form.has("input_ids", "index", "labels", "model", "batch", "shards")
-            given[key] = (_from_name(name) or _from_sign(value)) if ids else "entropy"
+            returned[key] = (_from_name(name) or _from_sign(value)) if ids else "entropy"
         else:
-            given[key] = _from_sign(value)
-    if not given or len(set(given.values())) < len(given):
+            returned[key] = _from_sign(value)
+    if not returned or len(set(returned.values())) < len(returned):
         raise TargetError(
-            f"{name} returned {[k if isinstance(k, str) else 'tensor' for k in found]}, in which "
+            f"{name} returned {[k if isinstance(k, str) else 'tensor' for k in tensors]}, in which "
             "entropies and log-probs cannot be told apart. Return one tensor, or a dict with the "
             "keys 'entropy' and 'logprob'."
         )
     chosen = []
-    for key, quantity in given.items():
-        kind = shape_kind(found[key])
-        rows = found[key].shape[0] if kind == "sequence" else len(scene.ids_NS)
+    for key, quantity in returned.items():
+        kind = shape_kind(tensors[key])
+        rows = tensors[key].shape[0] if kind == "sequence" else len(scene.ids_NS)
         if kind not in ("token", "sequence", "scalar") or rows != len(scene.ids_NS):
             raise TargetError(
-                f"{name} returned shape {list(found[key].shape)} for a batch of "
+                f"{name} returned shape {list(tensors[key].shape)} for a batch of "
                 f"{list(scene.ids_NS.shape)} tokens, expected [N, S], [N] or one number. {ADAPTER}"
             )
         chosen.append(Layout(key, quantity, kind))

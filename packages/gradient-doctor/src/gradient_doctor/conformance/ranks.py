@@ -75,8 +75,8 @@ def _names(code: CodeType) -> set[str]:
     return names
 
 
-def _of_torch(found: Any) -> bool:
-    return str(getattr(found, "__module__", "")).split(".")[0] == "torch"
+def _of_torch(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).split(".")[0] == "torch"
 
 
 def importable(function: Callable[..., Any]) -> str:
@@ -131,6 +131,6 @@ def one_rank(order: str, rank: int) -> None:
     form = forms_of(function, roles)[reading]
     args, kwargs = form.arguments(sharded().shards[rank])
     with torch.no_grad():
-        found = pieces(function(*args, **kwargs))
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(float(found[key].double())))
+        outputs = pieces(function(*args, **kwargs))
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(float(outputs[key].double())))
     dist.destroy_process_group()

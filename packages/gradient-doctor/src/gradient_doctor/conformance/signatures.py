@@ -75,17 +75,21 @@ def load_target(target: str) -> Callable[..., Any]:
     # A console script does not have the working directory on its path; `python -m` does.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    found: Any = _module(place, target)
+    target_object: Any = _module(place, target)
     for name in path.split("."):
-        if not hasattr(found, name):
-            near = [n for n in dir(found) if not n.startswith("__") and callable(getattr(found, n))]
+        if not hasattr(target_object, name):
+            near = [
+                n
+                for n in dir(target_object)
+                if not n.startswith("__") and callable(getattr(target_object, n))
+            ]
             raise TargetError(
                 f"{place} has no {path!r}. It has {', '.join(near[:8]) or 'nothing callable'}."
             )
-        found = getattr(found, name)
-    if not callable(found):
-        raise TargetError(f"{target} is a {type(found).__name__}, expected a function.")
-    return found
+        target_object = getattr(target_object, name)
+    if not callable(target_object):
+        raise TargetError(f"{target} is a {type(target_object).__name__}, expected a function.")
+    return target_object
 
 
 def _module(place: str, target: str) -> Any:
@@ -151,12 +155,12 @@ class Form:
         return real_NS
 
     def arguments(self, scene: Scene) -> tuple[list[Any], dict[str, Any]]:
-        given = {}
+        values = {}
         for name, role in self.roles.items():
             value = self._value(role, scene)
             if value is not None or name in self.required:
-                given[name] = value
-        return [given.pop(name) for name in self.positional if name in given], given
+                values[name] = value
+        return [values.pop(name) for name in self.positional if name in values], values
 
     def _value(self, role: str, scene: Scene) -> Any:
         """What is passed; None leaves an optional parameter at its default."""
@@ -232,24 +236,24 @@ def forms_of(function: Callable[..., Any], roles: Mapping[str, str] | None = Non
             )
     fixed = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p for p in fixed if p.default is p.empty]
-    found: dict[str, str] = {}
+    roles_found: dict[str, str] = {}
     for p in fixed:
         role = named.get(p.name, _ROLE_OF.get(p.name.lower()))
         if role is None and missing == [p] and len(fixed) == 1:
             role = "logits"  # f(x): there is nothing else it could be
-        if role is not None and role not in found.values():
-            found[p.name] = role
-    unknown = [p.name for p in missing if p.name not in found]
-    if unknown or not {"logits", "model", "batch", "shards"} & set(found.values()):
-        known = ", ".join(names[0] for names in ROLES.values())
+        if role is not None and role not in roles_found.values():
+            roles_found[p.name] = role
+    unknown = [p.name for p in missing if p.name not in roles_found]
+    if unknown or not {"logits", "model", "batch", "shards"} & set(roles_found.values()):
+        role_names = ", ".join(names[0] for names in ROLES.values())
         what = f"the required {unknown}" if unknown else "nothing to take logits from"
         raise TargetError(
             f"{name}{inspect.signature(function)} has {what}; parameters that are understood: "
-            f"{known}. {ADAPTER}"
+            f"{role_names}. {ADAPTER}"
         )
     required = frozenset(p.name for p in missing)
     positional = tuple(p.name for p in fixed if p.kind is p.POSITIONAL_ONLY)
-    values = set(found.values())
+    values = set(roles_found.values())
     if values & {"model", "input_ids", "batch", "shards", "logits_to_keep"}:
         conventions = [True]
     elif "index" in values:
@@ -263,6 +267,6 @@ def forms_of(function: Callable[..., Any], roles: Mapping[str, str] | None = Non
     masked = values & {"attention_mask", "response_mask", "batch", "shards"}
     dtypes = [torch.long, torch.bool] if masked else [torch.long]
     return [
-        Form(found, required, positional, sequence, dtype)
+        Form(roles_found, required, positional, sequence, dtype)
         for sequence, dtype in itertools.product(conventions, dtypes)
     ]

@@ -43,9 +43,13 @@ class Blind(Detector):
             if depends:
                 self._left = (call.site, depends | (self._left[1] if self._left else 0))
         elif call.short in _RETURNS and self._left is not None and call.args:
-            known = call.taint is not None and call.taint.depends
+            differentiable = call.taint is not None and call.taint.depends
             key = ("numpy", call.site)
-            if hasattr(call.args[0], "__array_interface__") and not known and key not in self._told:
+            if (
+                hasattr(call.args[0], "__array_interface__")
+                and not differentiable
+                and key not in self._told
+            ):
                 site, depends = self._left
                 self._say(
                     key,

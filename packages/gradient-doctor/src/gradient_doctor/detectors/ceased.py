@@ -151,8 +151,8 @@ class Ceased(Detector):
         self._claim(finding, mask)
 
     def _what(self, mask: int, when: tuple[int, int]) -> str:
-        known = count(len(self.session.registry.names(mask)), "parameter")
-        return f"{known} received gradients until step {when[0]}, and none from step {when[1]} on."
+        names = count(len(self.session.registry.names(mask)), "parameter")
+        return f"{names} received gradients until step {when[0]}, and none from step {when[1]} on."
 
     def _claim(self, finding: Any, mask: int) -> None:
         self.session.awaited |= mask

@@ -144,8 +144,8 @@ class Cosmetic(Detector):
             self._verdicts()
 
     def _verdicts(self) -> None:
-        found, self._found = self._found, {}
-        for (_, site), idle in found.items():
+        pending, self._found = self._found, {}
+        for (_, site), idle in pending.items():
             if idle.kind == "addend":
                 self._say_addend(site, idle)
             else:
@@ -154,9 +154,9 @@ class Cosmetic(Detector):
     def _say_addend(self, site: Site, idle: Idle) -> None:
         ledger = self.ledger
         facts = ledger.facts(idle.taint) if idle.taint is not None else []
-        told = {(f.number, f.site.place) for f in self.session.findings if f.site is not None}
+        reported = {(f.number, f.site.place) for f in self.session.findings if f.site is not None}
         cuts = [fact.site.place for fact in facts if fact.site is not None]
-        if any((number, place) in told for place in cuts for number in (1, 2, 3, 10, 11)):
+        if any((number, place) in reported for place in cuts for number in (1, 2, 3, 10, 11)):
             return  # the cut has taken some parameter's only gradient: that is the finding
         hidden = 0
         for fact in facts:

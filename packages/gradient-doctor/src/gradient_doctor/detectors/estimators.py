@@ -50,7 +50,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """A log-probability of an action through which gradients flow into the action's law."""
+    """A log-probability of an action through which gradients reach the action's distribution."""
 
     action: Site | None
     density: Site | None
@@ -63,24 +63,24 @@ class Estimators(Detector):
         self._samples = WeakIdKeyDictionary()
         self._scores = WeakIdKeyDictionary()
 
-    def sampled(self, law: Any, value: Any, pathwise: bool, site: Site | None) -> None:
+    def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
         if isinstance(value, Tensor):
-            self._samples[value] = Sample(site, _family(law))
+            self._samples[value] = Sample(site, _family(distribution))
 
-    def density(self, law: Any, value: Any, result: Any, site: Site | None) -> None:
+    def density(self, distribution: Any, value: Any, result: Any, site: Site | None) -> None:
         if not isinstance(value, Tensor) or not isinstance(result, Tensor):
             return
         sample = self._samples.get(value)
         live = live_in(self.session, [result])
-        if sample is not None and sample.family is _family(law):
+        if sample is not None and sample.family is _family(distribution):
             how = sample.squashed or (abs(sample.scale - 1) > 1e-6 and "scaling") or ""
             if how and live:
                 self._wrong_place(sample, how, live, site)
                 return
         taint = self.session.taint_of(value)
         if live and value.requires_grad and taint is not None and taint.live & live:
-            made = sample.site if sample is not None else taint.site
-            self._scores[result] = Score(made, site, taint.depends | live)
+            origin = sample.site if sample is not None else taint.site
+            self._scores[result] = Score(origin, site, taint.depends | live)
 
     def _wrong_place(self, sample: Sample, how: str, live: int, site: Site | None) -> None:
         family = sample.family.__name__
@@ -148,8 +148,8 @@ class Estimators(Detector):
             Severity.ERROR,
             "A score-function loss is taken at an action that carries gradients itself.",
             why="log_prob(action) * advantage holds the action fixed; here the action depends on "
-            "the law's parameters (rsample), so gradients also flow through it, which cancels or "
-            "reverses the estimate: the two derivatives of a location cancel exactly.",
+            "the distribution's parameters (rsample), so gradients also flow through it, which "
+            "cancels or reverses the estimate: the two derivatives of a location cancel exactly.",
             fix="Draw with .sample(), or use log_prob(action.detach()).",
             site=score.action,
             parameters=live,
@@ -157,11 +157,11 @@ class Estimators(Detector):
         )
 
 
-def _family(law: Any) -> type:
-    """The kind of law that draws, behind wrappers that only rename axes."""
-    while isinstance(law, distributions.Independent):
-        law = law.base_dist
-    return type(law)
+def _family(distribution: Any) -> type:
+    """The kind of distribution that draws, behind wrappers that only rename axes."""
+    while isinstance(distribution, distributions.Independent):
+        distribution = distribution.base_dist
+    return type(distribution)
 
 
 def _is_reward(weight: Tensor) -> bool:

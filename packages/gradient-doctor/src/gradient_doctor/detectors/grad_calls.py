@@ -62,32 +62,32 @@ class GradCalls(Detector):
             empty = [t for t in backward.inputs if t.is_leaf and not backward.received & bit(t)]
         if not empty or (backward.kind == "backward" and not self.session.record.checked):
             return
-        asked = self._asked.setdefault(backward.site, Asked(backward.kind))
-        self._entry(asked, backward, empty)
+        request = self._asked.setdefault(backward.site, Asked(backward.kind))
+        self._entry(request, backward, empty)
         copies = any(not t.is_leaf for t in empty)
         if len(empty) == len(backward.inputs) and (len(empty) > 1 or copies):
-            self._report(backward.site, asked)
+            self._report(backward.site, request)
 
-    def _entry(self, asked: Asked, backward: Backward, empty: list[Tensor]) -> Asked:
+    def _entry(self, request: Asked, backward: Backward, empty: list[Tensor]) -> Asked:
         session = self.session
-        asked.inputs = max(asked.inputs, len(backward.inputs or ()))
-        asked.none = max(asked.none, len(empty))
+        request.inputs = max(request.inputs, len(backward.inputs or ()))
+        request.none = max(request.none, len(empty))
         for tensor in empty:
             taint = session.taint_of(tensor)
             if tensor.is_leaf:
-                asked.mask |= session.registry.bit(tensor)
+                request.mask |= session.registry.bit(tensor)
             elif taint is not None:
-                asked.mask |= taint.depends
-                if taint.site not in asked.made:
-                    asked.made.append(taint.site)
+                request.mask |= taint.depends
+                if taint.site not in request.made:
+                    request.made.append(taint.site)
         for root in backward.roots:
             for node in nodes_of(node_of(root)):
                 if is_opaque(node):
-                    asked.opaque = True
+                    request.opaque = True
                     if node.name() == _CHECKPOINT:
                         origin = origin_of(node)
-                        asked.hidden.add(origin.site if origin is not None else None)
-        return asked
+                        request.hidden.add(origin.site if origin is not None else None)
+        return request
 
     # parameters that no other backward serves either
 
@@ -100,55 +100,57 @@ class GradCalls(Detector):
             self._verdicts(self.ledger.missing(True, error))
 
     def _verdicts(self, missing: int) -> None:
-        for site, asked in self._asked.items():
-            if asked.mask & missing:
-                asked.mask &= missing
-                self._report(site, asked)
+        for site, request in self._asked.items():
+            if request.mask & missing:
+                request.mask &= missing
+                self._report(site, request)
 
-    def _report(self, site: Site | None, asked: Asked) -> None:
+    def _report(self, site: Site | None, request: Asked) -> None:
         ledger = self.ledger
-        mask, asked.mask = asked.mask & ~ledger.explained, 0
+        mask, request.mask = request.mask & ~ledger.explained, 0
         names = set(self.session.registry.names(mask))
-        told = [f for f in self.session.findings if f.number == 25 and names & set(f.parameters)]
+        reported = [
+            f for f in self.session.findings if f.number == 25 and names & set(f.parameters)
+        ]
         ledger.explained |= mask
-        if not mask or told:
+        if not mask or reported:
             return  # what was put in place of the Nones has been found already
-        call = "autograd.grad" if asked.kind == "grad" else "backward(inputs=...)"
+        call = "autograd.grad" if request.kind == "grad" else "backward(inputs=...)"
         cuts = ledger.culprits(mask & ledger.lost & ~ledger.reached, ledger.cuts.values())
         related: list[Site | None] = []
-        if asked.hidden and not cuts:
+        if request.hidden and not cuts:
             why = (
                 "The path is hidden by reentrant checkpointing: parameters inside such a"
                 " checkpoint exist for autograd only while a plain backward() runs."
             )
             fix = "Use checkpoint(..., use_reentrant=False), or loss.backward() and read .grad."
-            related.extend(asked.hidden)
-        elif asked.made:
+            related.extend(request.hidden)
+        elif request.made:
             why = (
-                f"They were made at {asked.made[0]} and are no part of what the loss was computed"
+                f"They were made at {request.made[0]} and are no part of what the loss was computed"
                 " from: a copy of a parameter is another tensor."
             )
-            fix = "Ask for the tensors that the forward used, such as the parameters themselves."
-            related.extend(asked.made)
+            fix = "Pass the tensors that the forward used, such as the parameters themselves."
+            related.extend(request.made)
         elif cuts:
             why = f"The loss depends on them, but {what_cuts(cuts[0][0])}."
-            fix = "Mend the cut, or do not ask for these."
+            fix = "Mend the cut, or do not request these."
             related.extend(fact.site for fact, _ in cuts)
-        elif asked.opaque:
+        elif request.opaque:
             why = "A custom Function on the path may hide them; no other path leads to them."
-            fix = "Pass them to the Function as arguments, or do not ask for them."
+            fix = "Pass them to the Function as arguments, or do not request them."
         else:
             uses = [ledger.uses.get(bit) for bit in ledger.uses if bit & mask]
             why = "The loss was computed without them."
             if uses:
                 why = f"They are used at {uses[0]}, but not for this loss."
                 related.append(uses[0])
-            fix = "Let the loss depend on them, or do not ask for them."
+            fix = "Let the loss depend on them, or do not request them."
         self.report(
             10,
             Severity.ERROR,
-            f"{call} gives None for {asked.none} of {asked.inputs} inputs.",
-            why=f"{asked.none}/{asked.inputs} None. {why}",
+            f"{call} gives None for {request.none} of {request.inputs} inputs.",
+            why=f"{request.none}/{request.inputs} None. {why}",
             fix=fix,
             site=site,
             parameters=mask,

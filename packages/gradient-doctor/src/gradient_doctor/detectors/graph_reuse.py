@@ -77,8 +77,8 @@ class GraphReuse(Detector):
             else:
                 self._second(backward, shared)
             return
-        known = [f.site.place for f in self.session.findings if f.number in (12, 14) and f.site]
-        if backward.site is not None and backward.site.place in known:
+        reported = [f.site.place for f in self.session.findings if f.number in (12, 14) and f.site]
+        if backward.site is not None and backward.site.place in reported:
             return
         self.report(
             12,
@@ -115,9 +115,9 @@ class GraphReuse(Detector):
 
     def _graphs_on(self, tensor: Tensor) -> set[int]:
         """Earlier steps whose backward is over and whose graph this tensor keeps."""
-        known = self._kept.get(tensor)
-        if known is not None:
-            return known
+        graphs = self._kept.get(tensor)
+        if graphs is not None:
+            return graphs
         node = node_of(tensor)
         if not _made_before(node, self.session.step):
             return set()
@@ -199,41 +199,41 @@ class GraphReuse(Detector):
 
     def _second(self, backward: Backward, shared: Shared) -> None:
         origin = origin_of(shared.entry)
-        made = None if origin is None else origin.site
+        born = None if origin is None else origin.site
         first = None if shared.used is None else shared.used.site
         self.report(
             12,
             Severity.ERROR,
             f"This backward shares {count(shared.nodes, 'node')} with an earlier one that has "
             "freed them.",
-            why=f"The shared part begins with {shared.entry.name()}, made at {made}; the backward "
+            why=f"The shared part begins with {shared.entry.name()}, made at {born}; the backward "
             f"at {first} has used it and freed what it had saved.",
             fix=_SECOND_FIX,
             site=backward.site,
             parameters=shared.leaves,
-            related=(made, first),
+            related=(born, first),
         )
 
     def _stale(self, backward: Backward, old: Shared, failed: bool) -> None:
         origin, user = origin_of(old.entry), origin_of(old.user) if old.user is not None else None
-        made = None if origin is None else origin.site
+        born = None if origin is None else origin.site
         since = "" if origin is None else f" of step {origin.step}"
         self.report(
             14,
             Severity.ERROR if failed else Severity.WARNING,
             f"A tensor{since} is used in step {backward.step} together with its graph.",
-            why=f"{old.entry.name()}, made at {made}, and {count(old.nodes - 1, 'node')} behind it "
+            why=f"{old.entry.name()}, made at {born}, and {count(old.nodes - 1, 'node')} behind it "
             "belong to weights that have been changed since"
             + (
                 ", or whose saved values an earlier backward has freed."
                 if failed
                 else "; the gradient that flows into them is that of an old forward."
             ),
-            fix="Compute it anew in every step, or keep it with detach() if no gradient is meant "
+            fix="Recompute it in every step, or keep it with detach() if no gradient is meant "
             f"to flow: {count(old.leaves.bit_count(), 'parameter')} would then get none from it.",
             site=(user.site if user is not None else None) or backward.site,
             parameters=old.leaves,
-            related=(made, backward.site),
+            related=(born, backward.site),
         )
 
 

@@ -153,15 +153,15 @@ def _same(tensor: Tensor, before: Tensor) -> bool:
 
 def _saved(node: Any) -> list[Tensor]:
     """The tensors that a node has kept, as they are: hooks of checkpoints are not run."""
-    found = []
+    saved = []
     for name in _names(type(node)):
         try:
             value = getattr(getattr(node, name), "data", None)
         except RuntimeError:
             continue  # freed
         if isinstance(value, Tensor) and _storage(value):
-            found.append(value)
-    return found
+            saved.append(value)
+    return saved
 
 
 @functools.cache

@@ -90,11 +90,11 @@ class InPlace(Detector):
             )
 
     def backward_failed(self, backward: Backward, error: BaseException) -> None:
-        found = _CHANGED.search(str(error))
-        if found is None or backward.outdated:
+        match = _CHANGED.search(str(error))
+        if match is None or backward.outdated:
             return  # a cached graph does not fit today's weights: class 14
-        shape = tuple(int(n) for n in found[1].split(",") if n.strip())
-        complaint = Complaint(shape, found[2] or "", int(found[3]), int(found[4]))
+        shape = tuple(int(n) for n in match[1].split(",") if n.strip())
+        complaint = Complaint(shape, match[2] or "", int(match[3]), int(match[4]))
         stepped = self._step_between(backward, complaint)
         if stepped is not None:
             self._say_step(backward, complaint, *stepped)

@@ -60,14 +60,14 @@ class Late(Detector):
         session.withdraw(finding)
         for claim in claims:
             claim.forget(claim.mask)
-        known = (mask & reached).bit_count()
+        reached_count = (mask & reached).bit_count()
         self.report(
             finding.number,
             Severity.NOTE,
-            f"{count(known, 'parameter')} had no gradient before step {session.step}, "
-            f"and {'has' if known == 1 else 'have'} one since.",
-            why=f"It was said before: {finding.what} A later backward reaches "
-            f"{'it' if known == 1 else 'them'}.",
+            f"{count(reached_count, 'parameter')} had no gradient before step {session.step}, "
+            f"and {'has' if reached_count == 1 else 'have'} one since.",
+            why=f"Reported before: {finding.what} A later backward reaches "
+            f"{'it' if reached_count == 1 else 'them'}.",
             fix="Nothing to do, if it is meant to join that late.",
             parameters=mask & reached,
             related=(finding.site,),

@@ -52,16 +52,16 @@ class Lengths(Detector):
         self._seen.clear()
 
     def _origins(self, call: OpCall, output: Tensor) -> tuple[Length, ...]:
-        known = [(t, self._axes.get(t)) for t in call.inputs if t.dim()]
+        axes = [(t, self._axes.get(t)) for t in call.inputs if t.dim()]
         lengths = []
         for axis, size in enumerate(output.shape):
             length = None
             if call.short in ("cat", "concat", "concatenate", "hstack"):
                 length = self._joined(call, axis, output)
-            for _, origins in known:
+            for _, origins in axes:
                 if length is None and origins is not None:
                     length = _inherited(origins, axis, size)
-            length = length or self._made(call, known, axis, size)
+            length = length or self._made(call, axes, axis, size)
             lengths.append(length)
             self._seen.setdefault(size, length)
         return tuple(lengths)
@@ -76,11 +76,11 @@ class Lengths(Detector):
     def _made(
         self,
         call: OpCall,
-        known: list[tuple[Tensor, tuple[Length, ...] | None]],
+        axes: list[tuple[Tensor, tuple[Length, ...] | None]],
         axis: int,
         size: int,
     ) -> Length:
-        for tensor, origins in known:
+        for tensor, origins in axes:
             if call.short in _SLICES and axis < tensor.dim() and tensor.shape[axis] > size:
                 before = tensor.shape[axis]
                 same = origins is not None and axis < len(origins) and origins[axis].size == before
@@ -100,13 +100,13 @@ class Lengths(Detector):
             return  # not a length, but what the target is
         left, right = sizes
         lengths = [self._length_of(call, size) for size in sizes]
-        told = [_told(n, length) for n, length in zip(sizes, lengths)]
+        described = [_told(n, length) for n, length in zip(sizes, lengths)]
         guess = "" if any(length and "+" in length.how for length in lengths) else self._sum(*sizes)
         self.report(
             19,
             Severity.ERROR,
             f"{call.short} got lengths {left} and {right} for the same axis.",
-            why=f"{told[0]}; {told[1]}.{guess}",
+            why=f"{described[0]}; {described[1]}.{guess}",
             fix="Cut both to the same positions before they meet: for answers of length T in "
             "sequences of prompt and answer, logits[:, -T-1:-1] predict tokens[:, -T:].",
             site=call.site,
@@ -168,10 +168,10 @@ def _told(size: int, length: Length | None) -> str:
 
 def _sizes(message: str) -> tuple[int, int] | None:
     for pattern in _SIZES:
-        found = pattern.search(message)
-        if found is None:
+        match = pattern.search(message)
+        if match is None:
             continue
-        shapes = [[int(n) for n in re.findall(r"\d+", part)] for part in found.groups()]
+        shapes = [[int(n) for n in re.findall(r"\d+", part)] for part in match.groups()]
         for a, b in zip(*shapes):
             if a != b:
                 return a, b

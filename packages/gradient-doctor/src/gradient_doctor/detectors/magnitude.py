@@ -47,9 +47,9 @@ class Magnitude(Detector):
         if (plain or call.kwargs.get("reduction") == "sum") and source.numel() >= _ENOUGH:
             self._sums[result] = Summed(source.numel(), call.site)
         elif call.short in _LINEAR or call.short == "mul":
-            known = [self._sums[t] for t in call.inputs if t in self._sums]
-            if known and (call.short != "mul" or _plain_factor(call)):
-                self._sums[result] = max(known, key=lambda s: s.count)
+            sums = [self._sums[t] for t in call.inputs if t in self._sums]
+            if sums and (call.short != "mul" or _plain_factor(call)):
+                self._sums[result] = max(sums, key=lambda s: s.count)
         elif call.short in _DIVIDES:
             self._divisor(call)
 
@@ -127,10 +127,10 @@ def _plain_factor(call: OpCall) -> bool:
 @torch.no_grad()
 def _norm(tensors: Iterable[Tensor]) -> float:
     """Of all together; infinite, larger than any gradient, if one of them cannot be read."""
-    known = [values_of(tensor) for tensor in tensors]
-    if any(values is None for values in known):
+    contents = [values_of(tensor) for tensor in tensors]
+    if any(values is None for values in contents):
         return math.inf
-    return math.sqrt(sum(float(v.float().square().sum()) for v in known if v is not None))
+    return math.sqrt(sum(float(v.float().square().sum()) for v in contents if v is not None))
 
 
 def _number(value: object) -> float:

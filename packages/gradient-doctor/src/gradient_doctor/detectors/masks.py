@@ -111,8 +111,8 @@ class Masks(Detector):
             return
         self._steps.add(backward.step)
         silenced, self._silenced = self._silenced, []
-        known = map(self.session.values, backward.roots)
-        broken = any(values is not None and not bool(values.isfinite().all()) for values in known)
+        losses = map(self.session.values, backward.roots)
+        broken = any(values is not None and not bool(values.isfinite().all()) for values in losses)
         alive = 0
         for bit, fact in backward.gradients.items():
             if fact.finite and not fact.zero:

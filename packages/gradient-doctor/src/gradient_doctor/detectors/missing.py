@@ -36,8 +36,8 @@ class Missing(Detector):
         registry = self.session.registry
         for root in backward.roots if backward.site not in self._patched else ():
             patched = root.requires_grad and root.grad_fn is None and root.numel() == 1
-            known = isinstance(root, nn.Parameter) or registry.bit(root) & registry.owned
-            if patched and not known and self.ledger.should_train():
+            is_parameter = isinstance(root, nn.Parameter) or registry.bit(root) & registry.owned
+            if patched and not is_parameter and self.ledger.should_train():
                 self._patched.add(backward.site)
                 self._constant(backward, root)
 
@@ -96,10 +96,10 @@ class Missing(Detector):
         before = ledger.by_site.get(backward.site, 0) & wanted
         mask = before or wanted & ~ledger.received
         ledger.explained |= mask
-        made = ledger.made_at(root) if backward.taint is not None else None
-        site = made.site if made is not None and made.site is not None else backward.site
-        if made is not None and made.site is not None:
-            why = f"It was made by `{made.op}` at {made.site}, from no parameter at all"
+        origin = ledger.made_at(root) if backward.taint is not None else None
+        site = origin.site if origin is not None and origin.site is not None else backward.site
+        if origin is not None and origin.site is not None:
+            why = f"It was made by `{origin.op}` at {origin.site}, from no parameter at all"
         else:
             why = "It depends on no parameter (where it was made is not known: this step was not"
             why += " traced)"
@@ -143,7 +143,7 @@ class Missing(Detector):
             1,
             Severity.ERROR,
             f"The loss is a Python {type(value).__name__}, not a tensor.",
-            why=f"backward() was asked of the number {value!r}: the sum of an empty list, or a"
+            why=f"backward() was called on the number {value!r}: the sum of an empty list, or a"
             " value that was taken out of torch.",
             fix="Keep the loss a tensor, and skip a batch that adds nothing to it.",
             site=site,
@@ -162,10 +162,10 @@ class Missing(Detector):
                 continue
             taint = self.session.taint_of(tensor)
             mask = 0 if taint is None else taint.depends & ~taint.live & ledger.should_train()
-            found = ledger.culprits(mask, ledger.facts(taint)) if taint is not None else []
-            fact = found[0][0] if found else None
-            made = taint.site if taint is not None else None
-            source = f"it was made at {made}" if fact is None else what_cuts(fact)
+            culprits = ledger.culprits(mask, ledger.facts(taint)) if taint is not None else []
+            fact = culprits[0][0] if culprits else None
+            origin = taint.site if taint is not None else None
+            source = f"it was made at {origin}" if fact is None else what_cuts(fact)
             ledger.explained |= mask
             self.report(
                 2,
@@ -174,9 +174,9 @@ class Missing(Detector):
                 why=f"{_upper(source)}; `{call.short}` at {call.site} would have to keep it for"
                 " backward, which torch forbids.",
                 fix="Remove inference_mode there if its parameters should learn, else use no_grad.",
-                site=fact.site if fact is not None else made,
+                site=fact.site if fact is not None else origin,
                 parameters=mask,
-                related=(call.site, made),
+                related=(call.site, origin),
             )
             return
 
@@ -211,8 +211,8 @@ class Missing(Detector):
                 site = self._birth(name, list(registry.tensors(mask)))
                 # modules that one line made are idle together
                 key = name if site is None else (site.place, bool(mask & turns))
-                names, known = lines.get(key, ([], 0))
-                lines[key] = ([*names, name], known | mask)
+                names, count = lines.get(key, ([], 0))
+                lines[key] = ([*names, name], count | mask)
             for names, mask in lines.values():
                 self._idle(names, mask, bool(mask & turns))
 
@@ -330,16 +330,16 @@ class Missing(Detector):
         Parameters of an optimizer that no module has are copies or leftovers: class 8.
         """
         registry = self.session.registry
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         left = registry.bits(t for t in registry.tensors(mask) if registry.is_registered(t))
         for module in _all_modules(registry):
             own = registry.bits(p for p in module.parameters() if p.requires_grad)
             if own & left and not own & ~mask:
-                found[registry.module_name(module)] = own & left
+                counts[registry.module_name(module)] = own & left
                 left &= ~own
         for tensor in registry.tensors(left):
-            found[registry.name(tensor)] = registry.bit(tensor)
-        return found
+            counts[registry.name(tensor)] = registry.bit(tensor)
+        return counts
 
 
 def _all_modules(registry: Any) -> list[nn.Module]:

@@ -111,12 +111,12 @@ class NonFinite(Detector):
         for bit, fact in backward.gradients.items():
             bits |= 0 if fact.finite else bit
         self._good |= not bits
-        known = self._bad.get(backward.step)
-        if not bits or self._poisoned or (known is not None and not known.by_scale):
+        earlier = self._bad.get(backward.step)
+        if not bits or self._poisoned or (earlier is not None and not earlier.by_scale):
             return
         birth, by_scale = self._culprit(backward)
         bad = Bad(bits, birth, backward.site, by_scale and self._scaled())
-        if known is None or not bad.by_scale:
+        if earlier is None or not bad.by_scale:
             self._bad[backward.step] = bad
         if not self._scaled():
             self._say(bad, Severity.WARNING)
@@ -160,8 +160,8 @@ class NonFinite(Detector):
     def _stepped_on(self, bits: int) -> bool:
         """Whether the bad gradients are still there: not cleaned, not skipped."""
         held = [p.grad for p in self.session.registry.tensors(bits) if p.grad is not None]
-        known = map(self.session.values, held)
-        return any(values is not None and not bool(values.isfinite().all()) for values in known)
+        contents = map(self.session.values, held)
+        return any(values is not None and not bool(values.isfinite().all()) for values in contents)
 
     def step_ended(self, record: StepRecord) -> None:
         if self._scaled() and len(self._steps) >= self.session.trace_steps:
@@ -215,5 +215,5 @@ class NonFinite(Detector):
 
 def _infinite(call: OpCall) -> bool:
     """Whether an input was infinite already, from data or on purpose."""
-    known = [values_of(t) for t in call.inputs if t.is_floating_point()]
-    return any(values is not None and bool(values.isinf().any()) for values in known)
+    contents = [values_of(t) for t in call.inputs if t.is_floating_point()]
+    return any(values is not None and bool(values.isinf().any()) for values in contents)

@@ -138,7 +138,7 @@ class Ownership(Detector):
             self.report(
                 6,
                 Severity.ERROR,
-                f"{number} ({shapes}) made anew in every step and thrown away after it.",
+                f"{number} ({shapes}) created again in every step and thrown away after it.",
                 why=f"In {count(len(masks), 'step')} the loss reached other tensors made by this "
                 "line. They are in no module that lasts and in no optimizer: what flows into them "
                 "is lost, and the layer is random again in the next step.",
@@ -178,10 +178,10 @@ class Ownership(Detector):
 
     def _stale(self, name: str, optimizer: Any, held: list[Tensor], trained: list[Tensor]) -> None:
         registry = self.session.registry
-        made = registry.birth(optimizer)
+        birth = registry.birth(optimizer)
         later = [p for p in trained if self._made_after(p, optimizer)]
         born = most_common(birth_site(registry, p) for p in trained)
-        at = None if made is None else made.site
+        at = None if birth is None else birth.site
         if len(later) == len(trained):
             site, when = born, f" They were made after {name}."
         else:
@@ -218,7 +218,7 @@ class Ownership(Detector):
                 and not registry.is_registered(p)
                 and not registry.bit(p) & (self._received | ledger.seen | ledger.explained)
             ]
-            made = registry.birth(optimizer)
+            birth = registry.birth(optimizer)
             if not strange:
                 continue
             ledger.explained |= registry.bits(strange)
@@ -233,7 +233,7 @@ class Ownership(Detector):
                 "replaced (tied, swapped, reloaded) after the optimizer was made, and it keeps "
                 "them and their moments in memory.",
                 fix="Build the optimizer after the last exchange of the model's parts.",
-                site=None if made is None else made.site,
+                site=None if birth is None else birth.site,
                 related=(birth_site(registry, strange[0]), self._steps[id(optimizer)]),
             )
 

@@ -39,8 +39,8 @@ class Padding(Masks):
         if pad is None:
             return
         self._pad = pad
-        given = {**{str(k): v for k, v in enumerate(args)}, **kwargs}
-        tensors = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.dim() == 2}
+        arguments = {**{str(k): v for k, v in enumerate(args)}, **kwargs}
+        tensors = {k: v for k, v in arguments.items() if isinstance(v, Tensor) and v.dim() == 2}
         ids = next((t for k, t in tensors.items() if _are_ids(k, t)), None)
         if ids is None or not torch.is_grad_enabled():
             return
@@ -114,18 +114,18 @@ class Padding(Masks):
 
     def _places(self, ids: Tensor, ignored: int = -100) -> Tensor | None:
         """Padding among these ids, if they are a stretch of the model's inputs."""
-        known = self._inputs
-        if known is None or ids.is_floating_point() or not ids.numel():
+        inputs = self._inputs
+        if inputs is None or ids.is_floating_point() or not ids.numel():
             return None
-        rows, length = known.ids.shape
+        rows, length = inputs.ids.shape
         if ids.numel() % rows or ids.numel() // rows > length:
             return None
         ids = ids.detach().reshape(rows, -1)
         width = ids.shape[1]
         free = ids == ignored
         for start in range(length - width, -1, -1):
-            if bool(((known.ids[:, start : start + width] == ids) | free).all()):
-                return known.hidden[:, start : start + width] & ~free
+            if bool(((inputs.ids[:, start : start + width] == ids) | free).all()):
+                return inputs.hidden[:, start : start + width] & ~free
         return None
 
     def _watch_places(self, call: OpCall, ids: Any, ignored: int = -100) -> None:
@@ -165,10 +165,10 @@ class Padding(Masks):
             declared = self._inputs is not None and self._inputs.declared
             if not declared and leak.leaking < leak.places:
                 continue
-            made, use = self.applied.get(leak.places_size, (None, None))
+            origin, use = self.applied.get(leak.places_size, (None, None))
             site = leak.origin.site if leak.origin is not None else None
             live = backward.received & backward.taint.live
-            self._report_leak(made or use or site, site, leak.leaking, leak.places, live)
+            self._report_leak(origin or use or site, site, leak.leaking, leak.places, live)
 
     def step_ended(self, record: StepRecord) -> None:
         super().step_ended(record)

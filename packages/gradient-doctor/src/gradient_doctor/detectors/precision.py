@@ -107,28 +107,28 @@ class Precision(Detector):
         registry = self.session.registry
         wrong: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
         for name, parameter in registry.parameters().items():
-            asked = next((d for pattern, d in wanted.items() if fits(name, pattern)), None)
-            asked = None if asked is None else as_dtype(asked)
-            if asked is None or parameter.dtype == asked or not parameter.is_floating_point():
+            required = next((d for pattern, d in wanted.items() if fits(name, pattern)), None)
+            required = None if required is None else as_dtype(required)
+            if required is None or parameter.dtype == required or not parameter.is_floating_point():
                 continue
             if not registry.bit(parameter) & self._said:
-                wrong.setdefault((asked, parameter.dtype), []).append(parameter)
-        for (asked, got), parameters in wrong.items():
+                wrong.setdefault((required, parameter.dtype), []).append(parameter)
+        for (required, got), parameters in wrong.items():
             self._said |= registry.bits(parameters)
             groups = by_site(registry, parameters, lambda p: dtype_site(registry, p))
             for site, mask in groups.items():
                 self.report(
                     16,
                     Severity.WARNING,
-                    f"{count(mask.bit_count(), 'parameter')} should be {_word(asked)}, "
+                    f"{count(mask.bit_count(), 'parameter')} should be {_word(required)}, "
                     f"but are {_word(got)}.",
-                    why=f"The contract asks for {_word(asked)}. "
+                    why=f"The contract requires {_word(required)}. "
                     + (
                         "Small updates are rounded away in 16 bits."
-                        if _BITS.get(got, 8) < _BITS.get(asked, 8)
+                        if _BITS.get(got, 8) < _BITS.get(required, 8)
                         else "The memory is that of the wider type."
                     ),
-                    fix=f"Load or convert them with dtype=torch.{_word(asked)}.",
+                    fix=f"Load or convert them with dtype=torch.{_word(required)}.",
                     site=site,
                     parameters=mask,
                 )
@@ -142,11 +142,11 @@ class Precision(Detector):
             config = getattr(module, "config", None)
             # newer transformers warn at the sight of the old name
             name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
-            asked = as_dtype(getattr(config, name, None))
-            if asked is None:
+            configured = as_dtype(getattr(config, name, None))
+            if configured is None:
                 continue
             floating = [p for p in module.parameters() if p.dtype in _BITS]
-            other = [p for p in floating if p.dtype != asked]
+            other = [p for p in floating if p.dtype != configured]
             if 2 * sum(p.numel() for p in other) <= sum(p.numel() for p in floating):
                 continue  # adapters, norms and heads have a dtype of their own
             if registry.bits(other) & self._said:
@@ -156,15 +156,15 @@ class Precision(Detector):
             born_so = all(
                 registry.birth(p) is not None and p not in registry.converted_at for p in other
             )
-            narrower = all(_BITS[p.dtype] < _BITS[asked] for p in other)
+            narrower = all(_BITS[p.dtype] < _BITS[configured] for p in other)
             got = other[0].dtype
             self.report(
                 16,
                 Severity.WARNING if born_so and narrower else Severity.NOTE,
-                f"The config of {root} says {_word(asked)}, "
+                f"The config of {root} says {_word(configured)}, "
                 f"but {count(len(other), 'parameter')} are {_word(got)}.",
                 why=f"{len(other)} of {len(floating)} floating-point parameters differ from it.",
-                fix=f"Ask for the dtype where the model is loaded: dtype=torch.{_word(asked)}.",
+                fix=f"Set the dtype where the model is loaded: dtype=torch.{_word(configured)}.",
                 site=most_common(dtype_site(registry, p) for p in other),
                 parameters=registry.bits(other),
             )

@@ -316,10 +316,10 @@ class Scaler(Detector):
                 why = "No parameter of it has a gradient: backward has not run, or not for these."
             related = ()
         elif "is None" in text and "Attempted" in text:
-            known = len(self.session.findings)
+            count = len(self.session.findings)
             if optimizer is not None:
                 self._unscaled_loss(optimizer, event)
-            if len(self.session.findings) > known:
+            if len(self.session.findings) > count:
                 return
             what = f"`{_name(event)}` is called before any loss was scaled."
             why = "scaler.scale(loss) has not been called: the scaler has no scale yet."
@@ -341,7 +341,7 @@ class Scaler(Detector):
             "The gradient scaler is of no use here.",
             why=(
                 "Everything ran in float32: no parameter, operation or gradient of the traced steps"
-                " was in half precision, and no autocast asked for it. Only in float16 do small "
+                " was in half precision, and no autocast was on. Only in float16 do small "
                 "gradients vanish; here the scaler costs a check of all gradients per step, and "
                 "skips steps for nothing while it looks for its scale."
                 if plain

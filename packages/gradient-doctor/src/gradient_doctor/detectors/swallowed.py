@@ -67,8 +67,8 @@ class Swallowed(Detector):
     def _fail(self, error: BaseException, call: str, site: Site | None, affected: int) -> None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return  # a smaller batch is tried next, as it should be
-        told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        self._failure = Failure(id(error), told, call, site, affected)
+        message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        self._failure = Failure(id(error), message, call, site, affected)
 
     def event(self, event: Event) -> None:
         failure = self._failure

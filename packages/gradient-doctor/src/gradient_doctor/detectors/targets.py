@@ -179,9 +179,9 @@ class Targets(Detector):
         if not call.outputs or call.site is None:
             return
         if call.short in _FULL and call.inputs and call.outputs[0].dim() == 0:
-            known = self._pairs.get(call.inputs[0])
-            if known is not None:
-                self._report_pairs(known, live_in(self.session, call.inputs))
+            earlier = self._pairs.get(call.inputs[0])
+            if earlier is not None:
+                self._report_pairs(earlier, live_in(self.session, call.inputs))
             return
         result = call.outputs[0]
         operands = [t for t in call.inputs if t.numel() > 1]
@@ -197,9 +197,9 @@ class Targets(Detector):
                     self._pairs[result] = pair
                 return
         for tensor in call.inputs:
-            known = self._pairs.get(tensor)
-            if known is not None and result.shape == tensor.shape:
-                self._pairs[result] = known
+            earlier = self._pairs.get(tensor)
+            if earlier is not None and result.shape == tensor.shape:
+                self._pairs[result] = earlier
                 return
 
     def _was_placed(self, a: Tensor, b: Tensor) -> bool:

@@ -119,8 +119,8 @@ class Unchanged(Detector):
         for update in facts.updates:
             if math.isnan(update.changed) or not 0 < update.gradient_norm < math.inf:
                 continue
-            known = Moves(update.parameter.numel(), update.dtype)
-            moves = history.moves.setdefault(registry.bit(update.parameter), known)
+            counted = Moves(update.parameter.numel(), update.dtype)
+            moves = history.moves.setdefault(registry.bit(update.parameter), counted)
             moves.steps += 1
             moves.at_zero_rate += rates.get(id(update.parameter)) == 0.0
             moves.changed.append(update.changed)
@@ -138,16 +138,16 @@ class Unchanged(Detector):
         for key in {r.finding.key for r in mine if any(bit & moving for bit in r.idle)}:
             self._take_back([r for r in self._resting if r.finding.key == key], moving)
 
-    def _take_back(self, said: list[Resting], moving: int) -> None:
+    def _take_back(self, reported: list[Resting], moving: int) -> None:
         """The whole finding goes; those that still rest are judged again."""
         session = self.session
-        finding = session.found(said[0].finding.key)
-        idle = {bit: moves for resting in said for bit, moves in resting.idle.items()}
+        finding = session.found(reported[0].finding.key)
+        idle = {bit: moves for resting in reported for bit, moves in resting.idle.items()}
         if finding is None or {*finding.parameters} - {*session.registry.names(sum(idle))}:
             return  # others have said the same of parameters that they know better
         session.withdraw(finding)
-        self._resting = [r for r in self._resting if r not in said]
-        self._said -= {resting.optimizer for resting in said}
+        self._resting = [r for r in self._resting if r not in reported]
+        self._said -= {resting.optimizer for resting in reported}
         woken = [bit for bit in idle if bit & moving]
         for bit in woken:
             idle[bit].woken = True
@@ -156,7 +156,7 @@ class Unchanged(Detector):
             Severity.NOTE,
             f"{count(len(woken), 'parameter')} had a learning rate of 0 before step "
             f"{session.step}, and not since.",
-            why=f"It was said before: {finding.what}",
+            why=f"Reported before: {finding.what}",
             fix="Nothing to do, if a warm-up is meant.",
             parameters=sum(woken),
             related=(finding.site,),
@@ -196,9 +196,9 @@ class Unchanged(Detector):
     ) -> None:
         registry = self.session.registry
         self._said.add(id(optimizer))
-        given = 0.0 in (registry.first_rates.get(optimizer) or ())
-        made = birth_site(registry, optimizer)
-        site = made if given else registry.scheduled_at.get(optimizer)
+        from_start = 0.0 in (registry.first_rates.get(optimizer) or ())
+        birth = birth_site(registry, optimizer)
+        site = birth if from_start else registry.scheduled_at.get(optimizer)
         steps = min(m.steps for m in idle.values())
         finding = self.report(
             21,
@@ -211,7 +211,7 @@ class Unchanged(Detector):
             "parameters if that is meant.",
             site=site or history.site,
             parameters=sum(idle),
-            related=(history.site, made),
+            related=(history.site, birth),
         )
         self._resting.append(Resting(finding=finding, optimizer=id(optimizer), idle=idle))
 
@@ -222,8 +222,8 @@ class Unchanged(Detector):
         share = _share(stuck)
         dtype = next(iter(stuck.values())).dtype
         low = dtype in _LOW
-        made = birth_site(registry, optimizer)
-        given = most_common(dtype_site(registry, p) for p in registry.tensors(sum(stuck)))
+        birth = birth_site(registry, optimizer)
+        dtype_place = most_common(dtype_site(registry, p) for p in registry.tensors(sum(stuck)))
         given_rates = (group.get("lr") for group in optimizer.param_groups)
         rates = {float(rate) for rate in given_rates if rate is not None}
         self.report(
@@ -241,9 +241,9 @@ class Unchanged(Detector):
                 if low
                 else "Take larger steps: the learning rate is too small for these weights."
             ),
-            site=(given if low else made) or history.site,
+            site=(dtype_place if low else birth) or history.site,
             parameters=sum(stuck),
-            related=(made, history.site),
+            related=(birth, history.site),
         )
 
     def _unmoved(self, optimizer: Any, history: History) -> int:
@@ -253,8 +253,8 @@ class Unchanged(Detector):
         for other in registry.optimizers.values():
             if other is not optimizer and self._history(other).steps:
                 parameters &= ~registry.bits(owned_by(other))
-        known = history.sums.items()
-        if any(checksum(p) != s for bit, s in known for p in registry.tensors(bit)):
+        sums = history.sums.items()
+        if any(checksum(p) != s for bit, s in sums for p in registry.tensors(bit)):
             return 0  # a wrapper around another optimizer, or an update by hand
         return parameters
 
@@ -265,8 +265,8 @@ class Unchanged(Detector):
             if history is None or history.steps or history.asked < least:
                 continue
             parameters = self._unmoved(optimizer, history)
-            told = [f for f in self.session.findings if f.number in (17, 27)]
-            if not parameters or any(f.severity is Severity.ERROR for f in told):
+            reported = [f for f in self.session.findings if f.number in (17, 27)]
+            if not parameters or any(f.severity is Severity.ERROR for f in reported):
                 continue  # why the scaler skips is said there
             if id(optimizer) in self._said:
                 continue
@@ -285,7 +285,7 @@ class Unchanged(Detector):
                 fix="Begin with a smaller init_scale; if it goes on, look for the overflow.",
                 site=history.site,
                 parameters=parameters,
-                related=tuple(f.site for f in told if f.number == 27),
+                related=tuple(f.site for f in reported if f.number == 27),
             )
 
     def _never(self) -> None:

@@ -95,8 +95,8 @@ class Unread(Detector):
         held = list(owned_by(event.data["optimizer"]))
         if FUNCTORCH in self.session.unread and self.session.ledger is not None:
             # gradients per sample, say, put together by hand: who made them was out of sight
-            given = [p for p in held if p.grad is not None]
-            self.session.ledger.received |= self.session.registry.bits(given)
+            with_gradient = [p for p in held if p.grad is not None]
+            self.session.ledger.received |= self.session.registry.bits(with_gradient)
         if id(event.data["optimizer"]) not in self._looked_at:
             # also in steps that are not checked: one look at each optimizer
             self._looked_at.add(id(event.data["optimizer"]))

@@ -84,17 +84,17 @@ class Zeros(Detector):
 
     def _cause(self, call: OpCall, result: Tensor) -> Cause | None:
         short, site = call.short, call.site
-        given = call.inputs[0] if call.inputs else result
-        value, out = values_of(given), values_of(result)
+        source = call.inputs[0] if call.inputs else result
+        value, out = values_of(source), values_of(result)
         if value is None or out is None or not out.numel():
             return None
-        if short in _SOFTMAX and given.dim():
+        if short in _SOFTMAX and source.dim():
             dim = argument(call, 1, "dim", -1)
-            if isinstance(dim, int) and given.shape[dim] == 1:
+            if isinstance(dim, int) and source.shape[dim] == 1:
                 return Cause(
                     site,
                     f"{short} over an axis of size 1 passes no gradient on.",
-                    f"Its input is {shape(given)} and dim={dim}: the result is "
+                    f"Its input is {shape(source)} and dim={dim}: the result is "
                     f"{'1' if 'log' not in short else '0'} whatever the input.",
                     "Take the softmax over the axis that is to be weighted.",
                     structural=True,

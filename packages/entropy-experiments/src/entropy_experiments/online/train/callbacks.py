@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from entropy_experiments.checkpoints.training_facts import FACTS_FILE
-from entropy_experiments.online.facts_file import write_facts
+from entropy_experiments.online.record import write_facts
 from entropy_experiments.online.train.doctor import looking_away
 from entropy_experiments.online.trl import EntropyProbeCallback
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.artifacts import sweep_partials, write_whole
-from entropy_experiments.checkpoints.runs import steps_of
+from entropy_experiments.checkpoints.runs import checkpoints_by_step
 from entropy_experiments.config.aliases import shown
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_reading import load_training, training_yaml
@@ -44,7 +44,7 @@ def whole(checkpoint: Path) -> bool:
 
 
 def begun(out: Path) -> bool:
-    return (out / CONFIG_FILE).exists() or bool(steps_of(out))
+    return (out / CONFIG_FILE).exists() or bool(checkpoints_by_step(out))
 
 
 def refuse_begun(out: Path) -> None:
@@ -67,7 +67,7 @@ def last_whole_checkpoint(out: Path) -> tuple[Path | None, list[Path]]:
     One before the first step is none: a run begins from the beginning as quickly.
     """
     torn: list[Path] = []
-    for checkpoint in reversed(steps_of(out)):
+    for checkpoint in reversed(checkpoints_by_step(out)):
         if whole(checkpoint):
             return (checkpoint if steps_made(checkpoint) else None), torn
         torn.append(checkpoint)

@@ -15,7 +15,7 @@ import torch
 from transformers import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
-from entropy_experiments.checkpoints.runs import steps_of
+from entropy_experiments.checkpoints.runs import checkpoints_by_step
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_batch import (
     BatchPlan,
@@ -23,8 +23,8 @@ from entropy_experiments.config.training_batch import (
     plan_line,
     ranks_of_job,
 )
-from entropy_experiments.models.calling import evaluating
-from entropy_experiments.models.parts import passing_tokens
+from entropy_experiments.models.call_conditions import eval_mode
+from entropy_experiments.models.trials import passing_tokens
 from entropy_experiments.online.train.callbacks import (
     ProgressLines,
     TaskFacts,
@@ -84,7 +84,7 @@ def train(
                 return nothing_to_do(out, checkpoint, max_steps=config.max_steps)
             notes += resume_notes(checkpoint, config, ranks)
         if rank == 0:
-            clear_remains(out, torn if checkpoint is not None else steps_of(out))
+            clear_remains(out, torn if checkpoint is not None else checkpoints_by_step(out))
     elif rank == 0:
         refuse_begun(out)
     policy = load_policy(config)
@@ -133,7 +133,7 @@ def _trial_pass(model: Any) -> tuple[torch.device, Callable[[], object]]:
     tokens_NS = passing_tokens(model)
 
     def trial() -> object:
-        with evaluating(model):  # dropout would draw from the training's random numbers
+        with eval_mode(model):  # dropout would draw from the training's random numbers
             return model(input_ids=tokens_NS)
 
     return tokens_NS.device, trial

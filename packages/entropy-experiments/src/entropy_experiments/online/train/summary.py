@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.artifacts import write_whole
-from entropy_experiments.checkpoints.runs import steps_of
+from entropy_experiments.checkpoints.runs import checkpoints_by_step
 from entropy_experiments.online.record import UPDATE
 from entropy_experiments.online.rows import read_rows
 from entropy_experiments.online.step_ledger import LEDGERS
@@ -38,7 +38,7 @@ def run_summary(
     state = trainer.state
     before = 0 if resumed_from is None else steps_made(resumed_from)
     history = [row for row in state.log_history if "reward" in row]
-    kept = [path for path in steps_of(out) if whole(path)]
+    kept = [path for path in checkpoints_by_step(out) if whole(path)]
     # The step made from such a checkpoint is on record, so the offline commands rebuild it.
     recorded = [path for path in kept if (path / UPDATE).is_dir()]
     found: dict[str, Any] = {
@@ -67,7 +67,7 @@ def run_summary(
             "predicted": sum(row["predicted"] or 0.0 for row in rows),
             "measured": sum(row["measured"] or 0.0 for row in rows),
             "overhead": rows[-1]["overhead"] if rows else None,
-            "ledgers": [str(path) for path in steps_of(out / LEDGERS)],
+            "ledgers": [str(path) for path in checkpoints_by_step(out / LEDGERS)],
             "noise_scale": str(out / NOISE_ROWS) if (out / NOISE_ROWS).is_file() else None,
             "off": None if probe.off is None else f"{type(probe.off).__name__}: {probe.off}",
         }

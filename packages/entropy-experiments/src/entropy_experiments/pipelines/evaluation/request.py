@@ -29,7 +29,11 @@ from entropy_experiments.checkpoints.layout import (
     Layout,
     find_checkpoint,
 )
-from entropy_experiments.checkpoints.runs import embedded_trajectory, of_the_package, steps_of
+from entropy_experiments.checkpoints.runs import (
+    checkpoints_by_step,
+    embedded_trajectory,
+    packaged_checkpoint,
+)
 from entropy_experiments.checkpoints.training_facts import read_facts
 from entropy_experiments.checkpoints.training_record import RECORDED, read_record
 from entropy_experiments.config import Config
@@ -230,13 +234,13 @@ def _expanded(config: Config, checkpoints: Sequence[str | Path]) -> list[Path]:
     if not checkpoints:
         asked = config.checkpoint.checkpoint_path or config.checkpoint.adapter_path
         if asked is not None:
-            return [of_the_package(asked)]
-        steps = steps_of(embedded_trajectory())
+            return [packaged_checkpoint(asked)]
+        steps = checkpoints_by_step(embedded_trajectory())
         last = len(steps) - 1
         return [steps[round(i * last / (DEFAULT_COUNT - 1))] for i in range(DEFAULT_COUNT)]
     out: list[Path] = []
-    for given in map(of_the_package, checkpoints):
-        inside = steps_of(given)
+    for given in map(packaged_checkpoint, checkpoints):
+        inside = checkpoints_by_step(given)
         own = any((given / name).is_file() for name in (ADAPTER_CONFIG, MODEL_CONFIG))
         out += [given] if own or not inside else inside
     return out

@@ -107,7 +107,7 @@ def gather_study(config: Config, probed: OpenCheckpoint, *, quiet: bool = True) 
     update = probe_inputs.with_reference(
         config, probed, made.batch, real=made.real, what_if=with_kl
     )
-    limits = probe_inputs.limits_of(probed.checkpoint, probed.facts, made.real)
+    limits = probe_inputs.limits_of(probed.checkpoint.model, probed.facts, real=made.real)
     recorded = made.real and config.influence.workspace.load_path is None
     facts = probed.facts
     if recorded:

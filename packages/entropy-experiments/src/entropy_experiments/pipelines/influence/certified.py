@@ -1,7 +1,9 @@
 """How far the step of an influence study is from the one that training made.
 
 A study splits the step that is rebuilt from the recorded batch. Where that is another step than
-training's, shares of it would be shares of a step that nobody made: it is refused.
+training's, shares of it would be shares of a step that nobody made: it is refused. A batch that was
+imported from a file claims nothing of the kind: where it makes another step, that is a hypothetical
+one, and the study says so.
 """
 
 from __future__ import annotations
@@ -12,12 +14,11 @@ from typing import Any
 
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.optimizer_state import ORDER_NOTE
-from entropy_experiments.checkpoints.runs import following
+from entropy_experiments.checkpoints.runs import next_checkpoint
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs
 from entropy_experiments.pipelines.run_conditions import own_device
-from entropy_experiments.types import Direction
-from entropy_experiments.update.adamw import UpdateStats
+from entropy_experiments.types import Direction, Params
 from entropy_experiments.update.certificate import (
     APART,
     FingerprintCertificate,
@@ -30,26 +31,33 @@ SAME_STEP = 1e-4
 """Relative distance below which a rebuilt step has every moment at its own parameter."""
 
 
-def certified_step(probe: ProbeInputs, direction: Direction, stats: UpdateStats) -> dict[str, Any]:
-    """JSON: `step_distance` relative to the step made, or `unchecked`, why it is not known."""
+def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -> dict[str, Any]:
+    """JSON: `step_distance` relative to the step made, or `unchecked`, why it is not known.
+
+    `another_step` says that an imported batch makes another step than training's.
+    """
     if not probe.real:
         return {}
-    if probe.checkpoint.recorded is None:  # an online ledger, which compares with the live step
+    if probe.checkpoint.recorded is None:  # a batch of training that was recorded elsewhere
         return {}
-    gradient_distance = probe.gradient_distance(stats)
-    found: dict[str, Any] = {"gradient_distance": gradient_distance}
+    gradient_distance = probe.gradient_distance(gradient)
+    distances: dict[str, Any] = {"gradient_distance": gradient_distance}
     certificate, absent = certificate_of(probe, direction)
+    apart = None
     if certificate is not None and certificate.apart:
-        raise _refused(str(certificate).capitalize(), probe)
-    if gradient_distance is not None and gradient_distance > APART:
-        raise _refused(
-            "The gradient rebuilt from the recorded batch is not the one that training used: it is "
-            f"{gradient_distance:.0%} away from its recorded fingerprint",
-            probe,
+        apart = str(certificate)
+    elif gradient_distance is not None and gradient_distance > APART:
+        apart = (
+            "the gradient rebuilt from the recorded batch is not the one that training used: it is "
+            f"{gradient_distance:.0%} away from its recorded fingerprint"
         )
-    if certificate is None:
-        return {**found, "unchecked": absent}
-    return {**found, "step_distance": certificate.relative_error}
+    if apart is not None and probe.bound:
+        raise _refused(apart[:1].upper() + apart[1:], probe)
+    if certificate is not None:
+        distances["step_distance"] = certificate.relative_error
+    else:
+        distances["unchecked"] = absent
+    return {**distances, "another_step": apart} if apart is not None else distances
 
 
 def _refused(what: str, probe: ProbeInputs) -> ValueError:
@@ -85,7 +93,7 @@ def certificate_of(
         return None, "the model is cut over the processes, and so is the rebuilt step"
     if probe.lr_stored > 0:
         direction = replace(direction, lr=probe.lr_stored)
-    later = following(probe.checkpoint.path)
+    later = next_checkpoint(probe.checkpoint.path)
     if later is None:
         return _by_fingerprint(probe, direction)
     asked = probe.config.checkpoint

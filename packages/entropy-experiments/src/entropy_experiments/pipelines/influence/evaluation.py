@@ -6,22 +6,22 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 from entropy_experiments.artifacts import digest_of
-from entropy_experiments.attribution.finite import finite_columns
-from entropy_experiments.attribution.folds import prompt_folds
-from entropy_experiments.attribution.matrix import (
-    InfluenceMatrix,
-    influence_matrix,
-    update_directions,
+from entropy_experiments.attribution.matrix import InfluenceMatrix
+from entropy_experiments.attribution.step import (
+    FULL,
+    measure_rollouts,
+    measure_step,
+    most_influential,
+    pair_matrix,
+    score_evaluation,
+    token_influences,
 )
-from entropy_experiments.attribution.tokens import TokenInfluence, token_influence
-from entropy_experiments.estimate.level import entropy_level
-from entropy_experiments.estimate.measured import measured
-from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.pipelines.influence.batches import EvaluationBatch
 from entropy_experiments.pipelines.influence.facts import changes
 from entropy_experiments.pipelines.influence.packing import (
@@ -36,8 +36,7 @@ from entropy_experiments.pipelines.influence.packing import (
 from entropy_experiments.pipelines.influence.stages import Study, rollouts_digest
 from entropy_experiments.pipelines.influence.store import Stage, digest_of_tensors
 from entropy_experiments.results import numbers
-from entropy_experiments.types import Params, Scores
-from entropy_experiments.types.direction import sum_of
+from entropy_experiments.types import Scores
 
 AT_ONCE = 4
 """Update rollouts whose directions are measured in one stage: what a kill can cost."""
@@ -79,42 +78,12 @@ class Evaluation:
         full = digest_of(self.key, *key)
         return self.study.stage(f"{self.name}_{name}", full, passes * len(self.rollouts), compute)
 
-    @property
-    def given(self) -> tuple[Any, ...]:
-        """What everything about the whole step takes: both sides, the loss, the direction."""
-        study = self.study
-        return (*self.asked_of, *study.update_side, study.direction)
-
-    @property
-    def asked_of(self) -> tuple[Any, Any]:
-        """The policy whose entropy it is, and the rollouts that tell it."""
-        return self.study.policy, self.rollouts
-
-    @property
-    def known(self) -> dict[str, Any]:
-        """What is known at theta already, and how many rollouts fit in a pass with gradient."""
-        return {"base": self.base, "microbatch": self.study.microbatch}
-
-    def moved(self, directions: Mapping[str, Params], etas: Sequence[float], **options: Any) -> Any:
-        """Changes along several directions, measured: (name, eta) to Estimate."""
-        return finite_columns(
-            *self.asked_of,
-            directions,
-            etas,
-            microbatch=self.probe.measuring["microbatch"],
-            grad_chunk=self.study.asked.grad_chunk_size,
-            clip=self.clip,
-            base=self.base,
-            **options,
-        )
-
     @cached_property
     def _base(self) -> Stage:
         def compute() -> Stage:
-            policy, options = self.study.policy, self.probe.measuring
-            base = score_all(policy, policy.params, self.rollouts, microbatch=options["microbatch"])
-            level = entropy_level(policy, self.rollouts, base=base, repackings=0, **options)
-            return Stage(facts={"level": numbers(level)}, tensors=pack_scores(base))
+            step = self.study.step
+            base = score_evaluation(step.policy, self.rollouts, step.estimator)
+            return Stage(facts={"level": numbers(base.level)}, tensors=pack_scores(base.scores))
 
         return self.stage("base", ["base"], 1, compute)
 
@@ -143,16 +112,15 @@ class Evaluation:
         study = self.study
 
         def compute() -> Stage:
-            found = token_influence(
-                *self.given,
-                **self.known,
-                estimand=study.estimand,
+            tokens = token_influences(
+                study.step,
+                study.rebuilt,
+                self.rollouts,
+                self.base,
+                self.matrix,
                 folds=self.batch.folds,
-                mode=study.mode,
-                scores=study.update_scores,
-                gradients=self.matrix.g_K,
             )
-            return pack_tokens(found)
+            return pack_tokens(tokens)
 
         update = 3 * self.batch.folds * len(self.probe.update.rollouts) / len(self.rollouts)
         stage = self.stage("tokens", self.tokens_key, update, compute)
@@ -165,16 +133,15 @@ class Evaluation:
         study = self.study
 
         def compute() -> Stage:
-            found = influence_matrix(
-                *self.given,
-                **self.known,
-                estimand=study.estimand,
-                block_bytes=study.block_bytes,
-                scores=study.update_scores,
-                extra=study.own_lines,
-                fold_N=prompt_folds(self.rollouts, self.batch.folds),
+            matrix = pair_matrix(
+                study.step,
+                study.rebuilt,
+                self.rollouts,
+                self.base,
+                study.columns,
+                folds=self.batch.folds,
             )
-            return pack_matrix(found)
+            return pack_matrix(matrix)
 
         update = 3 * len(self.probe.update.rollouts) / len(self.rollouts)
         stage = self.stage("matrix", self.matrix_key, 6 + update, compute)
@@ -194,37 +161,17 @@ class Evaluation:
         study, etas = self.study, self.whole_etas
 
         def compute() -> Stage:
-            lr = study.direction.lr
-            step = measured(
-                *self.asked_of,
-                study.direction,
-                lr,
-                base=self.base,
-                clips=(self.clip,),
-                **self.probe.measuring,
-            )
-            whole = {"full": study.direction.total, "baseline": study.baseline.total}
-            found = self.moved(whole, etas, estimand=step.estimand, noise_floor=step.noise_floor)
-            kept = changes({f"{name}|{eta!r}": change for (name, eta), change in found.items()})
-            own = pack_estimate(found["full", lr])
+            measured = measure_step(study.step, study.rebuilt, self.rollouts, self.base, etas)
+            kept, own = changes(measured), pack_estimate(measured[FULL, study.direction.lr])
             return Stage(facts={**kept.facts, **own.facts}, tensors={**kept.tensors, **own.tensors})
 
         return self.stage("measured", self.measured_key, 2 * len(etas) + 6, compute)
 
-    @property
-    def clip(self) -> float | None:
-        """Of every measured change's log-weights."""
-        return self.study.config.importance.clip_c
-
     @cached_property
     def measured_rows(self) -> list[int]:
         """Update rollouts whose own directions are measured, in order."""
-        asked = self.study.asked.measured_rollouts
-        if isinstance(asked, tuple):
-            return sorted(set(asked))
-        size_N = self.tokens.rollout_N.abs()
-        order_N = size_N.argsort(descending=True, stable=True)
-        return sorted(order_N[:asked].tolist())
+        rows = self.study.asked.measured_rollouts
+        return sorted(set(rows)) if isinstance(rows, tuple) else most_influential(self.tokens, rows)
 
     @cached_property
     def singles(self) -> Stage:
@@ -241,27 +188,17 @@ class Evaluation:
         study, etas = self.study, self.single_etas
 
         def compute() -> Stage:
-            stack = update_directions(
-                study.trained,
-                self.probe.update,
+            measured = measure_rollouts(
+                study.step,
+                study.rebuilt,
+                self.rollouts,
+                self.base,
                 self.tokens.coefficient,
-                study.direction,
-                rows=rows,
-                microbatch=study.microbatch,
+                rows,
+                etas,
+                noise_floor=self.noise_floor,
             )
-            base_v = study.baseline.total
-            directions: dict[str, Params] = {}
-            for i, row in enumerate(rows):
-                own = {name: value[i] for name, value in stack.items()}
-                directions[f"grad|{row}"] = own
-                directions[f"both|{row}"] = {
-                    name: sum_of((value.to(base_v[name]), base_v[name]))
-                    for name, value in own.items()
-                }
-            found = self.moved(
-                directions, etas, estimand=study.estimand, noise_floor=self.noise_floor
-            )
-            return changes({f"{name}|{eta!r}": change for (name, eta), change in found.items()})
+            return changes(measured)
 
         key = ["rollouts", rows, etas]
         return self.stage(f"rollouts_{number:02d}", key, 2 * len(rows) * len(etas), compute)

@@ -18,14 +18,15 @@ CONTRIBUTORS = 5
 """Update rollouts named for each evaluation rollout whose log-prob they moved."""
 
 
-def changes(found: Mapping[str, Estimate]) -> Stage:
-    """Measured changes: numbers and weights as JSON, contributions by evaluation rollout.
+def changes(measured: Mapping[tuple[str, float], Estimate]) -> Stage:
+    """Measured changes as `name|eta`: numbers and weights, contributions by evaluation rollout.
 
     Contributions are those of `attribution.finite`: split as the first-order matrix is.
     """
+    named = {f"{name}|{eta!r}": change for (name, eta), change in measured.items()}
     return Stage(
-        facts={name: {**numbers(change), **weights_of(change)} for name, change in found.items()},
-        tensors={name: change.diagnostics["contribution_N"] for name, change in found.items()},
+        facts={name: {**numbers(change), **weights_of(change)} for name, change in named.items()},
+        tensors={name: change.diagnostics["contribution_N"] for name, change in named.items()},
     )
 
 

@@ -1,6 +1,6 @@
 """The files of a finished study, as bytes: summary.json, arrays, token tables, drawings.
 
-Everything here is made from stages on disk, so files of a resumed study are those of one that was
+A study's results come from stages on disk, so files of a resumed study are those of one that was
 never disturbed. `docs` of each array (what, shape, units) go into the manifest.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, cast
@@ -18,21 +18,16 @@ import numpy as np
 
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.groups import By, Most, grouped, ranked
+from entropy_experiments.attribution.step import BASELINE, FULL
 from entropy_experiments.attribution.token_rows import token_rows
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
-from entropy_experiments.pipelines.influence.certified import still_open
 from entropy_experiments.pipelines.influence.drawings import NOT_DRAWN, can_draw, study_drawings
-from entropy_experiments.pipelines.influence.evaluation import Evaluation, evaluations_of
-from entropy_experiments.pipelines.influence.facts import (
-    budget_facts,
-    fisher_facts,
-    prediction_facts,
-)
-from entropy_experiments.pipelines.influence.ledgers import ledgers
-from entropy_experiments.pipelines.influence.questions import confirmed, fisher, left_out
-from entropy_experiments.pipelines.influence.stages import Study
+from entropy_experiments.pipelines.influence.facts import budget_facts, fisher_facts
+from entropy_experiments.pipelines.influence.questions import answer_or_error
+from entropy_experiments.pipelines.influence.results import EvaluationResults, StudyResults
+from entropy_experiments.pipelines.influence.store import Stage
 from entropy_experiments.pipelines.influence.texts import update_texts
 from entropy_experiments.results import (
     DIFFERENTIATED,
@@ -66,27 +61,27 @@ SPLIT = "split so that each entry's slope in eta is the first-order contribution
 class StudyFiles:
     """Collects files and their descriptions."""
 
-    def __init__(self, study: Study) -> None:
-        self.study, self.evaluations = study, evaluations_of(study)
+    def __init__(self, results: StudyResults) -> None:
+        self.results, self.plan = results, results.config.influence
         self.files: dict[str, bytes] = {}
         self.arrays: dict[str, ArrayFacts] = {}
 
     def made(self, key: str) -> tuple[dict[str, bytes], dict[str, ArrayFacts], InfluenceResult]:
         """(files, descriptions of arrays, summary)."""
-        evaluations = [self._evaluation(found) for found in self.evaluations]
+        evaluations = [self._evaluation(one) for one in self.results.evaluations]
         summary = self._summary(evaluations, key)
         self.files["summary.json"] = json.dumps(summary, indent=1, allow_nan=False).encode()
-        self.files["config.yaml"] = config_yaml(self.study.config).encode()
+        self.files["config.yaml"] = config_yaml(self.results.config).encode()
         texts = json.dumps(self._texts[0], indent=1, allow_nan=False)
         self.files["update_rollouts.json"] = texts.encode()
-        if self.study.asked.plots and current().first:  # which writes them
-            folder = self.study.store.folder.parent
+        if self.plan.plots and current().first:  # which writes them
+            folder = self.results.folder
             self.files |= study_drawings(folder, self.files, self.arrays, summary)
         return self.files, self.arrays, summary
 
     @cached_property
-    def _texts(self) -> tuple[list[JSONObject], list[str]]:
-        return update_texts(self.study.probe.update, self.study.probe.checkpoint.tokenizer.decode)
+    def _texts(self) -> tuple[list[dict[str, Any]], list[str]]:
+        return update_texts(self.results.batch, self.results.decode)
 
     def _array(self, name: str, values: np.ndarray, what: str, units: str = "nats") -> None:
         buffer = io.BytesIO()
@@ -94,34 +89,34 @@ class StudyFiles:
         self.files[name] = buffer.getvalue()
         self.arrays[name] = {"description": what, "shape": list(values.shape), "units": units}
 
-    def _evaluation(self, found: Evaluation) -> EvaluationBatch:
-        study, name = self.study, found.name
-        matrix, tokens, books = found.matrix, found.tokens, ledgers(found)
-        scale = study.etas[0] / study.direction.lr
-        self._matrix_files(found, scale)
-        self._single_files(found)
-        self._table(found)
-        if found.batch.reward_N is not None:
-            reward_N = found.batch.reward_N.numpy()
+    def _evaluation(self, one: EvaluationResults) -> EvaluationBatch:
+        results, name = self.results, one.name
+        matrix, tokens, books = one.matrix, one.tokens, one.ledgers
+        scale = results.etas[0] / results.direction.lr
+        self._matrix_files(one, scale)
+        self._single_files(one)
+        self._table(one)
+        if one.reward_N is not None:
+            reward_N = one.reward_N.numpy()
             self._array(f"{name}_rewards.npy", reward_N, "reward of each evaluation rollout", "1")
         parts = float(tokens.rollout_N.abs().sum()) + sum(map(abs, tokens.baseline.values()))
         predicted = books["entropy"]["predicted"]["value"]
         residual = predicted - tokens.total
         # One budget, one entropy: that of the first evaluation batch.
-        budget = study.asked.entropy_budget if found is self.evaluations[0] else None
+        budget = self.plan.entropy_budget if one is results.evaluations[0] else None
         batch: JSONObject = {
             "name": name,
-            "kind": found.batch.request.kind,
-            "params": found.batch.request.params,
-            "rollouts": len(found.rollouts),
-            "prompts": len(found.rollouts.prompt_N.unique()),
-            "tokens": int(found.rollouts.tokens_N.sum()),
-            "mean_reward": _mean(found.batch.reward_N),
-            "fingerprint": found.rollouts.fingerprint,
-            "estimand": asdict(study.estimand),
-            "notes": list(found.batch.notes),
-            "level": found.level,
-            "aggregate": {f"{eta:g}": _aggregate(found, eta) for eta in study.etas},
+            "kind": one.request.kind,
+            "params": one.request.params,
+            "rollouts": len(one.rollouts),
+            "prompts": len(one.rollouts.prompt_N.unique()),
+            "tokens": int(one.rollouts.tokens_N.sum()),
+            "mean_reward": _mean(one.reward_N),
+            "fingerprint": one.rollouts.fingerprint,
+            "estimand": asdict(results.estimand),
+            "notes": list(one.notes),
+            "level": dict(one.level),
+            "aggregate": {f"{eta:g}": self._aggregate(one, eta) for eta in results.etas},
             "reconstruction": {
                 "total": predicted,
                 **tokens.baseline,
@@ -132,67 +127,66 @@ class StudyFiles:
                 "matrix_residual": matrix.total - tokens.gradient,
                 "matrix_passes": matrix.passes,
             },
-            "ledger": books,
-            "groups": _groups(found),
-            "ranked": {most: self._ranked(found, most) for most in ("destroying", "creating")},
+            "ledger": dict(books),
+            "groups": _groups(one),
+            "ranked": {most: self._ranked(one, most) for most in ("destroying", "creating")},
             "reliability": finite(tokens.reliability),
             "rollout_reliability": finite(tokens.rollout_reliability),
             "cancellation": {"ratio": finite(tokens.cancellation), "withheld": tokens.withheld},
             "doubts": list(tokens.doubts),
-            "measured_rollouts": found.measured_rows,
-            "leave_one_out": [
-                {"rollout": row, **_answered(lambda row=row: left_out(found, row))}
-                for row in study.asked.leave_one_out
-            ],
-            "fisher": self._fisher(found) if study.asked.fisher else None,
-            "what_if": [self._what_if(found, text) for text in study.asked.what_if],
+            "measured_rollouts": list(one.measured_rows),
+            "leave_one_out": list(one.left_out),
+            "fisher": self._fisher(one),
+            "what_if": list(one.what_if),
             "entropy_budget": None
             if budget is None
             else {
                 "budget": budget,
-                **_answered(lambda: budget_facts(books["entropy"], study.direction.lr, budget)),
+                **answer_or_error(
+                    lambda: budget_facts(books["entropy"], results.direction.lr, budget)
+                ),
             },
             "table": whatif.facts(tokens),
         }
         return cast(EvaluationBatch, batch)  # most of it is JSON of the stages
 
-    def _matrix_files(self, found: Evaluation, scale: float) -> None:
-        study, name, eta = self.study, found.name, self.study.etas[0]
-        if study.asked.finite:
-            values_EN = np.full((len(found.rollouts), len(study.probe.update.rollouts)), np.nan)
-            for row in found.measured_rows:
-                values_EN[:, row] = found.singles.tensors[f"grad|{row}|{eta!r}"].numpy()
+    def _matrix_files(self, one: EvaluationResults, scale: float) -> None:
+        results, name, eta = self.results, one.name, self.results.etas[0]
+        if self.plan.finite:
+            values_EN = np.full((len(one.rollouts), len(results.batch.rollouts)), np.nan)
+            for row in one.measured_rows:
+                values_EN[:, row] = one.rollout_changes.tensors[f"grad|{row}|{eta!r}"].numpy()
             what = f"measured change at eta {eta:g} along each measured rollout's direction, by "
             what += f"evaluation rollout; NaN: not measured; {SPLIT}"
         else:
-            values_EN = scale * found.matrix.matrix_EN.numpy()
+            values_EN = scale * one.matrix.matrix_EN.numpy()
             what = f"first-order contribution of every pair of rollouts at eta {eta:g}"
         self._array(f"{name}_delta_matrix.npy", values_EN, f"{what} [evaluation, update]")
         self._array(
             f"{name}_rollout_influence.npy",
-            found.tokens.rollout_N.numpy(),
+            one.tokens.rollout_N.numpy(),
             f"first-order influence of each update rollout at the learning rate "
-            f"{study.direction.lr:g}",
+            f"{results.direction.lr:g}",
         )
 
-    def _single_files(self, found: Evaluation) -> None:
-        name, rows = found.name, found.measured_rows
-        folder, singles = f"{name}_per_sequence", found.singles
+    def _single_files(self, one: EvaluationResults) -> None:
+        name, rows, etas = one.name, list(one.measured_rows), self.results.per_sequence_etas
+        folder, singles = f"{name}_per_sequence", one.rollout_changes
         self._array(
             f"{folder}/rollouts.npy",
             np.array(rows, dtype=np.int64),
             "update rollouts that were measured: the columns of grad and baseline_plus_grad",
             "index",
         )
-        for eta in dict.fromkeys((*self.study.etas, *self.study.per_sequence_etas)):
-            for part, what in (("full", "the whole step"), ("baseline", "momentum and decay")):
-                values_E = found.whole.tensors[f"{part}|{eta!r}"].numpy()
+        for eta in dict.fromkeys((*self.results.etas, *etas)):
+            for part, what in ((FULL, "the whole step"), (BASELINE, "momentum and decay")):
+                values_E = one.changes.tensors[f"{part}|{eta!r}"].numpy()
                 what = f"measured change along {what} at eta {eta:g}, by evaluation rollout; "
                 what += SPLIT
                 self._array(f"{folder}/{part}/eta_{eta:g}.npy", values_E, what)
-        for eta in self.study.per_sequence_etas:
+        for eta in etas:
             grad_EN = _stack(singles.tensors, "grad", rows, eta)
-            base_E1 = found.whole.tensors[f"baseline|{eta!r}"].numpy()[:, None]
+            base_E1 = one.changes.tensors[f"baseline|{eta!r}"].numpy()[:, None]
             both_EN = _stack(singles.tensors, "both", rows, eta) - base_E1
             end = f"eta_{eta:g}"
             what = f"measured change at eta {eta:g} along each measured rollout's own direction; "
@@ -202,7 +196,7 @@ class StudyFiles:
             self._array(
                 f"{folder}/baseline_plus_grad/{end}.npy", both_EN, f"{what} [evaluation, measured]"
             )
-            total_N = np.full(len(self.study.probe.update.rollouts), np.nan)
+            total_N = np.full(len(self.results.batch.rollouts), np.nan)
             total_N[rows] = grad_EN.sum(0)
             what = f"measured change of H at eta {eta:g} along each rollout; NaN: not measured"
             self._array(f"{name}_grad_eta/{end}.npy", total_N, what)
@@ -210,52 +204,69 @@ class StudyFiles:
             text = json.dumps(said, indent=1, allow_nan=False)
             self.files[f"{name}_grad_eta/{end}.json"] = text.encode()
 
-    def _fisher(self, found: Evaluation) -> JSONObject:
-        def answer() -> JSONObject:
-            stage = fisher(found)
-            eta, folder = stage.facts["eta"], f"{found.name}_fisher"
-            centred = ", both gradients centred" if stage.facts["centred"] else ""
-            done = f"first-order change of S_i by each update rollout at eta {eta:g}"
-            for name, what, units in (
-                ("kernel", f"K_ij = (grad S_i)^T P (grad S_j){centred}", "nats per eta"),
-                ("cosine", f"K_ij / sqrt(K_ii K_jj){centred}", "1"),
-                ("contribution", done, "nats"),
-            ):
-                values_EN, what = (
-                    stage.tensors[f"{name}_EN"].numpy(),
-                    f"{what} [evaluation, update]",
-                )
-                self._array(f"{folder}/{name}.npy", values_EN, what, units)
-            what = f"measured change of S_i along the gradient part of the step at eta {eta:g}"
-            self._array(f"{folder}/measured.npy", stage.tensors["measured_E"].numpy(), what)
-            told = fisher_facts(stage)
-            rows = told.pop("rollouts")
-            self.files[f"{folder}/changes.json"] = json.dumps(rows, indent=1).encode()
-            moved = sorted(rows, key=lambda row: -abs(row["measured"]))[:MOVED]
-            return {**told, "moved": moved}
+    def _fisher(self, one: EvaluationResults) -> Mapping[str, Any] | None:
+        stage = one.fisher
+        if not isinstance(stage, Stage):
+            return stage
+        eta, folder = stage.facts["eta"], f"{one.name}_fisher"
+        centred = ", both gradients centred" if stage.facts["centred"] else ""
+        done = f"first-order change of S_i by each update rollout at eta {eta:g}"
+        for name, what, units in (
+            ("kernel", f"K_ij = (grad S_i)^T P (grad S_j){centred}", "nats per eta"),
+            ("cosine", f"K_ij / sqrt(K_ii K_jj){centred}", "1"),
+            ("contribution", done, "nats"),
+        ):
+            values_EN = stage.tensors[f"{name}_EN"].numpy()
+            self._array(f"{folder}/{name}.npy", values_EN, f"{what} [evaluation, update]", units)
+        what = f"measured change of S_i along the gradient part of the step at eta {eta:g}"
+        self._array(f"{folder}/measured.npy", stage.tensors["measured_E"].numpy(), what)
+        facts = fisher_facts(stage)
+        rows = facts.pop("rollouts")
+        self.files[f"{folder}/changes.json"] = json.dumps(rows, indent=1).encode()
+        moved = sorted(rows, key=lambda row: -abs(row["measured"]))[:MOVED]
+        return {**facts, "moved": moved}
 
-        return _answered(answer)
-
-    def _table(self, found: Evaluation) -> None:
+    def _table(self, one: EvaluationResults) -> None:
         import pyarrow
         import pyarrow.parquet
 
-        decode = self.study.probe.checkpoint.tokenizer.decode
-        rows = {**token_rows(found.tokens, decode), **whatif.fold_columns(found.tokens)}
+        rows = {
+            **token_rows(one.tokens, self.results.decode),
+            **whatif.fold_columns(one.tokens),
+        }
         rows["piece"] = self._texts[1]
         table = pyarrow.table(rows)
-        facts = json.dumps(whatif.facts(found.tokens)).encode()
+        facts = json.dumps(whatif.facts(one.tokens)).encode()
         table = table.replace_schema_metadata({TABLE_FACTS: facts})
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(table, buffer)
-        self.files[f"{found.name}_tokens.parquet"] = buffer.getvalue()
-        if found is self.evaluations[0]:
+        self.files[f"{one.name}_tokens.parquet"] = buffer.getvalue()
+        if one is self.results.evaluations[0]:
             self.files["tokens.parquet"] = buffer.getvalue()
 
-    def _ranked(self, found: Evaluation, most: Most) -> list[RankedToken]:
-        decode = self.study.probe.checkpoint.tokenizer.decode
-        rollouts, out = self.study.probe.update.rollouts, []
-        for token in ranked(found.tokens, self.study.asked.ranked_tokens, most=most):
+    def _aggregate(self, one: EvaluationResults, eta: float) -> dict[str, Any]:
+        tokens, scale = one.tokens, eta / self.results.direction.lr
+        out: dict[str, Any] = {
+            part: one.changes.facts[f"{part}|{eta!r}"] for part in (FULL, BASELINE)
+        }
+        baseline = sum(tokens.baseline.values())
+        out |= {
+            "first_order": scale * tokens.total,
+            "first_order_baseline": scale * baseline,
+            "first_order_gradient": scale * tokens.gradient,
+            "grad_sum_measured": None,
+            "reconstruction_error": None,
+        }
+        rows, singles = one.measured_rows, one.rollout_changes
+        if len(rows) == len(tokens.rollout_N) and eta in self.results.per_sequence_etas:
+            summed = math.fsum(singles.facts[f"grad|{row}|{eta!r}"]["value"] for row in rows)
+            out["grad_sum_measured"] = summed
+            out["reconstruction_error"] = out[FULL]["value"] - out[BASELINE]["value"] - summed
+        return out
+
+    def _ranked(self, one: EvaluationResults, most: Most) -> list[RankedToken]:
+        decode, rollouts, out = self.results.decode, self.results.batch.rollouts, []
+        for token in ranked(one.tokens, self.plan.ranked_tokens, most=most):
             inside_S = rollouts.attention_NS[token.rollout]
             ids, at = rollouts.tokens_NS[token.rollout][inside_S].tolist(), token.position
             at -= int(inside_S.int().argmax())
@@ -271,54 +282,40 @@ class StudyFiles:
             )
         return out
 
-    def _what_if(self, found: Evaluation, text: str) -> JSONObject:
-        def answer() -> JSONObject:
-            prediction = whatif.repredict(found.tokens, text)
-            confirmation = None
-            if self.study.asked.confirm:
-                confirmation = _answered(lambda: confirmed(found, text))
-            return {
-                "name": prediction.name,
-                "prediction": prediction_facts(prediction),
-                "confirmation": confirmation,
-            }
-
-        return {"name": text, **_answered(answer)}
-
     def _summary(self, evaluations: list[EvaluationBatch], key: str) -> InfluenceResult:
-        study, probe = self.study, self.study.probe
-        step, batch = study.step_stage.facts, probe.update
-        first, notes = evaluations[0], list(probe.notes)
-        if step["norms"]["gradient"] == 0 and probe.real:  # a drawn batch comes with a note
+        results, step = self.results, self.results.step_facts
+        batch, first, notes = results.batch, evaluations[0], list(results.notes)
+        if step["norms"]["gradient"] == 0 and results.real:  # a drawn batch comes with a note
             notes.append(
                 "every group of the update batch has equal rewards: the update is momentum and "
                 "weight decay alone"
             )
-        if study.mode in DIFFERENTIATED:
-            notes.append(f"differentiated {DIFFERENTIATED[study.mode]} ({study.mode})")
-        if study.asked.plots and not can_draw():
+        if results.mode in DIFFERENTIATED:
+            notes.append(f"differentiated {DIFFERENTIATED[results.mode]} ({results.mode})")
+        if self.plan.plots and not can_draw():
             notes.append(NOT_DRAWN)
         result: JSONObject = {
             **INFLUENCE.stamp,
             "key": key,
-            "checkpoint": probe.checkpoint.name,
-            "step": probe.checkpoint.step,
-            "base": probe.checkpoint.base,
-            "lr": study.direction.lr,
-            **study.lasting,
-            "etas": list(study.etas),
-            "per_sequence_etas": list(study.per_sequence_etas),
-            "reference_eta": study.etas[0],
-            "mode": study.mode,
-            "clip_c": study.config.importance.clip_c,
-            "plan": study.config.dump()["influence"],
+            "checkpoint": results.checkpoint,
+            "step": results.step,
+            "base": results.base,
+            "lr": results.direction.lr,
+            "momentum_decay": results.momentum_decay,
+            "coupled_decay": results.coupled_decay,
+            "etas": list(results.etas),
+            "per_sequence_etas": list(results.per_sequence_etas),
+            "reference_eta": results.etas[0],
+            "mode": results.mode,
+            "clip_c": results.clip,
+            "plan": results.config.dump()["influence"],
             "update": {
                 "rollouts": len(batch.rollouts),
                 "tokens": int(batch.counted_NS.sum()),
                 "prompts": len(batch.rollouts.prompt_N.unique()),
-                "real": probe.real,
+                "real": results.real and "another_step" not in step.get("certified", {}),
                 "mean_reward": _mean(batch.reward_N),
-                "objective": asdict(study.objective),
+                "objective": asdict(results.objective),
                 "clip_factor": step["clip_factor"],
                 "norms": step["norms"],
                 "loss": step["loss"],
@@ -329,59 +326,30 @@ class StudyFiles:
             "ledger": first["ledger"]["entropy"],
             "evaluations": evaluations,
             "notes": notes,
-            "assumed": dict(probe.facts.assumed),
-            "not_verifiable": list(
-                still_open(probe.not_verifiable, step.get("certified", {}).get("step_distance"))
-            ),
-            "timings": dict(sorted(study.timings.items())),  # whatever was needed first
+            "assumed": dict(results.assumed),
+            "not_verifiable": list(results.not_verifiable),
+            "timings": dict(sorted(results.timings.items())),  # whatever was needed first
             "provenance": {
                 **provenance(),
                 "precision": step["precision"],
-                "files": dict(probe.checkpoint.hashes),
-                "coverage": dict(probe.checkpoint.coverage),
+                "files": dict(results.input_hashes),
+                "coverage": dict(results.coverage),
             },
         }
         return cast(InfluenceResult, result)
 
 
-def _answered(answer: Callable[[], JSONObject]) -> JSONObject:
-    """A question that has no answer says why, and costs the study nothing else."""
-    try:
-        return answer()
-    except ValueError as error:
-        return {"error": str(error)}
-
-
-def _aggregate(found: Evaluation, eta: float) -> JSONObject:
-    tokens, scale = found.tokens, eta / found.study.direction.lr
-    out: JSONObject = {part: found.whole.facts[f"{part}|{eta!r}"] for part in ("full", "baseline")}
-    baseline = sum(tokens.baseline.values())
-    out |= {
-        "first_order": scale * tokens.total,
-        "first_order_baseline": scale * baseline,
-        "first_order_gradient": scale * tokens.gradient,
-        "grad_sum_measured": None,
-        "reconstruction_error": None,
-    }
-    rows = found.measured_rows
-    if len(rows) == len(tokens.rollout_N) and eta in found.study.per_sequence_etas:
-        summed = math.fsum(found.singles.facts[f"grad|{row}|{eta!r}"]["value"] for row in rows)
-        out["grad_sum_measured"] = summed
-        out["reconstruction_error"] = out["full"]["value"] - out["baseline"]["value"] - summed
-    return out
-
-
-def _groups(found: Evaluation) -> JSONObject:
+def _groups(one: EvaluationResults) -> dict[str, Any]:
     """Every grouping that this batch allows."""
-    scored = found.tokens.batch.reward_N is not None
+    scored = one.tokens.batch.reward_N is not None
     return {
-        by: {label: asdict(group) for label, group in grouped(found.tokens, by).items()}
+        by: {label: asdict(group) for label, group in grouped(one.tokens, by).items()}
         for by in GROUPS
         if by != "correctness" or scored
     }
 
 
-def _stack(tensors: Mapping[str, Any], part: str, rows: list[int], eta: float) -> np.ndarray:
+def _stack(tensors: Mapping[str, Any], part: str, rows: Sequence[int], eta: float) -> np.ndarray:
     return np.stack([tensors[f"{part}|{row}|{eta!r}"].numpy() for row in rows], axis=1)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.attribution.matrix import Column, InfluenceMatrix
+from entropy_experiments.attribution.step import RebuiltStep
 from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.numerics.weights import WeightDiagnostics
 from entropy_experiments.pipelines.influence.store import Stage
@@ -52,21 +53,43 @@ def unpacked(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, dict[
     return out
 
 
-def pack_direction(direction: Direction, scores: Scores, facts: Mapping[str, Any]) -> Stage:
+def step_facts(rebuilt: RebuiltStep) -> dict[str, Any]:
+    """JSON of a step: what summary.json says of it."""
+    return {
+        "norms": dict(rebuilt.norms),
+        "loss": rebuilt.loss,
+        "precision": dict(rebuilt.precision),
+        "clip_factor": rebuilt.direction.clip_factor,
+    }
+
+
+def pack_step(rebuilt: RebuiltStep, facts: Mapping[str, Any]) -> Stage:
+    direction = rebuilt.direction
     assert direction.preconditioner is not None  # an AdamW step has one
     groups = {**direction.parts, "preconditioner": direction.preconditioner}
     return Stage(
         facts={
+            **step_facts(rebuilt),
             **facts,
             "parts": list(direction.parts),
             "lr": direction.lr,
-            "clip_factor": direction.clip_factor,
         },
-        tensors={**packed(groups), **pack_scores(scores)},
+        tensors={**packed(groups), **pack_scores(rebuilt.scores)},
     )
 
 
-def unpack_direction(stage: Stage, device: torch.device) -> Direction:
+def unpack_step(stage: Stage, device: torch.device) -> RebuiltStep:
+    facts = stage.facts
+    return RebuiltStep(
+        direction=_direction(stage, device),
+        scores=unpack_scores(stage),
+        loss=facts["loss"],
+        norms=facts["norms"],
+        precision=facts["precision"],
+    )
+
+
+def _direction(stage: Stage, device: torch.device) -> Direction:
     parts = stage.facts["parts"]
     groups = unpacked(stage.tensors, [*parts, "preconditioner"])
     groups = {g: {n: x.to(device) for n, x in params.items()} for g, params in groups.items()}

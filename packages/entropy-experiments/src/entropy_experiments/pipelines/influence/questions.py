@@ -1,6 +1,7 @@
 """What else a study is asked about an evaluation batch, each answer a stage of its own.
 
 left_out     the step without one rollout, nothing frozen
+what_if      a counterfactual step, predicted
 confirmed    a counterfactual step, made and measured
 fisher       the kernel between evaluation and update rollouts, and the log-prob changes that it
              predicts of the step's gradient part, against those that are measured
@@ -8,7 +9,9 @@ fisher       the kernel between evaluation and update rollouts, and the log-prob
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.fisher import (
@@ -22,119 +25,168 @@ from entropy_experiments.attribution.leave_one_out import leave_one_out
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.pipelines.influence.evaluation import Evaluation
-from entropy_experiments.pipelines.influence.facts import confirmation_facts
+from entropy_experiments.pipelines.influence.facts import confirmation_facts, prediction_facts
 from entropy_experiments.pipelines.influence.store import Stage
 from entropy_experiments.results import numbers
 from entropy_experiments.sampling.advantages import advantages_by_prompt
 
+Answer = TypeVar("Answer")
 
-def left_out(found: Evaluation, row: int) -> dict[str, Any]:
+
+def answer_or_error(answer: Callable[[], Answer]) -> Answer | dict[str, str]:
+    """A question that has no answer says why, and costs the study nothing else."""
+    try:
+        return answer()
+    except ValueError as error:
+        return {"error": str(error)}
+
+
+def left_out(evaluation: Evaluation, row: int) -> dict[str, Any]:
     """The step without one rollout, nothing frozen: predicted, against the whole step."""
-    study, probe = found.study, found.probe
+    study, probe = evaluation.study, evaluation.probe
 
     def compute() -> Stage:
+        step, lr = study.step, study.direction.lr
+        estimator = replace(step.estimator, repackings=0)
         without = leave_one_out(
-            *study.update_side,
-            probe.optimizer,
+            step.trained,
+            step.batch,
+            step.options.objective,
+            step.optimizer,
             row,
             advantage_of=advantages_by_prompt(probe.facts["advantage"]),
-            max_grad_norm=study.max_grad_norm,
-            microbatch=study.microbatch,
+            max_grad_norm=step.options.max_grad_norm,
+            microbatch=estimator.microbatch,
         )
-        options = {**found.known, **study.speaks, "mode": study.mode, "repackings": 0}
-        lr = study.direction.lr
         whole, rest = (
-            lr * first_order(*found.asked_of, direction, **options)
+            lr
+            * first_order(
+                step.policy, evaluation.rollouts, direction, estimator, base=evaluation.base
+            )
             for direction in (study.direction, without.direction)
         )
-        seen = measured(
-            *found.asked_of,
+        change = measured(
+            step.policy,
+            evaluation.rollouts,
             without.direction,
             lr,
-            base=found.base,
-            clips=(found.clip,),
-            repackings=0,
-            **probe.measuring,
+            estimator,
+            base=evaluation.base,
+            clips=(step.options.clip,),
         )
         return Stage(
             facts={
                 "rollout": row,
                 "label": without.label,
-                "influence": float(found.tokens.rollout_N[row]),
+                "influence": float(evaluation.tokens.rollout_N[row]),
                 "first_order": numbers(rest),
-                "measured": numbers(seen),
+                "measured": numbers(change),
                 "difference": numbers(whole - rest),
                 "clip_factor": without.direction.clip_factor,
             }
         )
 
-    key = ["without", row, study.mode, probe.facts["advantage"], found.tokens_key]
-    return dict(found.stage(f"without_{row:03d}", key, 9, compute).facts)
+    key = ["without", row, study.mode, probe.facts["advantage"], evaluation.tokens_key]
+    return dict(evaluation.stage(f"without_{row:03d}", key, 9, compute).facts)
 
 
-def confirmed(found: Evaluation, text: str) -> dict[str, Any]:
+def what_if(evaluation: Evaluation, text: str) -> dict[str, Any]:
+    """A counterfactual step: predicted from the token table and, where asked, confirmed."""
+
+    def answer() -> dict[str, Any]:
+        prediction = whatif.repredict(evaluation.tokens, text)
+        confirmation = None
+        if evaluation.study.asked.confirm:
+            confirmation = answer_or_error(lambda: confirmed(evaluation, text))
+        return {
+            "name": prediction.name,
+            "prediction": prediction_facts(prediction),
+            "confirmation": confirmation,
+        }
+
+    return {"name": text, **answer_or_error(answer)}
+
+
+def confirmed(evaluation: Evaluation, text: str) -> dict[str, Any]:
     """The counterfactual step made in full, and measured; its weights are never clipped."""
-    study = found.study
+    study = evaluation.study
 
     def compute() -> Stage:
-        made = whatif.confirm(
-            *found.asked_of,
-            study.trained,
-            found.tokens,
+        step = study.step
+        confirmation = whatif.confirm(
+            step.policy,
+            evaluation.rollouts,
+            step.trained,
+            evaluation.tokens,
             study.direction,
-            found.probe.optimizer,
+            step.optimizer,
             text,
-            **found.known,
-            max_grad_norm=study.max_grad_norm,
+            max_grad_norm=step.options.max_grad_norm,
             mode=study.mode,
+            microbatch=step.estimator.microbatch,
+            base=evaluation.base,
         )
-        return Stage(facts={**confirmation_facts(made), "clip_c": None})
+        return Stage(facts={**confirmation_facts(confirmation), "clip_c": None})
 
-    key = ["confirm", text, study.mode, found.tokens_key]
-    return dict(found.stage("confirm", key, 30, compute).facts)
+    key = ["confirm", text, study.mode, evaluation.tokens_key]
+    return dict(evaluation.stage("confirm", key, 30, compute).facts)
 
 
-def fisher(found: Evaluation) -> Stage:
+def fisher(evaluation: Evaluation) -> Stage:
     """Kernel and cosine [N_E, N_U]; contributions, predicted and measured change at etas[0]."""
-    study, eta, centred = found.study, found.study.etas[0], found.study.asked.fisher_centred
+    study = evaluation.study
+    eta, centred = study.etas[0], study.asked.fisher_centred
 
     def compute() -> Stage:
-        p = study.direction.preconditioner
+        step, direction = study.step, study.direction
+        p = direction.preconditioner
         assert p is not None  # an AdamW step has one
         check_cosine(p)
-        batch = found.probe.update.rollouts
-        given = (*found.asked_of, batch, p)
-        options = {
-            "trained": study.trained,
-            "block_bytes": study.block_bytes,
-            "microbatch": study.microbatch,
-        }
-        kernel = fisher_blocks(*given, centred=centred, **options)
-        coefficient = found.tokens.coefficient
+        batch, coefficient = step.batch.rollouts, evaluation.tokens.coefficient
+        kernel = fisher_blocks(
+            step.policy,
+            evaluation.rollouts,
+            batch,
+            p,
+            centred=centred,
+            trained=step.trained,
+            block_bytes=step.options.block_bytes,
+            microbatch=step.estimator.microbatch,
+        )
         # What is centred no longer adds up to the step.
         if not centred and one_per_rollout(coefficient, batch):
             weighed_EN = kernel.value_NM * rollout_coefficients(coefficient, batch).to(
                 kernel.value_NM
             )
         else:
-            weighed_EN = fisher_blocks(*given, cotangent=coefficient, **options).value_NM
+            weighed_EN = fisher_blocks(
+                step.policy,
+                evaluation.rollouts,
+                batch,
+                p,
+                cotangent=coefficient,
+                trained=step.trained,
+                block_bytes=step.options.block_bytes,
+                microbatch=step.estimator.microbatch,
+            ).value_NM
         measured_E = logprob_changes(
-            *found.asked_of,
-            study.direction.only("gradient"),
+            step.policy,
+            evaluation.rollouts,
+            direction.only("gradient"),
             eta,
-            base=found.base,
-            microbatch=found.probe.measuring["microbatch"],
+            base=evaluation.base,
+            microbatch=step.estimator.forward_size,
         )
         return Stage(
             facts={"eta": eta, "centred": centred},
             tensors={
                 "kernel_EN": kernel.value_NM,
                 "cosine_EN": kernel.cosine_NM,
-                "contribution_EN": -eta * study.direction.clip_factor * weighed_EN,
+                "contribution_EN": -eta * direction.clip_factor * weighed_EN,
                 "measured_E": measured_E.double(),
             },
         )
 
-    key = ["fisher", centred, eta, study.asked.block_mb, found.tokens_key]
-    update = 6 * len(found.probe.update.rollouts) / len(found.rollouts)
-    return found.stage("fisher", key, 6 + update, compute)
+    key = ["fisher", centred, eta, study.asked.block_mb, evaluation.tokens_key]
+    update = 6 * len(evaluation.probe.update.rollouts) / len(evaluation.rollouts)
+    return evaluation.stage("fisher", key, 6 + update, compute)

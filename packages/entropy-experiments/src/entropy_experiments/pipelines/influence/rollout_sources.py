@@ -146,7 +146,7 @@ class Given:
 
     def _sequences(self, params: Sequences, where: str) -> Imported:
         named = [(f"{where}.sequences[{i}]", row) for i, row in enumerate(params.sequences)]
-        return text_dumps.imported(
+        return text_dumps.import_records(
             named,
             self.tokenizer,
             None,

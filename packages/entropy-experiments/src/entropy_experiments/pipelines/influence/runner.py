@@ -27,6 +27,7 @@ from entropy_experiments.pipelines.influence.batches import check_requests, gath
 from entropy_experiments.pipelines.influence.facts import budget_facts, prediction_facts
 from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFiles
 from entropy_experiments.pipelines.influence.removed import told_removed
+from entropy_experiments.pipelines.influence.results import study_results
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
 from entropy_experiments.pipelines.influence.store import RunDirectory, open_run
 from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint, contents, open_checkpoint
@@ -156,7 +157,7 @@ class EntropyInfluenceRunner:
         if inputs is not None and not finished:
             study = Study(inputs, run.stages, say=say)
             with closing(study.clock):
-                files, arrays, summary = StudyFiles(study).made(key)
+                files, arrays, summary = StudyFiles(study_results(study)).made(key)
 
             def write() -> None:
                 before = run.answers()

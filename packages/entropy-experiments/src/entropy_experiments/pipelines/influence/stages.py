@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,19 +30,26 @@ from entropy_experiments.artifacts import digest_of
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.attribution.interventions import Place, Reweighted
+from entropy_experiments.attribution.step import (
+    LineColumns,
+    RebuiltStep,
+    StepInputs,
+    StepOptions,
+    line_columns,
+    rebuild_step,
+)
 from entropy_experiments.attribution.terms import line_directions, rollouts_by_line
 from entropy_experiments.checkpoints.runs import provenance
-from entropy_experiments.estimate.first_order import slope_estimand
-from entropy_experiments.estimate.modes import used_forward_mode
+from entropy_experiments.estimate.modes import Used, used_forward_mode
+from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.numerics.derivatives import How
 from entropy_experiments.pipelines.influence.batches import StudyInputs
 from entropy_experiments.pipelines.influence.certified import certified_step
 from entropy_experiments.pipelines.influence.clock import Clock
 from entropy_experiments.pipelines.influence.packing import (
-    pack_direction,
+    pack_step,
     packed,
-    unpack_direction,
-    unpack_scores,
+    unpack_step,
     unpacked,
 )
 from entropy_experiments.pipelines.influence.store import (
@@ -57,10 +64,7 @@ from entropy_experiments.types import (
     Estimand,
     Params,
     Rollouts,
-    Scores,
-    UpdateBatch,
 )
-from entropy_experiments.types.direction import BASELINE_PARTS
 
 
 class Study:
@@ -104,42 +108,37 @@ class Study:
                     )
 
     @property
-    def microbatch(self) -> int:
-        return self.config.memory_config.microbatch_size
-
-    @property
-    def block_bytes(self) -> int:
-        return self.asked.block_mb << 20
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        return self.probe.facts["max_grad_norm"] or None
-
-    @property
-    def update_side(self) -> tuple[Any, UpdateBatch, Any]:
-        """The policy as the loss sees it, the batch, the loss."""
-        return self.trained, self.probe.update, self.objective
+    def step(self) -> StepInputs:
+        """What the stages of `attribution.step` take."""
+        return StepInputs(
+            policy=self.policy,
+            trained=self.trained,
+            batch=self.probe.update,
+            optimizer=self.probe.optimizer,
+            options=StepOptions(
+                objective=self.objective,
+                max_grad_norm=self.probe.facts["max_grad_norm"] or None,
+                estimator=replace(self.probe.estimator, mode=self.mode),
+                block_bytes=self.asked.block_mb << 20,
+                clip=self.config.importance.clip_c,
+                grad_chunk=self.asked.grad_chunk_size,
+            ),
+        )
 
     @property
     def mode(self) -> How:
         """Of every derivative along a direction. g_H itself is always one backward."""
-        method = self.config.approx_delta_h.method
-        asked = "auto" if method == "reverse" else method
-        return used_forward_mode(self.policy, self.probe.evaluation, asked)
-
-    @property
-    def speaks(self) -> dict[str, Any]:
-        """What every slope speaks of: options of `slope_estimand`."""
-        keep = ("form", "unit", "entropy", "horizon")
-        return {name: value for name, value in self.probe.predicting.items() if name in keep}
+        method = self.probe.estimator.mode
+        mode = "auto" if method == "reverse" else method
+        return used_forward_mode(self.policy, self.probe.evaluation, mode)
 
     @property
     def estimand(self) -> Estimand:
-        return slope_estimand(self.policy, **self.speaks)
+        return self.probe.estimator.estimand(self.policy)
 
     @cached_property
-    def lasting(self) -> dict[str, Any]:
-        """How long lines of the ledger act: options `momentum_decay` and `coupled_decay`."""
+    def lasting(self) -> dict[str, float | bool]:
+        """How long lines of the ledger act, as keys of stages have it."""
         b1, coupled = momentum_of(self.probe.optimizer)
         return {"momentum_decay": b1, "coupled_decay": coupled}
 
@@ -161,8 +160,11 @@ class Study:
             self.inputs.identity,
             dict(probe.checkpoint.hashes),
             asdict(self.objective),
-            [probe.facts["max_grad_norm"], probe.lr, self.trained.temperature, self.microbatch],
-            [probe.measuring, probe.predicting, self.config.importance.clip_c],
+            [
+                *(probe.facts["max_grad_norm"], probe.lr, self.trained.temperature),
+                probe.estimator.microbatch,
+            ],
+            [*_keyed(probe.estimator, probe.mode), self.config.importance.clip_c],
             rollouts_digest(batch.rollouts),
             batch_digest(batch),
         )
@@ -181,44 +183,39 @@ class Study:
     @cached_property
     def step_stage(self) -> Stage:
         def compute() -> Stage:
-            direction, stats = self.probe.step(of_batch=True)
-            certified = certified_step(self.probe, direction, stats)
-            norms = {
-                **stats.part_norms,
-                "grad_norm": stats.grad_norm,
-                "clipped_norm": stats.clipped_norm,
-            }
-            facts = {"norms": norms, "loss": stats.loss, "precision": dict(stats.precision)}
-            facts["certified"] = certified
-            return pack_direction(direction, stats.found.scores, facts)
+            rebuilt, gradient = rebuild_step(self.step)
+            certified = certified_step(self.probe, rebuilt.direction, gradient)
+            return pack_step(rebuilt, {"certified": certified})
 
         return self.stage("step", digest_of(self.key), self.cost / 2, compute)
 
     @cached_property
-    def direction(self) -> Direction:
-        return unpack_direction(self.step_stage, self.device)
-
-    @cached_property
-    def update_scores(self) -> Scores:
-        return unpack_scores(self.step_stage)
-
-    @cached_property
-    def rollouts_by_line(self) -> dict[str, list[int]] | None:
-        """Where no rollout is in two lines of the ledger, a line is a sum of rollouts."""
-        return rollouts_by_line(self.objective, self.update_scores, self.probe.update)
+    def rebuilt(self) -> RebuiltStep:
+        return unpack_step(self.step_stage, self.device)
 
     @property
-    def own_lines(self) -> Mapping[str, Params]:
-        """Lines that are no sums of update rollouts, hence columns of the matrix themselves."""
-        return self.lines if self.rollouts_by_line is None else self.baseline.parts
+    def direction(self) -> Direction:
+        return self.rebuilt.direction
+
+    @cached_property
+    def columns(self) -> LineColumns:
+        """How the ledger's lines are read off the matrix."""
+        by_line = rollouts_by_line(self.objective, self.rebuilt.scores, self.probe.update)
+        return line_columns(self.direction, by_line, lambda: self.lines)
 
     @cached_property
     def lines(self) -> Mapping[str, Params]:
         """The step's parts and lines by name; they sum to the whole direction."""
 
         def compute() -> Stage:
-            found = line_directions(*self.update_side, self.direction, microbatch=self.microbatch)
-            return Stage(facts={"names": list(found)}, tensors=packed(found))
+            lines = line_directions(
+                self.trained,
+                self.probe.update,
+                self.objective,
+                self.direction,
+                microbatch=self.probe.estimator.microbatch,
+            )
+            return Stage(facts={"names": list(lines)}, tensors=packed(lines))
 
         stage = self.stage("lines", digest_of(self.key), self.cost / 2, compute)
         found = unpacked(stage.tensors, stage.facts["names"])
@@ -231,9 +228,21 @@ class Study:
     def device(self) -> torch.device:
         return next(iter(self.policy.params.values())).device
 
-    @cached_property
-    def baseline(self) -> Direction:
-        return self.direction.only(*(p for p in BASELINE_PARTS if p in self.direction.parts))
+
+def _keyed(options: EstimatorOptions, mode: Used) -> list[dict[str, Any]]:
+    """Options of measurements and of slopes, as keys of stages have always had them.
+
+    Other words here, and no stage of a study that was interrupted would be found again.
+    """
+    measuring = {
+        "form": options.form,
+        "unit": options.unit,
+        "entropy": options.entropy,
+        "horizon": options.horizon,
+        "microbatch": options.forward_size,
+    }
+    slopes = {"form": options.slope_form, "microbatch": options.microbatch, "mode": mode}
+    return [measuring, {**measuring, **slopes}]
 
 
 def named_places(text: str) -> list[Place]:

@@ -81,7 +81,8 @@ def made_by_training(results: ProbeResult | ProbeLog) -> str:
 
 
 def made_by_study(summary: InfluenceResult) -> str:
-    """The same of an influence study, whose step is refused where it is apart."""
+    """The same of an influence study: a recorded step that is apart is refused there, an imported
+    one is hypothetical."""
     update = summary["update"]
     checked = "unchecked" not in (update.get("certified") or {})
     return made_by(summary["checkpoint"], real=update["real"], checked=checked)

@@ -1,0 +1,89 @@
+"""Gradients of half-precision parameters, cut over ranks: added in fp32 and rounded once.
+
+Added in half precision they would be rounded with every rank; with three, that is visible.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from entropy_experiments.distributed import Ranks, local_part
+from entropy_experiments.models.fsdp import ShardedModel, ShardedPolicy, _fp32_reduction
+from entropy_experiments.models.scoring import SequenceProcessor
+from oracles.processes import on_ranks
+from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
+
+pytestmark = pytest.mark.invariant
+
+HALF = torch.bfloat16
+SLACK = 1.001
+"""For fp32's own roundings."""
+
+
+def _half(dtype: torch.dtype = HALF) -> Any:
+    return tiny_model("llama", num_hidden_layers=1).to(dtype)
+
+
+def _gradient(policy: Any, rank: int) -> dict[str, Tensor]:
+    """Of this rank's rollouts, for a loss whose weights differ from token to token."""
+    params = {name: p.detach().requires_grad_() for name, p in policy.params.items()}
+    scores = policy.score(params, tiny_rollouts(seed=rank))
+    generator = torch.Generator().manual_seed(rank)
+    weight_NS = torch.randn(scores.logprob_NS.shape, generator=generator)
+    (scores.logprob_NS * weight_NS).sum().backward()
+    return {name: p.grad for name, p in params.items() if p.grad is not None}
+
+
+def _sharded() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(this rank's rows of the sum, the gradient of its own rollouts in one process)."""
+    ranks = Ranks.all()
+    own = _gradient(SequenceProcessor(_half()), ranks.rank)
+    summed = _gradient(ShardedPolicy(ShardedModel(_half(), ranks)), ranks.rank)
+    return {name: local_part(v).clone() for name, v in summed.items()}, own
+
+
+def _excess(found: Tensor, exact: Tensor) -> float:
+    """The largest error, in units of what one rounding may cost."""
+    unit = (torch.finfo(HALF).eps / 2 * exact.abs()).clamp_min(torch.finfo(HALF).tiny)
+    return float(((found.double() - exact).abs() / unit).max())
+
+
+@pytest.mark.slow
+def test_the_sum_over_ranks_is_rounded_once():
+    everyone = on_ranks(3, _sharded)
+    worst = naive = 0.0
+    for name in everyone[0][1]:
+        each = [own[name] for _, own in everyone]
+        found = torch.cat([rows[name] for rows, _ in everyone])
+        assert found.dtype == HALF
+        exact = torch.stack([g.double() for g in each]).sum(0)
+        worst = max(worst, _excess(found, exact))
+        naive = max(naive, _excess(each[0] + each[1] + each[2], exact))
+    assert worst <= SLACK
+    assert naive > 2  # the bound has teeth
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_sums_are_in_fp32_at_least(dtype, expected):
+    assert _fp32_reduction(_half(dtype)).reduce_dtype == expected
+
+
+def test_the_trained_parameters_count_and_not_the_base():
+    model = tiny_lora("llama").double()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    assert _fp32_reduction(model).reduce_dtype == torch.float64
+    assert _fp32_reduction(_half(torch.float32)).param_dtype is None
