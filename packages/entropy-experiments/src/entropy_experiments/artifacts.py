@@ -171,7 +171,7 @@ class HashedFiles:
 
 
 def differing_keys(mine: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
-    """Keys under which two identities differ; a key that only one of them has is one."""
+    """Keys under which two identities differ; a missing one counts as None."""
     names = mine.keys() | theirs.keys()
     return sorted(name for name in names if mine.get(name) != theirs.get(name))
 

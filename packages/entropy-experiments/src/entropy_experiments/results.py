@@ -969,11 +969,6 @@ class Ends(TypedDict):
     of: int
 
 
-class DoctorResult(TypedDict):
-    findings: int
-    worst: list[str]
-
-
 class TrainingProbe(TypedDict):
     """What the probe of a training left."""
 
@@ -988,22 +983,34 @@ class TrainingProbe(TypedDict):
     off: str | None
 
 
+@final
 class TrainingResult(Stamp):
-    """train_summary.json; a resume that had nothing to do says no more than that."""
+    """train_summary.json."""
 
     folder: str
     steps: int
     steps_now: int
     max_steps: int
     resumed_from: str | None
-    nothing_to_do: NotRequired[bool]
-    seconds: NotRequired[float]
-    loss: NotRequired[float | None]
-    logging_steps: NotRequired[int]
-    reward: NotRequired[Ends]
-    entropy: NotRequired[Ends]
-    checkpoints: NotRequired[list[str]]
-    replayable: NotRequired[str | None]
-    config: NotRequired[str]
-    doctor: NotRequired[JSONObject]
-    probe: NotRequired[TrainingProbe | None]
+    seconds: float
+    loss: float | None
+    logging_steps: int
+    reward: Ends
+    entropy: Ends
+    checkpoints: list[str]
+    replayable: str | None
+    config: str
+    doctor: JSONObject
+    probe: TrainingProbe | None
+
+
+@final
+class TrainingUnchanged(Stamp):
+    """A resume that asks for no more steps than are made."""
+
+    folder: str
+    steps: int
+    steps_now: int
+    max_steps: int
+    resumed_from: str | None
+    nothing_to_do: bool

@@ -238,7 +238,7 @@ def test_what_cannot_be_compared_is_refused(three, probed, tmp_path):
         compare([three[0], steps])
     old = tmp_path / "old.json"
     old.write_text(json.dumps({**read_log(three[0]), "schema": 0}))
-    with pytest.raises(ValueError, match=r"old\.json has log schema 0; this version reads 1"):
+    with pytest.raises(ValueError, match=r"old\.json .* schema 0; this version reads .* 1\. Run"):
         compare([three[0], old])
     for words in (["--figures", "x"], ["--linearity"], ["--trajectory", str(steps)]):
         done = CliRunner().invoke(app, ["report", *map(str, three), *words])

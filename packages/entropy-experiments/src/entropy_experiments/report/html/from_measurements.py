@@ -109,8 +109,10 @@ class _Point:
     def gap(self) -> Number | None:
         """The line minus the measured change, paired."""
         mean = self.entry["differences"].get("linear")
+        if mean is None:
+            return None
         each = [one["differences"]["linear"] for one in self.repeats if "differences" in one]
-        return None if mean is None else _as_estimate(mean, each)
+        return _as_estimate(mean, each)
 
     def scaled(self, name: Name, factor: float) -> Number | None:
         mean = self.mean(name)
