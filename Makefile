@@ -62,8 +62,9 @@ format: setup  ## Put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: setup  ## Static types
+types: setup  ## Static types, and that those of every exported name are known whole
 	$(BIN)/pyright
+	$(BIN)/python tests/verify_types.py
 
 layers: setup  ## Who may import whom
 	$(BIN)/lint-imports
@@ -76,7 +77,6 @@ bench: smollm2  ## Performance and memory, against plain implementations; an hou
 	$(BIN)/python -m benchmarks.entropy --json docs/benchmarks/entropy.json
 	$(BIN)/python -m benchmarks.scoring
 	$(BIN)/python -m benchmarks.estimators
-	$(BIN)/python -m benchmarks.settings
 	$(BIN)/python -m benchmarks.profile
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.ranks

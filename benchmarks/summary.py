@@ -82,18 +82,6 @@ def _estimators(model: str, label: str) -> list[Row]:
     ]
 
 
-def _settings(model: str, label: str) -> list[Row]:
-    said = f"{label}: 8 settings of adapters together, times faster than a pass for each"
-    return [
-        Row(what=f"{said}, {how}", file="settings", at=("models", model, case, "speedup"))
-        for case, how in (
-            ("microbatch_1", "one rollout at a time"),
-            ("microbatch_4", "four rollouts at a time"),
-            ("microbatch_8", "eight rollouts at a time"),
-        )
-    ]
-
-
 def _growth() -> list[Row]:
     out = []
     for axis, way in (
@@ -150,8 +138,6 @@ ROWS: Sequence[Row] = (
     *_scoring("random", "30M"),
     *_estimators("smollm2", "SmolLM2"),
     *_estimators("random", "30M"),
-    *_settings("smollm2", "SmolLM2"),
-    *_settings("random", "30M"),
     *_growth(),
     Row(what="two ranks of one thread over one", file="ranks", at=("speedup",), target=1.6),
     *_online(64),

@@ -1,16 +1,18 @@
-"""Write the pages that repeat what the code says: keys and commands.
+"""Write what repeats what the code says: keys, commands, the API's pages and its stubs.
 
     python docs/make_reference.py          # part of `make docs`
 
-The pages are committed, so that they can be read without building anything; a test asserts that
+The files are committed, so that they can be read without building anything; a test asserts that
 they are what this script writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from typer.main import get_command
@@ -24,7 +26,7 @@ from entropy_experiments.config import (
     known_fields,
     training_schema,
 )
-from entropy_experiments.config.aliases import ALIASES, MISSING, RETIRED, look
+from entropy_experiments.config.documents import ALIASES, RETIRED
 from entropy_experiments.config.training_reading import TRAINING_ALIASES, known_training_fields
 
 DOCS = Path(__file__).parent
@@ -49,8 +51,11 @@ def config_page() -> str:
         page += [f"## {name}\n", f"{_line(kind.__doc__)}\n", *_header()]
         page += _rows(kind, schema, defaults[name], prefix="")
         page.append("")
-    page += ["## Other names\n"]
-    page += ["One setting under two names. Given different values, they are an error.\n"]
+    page += ["## Keys of the earlier documents\n"]
+    page += [
+        "Read as the schema's keys, which `entropy-probe config migrate FILE` writes. Two names"
+    ]
+    page += ["of one setting with different values are an error.\n"]
     page += ["| key | is read as |", "|---|---|"]
     page += [f"| `{alias.spelling}` | {_alias(alias)} |" for alias in ALIASES]
     page += ["", "## Keys without effect\n"]
@@ -132,10 +137,151 @@ def commands_page() -> str:
     return "\n".join([*page, EXIT_CODES]).rstrip() + "\n"
 
 
-PAGES = {
+class Group(NamedTuple):
+    """A page of the API reference: exported names that belong together."""
+
+    title: str
+    about: str
+    names: Mapping[str, tuple[str, ...]]
+    """By package, in the order of the page."""
+
+
+PROBE, DOCTOR, ARC = "entropy_experiments", "gradient_doctor", "arc_refine"
+DISTRIBUTIONS = {PROBE: "entropy-experiments", DOCTOR: "gradient-doctor", ARC: "arc-refine"}
+API = {
+    "policy": Group(
+        "Policy and rollouts",
+        "What an estimator knows of a model, and what was sampled from it.",
+        {
+            PROBE: (
+                *("Policy", "NucleusPolicy", "Params", "Scores", "Rollouts", "UpdateBatch"),
+                *("SequenceProcessor", "token_scores", "response_scores", "response_support"),
+            )
+        },
+    ),
+    "update": Group(
+        "Update",
+        "A batch becomes a direction: the loss, the optimizer's step rebuilt exactly, "
+        "certificates. Formulas: [theory](../theory.md).",
+        {
+            PROBE: (
+                *("Objective", "token_coefficients", "loss_gradient", "Direction"),
+                *("compute_update_vector_adamw", "adamw_direction", "sgd_direction", "observed"),
+                *("OptimizerState", "AdamGroup", "SGDGroup", "read_state"),
+                *("optimizer_certificate", "step_certificate"),
+            )
+        },
+    ),
+    "estimators": Group(
+        "Estimators",
+        "What entropy does along a direction: predicted, measured, drawn afresh.",
+        {
+            PROBE: (
+                *("Estimate", "Estimand", "EstimatorOptions", "entropy_level", "first_order"),
+                *("first_order_by_part", "entropy_gradient", "curvature", "measured"),
+                *("measured_many", "Case", "odd_and_even", "resampled"),
+            )
+        },
+    ),
+    "attribution": Group(
+        "Attribution",
+        "One step, analysed in memory: predicted, measured, and split by cause.",
+        {PROBE: ("analyze_step", "StepOptions", "StepAnalysis", "Attribution", "what_if_from")},
+    ),
+    "runners": Group(
+        "Runners",
+        "Whole analyses from a checkpoint to files, as the commands run them, and their "
+        "[configuration](../config.md).",
+        {
+            PROBE: (
+                *("OfflineEntropyProbe", "EntropyMeasurements", "ExperimentPlan"),
+                *("EntropyInfluenceRunner", "EntropyInfluencePlan", "WorkspaceSpec"),
+                *("BatchRequest", "probe_trajectory", "evaluate_checkpoints", "EvaluationRequest"),
+                *("Config", "load_config", "parse_config", "DetailedLogger", "read_log"),
+            )
+        },
+    ),
+    "online": Group(
+        "Inside training",
+        "The probe in TRL's trainers and in a loop of your own "
+        "([how to](../howto_online.md)), and the gradient noise scale.",
+        {PROBE: ("EntropyProbeCallback", "LoopProbe", "NoiseScale")},
+    ),
+    "checkpoints": Group(
+        "Checkpoints and sampling",
+        "What training left on disk, and rollouts drawn from it.",
+        {
+            PROBE: (
+                *("load_checkpoint", "load_base_model", "embedded_trajectory", "SampleGenerator"),
+                *("save_rollouts", "load_rollouts", "save_update_batch", "load_update_batch"),
+            )
+        },
+    ),
+    "doctor": Group(
+        "Gradient doctor and ARC trainer",
+        "`gradient_doctor` finds out why nothing learns ([how to](../doctor.md)); `arc_refine` is "
+        "the [ARC trainer](../arc.md).",
+        {
+            DOCTOR: (
+                *("Doctor", "preflight", "Finding", "Severity", "Site"),
+                *("score_test", "ScoreTest", "check_entropy"),
+            ),
+            ARC: (
+                *("TrainConfig", "load_tasks", "Task", "Pair", "leave_one_out", "collate"),
+                *("EFE", "EfeWeights", "RefinePolicy", "PolicyRL", "QwenHybridPrompt", "QwenCfg"),
+                *("Breach", "ContractError"),
+            ),
+        },
+    ),
+}
+
+
+def api_page(group: Group) -> str:
+    """Headings and docstrings of a group's names; mkdocstrings puts them in."""
+    page = [BY_HAND, f"# {group.title}\n", f"{group.about}\n"]
+    for package, names in group.names.items():
+        page.append(f"Examples assume `from {package} import *`; tests run them.\n")
+        page += [f"::: {package}.{name}\n" for name in names]
+    return "\n".join(page).rstrip() + "\n"
+
+
+def stub(package: str) -> str:
+    """`__init__.pyi`: the lazy names of a package, as type checkers read them."""
+    module = import_module(package)
+    by_home: dict[str, list[str]] = {}
+    for name, home in module._HOME.items():
+        by_home.setdefault(home, []).append(name)
+    lines = ["# Written by docs/make_reference.py from _HOME: `make docs` writes it again."]
+    for home, members in sorted(by_home.items()):
+        members.sort(key=lambda name: (_kind_of_name(name), name.lower()))
+        line = f"from {package}.{home} import {', '.join(members)}"
+        if len(line) <= 100:
+            lines.append(line)
+        else:
+            lines += [f"from {package}.{home} import (", *(f"    {name}," for name in members), ")"]
+    names = sorted(module._HOME, key=lambda name: (_kind_of_name(name), name))
+    if hasattr(module, "__version__"):
+        lines += ["", "__version__: str"]
+    lines += ["", "__all__ = [", *(f'    "{name}",' for name in names), "]"]
+    return "\n".join(lines) + "\n"
+
+
+def _kind_of_name(name: str) -> int:
+    """The order of sorted imports: constants, classes, functions."""
+    return 0 if name.isupper() else 1 if name[0].isupper() else 2
+
+
+def _stub_path(package: str) -> Path:
+    folder = DOCS.parent / "packages" / DISTRIBUTIONS[package] / "src"
+    return folder / package / "__init__.pyi"
+
+
+PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "reference" / "config.md": config_page,
     DOCS / "reference" / "training.md": training_page,
     DOCS / "reference" / "commands.md": commands_page,
+    **{DOCS / "api" / f"{name}.md": partial(api_page, group) for name, group in API.items()},
+    **{_stub_path(package): partial(stub, package) for package in DISTRIBUTIONS},
 }
 
 
@@ -234,8 +380,6 @@ def _alias(alias: Any) -> str:
     if alias.values is not None:
         pairs = (f"{_plain(own)} is `{other}`" for own, other in alias.values.items())
         said += f" ({', '.join(pairs)})"
-    if look(known_fields(), alias.spelling) is MISSING:
-        said += ", with a note"
     return said
 
 

@@ -47,9 +47,9 @@ def main() -> None:
         .under(given.out)
         .with_overrides(
             [
-                f"batch_config.B_E={given.prompts}",
-                "memory_config.microbatch_size=64",
-                "generation.gen_batch_size=256",
+                f"data.evaluation_prompts={given.prompts}",
+                "memory.microbatch_size=64",
+                "sampling.batch_size=256",
             ]
         )
     )
@@ -63,7 +63,7 @@ def main() -> None:
         print(step_line(step, seen[0].level.value), flush=True)
 
     run = probe_trajectory(
-        config.with_overrides(["importance.is_mode=per_decision"]),
+        config.with_overrides(["measure.weighting=per_decision"]),
         steps=slice(given.first, None if given.last is None else given.last + 1),
         workers=given.workers,
         say=show,

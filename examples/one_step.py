@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from entropy_experiments import (
     Case,
+    EstimatorOptions,
     Objective,
     Rollouts,
     Scores,
@@ -143,16 +144,23 @@ def main() -> None:
     rollouts = policy.sample(policy.params, prompt_E, generator)
     etas = [LR * factor for factor in (0.125, 0.5, 1, 2, 4)]
     changes = measured_many(policy, rollouts, {"step": direction}, etas, microbatch=len(rollouts))
-    common = {"microbatch": len(rollouts), "repackings": 0}  # one noise floor will do
-    by_part = first_order_by_part(policy, rollouts, direction, **common)
-    slope, bend = by_part.total, curvature(policy, rollouts, direction, **common)
+    options = EstimatorOptions(microbatch=len(rollouts), repackings=0)  # one noise floor will do
+    by_part = first_order_by_part(policy, rollouts, direction, options)
+    slope, bend = by_part.total, curvature(policy, rollouts, direction, options)
 
     def sampler(params: Params, generator: torch.Generator) -> Rollouts:
         return policy.sample(params, prompt_E, generator)
 
     fresh = {
         eta: resampled(
-            policy, sampler, direction, eta, generator=generator, base_rollouts=rollouts, **common
+            policy,
+            sampler,
+            direction,
+            eta,
+            generator=generator,
+            base_rollouts=rollouts,
+            microbatch=len(rollouts),
+            repackings=0,
         )
         for eta in etas
     }

@@ -15,21 +15,17 @@ from benchmarks import (
     profile,
     ranks,
     scoring,
-    settings,
     summary,
     tables,
 )
 from benchmarks.counting import LiveBytes, WorkingBytes, flops
 from benchmarks.products import Products
 from torch import nn
+from torch.nn.modules import module as nn_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from checkout import ROOT
-from entropy_experiments.models.call_conditions import has_hooks
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.types import Scores
-from oracles.tiny_models import tiny_lora
-from tolerances import SCORES_FP32
 
 pytestmark = pytest.mark.contract
 
@@ -130,36 +126,19 @@ def test_ours_and_the_plain_ways_agree_on_a_small_model(policy):
     assert scored["threads_1"]["of_peak"]["median"] > 0
 
 
-def test_settings_together_are_those_of_single_passes():
-    small = SequenceProcessor(tiny_lora("llama"))
-    rollouts = growth.rollouts(16, 6, 32, seed=0)
-    given = (small, settings.settings(small), [rollouts])
-    pairs = zip(settings.each(*given)[0], settings.together(*given)[0], strict=True)
-    assert max(float((a - b).abs().max()) for x in pairs for a, b in zip(*x)) <= SCORES_FP32
-    found = settings.examine(small, rollouts, 4, 1)
-    assert found["operations"] == 1
-    assert found["memory"] > 0
-    assert found["speedup"]["median"] > 0
-
-
 def test_counting_is_of_the_ways_that_are_timed(policy):
     """A hook on all modules would change them; and torch's own counter has one."""
     x = torch.ones(3, 16)
     heard: list[bool] = []
 
     def product() -> None:
-        heard.append(has_hooks(policy.model))
+        everywhere = nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks
+        own = any(m._forward_hooks or m._forward_pre_hooks for m in policy.model.modules())
+        heard.append(bool(everywhere) or own)
         policy.model.model.layers[0].mlp(x)
 
     assert flops(product) == 3 * 2 * 3 * 16 * 40
     assert heard == [False]
-
-
-def test_unequal_settings_are_seen():
-    one = Scores(torch.zeros(2, 3), torch.zeros(2, 3))
-    other = Scores(torch.zeros(2, 3), torch.full((2, 3), 1e-7))
-    assert settings._equal([[one, other]], [[one, other]])
-    assert not settings._equal([[one, other]], [[one, one]])
 
 
 def test_a_profile_has_the_largest_operators_first(policy):

@@ -23,7 +23,7 @@ from entropy_experiments.config import (
     parse_config,
     template_names,
 )
-from entropy_experiments.config.aliases import ALIASES, RETIRED
+from entropy_experiments.config.documents import ALIASES, RETIRED, SECTIONS
 from entropy_experiments.report.html.glossary import TERMS
 from entropy_experiments.sampling.datasets import load_problems
 
@@ -73,9 +73,9 @@ def test_bounds_of_the_schema_are_told():
         "| `lr` | number, above 0 |",
         "| `clip_low` | number, at least 0, at most 1 |",
         "| `top_p` | number, above 0, at most 1 |",
-        "| `B_E` | whole number, at least 2 |",
-        "| `is_mode` | `snis`, `per_decision` | `per_decision` |",
-        "| `eta_list` | list of numbers, above 0 |",
+        "| `evaluation_prompts` | whole number, at least 2 |",
+        "| `weighting` | `snis`, `per_decision` | `per_decision` |",
+        "| `learning_rates` | list of numbers, above 0 |",
     ):
         assert row in keys
 
@@ -118,7 +118,7 @@ def test_the_site_builds_without_warnings_and_needs_no_network(tmp_path):
 
 def test_keys_that_pages_name_exist():
     known = set(every_key(known_fields())) | {alias.spelling for alias in ALIASES} | set(RETIRED)
-    named = re.compile(rf"`((?:{'|'.join(known_fields())})\.[\w.]+)(?:[:=][^`]*)?`")
+    named = re.compile(rf"`((?:{'|'.join([*known_fields(), *SECTIONS])})\.[\w.]+)(?:[:=][^`]*)?`")
     files = (".py", ".json", ".md", ".yaml", ".safetensors")
     count = 0
     for document in DOCUMENTS:
@@ -212,11 +212,11 @@ def test_commands_on_files_of_the_readers_own_are_valid(document, line, tmp_path
     if "overrides" in given:
         config = load_config(given.get("config") or given.get("file"))
         config = config.with_overrides(given["overrides"] or [])
-        path = config.batch_config.dataset_path
+        path = config.data.file
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(json.dumps(QUESTION) + "\n")
-            (problem,) = load_problems(config.batch_config.dataset_name, path=path)
+            (problem,) = load_problems(config.data.dataset, path=path)
             assert problem.answer.strip() == "5"
 
 

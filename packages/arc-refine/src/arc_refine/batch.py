@@ -71,6 +71,24 @@ class Batch(_OnDevice):
 
 
 def collate(episodes: Sequence[Episode], *, template: str = TEMPLATE) -> Batch:
+    """Episodes as padded tensors; what models read and what losses read are apart.
+
+    Args:
+        episodes: At least one.
+        template: The sentence that describes a task; its fields are filled in.
+
+    Returns:
+        The batch, with `inputs` and `targets`.
+
+    Raises:
+        ValueError: If there is no episode.
+
+    Examples:
+        >>> swap = Pair([[1, 2]], [[2, 1]])
+        >>> batch = collate(leave_one_out(Task("swap", demos=(swap, swap), tests=(swap,))))
+        >>> batch.inputs.query_BHW.shape, batch.inputs.texts[0][:16]
+        (torch.Size([2, 1, 2]), '1 demonstrations')
+    """
     if not episodes:
         raise ValueError("a batch of 0 episodes; expected at least 1. Check the sampler.")
     inputs = collate_inputs([episode.inputs for episode in episodes], template=template)

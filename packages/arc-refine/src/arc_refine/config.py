@@ -24,7 +24,59 @@ CHANGEABLE = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run. Loss weights are in `efe`'s formulas (docs/arc.md)."""
+    """One training run, checked. Loss weights are in `efe`'s formulas (docs/arc.md).
+
+    Args:
+        data: "training", "evaluation", a task's .json file, or a folder of them.
+        held_out: Share of the tasks that is kept for validation.
+        max_tasks: At most so many tasks; None: all.
+        max_side: Tasks with a longer side are left out.
+        augment: Permute colours, turn and mirror episodes.
+        curriculum: Small episodes first.
+        shuffle_text: Ablation: the text of another episode.
+        lm: "tiny", "smollm2", "none", or a local folder.
+        lm_train: "none", "lora" or "full"; None: full for the tiny model, lora for others.
+        prompt_width: Width of the prompt embedding.
+        fuse: Share of the numbers, beside the text, in the embedding.
+        agent_width: Width of the agent.
+        agent_steps: Steps of the agent.
+        refine: "off", "pathwise" or "rl".
+        refinements: Drawn for each state.
+        bound: Largest change of an embedding's entry.
+        entropy_weight: Of the policy's entropy bonus.
+        reward_scale: Of the reward.
+        hard_weight: How much more a wrongly predicted cell weighs.
+        risk_weight: Of the risk term.
+        z_weight: Of the preference term.
+        bi_weight: Of the agreement with the backward agent.
+        back_weight: Of the backward agent's own term.
+        prompt_weight: Of the prompt term.
+        size_weight: Of the two size heads.
+        epochs: Passes over the training episodes.
+        batch_size: Episodes in a step.
+        max_batches: Steps of an epoch at most; None: all.
+        eval_batches: Batches of a validation; None: all.
+        lr_agent: Learning rate of the agent.
+        lr_lm: Learning rate of the language model.
+        lr_policy: Learning rate of the policy.
+        weight_decay: Of all optimizers.
+        clip: Of gradient norms.
+        device: "cpu" or "cuda".
+        dtype: Of autocast.
+        threads: Part of the configuration: sums over another number have other last bits.
+        seed: Of everything that is drawn.
+        doctor: Steps under the gradient doctor.
+        log_every: Steps between two lines.
+        checkpoint_every: Steps between two checkpoints.
+        tracker: "none", "tensorboard" or "wandb".
+
+    Raises:
+        ValueError: If an option cannot be used; the message names it as it is typed.
+
+    Examples:
+        >>> TrainConfig(max_batches=5).lm_train
+        'full'
+    """
 
     # data
     data: str = "training"

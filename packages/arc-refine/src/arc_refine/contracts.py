@@ -27,7 +27,19 @@ RATIO = (1e-8, 1e-1)
 
 @dataclass(frozen=True)
 class Breach:
-    """A contract that does not hold: which, what was seen, on which parameters, what to do."""
+    """A contract that does not hold: which, what was seen, on which parameters, what to do.
+
+    Args:
+        contract: Its name, G1 to G14.
+        what: What was seen.
+        fix: What to do.
+        parameters: On which.
+
+    Examples:
+        >>> print(Breach("G5", "lm.embed was replaced.", "Make the optimizers last."))
+        G5: lm.embed was replaced.
+          fix: Make the optimizers last.
+    """
 
     contract: str
     what: str
@@ -42,11 +54,21 @@ class Breach:
 
 
 class ContractError(RuntimeError):
-    """Training was stopped: gradients do not do what they should."""
+    """Training was stopped: gradients do not do what they should.
+
+    Args:
+        breaches: The contracts that do not hold.
+        report: What the gradient doctor says beside them.
+
+    Examples:
+        >>> breach = Breach("G5", "lm.embed was replaced.", "Make the optimizers last.")
+        >>> str(ContractError([breach])).splitlines()[0]
+        'Training stopped, broken: G5.'
+    """
 
     def __init__(self, breaches: Iterable[Breach], report: str = "") -> None:
-        self.breaches = tuple(breaches)
-        self.report = report
+        self.breaches: tuple[Breach, ...] = tuple(breaches)
+        self.report: str = report
         names = ", ".join(dict.fromkeys(b.contract for b in self.breaches))
         text = "\n".join(map(str, self.breaches))
         super().__init__(

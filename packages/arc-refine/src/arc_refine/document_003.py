@@ -30,7 +30,21 @@ FUSED = {"mean": 0.5, "text": 0.0, "numeric": 1.0}
 
 @dataclass(frozen=True)
 class QwenCfg:
-    """The language model: `model_name` is a local folder, `tiny` or `smollm2`."""
+    """The language model of a `QwenHybridPrompt`.
+
+    Args:
+        model_name: A local folder, "tiny" or "smollm2".
+        dtype: "float32".
+        use_qwen: False: numbers only, no language model.
+        train: "none", "lora" or "full"; None: full for the tiny model, lora for others.
+
+    Raises:
+        ValueError: If `dtype` is another one.
+
+    Examples:
+        >>> QwenCfg().model_name
+        'tiny'
+    """
 
     model_name: str = "tiny"
     dtype: str = "float32"
@@ -47,7 +61,24 @@ class QwenCfg:
 
 
 class QwenHybridPrompt(PromptEncoder):
-    """`PromptEncoder` with the document's arguments."""
+    """A prompt embedding of a task's text and numbers, with the document's arguments.
+
+    Args:
+        prompt_dim: Width of the embedding.
+        numeric_in_dim: How many numbers; those that `arc_refine.features` computes.
+        fuse: "mean", "text", "numeric", or the numbers' share.
+        qwen: The language model; None: the tiny one.
+
+    Raises:
+        ValueError: If `fuse` or `numeric_in_dim` is another one.
+
+    Examples:
+        >>> prompt = QwenHybridPrompt(8, fuse="numeric", qwen=QwenCfg(use_qwen=False))
+        >>> swap = Pair([[1, 2]], [[2, 1]])
+        >>> batch = collate(leave_one_out(Task("swap", demos=(swap, swap), tests=(swap,))))
+        >>> prompt(batch.inputs).shape
+        torch.Size([2, 8])
+    """
 
     def __init__(
         self,
@@ -81,7 +112,25 @@ class QwenHybridPrompt(PromptEncoder):
 
 
 class PolicyRL:
-    """Refines a prompt embedding by r = e + a, and learns from the reward of each refinement."""
+    """Refines a prompt embedding by r = e + a, and learns from the reward of each refinement.
+
+    Args:
+        prompt_dim: Width of the prompt embedding.
+        ctrl_dim: Width of the control vector.
+        feat_dim: Width of the features.
+        lr: Of its AdamW.
+        bound: Largest change of an entry.
+        entropy_weight: Of the entropy bonus.
+        seed: Of what it draws.
+
+    Examples:
+        >>> import torch
+        >>> policy = PolicyRL(prompt_dim=4, ctrl_dim=1, feat_dim=1)
+        >>> control_B1, features_B1 = torch.ones(2, 1), torch.ones(2, 1)
+        >>> refined_BE, info = policy.refine_prompt(torch.zeros(2, 4), control_B1, features_B1)
+        >>> sorted(policy.update(info, reward=torch.tensor([0.0, 1.0])))
+        ['entropy', 'policy_loss']
+    """
 
     def __init__(
         self,
@@ -94,9 +143,9 @@ class PolicyRL:
         entropy_weight: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self.policy = RefinePolicy(prompt_dim, ctrl_dim + feat_dim, bound)
+        self.policy: RefinePolicy = RefinePolicy(prompt_dim, ctrl_dim + feat_dim, bound)
         self.entropy_weight = entropy_weight
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=lr)
+        self.optimizer: torch.optim.AdamW = torch.optim.AdamW(self.policy.parameters(), lr=lr)
         self._generator = torch.Generator().manual_seed(seed)
 
     def apply(self, prompt_BE: Tensor, u_BE: Tensor) -> Tensor:

@@ -34,7 +34,25 @@ SMOOTH = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class EfeWeights:
-    """Coefficients of the terms; a term of weight 0 is neither computed nor given parameters."""
+    """Coefficients of the terms; a term of weight 0 is neither computed nor given parameters.
+
+    Args:
+        ce: Of the cells' cross-entropy.
+        risk: Of the risk term.
+        z: Of the preference term.
+        bi: Of the agreement with the backward agent.
+        back: Of the backward agent's own term.
+        prompt: Of the prompt term.
+        size: Of the two size heads.
+        hard: beta: a wrongly predicted cell weighs 1 + beta before the rescaling.
+
+    Raises:
+        ValueError: If a weight is negative or not finite.
+
+    Examples:
+        >>> EfeWeights(bi=0.0, back=0.0).needs_backward_agent
+        False
+    """
 
     ce: float = 1.0
     risk: float = 0.01
@@ -44,7 +62,6 @@ class EfeWeights:
     prompt: float = 0.01
     size: float = 0.1
     hard: float = 1.0
-    """beta: a wrongly predicted cell weighs 1 + beta before the rescaling."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -106,6 +123,23 @@ class Terms:
 
 
 class EFE(nn.Module):
+    """The expected-free-energy loss of the grid agent: `efe(output, backward, targets, prompt)`.
+
+    `forward` changes nothing; the running colour frequencies move in `observe`, which training
+    calls once per step.
+
+    Args:
+        prompt_width: Width of the prompt embedding.
+        pooled_width: Width of the agent's pooled state.
+        weights: Coefficients of the terms; None: the defaults.
+        momentum: Of the running colour frequencies.
+
+    Examples:
+        >>> efe = EFE(prompt_width=8, pooled_width=4)
+        >>> efe.weights.size
+        0.1
+    """
+
     ema: Tensor
     ema_weight: Tensor
 
@@ -118,11 +152,11 @@ class EFE(nn.Module):
         momentum: float = 0.99,
     ) -> None:
         super().__init__()
-        self.weights = weights or EfeWeights()
-        self.momentum = momentum
+        self.weights: EfeWeights = weights or EfeWeights()
+        self.momentum: float = momentum
         colour = self.weights.risk > 0 or self.weights.z > 0
-        self.preference = nn.Linear(prompt_width, COLOURS) if colour else None
-        self.match = (
+        self.preference: nn.Linear | None = nn.Linear(prompt_width, COLOURS) if colour else None
+        self.match: nn.Linear | None = (
             nn.Linear(prompt_width, pooled_width, bias=False) if self.weights.prompt > 0 else None
         )
         self.register_buffer("ema", torch.zeros(COLOURS))

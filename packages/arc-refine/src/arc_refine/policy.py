@@ -21,7 +21,27 @@ LOG_SIGMA = (-4.0, 1.0)
 
 
 class RefinePolicy(nn.Module):
-    """Reads s = sg[e, f]: nothing that the policy learns from reaches the encoder."""
+    """The policy that refines a prompt embedding: a Gaussian squashed into a box.
+
+    It reads s = sg[e, f]: nothing that the policy learns from reaches the encoder.
+
+    Args:
+        prompt_width: Width of the prompt embedding.
+        feature_dim: Width of the features beside it.
+        bound: Half the side of the box.
+        hidden: Width of the hidden layers.
+
+    Raises:
+        ValueError: If `bound` is not positive.
+
+    Examples:
+        >>> import torch
+        >>> policy = RefinePolicy(prompt_width=4, feature_dim=2)
+        >>> state_BS = policy.state(torch.zeros(3, 4), torch.zeros(3, 2))
+        >>> u_KBE, a_KBE = policy.sample(state_BS, 5, torch.Generator().manual_seed(0))
+        >>> a_KBE.shape, bool((a_KBE.abs() < 0.5).all())
+        (torch.Size([5, 3, 4]), True)
+    """
 
     def __init__(
         self, prompt_width: int, feature_dim: int, bound: float = 0.5, *, hidden: int = 64
@@ -29,15 +49,17 @@ class RefinePolicy(nn.Module):
         super().__init__()
         if not bound > 0:
             raise ValueError(f"bound is {bound}; expected > 0. To refine nothing, use refine=off.")
-        self.prompt_width, self.feature_dim, self.bound = prompt_width, feature_dim, float(bound)
-        self.body = nn.Sequential(
+        self.prompt_width: int = prompt_width
+        self.feature_dim: int = feature_dim
+        self.bound: float = float(bound)
+        self.body: nn.Sequential = nn.Sequential(
             nn.Linear(prompt_width + feature_dim, hidden),
             nn.Tanh(),
             nn.Linear(hidden, hidden),
             nn.Tanh(),
         )
-        self.mean = nn.Linear(hidden, prompt_width)
-        self.spread = nn.Linear(hidden, prompt_width)
+        self.mean: nn.Linear = nn.Linear(hidden, prompt_width)
+        self.spread: nn.Linear = nn.Linear(hidden, prompt_width)
         # Near zero, so that refinement starts small; not at zero, where the body would get no
         # gradient from the first step.
         for head in (self.mean, self.spread):

@@ -36,19 +36,19 @@ class PromptEncoder(nn.Module):
         super().__init__()
         if not 0 <= fuse <= 1:
             raise ValueError(f"fuse is {fuse}; expected the share of the numbers, 0 to 1. Use 0.3.")
-        self.prompt_width = prompt_width
-        self.fuse = float(fuse) if language is not None else 1.0
+        self.prompt_width: int = prompt_width
+        self.fuse: float = float(fuse) if language is not None else 1.0
         # A part that does not enter e is not built: its parameters would never get a gradient.
         reads_text = language is not None and self.fuse < 1
-        self.lm = language.model if language is not None and reads_text else None
+        self.lm: nn.Module | None = language.model if language is not None and reads_text else None
         self.tokenizer: Any = language.tokenizer if language is not None else None
-        self.text = (
+        self.text: nn.Linear | None = (
             nn.Linear(language.width, prompt_width, bias=False)
             if language is not None and reads_text
             else None
         )
-        self.text_norm = nn.LayerNorm(prompt_width) if reads_text else None
-        self.ctrl = (
+        self.text_norm: nn.LayerNorm | None = nn.LayerNorm(prompt_width) if reads_text else None
+        self.ctrl: nn.Sequential | None = (
             nn.Sequential(
                 nn.Linear(feature_dim, hidden), nn.GELU(), nn.Linear(hidden, prompt_width)
             )

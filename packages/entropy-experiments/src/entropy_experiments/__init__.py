@@ -1,7 +1,8 @@
 """How an RL update changes a policy's entropy: predicted, measured, attributed.
 
 The public names below are imported when first used, so that importing the package, or asking a
-command for its help, does not import torch.
+command for its help, does not import torch. `_HOME` is the one list of them: `make docs` writes
+`__init__.pyi`, which says the same to type checkers, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {
+_HOME: dict[str, str] = {
     "Config": "config",
     "DetailedLogger": "pipelines.probe_log",
     "OfflineEntropyProbe": "pipelines.probe",
     "EntropyProbeCallback": "online.trl",
+    "LoopProbe": "online.loop",
+    "NoiseScale": "online.noise_scale",
     "EntropyMeasurements": "pipelines.measure",
     "ExperimentPlan": "pipelines.measure",
     "BatchRequest": "pipelines.influence.runner",
@@ -31,6 +34,9 @@ _HOME = {
     "load_rollouts": "sampling.rollout_files",
     "load_update_batch": "sampling.rollout_files",
     "parse_config": "config",
+    "EvaluationRequest": "pipelines.evaluation.request",
+    "embedded_trajectory": "checkpoints.runs",
+    "evaluate_checkpoints": "pipelines.evaluate",
     "probe_trajectory": "pipelines.trajectory",
     "read_log": "results",
     "save_rollouts": "sampling.rollout_files",
@@ -49,6 +55,7 @@ _HOME = {
     "Params": "types",
     "Policy": "types",
     "Rollouts": "types",
+    "SGDGroup": "types",
     "Scores": "types",
     "UpdateBatch": "types",
     "response_scores": "numerics.entropy",

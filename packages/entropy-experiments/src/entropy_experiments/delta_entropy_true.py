@@ -68,7 +68,7 @@ class DeltaEntropyTrue:
         step, `clip_overrides` those under other clips.
         """
         config = self._configured(cfg)
-        own = config.importance.clip_c
+        own = config.measure.clip_log_weights
         clips = tuple(dict.fromkeys((own, *map(float, clip_overrides))))
         wanted = return_details or symmetric_eta is not None or bool(clip_overrides)
         etas = [float(eta)]
@@ -113,7 +113,7 @@ class DeltaEntropyTrue:
         if not v_named_list:
             return []
         config = self._configured(cfg)
-        own = config.importance.clip_c
+        own = config.measure.clip_log_weights
         changes = self._changes(E_batch, v_named_list, [float(eta)], (own,), config, details=True)
         estimates = [
             changes[Case(NAME.format(i), float(eta), own)] for i in range(len(v_named_list))
@@ -144,7 +144,7 @@ class DeltaEntropyTrue:
             rollouts,
             named,
             list(dict.fromkeys(etas)),
-            estimator_options(config, config.generation.max_new_tokens),
+            estimator_options(config, config.sampling.max_new_tokens),
             base=self._base_scores(rollouts, config),
             clips=clips,
             # The noise floor takes passes of its own, and a plain number has no place for it.

@@ -18,7 +18,7 @@ Which processes share a computation is said once, around it, and not in every ca
 Every loop over microbatches inside asks `current()`. A rank's own share of such a loop is computed
 alone: what it calls is not dealt out once more.
 
-A model cut over the ranks (`models.fsdp`) is the exception to both: a rank holds *shards* of the
+A model cut over the ranks (`models.sharded`) is the exception to both: a rank holds *shards* of the
 parameters (torch's DTensor), and a pass needs all ranks at once. So each pass begins with the same
 exchange, and ranks that are out of step find out there instead of waiting for each other. torch's
 own float(DTensor) is the local shard's number (2.13), so sums over parameters go through
@@ -74,8 +74,8 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self.size = 1 if group is None else dist.get_world_size(group)
-        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size: int = 1 if group is None else dist.get_world_size(group)
+        self.rank: int = 0 if group is None else dist.get_rank(group)
         self.first_failed: int | None = None
         """The lowest rank that said it failed, as every rank knows it."""
 

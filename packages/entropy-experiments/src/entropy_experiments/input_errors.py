@@ -124,12 +124,13 @@ def time_limit(seconds: float, what: str, advice: str) -> Iterator[None]:
         yield
         return
     started, main, ended = time.monotonic(), threading.get_ident(), threading.Event()
+    over = False
 
     def late() -> bool:
         return time.monotonic() - started >= seconds
 
     def ring(*_: Any) -> None:
-        if late() and not ended.is_set():
+        if late() and not over:
             raise _Expired
 
     def watch() -> None:
@@ -138,23 +139,28 @@ def time_limit(seconds: float, what: str, advice: str) -> Iterator[None]:
             signal.pthread_kill(main, _RING)
             wait = AGAIN
 
-    before = {number: signal.signal(number, ring) for number in (signal.SIGALRM, _RING)}
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+    before = {number: signal.getsignal(number) for number in (signal.SIGALRM, _RING)}
+    left, interval = signal.getitimer(signal.ITIMER_REAL)
     watcher = threading.Thread(target=watch, daemon=True, name="time limit")
-    watcher.start()
     try:
         try:
+            # Inside: on a busy machine the limit may pass before the block begins.
+            for number in before:
+                signal.signal(number, ring)
+            signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+            watcher.start()
             yield
         finally:
-            ended.set()
+            over = True  # a plain store: a ring comes at calls, and none may come before this
         if late():
             raise _Expired
     except _Expired:
         raise TimeLimitError(f"{what} takes more than {seconds:g} s. {advice}") from None
     finally:
-        ended.set()  # a ring may have come before the other one
+        ended.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        watcher.join()
+        if watcher.ident is not None:
+            watcher.join()
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
         if left:  # somebody's own alarm, less the time that has gone

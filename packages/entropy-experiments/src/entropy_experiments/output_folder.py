@@ -18,6 +18,7 @@ from typing import Any
 
 from entropy_experiments.artifacts import sweep_partials, write_changed
 from entropy_experiments.config import Config
+from entropy_experiments.config.documents import FIELDS
 from entropy_experiments.distributed import current
 
 CLAIM = "run.json"
@@ -50,7 +51,7 @@ def claim_folder(
         yield
     except BaseException:
         if new:
-            _let_go(out)  # on the rank that made it; the others may be gone
+            _withdraw_claim(out)  # on the rank that made it; the others may be gone
         raise
 
 
@@ -89,10 +90,14 @@ def _refuse_other(path: Path, mine: dict[str, Any]) -> None:
     there = there if isinstance(there, dict) else {}
     keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
     if keys:
-        listed = "; ".join(
-            f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in keys[:LISTED]
-        )
-        more = f" (and {len(keys) - LISTED} more)" if len(keys) > LISTED else ""
+        # Under today's names, each setting once: the claim has the documents', second names too.
+        named = {FIELDS.get(key, key): key for key in reversed(keys)}
+        differ = [
+            f"{name} is {there.get(key)!r} there and {here.get(key)!r} here"
+            for name, key in sorted(named.items())
+        ]
+        listed = "; ".join(differ[:LISTED])
+        more = f" (and {len(differ) - LISTED} more)" if len(differ) > LISTED else ""
         raise ValueError(
             f"{path.parent} holds results of other settings: {listed}{more}. Give another --out, "
             "or let this command replace them with --overwrite."
@@ -107,7 +112,7 @@ def _has_results(out: Path) -> bool:
     )
 
 
-def _let_go(out: Path) -> None:
+def _withdraw_claim(out: Path) -> None:
     """Nothing but the claim is there: nothing was computed."""
     if out.is_dir() and [path.name for path in out.iterdir()] == [CLAIM]:
         (out / CLAIM).unlink()
@@ -126,5 +131,5 @@ def _settings(config: Config) -> dict[str, Any]:
         else:
             flat[key] = value
 
-    walk(json.loads(json.dumps(config.model_dump(mode="json"))), "")
+    walk(json.loads(json.dumps(config.documents())), "")
     return flat

@@ -316,7 +316,28 @@ class ProbeLog(ProbeCore):
 
 
 def read_log(path: str | Path) -> ProbeLog:
-    """The content of a log of `entropy-probe run`, compressed or not."""
+    """The content of a log, compressed or not.
+
+    Args:
+        path: A .json or .json.gz file that `entropy-probe run` wrote.
+
+    Returns:
+        The log as a dict.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no log, or of another version.
+
+    Examples:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "entropy_probe_12-00-00_step_13.json"
+        ...     _ = path.write_text(json.dumps({"schema": 1, "level": "minimal", "B_E": 64}))
+        ...     log = read_log(path)
+        >>> log["B_E"]
+        64
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"No log {path}; expected a .json or .json.gz file of a run.")

@@ -18,7 +18,7 @@ from entropy_experiments import (
     UpdateBatch,
     compute_update_vector_adamw,
 )
-from entropy_experiments.attribution import by_rollout, fisher
+from entropy_experiments.attribution import fisher
 from entropy_experiments.attribution.fisher import (
     fisher_blocks,
     fisher_kernel,
@@ -29,6 +29,7 @@ from entropy_experiments.attribution.fisher import (
     top_contributors,
 )
 from entropy_experiments.models.precision import true_float64
+from entropy_experiments.numerics import rollout_gradients
 from entropy_experiments.numerics.derivatives import pullback
 from entropy_experiments.types import Params, Scores
 from entropy_experiments.update.objective import token_coefficients
@@ -155,7 +156,7 @@ def test_memory_stays_under_the_budget(monkeypatch):
 
     def counted(one, other):
         seen.append(max(sum(x.numel() * 8 for x in s.values()) for s in (one, other)))
-        return by_rollout.products(one, other)
+        return rollout_gradients.products(one, other)
 
     monkeypatch.setattr(fisher, "products", counted)
     fisher_kernel(policy, left, right, block_bytes=4 * size)

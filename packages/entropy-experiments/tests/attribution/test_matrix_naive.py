@@ -23,8 +23,7 @@ from entropy_experiments import (
     first_order,
     measured,
 )
-from entropy_experiments.attribution import by_rollout, matrix
-from entropy_experiments.attribution.by_rollout import fitting, unstacked
+from entropy_experiments.attribution import matrix
 from entropy_experiments.attribution.finite import finite_columns
 from entropy_experiments.attribution.leave_one_out import leave_one_out
 from entropy_experiments.attribution.matrix import influence_matrix, update_directions
@@ -32,7 +31,9 @@ from entropy_experiments.attribution.tokens import token_influence
 from entropy_experiments.estimate.gradient import entropy_coefficients, entropy_gradient
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.models.precision import true_float64
-from entropy_experiments.numerics.derivatives import dot, norm, pullback, weighted_sum
+from entropy_experiments.numerics import rollout_gradients
+from entropy_experiments.numerics.derivatives import dot, norm, pullback
+from entropy_experiments.numerics.rollout_gradients import fitting, unstacked, weighted_sum
 from entropy_experiments.sampling.advantages import EPSILON, group_advantages
 from entropy_experiments.types import Estimand, Rollouts
 from entropy_experiments.update.objective import token_coefficients
@@ -262,13 +263,13 @@ def test_memory_does_not_grow_with_the_update_batch(monkeypatch):
         return sum(x.numel() * x.element_size() for stack in stacks for x in stack.values())
 
     def gradients(*args):
-        out = by_rollout.rollout_gradients(*args)
+        out = rollout_gradients.rollout_gradients(*args)
         seen.append(bytes_of(*out))
         return out
 
     def products(left, right):
         seen.append(bytes_of(right))
-        return by_rollout.products(left, right)
+        return rollout_gradients.products(left, right)
 
     monkeypatch.setattr(matrix, "rollout_gradients", gradients)
     monkeypatch.setattr(matrix, "products", products)
@@ -333,7 +334,7 @@ def test_measured_columns_approach_the_matrix(form):
     assert others[1] > 10 * gaps[1]
 
 
-def test_measured_columns_without_score_many():
+def test_measured_columns_of_a_policy_that_only_scores():
     policy = TabularPolicy.random(1, prompts=2)
     evaluation = Rollouts(
         tokens_NS=torch.tensor([[3, 1, 2, 0], [3, 2, 0, 0], [4, 4, 4, 1]]),

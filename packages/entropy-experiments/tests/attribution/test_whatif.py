@@ -34,7 +34,7 @@ from entropy_experiments.attribution.whatif import (
 from entropy_experiments.estimate.gradient import entropy_coefficients
 from entropy_experiments.estimate.options import slope_estimand
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.pipelines.influence.facts import budget_facts, confirmation_facts
+from entropy_experiments.pipelines.influence.summary_json import budget_json, confirmation_json
 from entropy_experiments.types import AdamGroup, Estimand, Estimate, OptimizerState, Rollouts
 from entropy_experiments.types.estimate import Influence
 from entropy_experiments.update.adamw import compute_update_vector_adamw
@@ -634,8 +634,8 @@ def test_another_effect_than_predicted_says_what_is_behind_it():
     bent = answer(predicted=-0.04, recorded=-0.02, bend=-0.008)  # an lr: what-if has no gap
     assert bent.effect_in_words == "not as predicted (the steps bend)"
     assert answer(predicted=-0.01, recorded=-0.02).effect_in_words == "as predicted"
-    assert confirmation_facts(adam)["effect"] == adam.effect_in_words
-    assert confirmation_facts(adam)["beyond_linear"] is False
+    assert confirmation_json(adam)["effect"] == adam.effect_in_words
+    assert confirmation_json(adam)["beyond_linear"] is False
 
 
 def test_entropy_budget_is_spent():
@@ -689,10 +689,10 @@ def test_a_budget_without_curvature_is_linear_and_says_so():
     with pytest.raises(ValueError, match="no curvature is known"):
         _ = found.learning_rate
     ledger = {"predicted": {"value": -0.02}, "curvature": None}
-    said = budget_facts(ledger, 0.01, -0.1)
+    said = budget_json(ledger, 0.01, -0.1)
     assert said["linear"] == 0.05
     assert said["curved"] is None
     assert said["curvature_known"] is False
     assert "no curvature is known" in said["notes"][0]
-    bent = budget_facts({**ledger, "curvature": {"value": 0.0002}}, 0.01, -0.1)
+    bent = budget_json({**ledger, "curvature": {"value": 0.0002}}, 0.01, -0.1)
     assert bent["curved"] == entropy_budget(-2.0, 4.0, -0.1).curved

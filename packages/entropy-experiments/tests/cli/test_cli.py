@@ -34,6 +34,7 @@ OPTIONS = {
     "config template": "NAME --out --force --list --json --quiet --debug",
     "config schema": "--json --quiet --debug",
     "config check": "FILE --set --json --quiet --debug",
+    "config migrate": "FILE --out --force --json --quiet --debug",
     "arc": "",
     "arc train": "--epochs --max-batches --eval-batches --batch-size --lr-agent --lr-lm "
     "--lr-policy --weight-decay --clip --lm --lm-train --refine --refinements --bound "
@@ -45,7 +46,7 @@ OPTIONS = {
     "arc eval": "RUN --data --batches --json --quiet --debug",
     "arc show": "RUN --out --data --task --count --json --quiet --debug",
 }
-HEAVY = {"torch", "transformers", "numpy", "yaml", "entropy_experiments.config"}
+HEAVY = {"torch", "transformers", "numpy", "yaml", "ruamel", "entropy_experiments.config"}
 """Not pydantic, which typer itself imports to read options."""
 HELP_SECONDS = 0.5
 """Of the processor's time, which other jobs do not lengthen much; the best of three."""
@@ -187,12 +188,12 @@ def test_run_hands_over_its_options(probe, tmp_path):
     )
     assert result.exit_code == 0
     config = probe.made[0].config
-    assert config.checkpoint.checkpoint_path == "step_60"
-    assert config.batch_config.B_E == 8
-    assert config.batch_config.B_U == 4
-    assert config.rollouts.save == str(tmp_path / "rollouts")
-    assert config.detailed_logging.output_directory == str(tmp_path / "logs")
-    assert config.output.results_path == "mine.json"  # --set wins
+    assert config.checkpoint.path == "step_60"
+    assert config.data.evaluation_prompts == 8
+    assert config.data.update_prompts == 4
+    assert config.sampling.save == str(tmp_path / "rollouts")
+    assert config.output.folder == str(tmp_path / "logs")
+    assert config.output.results_file == "mine.json"  # --set wins
     assert probe.made[0].quiet is True
 
 
@@ -200,7 +201,7 @@ def test_json_alone_on_stdout(probe):
     result = invoke("run", "--json", "--set", "true_delta_h.clip_c=5.0")
     assert json.loads(result.stdout)["deltaH1"] == -1e-4
     assert "a library prints this" in result.stderr
-    assert "note: true_delta_h.clip_c: read as importance.clip_c." in result.stderr
+    assert "keys: true_delta_h.clip_c is measure.clip_log_weights." in result.stderr
 
 
 def test_quiet_says_no_notes(probe):
@@ -252,7 +253,7 @@ def test_template(tmp_path):
     assert invoke("config", "template", "--list").stdout.split() == list(template_names())
     result = invoke("config", "template", "tset_deltaH1")
     assert result.exit_code == 2
-    assert "expected one of config_template.yaml" in result.stderr
+    assert "expected one of all_keys.yaml, config_template.yaml" in result.stderr
 
 
 def test_template_does_not_overwrite(tmp_path):
@@ -274,7 +275,7 @@ def test_template_does_not_overwrite(tmp_path):
 
 def test_schema():
     schema = json.loads(invoke("config", "schema").stdout)
-    description = schema["$defs"]["BatchConfig"]["properties"]["B_E"]["description"]
+    description = schema["$defs"]["Data"]["properties"]["evaluation_prompts"]["description"]
     assert description.startswith("Evaluation prompts")
 
 
@@ -285,9 +286,10 @@ def test_check(tmp_path):
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
         f"{file}: valid.",
+        "  note: written in the documents' keys: true_delta_h.clip_c is measure.clip_log_weights. "
+        "`entropy-probe config migrate FILE` writes today's.",
         "  note: probe_rework.mb_size_prompts: has no effect; passes count sequences: "
-        "memory_config.microbatch_size.",
-        "  note: true_delta_h.clip_c: read as importance.clip_c.",
+        "memory.microbatch_size.",
     ]
     result = invoke("config", "check", str(file), "--set", "importance.is_mode=sniss")
     assert result.exit_code == 2
@@ -309,7 +311,8 @@ def test_json_of_the_configuration(tmp_path):
     file.write_text("true_delta_h: {clip_c: 5.0}\n")
     found = json.loads(invoke("config", "check", str(file), "--json").stdout)
     assert found["valid"] is True
-    assert found["notes"] == ["true_delta_h.clip_c: read as importance.clip_c."]
+    (note,) = found["notes"]
+    assert "true_delta_h.clip_c is measure.clip_log_weights" in note
     assert invoke("config", "check", str(file), "--quiet").stdout == f"{file}: valid.\n"
 
 

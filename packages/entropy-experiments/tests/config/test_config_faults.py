@@ -17,7 +17,7 @@ BROKEN = {
     "misspelt key": ("generation: {temprature: 1.0}", ["Did you mean generation.temperature?"]),
     "key in the wrong section": (
         "batch_config: {temperature: 1.0}",
-        ["batch_config.temperature: unknown key. Did you mean generation.temperature?"],
+        ["batch_config.temperature: unknown key. Did you mean sampling.temperature?"],
     ),
     "misspelt section": ("precison: {allow_tf32: true}", ["precison: unknown", "precision?"]),
     "key without section": ("clip_c: 5.0", ["clip_c: unknown key", "importance.clip_c?"]),
@@ -27,7 +27,31 @@ BROKEN = {
     ),
     "unknown key like no other": (
         "output: {qqqqqq: 1}",
-        ["output.qqqqqq: unknown key. Keys of output: results_path."],
+        ["output.qqqqqq: unknown key. Keys of output: log, level,", "max_logs, results_file."],
+    ),
+    "unknown key like no other, in a section of the documents": (
+        "memory_config: {qqqqqq: 1}",
+        ["memory_config.qqqqqq: unknown key. Keys of memory_config: microbatch_size, gradient"],
+    ),
+    "unknown section like no other": (
+        "qqqqqq: {a: 1}",
+        ["qqqqqq: unknown key. Sections: checkpoint, data, sampling, update, entropy, predict,"],
+    ),
+    "misspelt key of the schema": (
+        "data: {evaluation_promts: 3}",
+        ["data.evaluation_promts: unknown key. Did you mean data.evaluation_prompts?"],
+    ),
+    "nested section of the documents": (
+        "influence: {workspace: null}",
+        ["influence.workspace: got None, expected a section"],
+    ),
+    "both dialects disagree": (
+        "data: {evaluation_prompts: 3}\nbatch_config: {B_E: 4}",
+        ["line 2: batch_config.B_E: got 4, but data.evaluation_prompts is 3", "one setting"],
+    ),
+    "baseline of the schema": (
+        "predict: {baseline: true}\nmeasure: {weighting: snis}",
+        ["line 1: predict.baseline: is true with measure.weighting 'snis'"],
     ),
     "text for a number": ("batch_config: {B_E: '64'}", ["B_E: got '64'", "Remove the quotes"]),
     "text for a bool": ("importance: {enabled: maybe}", ["importance.enabled: got 'maybe'"]),
@@ -68,7 +92,7 @@ BROKEN = {
     ),
     "no tokens for a baseline, by another name": (
         "approx_delta_h: {baseline: true}\ntrue_delta_h: {is_mode: snis}",
-        ["Set importance.is_mode: per_decision, or approx_delta_h.baseline: false"],
+        ["Set true_delta_h.is_mode: per_decision, or approx_delta_h.baseline: false"],
     ),
     "no terms for a baseline": (
         "approx_delta_h: {method: reverse, baseline: true}",
@@ -97,6 +121,10 @@ BROKEN = {
     "key twice": (
         "output: {results_path: a, results_path: b}",
         ["line 1", "'results_path'", "twice"],
+    ),
+    "key twice beside a merge": (
+        "sampling: &a {seed: 1}\noutput:\n  <<: *a\n  log: true\n  log: false",
+        ["line 5", "'log'", "twice"],
     ),
     "section twice": ("output: {}\nreward: {}\noutput: {}", ["line 3", "'output'", "twice"]),
     "key that is no text": ("1: {a: 2}", ["key 1 is not text"]),
@@ -218,7 +246,7 @@ def test_missing_file():
         load_config("nowhere/my.yaml")
     with pytest.raises(FileNotFoundError, match="not found: nowhere/test_deltaH1"):
         load_config("nowhere/test_deltaH1.yaml")
-    with pytest.raises(ConfigError, match=r"got 'nothing', expected one of config_template\.yaml"):
+    with pytest.raises(ConfigError, match=r"got 'nothing', expected one of all_keys\.yaml"):
         template_text("nothing")
 
 

@@ -140,8 +140,9 @@ COMMANDS = {
     "no such file": (
         ["--config", "nowhere.yaml"],
         "Configuration not found: nowhere.yaml. Templates of a training, which need no folder: "
-        "entropy_probe_test_optimized.yaml, overnight_config.yaml, train_qwen25_15b_lora.yaml, "
-        "train_smollm2_gsm8k.yaml, train_tiny.yaml. Or --preset tiny, smollm2-gsm8k, ",
+        "entropy_probe_test_optimized.yaml, overnight_config.yaml, train_overnight.yaml, "
+        "train_probe_test.yaml, train_qwen25_15b_lora.yaml, train_smollm2_gsm8k.yaml, "
+        "train_tiny.yaml. Or --preset tiny, smollm2-gsm8k, ",
     ),
     "no such preset": (["--preset", "huge"], "got 'huge', expected one of tiny"),
     "a misspelt preset": (["--preset", "tyni"], "Did you mean tiny?"),

@@ -192,9 +192,9 @@ class TestDeltaEntropyTrue:
     def test_scores_before_the_step_are_kept_until_the_weights_change(self, monkeypatch):
         case = Case()
         v, passes = a_direction(case, 0), []
-        own = case.policy.score_many
+        own = case.policy.score
         monkeypatch.setattr(
-            case.policy, "score_many", lambda many, r: passes.append(len(many)) or own(many, r)
+            case.policy, "score", lambda params, r: passes.append(1) or own(params, r)
         )
         true = DeltaEntropyTrue(case.policy, SNIS)
         counts = []

@@ -127,7 +127,7 @@ def test_document_000(here):
     from entropy_experiments.probe_components import ProbeComponents
 
     config = load_config("entropy_experiments/configs/test_deltaH1.yaml")
-    config = parse_config({**config.dump(), **yaml.safe_load(SMALL)})
+    config = parse_config({**config.documents(), **yaml.safe_load(SMALL)})
     inputs = gather(config, None)
     parts = ProbeComponents(
         inputs.policy,
@@ -224,7 +224,7 @@ def test_document_001s_configuration():
         "total_steps: 10\n"
         "simple_entropy_probe: {enabled: true}"
     )
-    assert parse_config(used).memory_config.microbatch_size == 4
+    assert parse_config(used).memory.microbatch_size == 4
 
 
 # Document 002: the probe -------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_every_yaml_of_document_002(tmp_path):
         config, asked = load_config(tmp_path / "my.yaml"), yaml.safe_load(text)
         for section, keys in asked.items():
             for key, value in keys.items():
-                assert config.dump()[section][key] == value
+                assert config.documents()[section][key] == value
 
 
 SNIPPETS = {
@@ -607,9 +607,9 @@ def test_document_004s_configuration():
             "detailed_logging.level=standard",
         ]
     )
-    assert changed.batch_config.filter_zero_advantage_prompts
+    assert changed.data.resample_equal_rewards
     assert changed.forward_batch_size == 64
-    assert config.batch_config.filter_zero_advantage_prompts  # the documented default
+    assert config.data.resample_equal_rewards  # the documented default
 
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys):

@@ -9,12 +9,14 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
+from entropy_experiments import input_errors
 from entropy_experiments.artifacts import try_file, try_folder
 from entropy_experiments.checkpoints.adapter import check_adapter_config, check_patterns
 from entropy_experiments.checkpoints.sizes import check_config_file, check_size
@@ -108,6 +110,44 @@ def test_time_limit_leaves_another_alarm_as_it_was():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _signals() -> list[Any]:
+    numbers = (signal.SIGALRM, input_errors._RING)
+    return [signal.getitimer(signal.ITIMER_REAL), *map(signal.getsignal, numbers)]
+
+
+def test_time_limit_that_passes_before_the_block_begins_leaves_nothing_behind(monkeypatch):
+    """On a starved machine to start the thread takes longer than the limit."""
+    start = threading.Thread.start
+
+    def slow_start(thread: threading.Thread) -> None:
+        time.sleep(0.1)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow_start)
+    before = _signals()
+    with (
+        pytest.raises(TimeLimitError, match=r"It takes more than 0.05 s"),
+        time_limit(0.05, "It", "Mend."),
+    ):
+        pytest.fail("the limit has passed")
+    assert _signals() == before
+
+
+def test_time_limit_rings_no_more_once_the_block_has_ended(monkeypatch):
+    """A ring in the middle of tidying up would leave the timer ringing for ever."""
+    ended = threading.Event.set
+
+    def slow_set(event: threading.Event) -> None:
+        time.sleep(0.3)
+        ended(event)
+
+    monkeypatch.setattr(input_errors, "AGAIN", 0.02)
+    before = _signals()
+    with time_limit(0.2, "It", "Mend."):
+        monkeypatch.setattr(threading.Event, "set", slow_set)
+    assert _signals() == before
 
 
 def test_time_limit_in_a_thread_is_none():

@@ -23,7 +23,7 @@ def test_the_same_settings_go_on_and_others_are_refused(tmp_path):
     with claim_folder(out, config(detailed_logging__level="debug"), verb="run"):
         pass  # what is written down is no other result
     with (
-        pytest.raises(ValueError, match=r"batch_config.B_E is \d+ there and 7 here.*--overwrite"),
+        pytest.raises(ValueError, match=r"evaluation_prompts is \d+ there and 7 here.*--overwrite"),
         claim_folder(out, config(batch_config__B_E=7), verb="run"),
     ):
         pytest.fail("two runs in one folder")

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from entropy_experiments.attribution.by_rollout import rollout_gradients
-from entropy_experiments.models.precision import true_float64
-from entropy_experiments.models.rollout_gradients import (
+from entropy_experiments.models.linear_layer_gradients import (
     batched,
     gradients_by_rollout,
     linear_owners,
 )
+from entropy_experiments.models.precision import true_float64
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.numerics.derivatives import pullback, weighted_sum
+from entropy_experiments.numerics.derivatives import pullback
+from entropy_experiments.numerics.rollout_gradients import rollout_gradients, weighted_sum
 from entropy_experiments.types import BatchedPolicy, Rollouts, Scores
 from oracles.tabular import TabularPolicy
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts

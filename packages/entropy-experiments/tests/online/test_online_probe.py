@@ -224,7 +224,7 @@ def test_a_step_that_was_to_move_nothing_was_made():
     gradient = {name: torch.zeros_like(g) for name, g in training.backward().items()}
     training.probe.before_step(gradient, training.optimizer)
     found = training.probe.after_step()
-    assert found.moved == 0
+    assert found.step_norm == 0
     assert found.mismatch == 0
     assert not found.never_made
 

@@ -39,7 +39,7 @@ from entropy_experiments.online.rows import read_rows
 from entropy_experiments.online.train import doctor, summary
 from entropy_experiments.online.train.task import load_task, reward_functions
 from entropy_experiments.online.train.trainer import PartwiseGRPOTrainer
-from entropy_experiments.pipelines.step_facts import training_facts
+from entropy_experiments.pipelines.training_facts import training_facts
 from entropy_experiments.sampling.rollout_files import load_update_batch
 
 pytestmark = pytest.mark.contract

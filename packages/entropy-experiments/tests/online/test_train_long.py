@@ -49,7 +49,7 @@ class Meter(TrainerCallback):
         if state.global_step % 10 == 0:
             gc.collect()
             self.bytes.append(self.process.memory_info().rss)
-        self.seconds.append((time.process_time(), self.probe._begun().throttle.seconds))
+        self.seconds.append((time.process_time(), self.probe._require_watch().throttle.seconds))
 
     def overheads(self) -> list[float]:
         """Of each step after the first."""

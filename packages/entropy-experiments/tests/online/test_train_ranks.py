@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.config import Config
 from entropy_experiments.online.rows import read_rows
-from entropy_experiments.pipelines.step_facts import training_facts
+from entropy_experiments.pipelines.training_facts import training_facts
 from entropy_experiments.sampling.rollout_files import load_update_batch
 
 pytestmark = pytest.mark.contract

@@ -12,7 +12,9 @@ import torch
 
 from checkout import DOCS
 from entropy_experiments import OfflineEntropyProbe
+from entropy_experiments.attribution.step import StepOptions, rebuild_step, step_inputs
 from entropy_experiments.config import parse_config
+from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.pipelines.influence.certified import certified_step
 from entropy_experiments.pipelines.probe_inputs import gather
@@ -24,7 +26,7 @@ from oracles.trl_ranks import on_trl_ranks
 
 pytestmark = pytest.mark.contract
 
-PAGE = DOCS / "trl_settings.md"
+PAGE = DOCS / "howto_online.md"
 ROUNDING = 1.2e-7
 """Of an entropy in fp32, of which a change is the difference of two."""
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -83,9 +85,17 @@ def probed(folder: Path, **sections: Any) -> tuple[dict[str, Any], Any]:
     found = OfflineEntropyProbe(config, quiet=True).run_mixed_probe(checkpoint)
     with analysis_conditions():
         inputs = gather(parse_config(config), checkpoint)
-        direction, stats = inputs.step(of_batch=True)
+        options = StepOptions(
+            objective=inputs.facts.objective,
+            max_grad_norm=inputs.facts["max_grad_norm"] or None,
+            estimator=EstimatorOptions(microbatch=4),
+        )
+        step = step_inputs(
+            inputs.policy, inputs.optimizer, inputs.update, options, trained=inputs.trained
+        )
+        rebuilt, gradient = rebuild_step(step)
         try:
-            split = certified_step(inputs, direction, stats)
+            split = certified_step(inputs, rebuilt.direction, gradient)
         except ValueError as refused:
             split = str(refused)
     return found, split

@@ -15,7 +15,7 @@ from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.config import Config
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.pipelines.step_facts import training_facts
+from entropy_experiments.pipelines.training_facts import training_facts
 from entropy_experiments.sampling.rollout_files import (
     load_rollouts,
     load_update_batch,

@@ -1,4 +1,4 @@
-"""Settings of TRL's trainers, and what the probe makes of each: the table of docs/trl_settings.md.
+"""Settings of TRL's trainers, and what the probe makes of each: the table of docs/howto_online.md.
 
 `online`, `run` and `split` say what is expected; tests/online/test_trl_matrix.py checks it.
 """

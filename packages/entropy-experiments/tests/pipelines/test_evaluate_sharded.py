@@ -98,7 +98,7 @@ def test_a_truncated_law_is_refused():
 
 
 def test_a_cut_model_needs_no_method_of_derivatives_to_be_evaluated():
-    assert sharded().approx_delta_h.method == parse_config({}).approx_delta_h.method
+    assert sharded().predict.method == parse_config({}).predict.method
 
 
 def test_numbers_of_a_cut_model_have_a_key_of_their_own():

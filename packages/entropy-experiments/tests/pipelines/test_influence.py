@@ -28,9 +28,9 @@ from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.pipelines.influence.clock import in_words
-from entropy_experiments.pipelines.influence.facts import ledger_facts
 from entropy_experiments.pipelines.influence.stages import Study
 from entropy_experiments.pipelines.influence.store import RunDirectory, Stage, StageStore
+from entropy_experiments.pipelines.influence.summary_json import ledger_json
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.influence_tables import influence_report
 from entropy_experiments.results import numbers
@@ -108,7 +108,7 @@ def test_the_study_is_analyze_step_with_a_store(study, tmp_path):
         )
     assert stored["level"] == numbers(analysis.level)
     for name, ledger in (("entropy", analysis.ledger), ("reward", analysis.reward_ledger)):
-        ours, theirs = ledger_facts(ledger), stored["ledger"][name]
+        ours, theirs = ledger_json(ledger), stored["ledger"][name]
         assert ours["lines"] == theirs["lines"]
         for key in ("predicted", "curvature", "measured", "unexplained"):
             size = abs(theirs["predicted"]["value"])
@@ -121,7 +121,7 @@ def test_the_study_is_analyze_step_with_a_store(study, tmp_path):
         clipped = analyze_step(
             step.policy, step.optimizer, step.batch, batch.rollouts, other, trained=step.trained
         )
-    assert ledger_facts(clipped.ledger)["lines"] != stored["ledger"]["entropy"]["lines"]
+    assert ledger_json(clipped.ledger)["lines"] != stored["ledger"]["entropy"]["lines"]
 
 
 def test_measured_changes_are_those_of_measured(study):
@@ -383,7 +383,7 @@ def test_a_plan_is_checked_like_a_file():
     with pytest.raises(ConfigError, match=r"fisher_centred is true and influence.fisher is false"):
         EntropyInfluencePlan(fisher_centred=True).applied(config)
     applied = EntropyInfluencePlan(microbatch_size=7).applied(config)
-    assert applied.memory_config.microbatch_size == 7
+    assert applied.memory.microbatch_size == 7
     assert EntropyInfluencePlan().applied(config) is config
 
 
@@ -467,12 +467,12 @@ def test_the_command_hands_over_its_options(runner, tmp_path):
     assert result.exit_code == 0, result.stderr
     made = runner.made[-1]
     asked = made.config.influence
-    assert asked.run_directory == str(out)
+    assert asked.folder == str(out)
     assert asked.what_if == ("drop=negative", "lr=1e-3")
     assert (asked.confirm, asked.entropy_budget, asked.folds) == (True, -0.01, 4)
     assert (asked.fisher, asked.fisher_centred, asked.plots) == (True, False, False)
-    assert made.config.checkpoint.checkpoint_path == "step_60"
-    assert made.config.rollouts.save == str(out / "rollouts")
+    assert made.config.checkpoint.path == "step_60"
+    assert made.config.sampling.save == str(out / "rollouts")
     assert (made.overwrite, made.quiet) == (True, True)
     assert result.stdout.splitlines()[-1] == "Files: here"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from entropy_experiments import EntropyMeasurements, ExperimentPlan
 from entropy_experiments.config import parse_config
+from entropy_experiments.output_folder import _settings
 from entropy_experiments.pipelines.influence.runner import _study_key
 from entropy_experiments.pipelines.probe_sampling import open_checkpoint
 
@@ -40,6 +42,22 @@ def changed(config, probed, path, text):
     assert keys(config, probed) == before
     path.write_text(text)
     return [a != b for a, b in zip(before, keys(config, probed), strict=True)]
+
+
+def test_a_study_is_not_its_spelling(probed, tmp_path, monkeypatch):
+    """The documents' keys, the schema's and the version before: one study, one folder."""
+    old = parse_config({**SMALL, "importance": {"is_mode": "snis"}})
+    new = parse_config(old.written)
+    assert "batch_config" not in old.written
+    assert keys(old, probed) == keys(new, probed)
+    assert _settings(old) == _settings(new)
+    # 5d85394 stored these values of the same document, and hashed them
+    stored = Path(__file__).parents[1] / "data/documents_dialect.json"
+    before = json.loads(stored.read_text())["default"]
+    now = keys(parse_config({}), probed)
+    assert _settings(parse_config({}))["importance.is_mode"] == "per_decision"
+    monkeypatch.setattr(type(old), "documents", lambda self: json.loads(json.dumps(before)))
+    assert keys(parse_config({}), probed) == now
 
 
 def test_the_dataset_file(probed, tmp_path):

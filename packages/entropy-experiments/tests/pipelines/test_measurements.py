@@ -120,7 +120,8 @@ def test_the_report_reads_the_folder(experiment):
     worst = min(one["points"][1]["diagnostics"]["ESS"] for one in results["repeats"])
     assert data["weights"][1]["ESS"] == worst
     settings = yaml.safe_load(data["environment"]["config"])
-    assert settings["batch_config"]["B_E"] == 6
+    assert settings["data"]["evaluation_prompts"] == 6
+    assert results["config"]["batch_config"]["B_E"] == 6  # a documented file keeps its keys
     json.dumps(data, allow_nan=False)
 
 
@@ -180,7 +181,7 @@ def test_two_measurements_side_by_side(experiment, tmp_path):
     found = compare([folder, tmp_path])
     assert found["kind"] == "measure"
     assert [row["B_E"] for row in found["runs"]] == [6, 12]
-    assert found["differs"] == {"batch_config.B_E": [6, 12]}
+    assert found["differs"] == {"data.evaluation_prompts": [6, 12]}
 
 
 def test_a_file_of_another_version_is_refused(experiment, tmp_path):
@@ -323,8 +324,8 @@ def test_the_command(measurements, tmp_path):
     )
     assert result.stdout.splitlines()[-1] == "mean 1.5"
     made = measurements.made[-1]
-    assert made.config.experiment.repeats == 4
-    assert made.config.output.results_path == str(tmp_path / "results.json")
+    assert made.config.measure.repeats == 4
+    assert made.config.output.results_file == str(tmp_path / "results.json")
     assert made.quiet is True
     result = invoke("--set", "experiment.repeat=4")
     assert result.exit_code == 2

@@ -12,7 +12,7 @@ from entropy_experiments.cli import job
 from entropy_experiments.distributed import ALONE
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.sampling.datasets import Problem
-from entropy_experiments.sampling.finishing import Terminated, finishing_units, unit_in_work
+from entropy_experiments.sampling.finishing import Terminated, current_unit, finishing_units
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.sampling.rollout_files import RolloutStore
 from oracles.tiny_models import tiny_model, tiny_tokenizer
@@ -39,7 +39,7 @@ def test_a_unit_in_work_is_finished(ended):
     steps = []
 
     def unit():
-        with unit_in_work():
+        with current_unit():
             terminate()
             steps.append("drawn")
             terminate()  # a scheduler's, and torchrun's
@@ -55,17 +55,17 @@ def test_a_unit_in_work_is_finished(ended):
 def test_without_a_unit_in_work_nothing_is_changed(ended):
     with finishing_units():
         terminate()
-        with unit_in_work():
+        with current_unit():
             pass
         terminate()
-    with unit_in_work():  # nobody asked for units to be finished: alone, or in a training
+    with current_unit():  # nobody asked for units to be finished: alone, or in a training
         terminate()
     assert ended == [signal.SIGTERM] * 3
 
 
 def test_what_goes_wrong_in_a_unit_is_told_and_the_handler_is_taken_back(ended):
     def unit():
-        with unit_in_work():
+        with current_unit():
             terminate()
             raise ValueError("too long")
 

@@ -89,8 +89,10 @@ def test_scaling_finds_the_power(probed, tmp_path):
         path.unlink()
     found = compare(paths)
     assert found["scaling"] == pytest.approx({"predicted": -0.5, "measured": -0.5})
-    assert found["differs"] == {"batch_config.B_E": [8, 32, 128]}
-    assert [row["label"] for row in found["runs"]] == ["B_E 8", "B_E 32", "B_E 128"]
+    assert found["differs"] == {"data.evaluation_prompts": [8, 32, 128]}
+    assert [row["label"] for row in found["runs"]] == [
+        f"evaluation_prompts {size}" for size in (8, 32, 128)
+    ]
     text = "\n".join(table_lines(found))
     assert "predicted B_E^−0.50, measured B_E^−0.50" in text
     roots = [row[5] for table in tables(found) if table.title == "Batch size" for row in table.rows]
@@ -131,7 +133,7 @@ def test_no_power_is_fitted_across_what_else_differs(probed, tmp_path):
     assert "scaling" not in comparison_figures(found)
     modes = [{"is_mode": mode} for mode in ("snis", "per_decision")]
     found = compare(sized(probed, tmp_path / "b", (8, 32), importance=modes))
-    assert "the runs differ in importance.is_mode" in found["not_scaled"]
+    assert "the runs differ in measure.weighting" in found["not_scaled"]
     paths = sized(probed, tmp_path / "c", (8, 32))
     assert compare(paths)["scaling"] is not None
     paths[0].with_name(f"{paths[0].stem}_config.yaml").unlink()

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from entropy_experiments.distributed import RankError, Ranks, across, announced
-from entropy_experiments.models.fsdp import ShardedModel, ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedModel, ShardedPolicy
 from entropy_experiments.sampling import decode as decoding
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.decode import Draw, Drawn, LastLogits, Step, decode

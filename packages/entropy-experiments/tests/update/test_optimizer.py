@@ -259,7 +259,7 @@ def test_sgd_with_momentum_and_a_first_gradient_that_comes_late(nesterov):
 
 
 def test_groups_without_a_ratio_of_rates_are_not_given_one():
-    from entropy_experiments.pipelines.step_facts import with_learning_rate
+    from entropy_experiments.pipelines.training_facts import with_learning_rate
 
     def rates(*stored):
         tensors = {name: torch.zeros(2) for name in "ab"[: len(stored)]}

@@ -27,15 +27,39 @@ _CONTRACT = {"trainable", "frozen", "dtype", "phase"}
 class Doctor:
     """Examines the steps of any PyTorch loop and says where gradients stop.
 
-    >>> with Doctor(modules={"policy": policy}, optimizers={"adam": adam}) as doctor:
-    ...     for batch in batches:
-    ...         train_on(batch)
-    ...         doctor.step()
-    >>> print(doctor.report())
+    Weights come out bit for bit as without it.
 
-    `mode`: "auto" traces the first `trace_steps` steps fully, then looks every `every` steps, and
-    traces again after a look that found something; "trace" always traces; "light" only looks;
-    "off" does nothing. Weights come out bit for bit as without it.
+    Args:
+        modules: By name, so that findings can name parameters; None: found as they are called.
+        optimizers: By name.
+        scaler: A gradient scaler, if the loop has one.
+        contract: What is meant: patterns of `trainable` and `frozen` parameters, `dtype` by
+            pattern, `phase`.
+        mode: "auto" traces the first `trace_steps` steps fully, then looks every `every` steps, and
+            traces again after a look that found something; "trace" always traces; "light" only
+            looks; "off" does nothing.
+        trace_steps: Steps traced at the beginning.
+        every: Steps between two looks.
+        discover: Also find modules that are not named.
+        find_steps: Tell steps apart by the optimizer's, without `step()`.
+
+    Raises:
+        TypeError: If `modules` or `optimizers` is no mapping of such.
+        ValueError: If an option has an unknown value.
+
+    Examples:
+        >>> import torch
+        >>> policy = torch.nn.Linear(2, 1)
+        >>> adam = torch.optim.Adam(policy.parameters())
+        >>> with Doctor(modules={"policy": policy}, optimizers={"adam": adam}) as doctor:
+        ...     for _ in range(2):
+        ...         policy(torch.ones(3, 2)).detach().requires_grad_().mean().backward()
+        ...         adam.step()
+        ...         doctor.step()
+        >>> doctor.worst.name
+        'ERROR'
+        >>> doctor.findings[0].slug
+        'explicit-cut'
     """
 
     def __init__(
@@ -63,7 +87,7 @@ class Doctor:
             # without modules there is nothing to name: find them as they are called
             discover=discover or not modules,
         )
-        self.session = Session(registry, scaler, _checked_contract(contract), trace_steps)
+        self.session: Session = Session(registry, scaler, _checked_contract(contract), trace_steps)
         self._trace = Trace(self.session)
         self._watch = Watch(self.session, self._trace, self._stepped)
         self._find_steps = find_steps

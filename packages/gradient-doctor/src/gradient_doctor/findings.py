@@ -14,7 +14,14 @@ _SHOWN = 6
 
 
 class Severity(enum.IntEnum):
-    """A note is worth knowing, a warning costs something, an error means that nothing is learnt."""
+    """How grave a finding is.
+
+    A note is worth knowing, a warning costs something, an error means that nothing is learnt.
+
+    Examples:
+        >>> Severity.ERROR > Severity.WARNING > Severity.NOTE
+        True
+    """
 
     NOTE = 1
     WARNING = 2
@@ -23,7 +30,18 @@ class Severity(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Site:
-    """A line of source, and the path of the module whose forward was running."""
+    """A line of source, and the path of the module whose forward was running.
+
+    Args:
+        file: The file.
+        line: The line.
+        function: In which function.
+        module: Path of the module, such as "policy.layers.0".
+
+    Examples:
+        >>> str(Site("train.py", 12, module="policy.head"))
+        'train.py:12 in policy.head'
+    """
 
     file: str
     line: int
@@ -42,7 +60,25 @@ class Site:
 
 @dataclass(frozen=True)
 class Finding:
-    """One diagnosis; `number` is its class (docs/doctor.md), 0 a blind spot of the doctor."""
+    """One diagnosis: what is wrong, where, why, and how to mend it.
+
+    Args:
+        number: Its class (docs/doctor.md); 0 is a blind spot of the doctor.
+        severity: How grave it is.
+        what: What was seen.
+        why: The cause.
+        fix: What to do.
+        site: The line.
+        parameters: Names of the parameters behind it.
+        step: The training step in which it was seen first.
+        related: Other lines that matter.
+
+    Examples:
+        >>> print(Finding(22, Severity.WARNING, "The gradient doubles.", "A sum.", "Use a mean."))
+        WARNING [22 magnitude] The gradient doubles.
+          why:   A sum.
+          fix:   Use a mean.
+    """
 
     number: int
     severity: Severity

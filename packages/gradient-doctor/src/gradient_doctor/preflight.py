@@ -32,12 +32,34 @@ def preflight(
     batch: Any = None,
     pad_id: int | None = None,
 ) -> list[Finding]:
-    """Examine one forward and backward; parameters, gradients, buffers, modes and random states
-    are afterwards as they were.
+    """Examine one forward and backward; afterwards everything is as it was.
 
-    With `batch` (a tensor, or a dict, list or tuple of tensors) `loss_fn(batch)` is called, and
-    two more tests are made: the batch twice over must not change the size of the gradient, and
-    other values in padded places (`pad_id`, or the model's own) must not change the loss.
+    Parameters, gradients, buffers, modes and random states are put back. With `batch` two more
+    tests are made: the batch twice over must not change the size of the gradient, and other values
+    in padded places must not change the loss.
+
+    Args:
+        loss_fn: Returns the loss; called with `batch`, if there is one.
+        modules: By name, so that findings can name parameters.
+        optimizers: By name.
+        scaler: A gradient scaler, if the loop has one.
+        contract: As of `Doctor`.
+        batch: A tensor, or a dict, list or tuple of tensors.
+        pad_id: The padding token; None: the model's own.
+
+    Returns:
+        The findings, the worst first; none: nothing is wrong with this batch.
+
+    Raises:
+        TypeError: If `loss_fn` does not return a tensor with one value.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> batch = torch.ones(4, 2)
+        >>> findings = preflight(lambda x: model(x).sum(), {"model": model}, batch=batch)
+        >>> findings[0].what
+        'The same batch twice over makes the gradient 2 times as long.'
     """
     doctor = Doctor(modules, optimizers, scaler, contract, mode="trace", trace_steps=1)
     registry = doctor.session.registry

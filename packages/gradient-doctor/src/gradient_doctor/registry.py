@@ -59,10 +59,18 @@ class Registry:
         self.thrown_away: dict[Site | None, Leaf] = {}  # by birth line: what it makes is one leaf
         self._births = WeakIdKeyDictionary()
         self._order = itertools.count()
-        self.frozen_at = WeakIdKeyDictionary()  # parameter -> where requires_grad went off
-        self.converted_at = WeakIdKeyDictionary()  # parameter -> where its dtype was changed
-        self.first_rates = WeakIdKeyDictionary()  # optimizer -> learning rates it was made with
-        self.scheduled_at = WeakIdKeyDictionary()  # optimizer -> where its lr scheduler was made
+        self.frozen_at: WeakIdKeyDictionary = (
+            WeakIdKeyDictionary()
+        )  # parameter -> where requires_grad went off
+        self.converted_at: WeakIdKeyDictionary = (
+            WeakIdKeyDictionary()
+        )  # parameter -> where its dtype was changed
+        self.first_rates: WeakIdKeyDictionary = (
+            WeakIdKeyDictionary()
+        )  # optimizer -> learning rates it was made with
+        self.scheduled_at: WeakIdKeyDictionary = (
+            WeakIdKeyDictionary()
+        )  # optimizer -> where its lr scheduler was made
         self._names: dict[int, str] = {}
         self._modules: dict[int, str] = {}
         self._stale = True

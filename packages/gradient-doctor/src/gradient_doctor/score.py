@@ -17,7 +17,17 @@ _ALARM = 5.0  # standard errors; by chance once in some 100 000 tests at 64 draw
 
 @dataclass(frozen=True)
 class ScoreTest:
-    """`z`: the mean score in standard errors, along the direction that most speaks against it."""
+    """What `score_test` saw.
+
+    Args:
+        z: The mean score in standard errors, along the direction that most speaks against it.
+        draws: How many samples were drawn.
+        finding: What is wrong; None: nothing.
+
+    Examples:
+        >>> ScoreTest(z=0.3, draws=64, finding=None).passed
+        True
+    """
 
     z: float
     draws: int
@@ -35,11 +45,33 @@ def score_test(
     draws: int = 64,
     seed: int | None = None,
 ) -> ScoreTest:
-    """Draw again and again, and average the gradient of `log_prob(sample())`.
+    """Is this log-probability that of the sampler? The mean of its gradient must be zero.
 
-    For the density that the sample was drawn from, the expectation of that gradient is zero. The
-    draws are split in two: one half chooses the direction, the other is tested along it, and the
-    other way round. The random state is left as it was; `seed` makes the test repeatable.
+    The draws are split in two: one half chooses the direction, the other is tested along it, and
+    the other way round. The random state is left as it was.
+
+    Args:
+        sample: Draws an action.
+        log_prob: Its log-probability, as the loss computes it.
+        parameters: Of the policy.
+        draws: How many samples.
+        seed: Makes the test repeatable.
+
+    Returns:
+        How far the mean is from zero; `passed` judges it.
+
+    Raises:
+        ValueError: If no parameter needs a gradient, or there are fewer than 16 draws.
+
+    Examples:
+        >>> import torch
+        >>> mean = torch.zeros(3, requires_grad=True)
+        >>> policy = torch.distributions.Normal(mean, 1.0)
+        >>> score_test(policy.sample, policy.log_prob, [mean], seed=0).passed
+        True
+        >>> wrong = score_test(policy.sample, lambda x: policy.log_prob(x + 1), [mean], seed=0)
+        >>> wrong.passed
+        False
     """
     leaves = [p for p in parameters if p.requires_grad]
     if not leaves:

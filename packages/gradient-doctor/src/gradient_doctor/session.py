@@ -136,9 +136,9 @@ class Session:
     strangers: set[int] = field(default_factory=set)  # threads that train beside the examined one
 
     def __post_init__(self) -> None:
-        self.taints = WeakIdKeyDictionary()
+        self.taints: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.arrays: dict[int | None, Taint] = {}  # numpy arrays by address
-        self.numbers = Numbers()  # plain floats that left torch
+        self.numbers: Numbers = Numbers()  # plain floats that left torch
         self._culprits: dict[Any, tuple[int, Culprit]] = {}  # and their place in `findings`
         self._reported: dict[Any, Finding] = {}  # since the last error
         self._noted: dict[Any, Finding] = {}  # as they stand on an error

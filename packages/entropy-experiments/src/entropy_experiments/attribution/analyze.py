@@ -56,30 +56,46 @@ __all__ = ["StepAnalysis", "StepOptions", "analyze_step"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepAnalysis:
-    """What one step does to the entropy of the policy, in nats of that step."""
+    """What one step does to the entropy of the policy, in nats of that step.
+
+    Args:
+        rebuilt: The step with its loss, its norms and the update rollouts' scores.
+        mode: How derivatives along directions were taken.
+        level: Entropy before the step.
+        matrix: What each update rollout did, seen by each evaluation rollout.
+        tokens: Every update token's influence.
+        changes: Measured along the whole step ("full") and its "baseline", by eta.
+        rollout_changes: Measured along single update rollouts: see `measure_rollouts`.
+        measured_rows: The update rollouts that `rollout_changes` is about.
+        ledger: Momentum, decay and the terms of the loss; their sum, the curvature, what was
+            measured.
+        reward_ledger: The same of the expected reward, where evaluation rollouts have rewards.
+        seconds: By stage.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> batch = policy.update_batch(seed=1)
+        >>> adamw = torch.optim.AdamW(policy.params.values(), lr=0.02)
+        >>> analysis = analyze_step(policy, adamw, batch, policy.draw(seed=2))
+        >>> print(analysis.predicted)
+        -0.002098  95% [-0.004951, 0.0007542]
+        >>> print(analysis.measured)
+        -0.002211  95% [-0.005095, 0.0006724]
+    """
 
     rebuilt: RebuiltStep
-    """The step with its loss, its norms and the update rollouts' scores."""
     mode: How
-    """How derivatives along directions were taken."""
     level: Estimate
-    """Entropy before the step."""
     matrix: InfluenceMatrix
-    """What each update rollout did, seen by each evaluation rollout."""
     tokens: TokenInfluence
-    """Every update token's influence."""
     changes: Mapping[tuple[str, float], Estimate]
-    """Measured along the whole step ("full") and its "baseline", by eta."""
     rollout_changes: Mapping[tuple[str, float], Estimate]
-    """Measured along single update rollouts: see `measure_rollouts`."""
     measured_rows: tuple[int, ...]
-    """The update rollouts that `rollout_changes` is about."""
     ledger: Ledger
-    """Momentum, decay and the terms of the loss; their sum, the curvature, what was measured."""
     reward_ledger: Ledger | None = None
-    """The same of the expected reward, where evaluation rollouts have rewards."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """By stage."""
 
     @property
     def direction(self) -> Direction:
@@ -126,8 +142,26 @@ def analyze_step(
     Raises:
         ValueError: If the batch makes no step, or the optimizer's groups cannot be served.
 
-    Example:
-        See `examples/own_policy.py`: a policy of one's own, and five lines to an attribution.
+    Examples:
+        `examples/own_policy.py` does the same with a policy of one's own.
+
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> batch = policy.update_batch(seed=1)
+        >>> adamw = torch.optim.AdamW(policy.params.values(), lr=0.02)
+        >>> analysis = analyze_step(policy, adamw, batch, policy.draw(seed=2), StepOptions())
+        >>> print(analysis.ledger)
+        momentum      0  95% [0, 0]
+        decay         0.0001151  95% [0.0001083, 0.0001219]
+        positive      -0.006255  95% [-0.01704, 0.00453]
+        negative      0.004042  95% [-0.005347, 0.01343]
+        predicted     -0.002098  95% [-0.004951, 0.0007542]
+        curvature     -0.0001144  95% [-0.0001617, -6.707e-05]
+        measured      -0.002211  95% [-0.005095, 0.0006724]
+        unexplained   1.382e-06  95% [7.869e-07, 1.977e-06]
+        >>> analysis.tokens.value_NS.shape  # nats of the step by update token
+        torch.Size([32, 5])
     """
     step = step_inputs(policy, optimizer, batch, options or StepOptions(), trained=trained)
     options, seconds = step.options, dict[str, float]()

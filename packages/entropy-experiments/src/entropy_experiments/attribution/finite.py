@@ -7,8 +7,7 @@ the measured change H(eta) - H, and its slope at 0 is column j of the matrix ent
 step's own eta the difference is curvature. (`integrand_N` of `estimate.measured` has the same sum,
 but puts the change of the common denominator on each rollout's whole share: another split.)
 
-Microbatches are gone through once for a chunk of parameter settings, and the base pass is shared by
-all.
+The base pass is shared by all (`estimate.several_directions`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from math import isfinite
 
 from torch import Tensor
 
-from entropy_experiments.estimate.measured import Key, change, coarse_weights, moved_scores
+from entropy_experiments.estimate.measured import change, coarse_weights
 from entropy_experiments.estimate.ratio import (
     check_estimand,
     check_repeatable,
@@ -29,6 +28,7 @@ from entropy_experiments.estimate.ratio import (
     ratio_sums,
     score_all,
 )
+from entropy_experiments.estimate.several_directions import Key, moved_scores
 from entropy_experiments.numerics.derivatives import require_full_precision
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import (
@@ -58,7 +58,7 @@ def finite_columns(
     """H(theta + eta v) - H(theta) for every direction and eta, as `measured` gives it.
 
     `diagnostics["contribution_N"]` has F of the module docstring, besides all that `measured`
-    says. `grad_chunk` parameter settings are in memory at a time (None: see `moved_scores`).
+    says. `grad_chunk` parameter settings are in memory at a time; None: one.
     """
     steps = [float(eta) for eta in etas]
     if not steps or not all(isfinite(eta) for eta in steps):
@@ -81,7 +81,7 @@ def finite_columns(
     along = {key: partial(directions.__getitem__, key) for key in directions}
     doubt = coarse_weights(policy)
     for key, eta, moved, rounding in moved_scores(
-        policy, evaluation, along, steps, base=base, microbatch=microbatch, at_once=grad_chunk
+        policy, evaluation, along, steps, base=base, microbatch=microbatch, chunk=grad_chunk or 1
     ):
         found = change(
             base,

@@ -26,13 +26,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from entropy_experiments.attribution.by_rollout import (
-    BLOCK_BYTES,
-    fitting,
-    products,
-    rollout_gradients,
-    stacked_rows,
-)
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import (
@@ -40,6 +33,13 @@ from entropy_experiments.numerics.derivatives import (
     as_gradients,
     require_full_precision,
     shifted,
+)
+from entropy_experiments.numerics.rollout_gradients import (
+    BLOCK_BYTES,
+    fitting,
+    products,
+    rollout_gradients,
+    stacked_rows,
 )
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import (

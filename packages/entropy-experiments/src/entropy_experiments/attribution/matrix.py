@@ -24,14 +24,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from entropy_experiments.attribution.by_rollout import (
-    BLOCK_BYTES,
-    fitting,
-    products,
-    rollout_gradients,
-    stacked,
-    stacked_rows,
-)
 from entropy_experiments.attribution.folds import FoldGradients
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.ratio import (
@@ -44,6 +36,14 @@ from entropy_experiments.estimate.ratio import (
     stale_reasons,
 )
 from entropy_experiments.numerics.derivatives import norm, require_full_precision
+from entropy_experiments.numerics.rollout_gradients import (
+    BLOCK_BYTES,
+    fitting,
+    products,
+    rollout_gradients,
+    stacked,
+    stacked_rows,
+)
 from entropy_experiments.numerics.sums import by_prompt, whole
 from entropy_experiments.types import (
     Direction,

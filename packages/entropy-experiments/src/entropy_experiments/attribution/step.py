@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from entropy_experiments.attribution.by_rollout import BLOCK_BYTES
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.attribution.finite import finite_columns
 from entropy_experiments.attribution.folds import prompt_folds
@@ -38,6 +37,7 @@ from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.estimate.reward import reward_change
+from entropy_experiments.numerics.rollout_gradients import BLOCK_BYTES
 from entropy_experiments.types import (
     Direction,
     Estimate,
@@ -71,7 +71,11 @@ class StepOptions:
         clip: Of the measurement's log-weights; None: not clipped.
         measured_rollouts: Update rollouts along whose own directions the change is measured, too:
             so many, the largest by first-order influence.
-        grad_chunk: Parameter settings measured in one pass; None: see `moved_scores`.
+        grad_chunk: Parameter settings in memory at a time when changes are measured; None: one.
+
+    Examples:
+        >>> StepOptions(objective=Objective(loss="dapo"), max_grad_norm=1.0).objective.loss
+        'dapo'
     """
 
     objective: Objective = field(default_factory=Objective)

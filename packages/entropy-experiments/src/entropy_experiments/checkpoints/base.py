@@ -192,11 +192,19 @@ def load_base_model(name: str | Path, *, dtype: torch.dtype = torch.float32) -> 
 
     Args:
         name: "smollm2", or a local folder with config.json and safetensors.
-        dtype: of the weights in memory.
+        dtype: Of the weights in memory.
 
     Returns:
         The model, its tokenizer, and what it is in words. Weights are checked to be complete and
         finite, and no code of the folder is run.
+
+    Raises:
+        ValueError: If weights are missing, do not fit or are not finite.
+
+    Examples:
+        >>> base = load_base_model(embedded_trajectory() / "base")
+        >>> sum(p.numel() for p in base.model.parameters())
+        418944
     """
     if str(name) == "smollm2":
         file = smollm2_gguf()

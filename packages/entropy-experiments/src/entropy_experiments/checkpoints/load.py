@@ -66,8 +66,8 @@ from entropy_experiments.checkpoints.training_record import (
 )
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.input_errors import short
-from entropy_experiments.models.fsdp import ShardedModel, check_torch, in_one_process, mesh_of
 from entropy_experiments.models.precision import true_float64
+from entropy_experiments.models.sharded import ShardedModel, check_torch, in_one_process, mesh_of
 from entropy_experiments.types import OptimizerState
 
 DTYPES = {
@@ -123,10 +123,34 @@ def load_checkpoint(
     read_optimizer: bool = True,
     quantise: bool = True,
 ) -> Checkpoint:
-    """`read_optimizer=False`: for those who need the weights alone; it may be twice their size.
+    """A checkpoint as HF Trainer, TRL and Accelerate save it: model, optimizer state, facts.
 
-    `quantise=False`: a base that training had in 4 or 8 bit is loaded in floating point all the
-    same, since a model cut over ranks cannot be quantised.
+    Args:
+        path: The checkpoint's folder.
+        base: Base model of an adapter: a folder, or a name that the hub's cache has. None: as the
+            checkpoint says.
+        backbone: "smollm2", or another name that `load_base_model` knows.
+        adapter_path: Another place of the adapter.
+        optimizer_path: Another place of the optimizer's state.
+        dtype: "auto" as stored, or float32, float64, bfloat16, float16.
+        device_map: As of transformers.
+        need_optimizer: Refuse a checkpoint without optimizer state.
+        read_optimizer: False for those who need the weights alone; the state may be twice their
+            size.
+        quantise: False: a base that training had in 4 or 8 bit is loaded in floating point all the
+            same, since a model cut over ranks cannot be quantised.
+
+    Returns:
+        Everything read; the model is in eval mode, and what training moves requires a gradient.
+
+    Raises:
+        FileNotFoundError: If a file is missing; the message names it and where it was looked for.
+        ValueError: If files do not fit together.
+
+    Examples:
+        >>> checkpoint = load_checkpoint(embedded_trajectory() / "checkpoint-13")
+        >>> checkpoint.kind, checkpoint.step, checkpoint.lr
+        ('lora', 13, 0.003)
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(
@@ -456,7 +480,7 @@ def load_sharded(
     def read() -> tuple[Checkpoint, ShardedModel]:
         checkpoint = load()
         sharded = ShardedModel(checkpoint.model, ranks, mesh=mesh)
-        optimizer = checkpoint.optimizer and sharded.shard_state(checkpoint.optimizer)
+        optimizer = checkpoint.optimizer and sharded.cut_state(checkpoint.optimizer)
         return replace(checkpoint, optimizer=optimizer), sharded
 
     return ranks.in_turn(read)

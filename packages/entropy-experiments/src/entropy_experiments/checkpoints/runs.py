@@ -16,7 +16,18 @@ LIBRARIES = ("torch", "transformers", "peft", "numpy", "scipy")
 
 
 def embedded_trajectory() -> Path:
-    """The run shipped with the package: a small policy whose entropy collapses under GRPO."""
+    """The run shipped with the package: a small policy whose entropy collapses under GRPO.
+
+    Returns:
+        The folder with its base model and its checkpoints.
+
+    Raises:
+        FileNotFoundError: If the installation has no such folder.
+
+    Examples:
+        >>> (embedded_trajectory() / "checkpoint-13" / "optimizer.pt").is_file()
+        True
+    """
     folder = Path(str(files("entropy_experiments") / EMBEDDED))
     if not checkpoints_by_step(folder):
         raise FileNotFoundError(

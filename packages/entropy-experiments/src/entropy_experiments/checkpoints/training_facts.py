@@ -23,9 +23,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from entropy_experiments.checkpoints.layout import read_json
 from entropy_experiments.checkpoints.training_record import RECORD_FILE, read_record
-from entropy_experiments.config.aliases import shown
 from entropy_experiments.config.fields import Names, Text
-from entropy_experiments.config.inputs import BatchConfig, Generation, Reward, Update
+from entropy_experiments.config.inputs import Data, Sampling, Update
+from entropy_experiments.config.nested import shown
 from entropy_experiments.config.reading import LARGEST_FILE
 from entropy_experiments.config.yaml_dialect import parse_text
 from entropy_experiments.input_errors import short
@@ -75,10 +75,11 @@ REWARDS = ("math_verify", "answer_exact", "format", "countdown", "reasoning_gym"
 """Those of the tasks, a layer above this one; a test holds them together."""
 
 FIELDS: dict[str, Any] = {
-    "reward_functions": (Reward, "functions"),
-    "reward_weights": (Reward, "weights"),
-    **{name: (Generation, name) for name in ("temperature", "top_p", "stop")},
-    **{name: (BatchConfig, name) for name in ("dataset_path", "split", "B_U", "G")},
+    **{name: (Sampling, name) for name in ("temperature", "top_p", "stop")},
+    **{name: (Data, name) for name in ("split", "reward_functions", "reward_weights")},
+    "dataset_path": (Data, "file"),
+    "B_U": (Data, "update_prompts"),
+    "G": (Data, "responses_per_prompt"),
 }
 """Whose rules a fact obeys, where it is not `update`'s."""
 OTHERS: dict[str, Any] = {"dataset_name": Text, "note": Names, "load_in_4bit": bool}

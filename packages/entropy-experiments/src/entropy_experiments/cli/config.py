@@ -10,13 +10,15 @@ import typer
 
 from entropy_experiments.cli.endings import ending
 from entropy_experiments.cli.options import AsJson, Debug, Overrides, Quiet, print_results
+from entropy_experiments.input_errors import printable
 
 app = typer.Typer(
-    help="Print a template or the schema; check a file without running it.",
+    help="Print a template or the schema; check a file without running it; migrate an old one.",
     epilog="\b\nExamples:\n"
     "  entropy-probe config template --list\n"
     "  entropy-probe config template --out my.yaml\n"
-    "  entropy-probe config check my.yaml --set batch_config.B_E=256\n"
+    "  entropy-probe config check my.yaml --set data.evaluation_prompts=256\n"
+    "  entropy-probe config migrate old.yaml --out new.yaml\n"
     "  entropy-probe config schema > schema.json",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -26,13 +28,13 @@ app = typer.Typer(
 @app.command(
     epilog="\b\nExamples:\n"
     "  entropy-probe config template                    every key, explained\n"
-    "  entropy-probe config template test_deltaH1       small and quick\n"
+    "  entropy-probe config template quick_look         small and quick\n"
     "  entropy-probe config template --out my.yaml      into a file"
 )
 def template(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Which template; --list names them.")
-    ] = "config_template.yaml",
+    ] = "all_keys.yaml",
     out: Annotated[Path | None, typer.Option("--out", help="Write to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     names: Annotated[bool, typer.Option("--list", help="Print the names only.")] = False,
@@ -59,9 +61,7 @@ def template(
             found = load_training(name) if training else load_config(name)
             print_results(found.dump(), text.splitlines, as_json=as_json)
             return
-        if out.exists() and not force:
-            raise ValueError(f"{out} exists. Choose another name, or overwrite it with --force.")
-        out.write_text(text, "utf-8")
+        _write(out, text, force=force)
         if as_json:
             typer.echo(json.dumps({"written": str(out)}))
         elif not quiet:
@@ -81,7 +81,7 @@ def schema(as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False) 
 @app.command(
     epilog="\b\nExamples:\n"
     "  entropy-probe config check my.yaml\n"
-    "  entropy-probe config check my.yaml --set importance.is_mode=per_decision"
+    "  entropy-probe config check my.yaml --set measure.weighting=per_decision"
 )
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="YAML file or name of a template.")],
@@ -95,6 +95,45 @@ def check(
         from entropy_experiments.config import load_config
 
         found = load_config(file).with_overrides(overrides or [])
-        notes = [] if quiet else [f"  note: {note}" for note in found.notes]
-        result = {"source": str(found.source), "valid": True, "notes": list(found.notes)}
+        lines = [*([found.translation] if found.translation else []), *found.notes]
+        notes = [] if quiet else [f"  note: {line}" for line in lines]
+        result = {"source": str(found.source), "valid": True, "notes": lines}
         print_results(result, lambda: [f"{found.source}: valid.", *notes], as_json=as_json)
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  entropy-probe config migrate old.yaml\n"
+    "  entropy-probe config migrate old.yaml --out new.yaml"
+)
+def migrate(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="YAML file or name of a template.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Write to this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Write a file of the earlier documents' keys under today's. Comments are not kept."""
+    with ending(debug=debug):
+        from entropy_experiments.config import migrated_yaml
+
+        text, notes = migrated_yaml(file)
+        if not quiet:
+            for note in notes:
+                typer.echo(printable(f"note: left out: {note}"), err=True)
+        if out is None:
+            result = {"yaml": text, "notes": list(notes)}
+            print_results(result, lambda: [text.removesuffix("\n")], as_json=as_json)
+            return
+        _write(out, text, force=force)
+        if as_json:
+            typer.echo(json.dumps({"written": str(out), "notes": list(notes)}))
+        elif not quiet:
+            typer.echo(f"{out} written.", err=True)
+
+
+def _write(out: Path, text: str, *, force: bool) -> None:
+    if out.exists() and not force:
+        raise ValueError(f"{out} exists. Choose another name, or overwrite it with --force.")
+    out.write_text(text, "utf-8")

@@ -145,15 +145,15 @@ def _changes(
                 f"--task is the file {task} already; --data {data} belongs to a named dataset. "
                 "Leave one out."
             )
-        changes |= {"batch_config.dataset_name": "jsonl", "batch_config.dataset_path": task}
+        changes |= {"data.dataset": "jsonl", "data.file": task}
     elif task is not None:
-        changes["batch_config.dataset_name"] = task
+        changes["data.dataset"] = task
     if data is not None:
-        changes["batch_config.dataset_path"] = str(data)
+        changes["data.file"] = str(data)
     if split is not None:
-        changes["batch_config.E_split"] = split
+        changes["data.evaluation_split"] = split
     if seed is not None:
-        changes["probe_rework.master_seed"] = seed
+        changes["sampling.seed"] = seed
     return changes
 
 

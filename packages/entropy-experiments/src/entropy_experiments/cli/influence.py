@@ -101,8 +101,8 @@ def influence(
             return
         changes: dict[str, Any] = {}
         if out is not None:
-            changes["influence.run_directory"] = str(out)
-            changes["rollouts.save"] = str(out / "rollouts")
+            changes["influence.folder"] = str(out)
+            changes["sampling.save"] = str(out / "rollouts")
         # What is not asked for here is as the file has it.
         analyses = {"what_if": what_if, "confirm": confirm, "fisher": fisher}
         changes |= {f"influence.{name}": value for name, value in analyses.items() if value}
@@ -115,7 +115,7 @@ def influence(
                 "--what-if, such as --what-if drop=negative."
             )
         print_notes(settings, quiet=quiet)
-        try_to_write(settings, settings.influence.run_directory)
+        try_to_write(settings, settings.influence.folder)
 
         from entropy_experiments.pipelines.influence.runner import EntropyInfluenceRunner
         from entropy_experiments.report.influence_tables import influence_report
@@ -167,5 +167,5 @@ def _answers(answers: dict[str, Any]) -> list[str]:
 
 
 def _kept(config: Config) -> str:
-    place = config.influence.run_directory or "results/entropy_influence"
+    place = config.influence.folder or "results/entropy_influence"
     return f"Finished stages are kept in {place}; the same command continues."

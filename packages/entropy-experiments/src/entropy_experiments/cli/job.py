@@ -5,7 +5,7 @@
 Every process runs the whole command; the loops inside are dealt out (`distributed`). Rank 0
 alone prints and writes. What goes wrong on one rank ends all of them: the lowest rank that failed
 gives the message, the others leave without a word once it has been given. A rank that is ended by
-SIGTERM, because another is lost, stores the unit in work first (`sampling.finishing`).
+SIGTERM, because another is lost, stores its current unit first (`sampling.finishing`).
 
 What has nothing to deal out (ONE_PROCESS) is done by rank 0 alone; the others leave at once.
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "\b\nExamples:\n"
     "  entropy-probe measure\n"
-    "  entropy-probe measure --set experiment.repeats=5\n"
-    "  entropy-probe measure --set experiment.compute_linquad=true --out results/bend\n"
-    '  entropy-probe measure --set "estimator.eta_list=[1e-3, 4e-3]" --out results/sweep\n'
-    "  entropy-probe report results/sweep        in words again, and as HTML\n"
+    "  entropy-probe measure --set measure.repeats=5\n"
+    "  entropy-probe measure --set measure.second_order=true --out results/bend\n"
+    '  entropy-probe measure --set "measure.learning_rates=[1e-3, 4e-3]" --out sweep\n'
+    "  entropy-probe report sweep                in words again, and as HTML\n"
     "  entropy-probe measure --checkpoint runs/checkpoint-60 --json > sweep.json"
 )
 

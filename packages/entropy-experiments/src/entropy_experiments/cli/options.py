@@ -60,7 +60,7 @@ def load_settings(
     if under is not None:
         settings = settings.under(under)
     if checkpoint is not None:
-        changes = {**changes, "checkpoint.checkpoint_path": str(checkpoint)}
+        changes = {**changes, "checkpoint.path": str(checkpoint)}
     settings = settings.replaced(changes, where="the command line")
     return settings.with_overrides(overrides or [])
 
@@ -72,9 +72,8 @@ def try_to_write(config: Config, *more: str | Path | None) -> None:
     """
     if not speaks():
         return
-    logging = config.detailed_logging
-    logs = logging.output_directory if logging.enabled else None
-    try_outputs((logs, config.rollout_folder, *more), (config.output.results_path,))
+    logs = config.output.folder if config.output.log else None
+    try_outputs((logs, config.rollout_folder, *more), (config.output.results_file,))
 
 
 def keep_stdout_for_json(*, as_json: bool) -> AbstractContextManager[Any]:
@@ -100,5 +99,5 @@ def interrupt_message(config: Config | None, kept: Callable[[Config], str]) -> s
 def print_notes(config: Config, *, quiet: bool) -> None:
     """What the configuration has to say about itself: keys that no longer mean anything, ..."""
     if not quiet:
-        for note in config.notes:
+        for note in [*([config.translation] if config.translation else []), *config.notes]:
             typer.echo(printable(f"note: {note}"), err=True)

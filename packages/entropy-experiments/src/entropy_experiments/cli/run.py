@@ -31,8 +31,8 @@ EXAMPLES = (
     "\b\nExamples:\n"
     "  entropy-probe run\n"
     "  entropy-probe run --checkpoint runs/checkpoint-60 --out results/step_60\n"
-    "  entropy-probe run --config my.yaml --set batch_config.B_E=256 --set update.lr=8e-7\n"
-    "  entropy-probe run --config test_deltaH1 --json > results.json"
+    "  entropy-probe run --config my.yaml --set data.evaluation_prompts=256\n"
+    "  entropy-probe run --config quick_look --json > results.json"
 )
 
 

@@ -23,6 +23,7 @@ from entropy_experiments.config.fields import (
     Section,
     Some,
     Text,
+    TorchSeed,
 )
 
 FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py)(:[A-Za-z_]\w*)?")
@@ -31,78 +32,110 @@ FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py)(:[A-Za-z_]\w*)?")
 class Checkpoint(Section):
     """Which policy is probed."""
 
-    checkpoint_path: Path | None = None
+    path: Path | None = None
     """Folder step_N, step_N/model or checkpoint-N; embedded/checkpoint-N: of the run shipped here.
     null: its checkpoint-13."""
-    adapter_path: Path | None = None
-    """LoRA adapter, if it lies elsewhere than in checkpoint_path."""
-    optimizer_path: Path | None = None
-    """optimizer.pt, if it lies elsewhere than in checkpoint_path or one level above."""
+    adapter: Path | None = None
+    """LoRA adapter, if it lies elsewhere than in `path`."""
+    optimizer: Path | None = None
+    """optimizer.pt, if it lies elsewhere than in `path` or one level above."""
     base: Text | None = None
     """Base model of an adapter: folder, hub name or .gguf file. null: what the adapter names."""
     backbone: Text | None = None
     """Short name of a base model: qwen2_5_15, smollm2, ... `base` says the same in full."""
     dtype: Dtype = "auto"
     """Precision of the weights in memory. auto: as stored."""
-    device_map: Text = "auto"
+    device: Text = "auto"
     """auto, cpu, cuda or cuda:N."""
     sharding: Literal["none", "fsdp"] = "none"
     """fsdp: the model is cut over the processes of torchrun, for models larger than one device.
-    With `run`, `measure` and `evaluate`, and approx_delta_h.method auto, central or reverse."""
+    With `run`, `measure` and `evaluate`, and predict.method auto, central or reverse."""
 
 
-class BatchConfig(Section):
-    """Which prompts: E says what the step does to entropy, U makes the step."""
+class Data(Section):
+    """Which prompts and rollouts: the evaluation batch (E) says what the step does to entropy, the
+    update batch (U) makes the step."""
 
-    dataset_name: Text | None = None
+    dataset: Text | None = None
     """gsm8k_r1_template, gsm8k, countdown, countdown_r1_template, jsonl or reasoning_gym:<name>.
     null: the prompts that training recorded, or named beside the checkpoint; without either,
     gsm8k_r1_template."""
-    dataset_path: Path | None = None
+    file: Path | None = None
     """Local JSONL file to read the problems from."""
     split: Text | None = None
-    """Split of both batches, unless E_split or U_split says otherwise."""
-    E_split: Text | None = None
+    """Split of both batches, unless evaluation_split or update_split says otherwise."""
+    evaluation_split: Text | None = None
     """Split of the evaluation prompts."""
-    U_split: Text | None = None
+    update_split: Text | None = None
     """Split of the update prompts."""
     chat_template: bool | None = None
     """Wrap each prompt in the tokenizer's chat template. null: where training recorded messages as
     its prompts. Prompts that are messages themselves always are."""
-    B_E: Annotated[int, Field(ge=2), Countable] = 64
-    """Evaluation prompts, one response each; intervals are over these prompts. A recorded run
-    with fewer prompts has all that are left, without those that U needs."""
-    B_U: Count = 16
-    """Update prompts, G responses each; never the same prompts as E. A recorded run with
-    fewer prompts has as many as training's batch had."""
-    G: Annotated[int, Field(ge=2), Countable] = 8
-    """Responses per update prompt: the group that advantages compare."""
-    evaluation: Literal["drawn", "recorded"] = "drawn"
+    evaluation_prompts: Annotated[int, Field(ge=2), Countable] = 64
+    """Evaluation prompts (B_E), one response each; intervals are over these prompts. A recorded run
+    with fewer prompts has all that are left, without those that the update batch needs."""
+    update_prompts: Count = 16
+    """Update prompts (B_U), responses_per_prompt responses each; never the evaluation prompts. A
+    recorded run with fewer prompts has as many as training's batch had."""
+    responses_per_prompt: Annotated[int, Field(ge=2), Countable] = 8
+    """Responses per update prompt (G): the group that advantages compare."""
+    evaluation_rollouts: Literal["drawn", "recorded"] = "drawn"
     """recorded: the very rollouts that the callback probed this step with, instead of new ones."""
-    filter_zero_advantage_prompts: bool = True
-    """Draw another prompt for a group whose rewards are all equal."""
-    advantage_filter_tol: NotNegative = 1e-8
-    """Advantages below this count as zero for the filter."""
-    max_resample_attempts: Annotated[int, Field(ge=0), Countable] = 5
-    """How many times the filter draws again before it warns and goes on."""
+    update_rollouts: Literal["auto", "recorded", "drawn"] = "auto"
+    """The update batch that training recorded, or a drawn one. auto: recorded if there is one."""
+    resample_equal_rewards: bool = True
+    """Draw another prompt for a group whose rewards are all equal: its advantages are zero."""
+    zero_advantage_tolerance: NotNegative = 1e-8
+    """Advantages below this count as zero there."""
+    max_resamples: Annotated[int, Field(ge=0), Countable] = 5
+    """How many times another prompt is drawn before a warning, with which the run goes on."""
+    reward_functions: Annotated[Names, Field(min_length=1)] | None = None
+    """math_verify, answer_exact, format, countdown or your own: module:function, file.py:function.
+    null: what training recorded, else those of the dataset."""
+    reward_weights: Some[Number] | None = None
+    """One weight per function. null: all 1."""
+    reward_seconds: Positive = 600.0
+    """Longest that a function of your own may take for one batch of responses."""
+
+    @model_validator(mode="after")
+    def _paired(self) -> Data:
+        functions, weights = self.reward_functions or (), self.reward_weights
+        for name in functions:
+            if not FUNCTION.fullmatch(name):
+                raise ValueError(
+                    f"data.reward_functions has {name!r}; expected a name, module:function or "
+                    "file.py:function. Nothing of it was imported."
+                )
+        if weights is not None and len(weights) != len(functions):
+            raise ValueError(
+                f"data.reward_weights has {len(weights)} numbers for {len(functions)} "
+                "data.reward_functions. Give one weight per function."
+            )
+        return self
 
 
-class Generation(Section):
-    """How responses are drawn."""
+class Sampling(Section):
+    """How responses are drawn and kept: an interrupted run continues, another run reuses them."""
 
     temperature: Positive | None = None
     """Sampling temperature; part of the policy. null: training's, else 1.0."""
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    """Nucleus mass of the law that is probed. null: 1, the full softmax, whatever training had."""
+    """Nucleus mass of the distribution that is probed. null: 1, the full softmax, whatever training
+    had."""
     max_new_tokens: Count | None = None
     """Longest response. null: training's max_completion_length."""
-    gen_batch_size: Count = 64
+    batch_size: Count = 64
     """Responses sampled at a time, and no more than a quarter of a batch of 32 or more.
     Memory and speed only, never a number."""
-    tf_batch_size: Count | None = None
-    """Sequences per pass without gradient. null: eight times memory_config.microbatch_size."""
     stop: Names = ()
     """Texts that end a response."""
+    seed: TorchSeed = 0
+    """Every random number of a run follows from this."""
+    save: Path | None = None
+    """Folder where finished rollouts and both batches are kept. null: a run can still continue from
+    finished rollouts, which then lie in `rollouts` below output.folder."""
+    load: Path | None = None
+    """Folder of an earlier run whose rollouts are used instead of drawing new ones."""
 
 
 class Update(Section):
@@ -145,42 +178,3 @@ class Update(Section):
     amp_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Autocast precision of training. float32: none. The step is rebuilt in the parameters'
     precision; the verdict notes a difference."""
-    batch: Literal["auto", "recorded", "drawn"] = "auto"
-    """The update batch that training recorded, or a drawn one. auto: recorded if there is one."""
-
-
-class Reward(Section):
-    """What a response earns."""
-
-    functions: Annotated[Names, Field(min_length=1)] | None = None
-    """math_verify, answer_exact, format, countdown or your own: module:function, file.py:function.
-    null: what training recorded, else those of the dataset."""
-    weights: Some[Number] | None = None
-    """One weight per function. null: all 1."""
-    seconds: Positive = 600.0
-    """Longest that a function of your own may take for one batch of responses."""
-
-    @model_validator(mode="after")
-    def _paired(self) -> Reward:
-        for name in self.functions or ():
-            if not FUNCTION.fullmatch(name):
-                raise ValueError(
-                    f"reward.functions has {name!r}; expected a name, module:function or "
-                    "file.py:function. Nothing of it was imported."
-                )
-        if self.weights is not None and len(self.weights) != len(self.functions or ()):
-            raise ValueError(
-                f"reward.weights has {len(self.weights)} numbers for "
-                f"{len(self.functions or ())} reward.functions. Give one weight per function."
-            )
-        return self
-
-
-class RolloutFiles(Section):
-    """Rollouts kept on disk: an interrupted run continues, another run reuses them."""
-
-    save: Path | None = None
-    """Folder where finished rollouts and both batches are kept. null: a run can still continue from
-    finished rollouts, which then lie in `rollouts` below detailed_logging.output_directory."""
-    load: Path | None = None
-    """Folder of an earlier run whose rollouts are used instead of drawing new ones."""

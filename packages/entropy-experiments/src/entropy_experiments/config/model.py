@@ -1,6 +1,7 @@
 """`Config`: one frozen value with a section for each part of a run.
 
-Made by `parse_config` or `load_config`, which also settle aliases; `Config(...)` alone does not.
+Made by `parse_config` or `load_config`, which also read the documents' dialect
+(`config.documents`); `Config(...)` alone does not.
 """
 
 from __future__ import annotations
@@ -13,23 +14,18 @@ from typing import Any
 from pydantic import PrivateAttr, ValidationError, model_validator
 
 from entropy_experiments.config import estimates, inputs, outputs
-from entropy_experiments.config.aliases import (
-    ALIASES,
-    MISSING,
-    copied,
-    look,
-    put,
-    remove,
-    resolve,
+from entropy_experiments.config.documents import (
+    SECTIONS,
+    as_documents,
+    explained,
+    known_keys,
+    spellings,
+    translate,
+    translation,
 )
 from entropy_experiments.config.fields import Section
-from entropy_experiments.config.problems import (
-    DEEPEST,
-    ConfigError,
-    described,
-    explained,
-    nearest,
-)
+from entropy_experiments.config.nested import MISSING, copied, look, put, remove
+from entropy_experiments.config.problems import DEEPEST, ConfigError, described, nearest
 from entropy_experiments.config.yaml_dialect import parse_value
 
 FORWARD_PER_MICROBATCH = 8
@@ -37,24 +33,25 @@ FORWARD_PER_MICROBATCH = 8
 
 
 class Config(Section):
-    """A whole run. Every section and every key is optional."""
+    """A whole run. Every section and every key is optional.
+
+    Make one with `load_config` or `parse_config`; the configuration reference has all keys.
+
+    Examples:
+        >>> config = parse_config({})
+        >>> isinstance(config, Config)
+        True
+    """
 
     checkpoint: inputs.Checkpoint = inputs.Checkpoint()
-    batch_config: inputs.BatchConfig = inputs.BatchConfig()
-    generation: inputs.Generation = inputs.Generation()
+    data: inputs.Data = inputs.Data()
+    sampling: inputs.Sampling = inputs.Sampling()
     update: inputs.Update = inputs.Update()
-    reward: inputs.Reward = inputs.Reward()
-    rollouts: inputs.RolloutFiles = inputs.RolloutFiles()
-    probe_rework: estimates.ProbeRework = estimates.ProbeRework()
-    importance: estimates.Importance = estimates.Importance()
-    estimator: estimates.Estimator = estimates.Estimator()
-    approx_delta_h: estimates.ApproxDeltaH = estimates.ApproxDeltaH()
-    true_delta_h: estimates.TrueDeltaH = estimates.TrueDeltaH()
-    memory_config: estimates.MemoryConfig = estimates.MemoryConfig()
+    entropy: estimates.Entropy = estimates.Entropy()
+    predict: estimates.Predict = estimates.Predict()
+    measure: estimates.Measure = estimates.Measure()
     influence: estimates.Influence = estimates.Influence()
-    experiment: estimates.Experiment = estimates.Experiment()
-    precision: estimates.Precision = estimates.Precision()
-    detailed_logging: outputs.DetailedLogging = outputs.DetailedLogging()
+    memory: estimates.Memory = estimates.Memory()
     output: outputs.Output = outputs.Output()
 
     # What the user wrote; None for a Config made without `parse_config`.
@@ -62,21 +59,32 @@ class Config(Section):
     _source: str = PrivateAttr(default="config")
     _where: dict[str, str] = PrivateAttr(default_factory=dict)
     _notes: tuple[str, ...] = PrivateAttr(default=())
+    _origin: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _baseline_by_token(self) -> Config:
-        if self.approx_delta_h.baseline and self.importance.is_mode != "per_decision":
+        if self.predict.baseline and self.measure.weighting != "per_decision":
             raise ValueError(
-                "approx_delta_h.baseline is true with importance.is_mode "
-                f"{self.importance.is_mode!r}, which has no terms per token to subtract it from. "
-                "Set importance.is_mode: per_decision, or approx_delta_h.baseline: false."
+                f"predict.baseline is true with measure.weighting {self.measure.weighting!r}, "
+                "which has no terms per token to subtract it from. Set measure.weighting: "
+                "per_decision, or predict.baseline: false."
             )
         return self
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One line for each accepted key that means nothing or is read as another."""
+        """One line for each accepted key that means nothing."""
         return self._notes
+
+    @property
+    def translation(self) -> str | None:
+        """One line on the documents' keys of the file, and what they are today."""
+        return translation(self._origin)
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """What the file set, nested under the schema's keys: no defaults, no retired keys."""
+        return copied(self.model_dump(mode="json", exclude_unset=True))
 
     @property
     def source(self) -> str:
@@ -86,21 +94,25 @@ class Config(Section):
     @property
     def forward_batch_size(self) -> int:
         """Sequences per pass without gradient."""
-        default = FORWARD_PER_MICROBATCH * self.memory_config.microbatch_size
-        return self.generation.tf_batch_size or default
+        default = FORWARD_PER_MICROBATCH * self.memory.microbatch_size
+        return self.memory.forward_batch_size or default
 
     @property
     def rollout_folder(self) -> Path:
         """Where finished rollouts are kept, so that an interrupted run can continue."""
-        logs = Path(self.detailed_logging.output_directory)
-        return logs / "rollouts" if self.rollouts.save is None else Path(self.rollouts.save)
+        logs = Path(self.output.folder)
+        return logs / "rollouts" if self.sampling.save is None else Path(self.sampling.save)
 
     def dump(self) -> dict[str, Any]:
         """Plain nested dict of every key; `parse_config` of it gives the same configuration."""
         return self.model_dump(mode="json")
 
+    def documents(self) -> dict[str, Any]:
+        """The same under the documents' keys: what resumable studies are identified by."""
+        return as_documents(self.dump())
+
     def replaced(self, changes: Mapping[str, Any], *, where: str = "replaced") -> Config:
-        """A copy with other values at dotted keys.
+        """A copy with other values at dotted keys, of the schema or of the documents.
 
         A changed key also replaces what the file said under its other spellings.
         """
@@ -109,13 +121,13 @@ class Config(Section):
             recorded = self.model_dump(mode="json", exclude_unset=True)
         given, places = copied(recorded), dict(self._where)
         for key in changes:
-            for twin in _twins(key) - set(changes):
+            for twin in spellings(key) - set(changes):
                 remove(given, twin)
             places[key] = where
         for key, value in changes.items():
             put(given, key, value)
             if look(given, key) is MISSING:
-                raise ConfigError(where, [f"{key}: unknown key. {nearest(key, _defaults())}"])
+                raise ConfigError(where, [f"{key}: unknown key. {_hint(key)}"])
         return validated(given, source=self._source, where=places)
 
     def with_overrides(self, overrides: Sequence[str]) -> Config:
@@ -133,9 +145,9 @@ class Config(Section):
         out = Path(out)
         return self.replaced(
             {
-                "detailed_logging.output_directory": str(out / "logs"),
-                "rollouts.save": str(out / "rollouts"),
-                "output.results_path": str(out / "results.json"),
+                "output.folder": str(out / "logs"),
+                "sampling.save": str(out / "rollouts"),
+                "output.results_file": str(out / "results.json"),
             },
             where="--out",
         )
@@ -157,46 +169,55 @@ def validated(given: Mapping[Any, Any], *, source: str, where: Mapping[str, str]
     odd = [key for key in given if not isinstance(key, str)]
     if odd:
         raise ConfigError(source, [f"key {odd[0]!r} is not text. Sections: {', '.join(fields)}."])
-    found = resolve(given, fields)
-    wrong = list(found.conflicts)
-    config, more = None, 0
+    resolved = translate(given, fields)
+    wrong, more = list(resolved.wrong), resolved.more
+    config = None
     try:
-        config = Config.model_validate(found.mapping)
+        config = Config.model_validate(resolved.mapping)
     except ValidationError as failure:
-        some, more = described(failure, fields, found.origin)
-        wrong += some
+        some, others = described(failure, known_keys(fields), resolved.origin, listed=fields)
+        wrong, more = wrong + some, more + others
     if wrong or config is None:
         lines = dict.fromkeys(_placed(key, what, where) for key, what in wrong)
         raise ConfigError(source, list(lines), more=more)
     config._given, config._source = copied(given), source
-    config._where, config._notes = dict(where), tuple(found.notes)
+    config._where, config._notes = dict(where), tuple(resolved.notes)
+    config._origin = dict(resolved.origin)
     return config
+
+
+def _hint(key: str) -> str:
+    return nearest(key, known_keys(_defaults()), listed=_defaults())
+
+
+_SECTIONS = {*Config.model_fields, *SECTIONS}
 
 
 def _placed(key: str, what: str, where: Mapping[str, str]) -> str:
     if not key:  # between sections: the message begins with one of its keys
         key, _, what = what.partition(" ")
+    elif "." not in key and what.partition(".")[0] in _SECTIONS:  # inside a section, likewise
+        place = where.get(what.partition(" ")[0])
+        return f"{place}: {what}" if place else what
     place = where.get(key) or where.get(key.partition("[")[0])
     return f"{place}: {key}: {what}" if place else f"{key}: {what}"
-
-
-def _twins(key: str) -> set[str]:
-    """Other spellings of a key."""
-    canonical = next((a.canonical for a in ALIASES if a.spelling == key), key)
-    names = {canonical, *(a.spelling for a in ALIASES if a.canonical == canonical)}
-    return names - {key}
 
 
 def json_schema() -> dict[str, Any]:
     """JSON schema with every description; accepted keys that are no fields are `deprecated`."""
     schema = Config.model_json_schema()
-    for key, what in explained(_defaults()).items():
+    for key, what in explained():
         *parents, leaf = key.split(".")
         home = schema
         for part in parents:
             inner = home.get("properties", {}).get(part)
             if inner is None:
-                inner = {"type": "object", "properties": {}, "deprecated": True}
+                inner = {
+                    "type": "object",
+                    "properties": {},
+                    "deprecated": True,
+                    "description": "A section of the earlier documents.",
+                }
                 home["properties"][part] = inner
             home = schema["$defs"][inner["$ref"].split("/")[-1]] if "$ref" in inner else inner
         if "properties" in home:

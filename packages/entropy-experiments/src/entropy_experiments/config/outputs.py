@@ -1,4 +1,4 @@
-"""Sections that say what is written where."""
+"""The section that says what is written where."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Literal
 from entropy_experiments.config.fields import Count, Path, Section
 
 
-class DetailedLogging(Section):
-    """The log files of a run."""
+class Output(Section):
+    """What a run writes: its log files, and the results as one file."""
 
-    enabled: bool = True
+    log: bool = True
     """Write log files."""
     level: Literal["minimal", "standard", "detailed", "debug"] = "standard"
     """minimal 1 KB, standard 5-10 KB, detailed 50-500 KB (each rollout), debug 1-10 MB (tokens)."""
@@ -20,16 +20,11 @@ class DetailedLogging(Section):
     """false leaves token by token values out of what the level allows."""
     log_raw_tensors: bool = True
     """false leaves raw tensors out of what the level allows."""
-    output_directory: Path = "logs"
+    folder: Path = "logs"
     """Folder of the log files, one folder per day inside."""
     compress: bool = True
     """gzip the full log."""
-    max_files: Count | None = None
+    max_logs: Count | None = None
     """Keep only the newest runs. null: all."""
-
-
-class Output(Section):
-    """What else a run writes."""
-
-    results_path: Path | None = None
+    results_file: Path | None = None
     """File for the results as JSON."""

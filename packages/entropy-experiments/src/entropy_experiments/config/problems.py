@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from entropy_experiments.config.aliases import ALIASES, MISSING, RETIRED, look, shown
+from entropy_experiments.config.nested import every_key, look, shown
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -62,24 +63,37 @@ EXPECTED = {
 
 
 def described(
-    failure: ValidationError, fields: Mapping[str, Any], origin: Mapping[str, str]
+    failure: ValidationError,
+    fields: Mapping[str, Any],
+    origin: Mapping[str, str],
+    *,
+    listed: Mapping[str, Any] | None = None,
 ) -> tuple[list[tuple[str, str]], int]:
     """(the first problems by key, how many more there are)."""
     errors = failure.errors()
-    return [describe(error, fields, origin) for error in errors[:MOST]], len(errors[MOST:])
+    some = [describe(error, fields, origin, listed=listed) for error in errors[:MOST]]
+    return some, len(errors[MOST:])
 
 
 def describe(
-    error: ErrorDetails, fields: Mapping[str, Any], origin: Mapping[str, str]
+    error: ErrorDetails,
+    fields: Mapping[str, Any],
+    origin: Mapping[str, str],
+    *,
+    listed: Mapping[str, Any] | None = None,
 ) -> tuple[str, str]:
-    """(dotted key the user wrote, what is wrong with it)."""
+    """(dotted key the user wrote, what is wrong with it).
+
+    `origin`: keys that the user wrote otherwise. `listed`: keys to name where none is near.
+    """
     key, item = _key(error["loc"])
     if error["type"] == "extra_forbidden":
-        return key, f"unknown key. {nearest(key, fields)}"
+        return key, f"unknown key. {nearest(key, fields, listed=listed)}"
     key = origin.get(key, key) + item
     got = error["input"]
     if error["type"] == "value_error":
-        return key, str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
+        what = str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
+        return key, respelt(what, origin)
     if error["type"] == "literal_error":
         options = [text.strip(" '") for text in _options(error)]
         close = _close(got, options) if isinstance(got, str) else []
@@ -97,8 +111,19 @@ def describe(
     return key, message
 
 
-def nearest(key: str, fields: Mapping[str, Any]) -> str:
-    """A sentence that names the known key closest to an unknown one."""
+def respelt(text: str, origin: Mapping[str, str]) -> str:
+    """A message with each key as the user wrote it."""
+    if not origin:
+        return text
+    keys = "|".join(re.escape(key) for key in sorted(origin, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.])({keys})(?!\w|\.\w)", lambda key: origin[key[0]], text)
+
+
+def nearest(key: str, fields: Mapping[str, Any], *, listed: Mapping[str, Any] | None = None) -> str:
+    """A sentence that names the known key closest to an unknown one.
+
+    `listed`: the keys to name where none is near, if not all.
+    """
     *parents, leaf = key.split(".")
     section = ".".join(parents)
     dotted = [*every_key(fields)]
@@ -115,29 +140,11 @@ def nearest(key: str, fields: Mapping[str, Any]) -> str:
         return f"Did you mean {prefix}{close[0]}?"
     if close := _close(leaf, [known.rsplit(".", 1)[-1] for known in dotted], cutoff=0.75):
         return f"Did you mean {next(k for k in dotted if k.rsplit('.', 1)[-1] == close[0])}?"
-    if close := _close(key, dotted):
+    if not (section and siblings) and (close := _close(key, dotted)):
         return f"Did you mean {close[0]}?"
     what = f"Keys of {section}" if section else "Sections"
-    return f"{what}: {', '.join(siblings)}."
-
-
-def every_key(fields: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
-    """Dotted keys of all leaves."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping) and value:
-            yield from every_key(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def explained(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Accepted keys that are no fields, with what becomes of them."""
-    moved = {
-        alias.spelling: f"Read as {alias.canonical}."
-        for alias in ALIASES
-        if look(fields, alias.spelling) is MISSING
-    }
-    return moved | {key: f"Has no effect: {why}." for key, why in RETIRED.items()}
+    shorter = (look(listed, section) if section else listed) if listed is not None else None
+    return f"{what}: {', '.join(shorter if isinstance(shorter, Mapping) else siblings)}."
 
 
 def _key(loc: tuple[int | str, ...]) -> tuple[str, str]:

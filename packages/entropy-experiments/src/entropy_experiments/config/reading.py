@@ -16,12 +16,24 @@ from entropy_experiments.config.problems import ConfigError
 from entropy_experiments.config.yaml_dialect import parse_text
 from entropy_experiments.input_files import check_regular, expand_path
 
-DEFAULT_TEMPLATE = "detailed_logging_example.yaml"
-"""What a command runs without --config: the quick start, on the policy in the package."""
+DEFAULT_TEMPLATE = "quick_start.yaml"
+"""What a command runs without --config, on the policy in the package."""
+FULL_TEMPLATE = "all_keys.yaml"
+"""Every key of the schema, explained: what `entropy-probe config template` prints."""
+DOCUMENTS_TEMPLATES = {
+    "config_template.yaml": FULL_TEMPLATE,
+    "detailed_logging_example.yaml": DEFAULT_TEMPLATE,
+    "test_deltaH1.yaml": "quick_look.yaml",
+    "entropy_probe_test_optimized.yaml": "train_probe_test.yaml",
+    "overnight_config.yaml": "train_overnight.yaml",
+}
+"""Templates in the documents' dialect, under the documents' names, and the same in the schema's."""
 
 TRAINING_TEMPLATES = (
     "entropy_probe_test_optimized.yaml",
     "overnight_config.yaml",
+    "train_overnight.yaml",
+    "train_probe_test.yaml",
     "train_qwen25_15b_lora.yaml",
     "train_smollm2_gsm8k.yaml",
     "train_tiny.yaml",
@@ -35,7 +47,25 @@ TEMPLATE_FOLDERS = {"", ".", "configs", "entropy_experiments/configs", "rl_train
 
 
 def parse_config(mapping: Mapping[str, Any], *, source: str = "config") -> Config:
-    """A plain nested dict, as full or as empty as you like."""
+    """A configuration from a plain nested dict, as full or as empty as you like.
+
+    Args:
+        mapping: Sections with their keys.
+        source: What errors call it.
+
+    Returns:
+        The configuration, checked.
+
+    Raises:
+        ConfigError: If a key is unknown or a value cannot be used; with the dotted key.
+
+    Examples:
+        >>> isinstance(parse_config({"generation": {"temperature": 0.7}}), Config)
+        True
+        >>> parse_config({"generation": {"temprature": 0.7}})
+        Traceback (most recent call last):
+        entropy_experiments.config.problems.ConfigError: ...
+    """
     if isinstance(mapping, Config):
         return mapping
     if not isinstance(mapping, Mapping):
@@ -44,7 +74,21 @@ def parse_config(mapping: Mapping[str, Any], *, source: str = "config") -> Confi
 
 
 def load_config(path: str | Path | None = None) -> Config:
-    """A YAML file; a template's name where no such file exists; without path, the quick start."""
+    """A configuration from a YAML file or a template.
+
+    Args:
+        path: A YAML file; a template's name where no such file exists; None: the quick start.
+
+    Returns:
+        The configuration, checked.
+
+    Raises:
+        ConfigError: If a key is unknown or a value cannot be used; with file, line and dotted key.
+
+    Examples:
+        >>> isinstance(load_config("test_deltaH1"), Config)
+        True
+    """
     source, text = read_text(DEFAULT_TEMPLATE if path is None else path)
     if source.partition(" ")[0] in TRAINING_TEMPLATES and not Path(path or "").exists():
         raise ConfigError(source, [f"is for training. Run it: entropy-probe train --config {path}"])
@@ -74,22 +118,32 @@ def template(name: str = DEFAULT_TEMPLATE) -> dict[str, Any]:
 
 def config_yaml(config: Config) -> str:
     """Every key of a configuration as YAML that `load_config` reads back."""
-    return yaml.safe_dump(config.dump(), sort_keys=False, allow_unicode=True, width=100)
+    return plain_yaml(config.dump())
+
+
+def plain_yaml(value: Mapping[str, Any]) -> str:
+    """YAML that every reader understands alike.
+
+    PyYAML writes 8.0e-07, which is a number in YAML 1.1 and 1.2; users' own scripts read our files
+    with PyYAML, to which 8e-07 is text.
+    """
+    return yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True, width=100)
 
 
 HEADING = """
 Every key, with its default. Copy what you need: all sections and all keys are optional.
 
 Check a copy with `entropy-probe config check FILE`, run it with `entropy-probe run --config FILE`.
-As it stands it probes the small policy shipped with the package. "Same as" keys are second names
-of one setting: leave them null, or make them agree.
+As it stands it probes the small policy shipped with the package. Files with the keys of the
+earlier documents (batch_config.B_E, ...) are read as well; `entropy-probe config migrate FILE`
+writes these.
 
 This file is written from the descriptions in entropy_experiments.config and tested against them.
 """
 
 
 def documented_yaml() -> str:
-    """Every key with its default and its description: the text of config_template.yaml."""
+    """Every key with its default and its description: the text of all_keys.yaml."""
     blocks = [_comment(HEADING, "")]
     for name, info in Config.model_fields.items():
         section = info.default

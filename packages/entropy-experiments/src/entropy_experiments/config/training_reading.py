@@ -9,22 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
-from entropy_experiments.config.aliases import (
-    MISSING,
-    Alias,
-    Resolved,
-    copied,
-    look,
-    put,
-    remove,
-    shown,
-    unify,
-)
+from entropy_experiments.config.documents import BARE_NAMES, FIELDS
+from entropy_experiments.config.model import known_fields, validated
+from entropy_experiments.config.nested import MISSING, copied, look, put, remove, shown
 from entropy_experiments.config.problems import DEEPEST, MOST, ConfigError, described, nearest
-from entropy_experiments.config.reading import TRAINING_TEMPLATES, read_text
+from entropy_experiments.config.reading import TRAINING_TEMPLATES, plain_yaml, read_text
+from entropy_experiments.config.spellings import Alias, Resolved, unify
 from entropy_experiments.config.training import Probe, TrainingConfig
 from entropy_experiments.config.yaml_dialect import parse_text, parse_value
 
@@ -36,16 +28,18 @@ PRESETS = {
 DEFAULT_PRESET = "tiny"
 OLD_PROBE = "simple_entropy_probe"
 """Document 001's section of the probe."""
-TRAINING_ALIASES: tuple[Alias, ...] = (
-    Alias(spelling="total_steps", canonical="max_steps"),
-    Alias(spelling="model_name_or_path", canonical="model"),
-    Alias(spelling="reward_funcs", canonical="reward_functions"),
-    Alias(spelling="lora.lora_alpha", canonical="lora.alpha"),
-    Alias(spelling="lora.lora_dropout", canonical="lora.dropout"),
-    *(
-        Alias(spelling=f"{OLD_PROBE}.{name}", canonical=f"probe.{name}")
-        for name in Probe.model_fields
-    ),
+TRAINING_ALIASES: tuple[Alias, ...] = tuple(
+    Alias(
+        spelling=spelling, canonical=canonical, nullable=True
+    )  # null is a value, such as no limit
+    for spelling, canonical in {
+        "total_steps": "max_steps",
+        "model_name_or_path": "model",
+        "reward_funcs": "reward_functions",
+        "lora.lora_alpha": "lora.alpha",
+        "lora.lora_dropout": "lora.dropout",
+        **{f"{OLD_PROBE}.{name}": f"probe.{name}" for name in Probe.model_fields},
+    }.items()
 )
 """Names that mean the same. Set to different values they are an error."""
 TRAINING_RETIRED = {
@@ -85,7 +79,30 @@ def parse_training(mapping: Mapping[str, Any], *, source: str = "config") -> Tra
 
 def training_yaml(config: TrainingConfig) -> str:
     """Every key as YAML that `load_training` reads back."""
-    return yaml.safe_dump(config.dump(), sort_keys=False, allow_unicode=True, width=100)
+    return plain_yaml(config.dump())
+
+
+def migrated_yaml(path: str | Path) -> tuple[str, tuple[str, ...]]:
+    """A file of a run or of a training under the schema's keys.
+
+    Returns:
+        The YAML: what the file sets and no more, without its comments. And one line for each key
+        that was left out since it has no effect.
+    """
+    source, text = read_text(path)
+    mapping, lines = parse_text(text, source=source)
+    if _is_training(mapping):
+        training = _validated(mapping, source=source, where=lines)
+        return plain_yaml(training.model_dump(mode="json", exclude_unset=True)), training.notes
+    config = validated(mapping, source=source, where=lines)
+    return plain_yaml(config.written), config.notes
+
+
+def _is_training(mapping: Mapping[Any, Any]) -> bool:
+    """Whether more keys are a training's than a run's; some, such as microbatch_size, are both."""
+    own = {*_defaults(), *(alias.spelling.partition(".")[0] for alias in TRAINING_ALIASES)}
+    run = {*known_fields(), *(key.partition(".")[0] for key in (*FIELDS, *BARE_NAMES))}
+    return len(own & mapping.keys()) > len(run & mapping.keys())
 
 
 def replaced(
@@ -164,23 +181,14 @@ def _settled(found: Resolved, fields: Mapping[str, Any]) -> list[tuple[str, str]
         if look(found.mapping, key) is not MISSING:
             remove(found.mapping, key)
             found.notes.append(f"{key}: has no effect; {why}.")
-    for alias in TRAINING_ALIASES:  # null is a value here, such as no limit
-        if look(found.mapping, alias.spelling) is None:
-            if look(found.mapping, alias.canonical) is MISSING:
-                put(found.mapping, alias.canonical, None)
-            remove(found.mapping, alias.spelling)
-    notes = list(found.notes)
     for canonical in dict.fromkeys(alias.canonical for alias in TRAINING_ALIASES):
-        # Under `lora: null` nothing is to be filled in.
-        parent = canonical.rpartition(".")[0]
-        if not parent or look(found.mapping, parent) is not None:
-            unify(found, canonical, fields, aliases=TRAINING_ALIASES)
-    found.notes = notes  # both names are names here: nothing to say of the one that was used
+        names = [alias for alias in TRAINING_ALIASES if alias.canonical == canonical]
+        unify(found, canonical, names)
     for name in islice(found.mapping.get(OLD_PROBE) or {}, MOST):
         hint = nearest(f"probe.{name}", fields)
         wrong.append((f"{OLD_PROBE}.{name}", f"unknown key. {hint}"))
     found.mapping.pop(OLD_PROBE, None)
-    return wrong + found.conflicts
+    return wrong + found.wrong
 
 
 def _line(key: str, what: str, where: Mapping[str, str]) -> str:

@@ -68,11 +68,37 @@ def curvature(
 ) -> Estimate:
     """D_v D_v H: a step of eta bends away from its prediction by eta^2 / 2 times this.
 
-    `width`: of the differences, in learning rates of the direction; None: a few, as rounding
-    allows. Diagnostics: `slope` (an Estimate from the same pass), `linear_range` (the eta up to
-    which the bend is within 10 % of the slope), `linear_range_low`, the same at the curvature's
-    unfavourable interval end with the noise floor added, and `stencil`, the value at two widths.
-    Keywords are fields of `options`, and win over them; `form` is "to_go" or "matched".
+    Args:
+        policy: Parameters at which the slope is taken.
+        rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
+        direction: Along which the parameters move.
+        options: What entropy is meant, and how it is computed; None: the defaults.
+        width: Of the differences, in learning rates of the direction; None: a few, as rounding
+            allows.
+        keywords: Fields of `options`, which win over them; `form` is a slope's: "to_go", the
+            derivative of the per_decision measurement, or "matched", of snis.
+
+    Returns:
+        The curvature. Its diagnostics hold `slope` (an Estimate from the same pass), `linear_range`
+        (the eta up to which the bend is within 10 % of the slope), `linear_range_low`, the same at
+        the curvature's unfavourable interval end with the noise floor added, and `stencil`, the
+        value at two widths.
+
+    Raises:
+        ValueError: If the policy has top_p below 1: differences would step over changes of the
+            support.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> bend = curvature(policy, rollouts, direction)
+        >>> print(bend)
+        -0.09398  95% [-0.1163, -0.07164]
+        >>> round(bend.diagnostics["linear_range"], 3)
+        0.11
     """
     options = slope_options(options, keywords)
     microbatch = options.microbatch

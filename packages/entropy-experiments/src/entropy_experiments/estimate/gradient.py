@@ -29,7 +29,31 @@ def entropy_gradient(
     microbatch: int = 8,
     base: Scores | None = None,
 ) -> Params:
-    """g_H: its dot product with any direction is the slope along it."""
+    """g_H: its dot product with any direction is the slope along it.
+
+    Args:
+        policy: Parameters at which the gradient is taken.
+        rollouts: Drawn from this policy.
+        estimand: Which entropy is meant.
+        term: The "total", or only the "direct" or the "state" term.
+        microbatch: Rollouts in a pass.
+        base: Scores at theta, if they are there already.
+
+    Returns:
+        The gradient by parameter.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> g_H = entropy_gradient(policy, rollouts, estimand=Estimand())
+        >>> along = float((g_H["table"] * direction.total["table"]).sum())
+        >>> slope = first_order(policy, rollouts, direction)
+        >>> abs(along - slope.value) < 1e-12
+        True
+    """
     base = base or score_all(policy, policy.params, rollouts, microbatch=microbatch)
     cotangent = entropy_coefficients(base, rollouts, estimand, term=term)
 

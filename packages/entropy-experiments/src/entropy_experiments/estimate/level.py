@@ -33,11 +33,26 @@ def entropy_level(
     repackings: int = 0,
     **keywords: Unpack[LevelKeywords],
 ) -> Estimate:
-    """H of the policy itself.
+    """H of the policy itself, with its error bar.
 
-    Other keywords are fields of `options`, and win over them. `form`: None is that of the options;
-    rollouts of the policy itself may also be "resampled". `repackings` are the options' only for
-    changes: a level is far above its noise floor.
+    Args:
+        policy: Whose entropy it is.
+        rollouts: Drawn from this policy.
+        options: What entropy is meant, and how it is computed; None: the defaults.
+        form: None is that of the options; rollouts of the policy itself may also be "resampled".
+        base: Scores at theta, if they are there already.
+        repackings: Passes in other packings that give the noise floor; the options' are only for
+            changes, since a level is far above its noise floor.
+        keywords: Other fields of `options`, which win over them.
+
+    Returns:
+        Entropy in nats per token, or per sequence.
+
+    Examples:
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> print(entropy_level(policy, policy.draw(seed=2)))
+        1.251  95% [1.226, 1.276]
     """
     options = measure_options(options, keywords)
     estimand, microbatch = options.estimand(policy), options.forward_size

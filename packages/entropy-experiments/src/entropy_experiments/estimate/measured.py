@@ -9,15 +9,14 @@ this sample, so their agreement shows linearity, not truth: for that there is `r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import isfinite
-from typing import Generic, NamedTuple, TypeVar, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from entropy_experiments.distributed import current, local_part
 from entropy_experiments.estimate.noise import repackings_of
 from entropy_experiments.estimate.options import (
     EstimatorOptions,
@@ -29,18 +28,9 @@ from entropy_experiments.estimate.ratio import (
     drawn_with,
     payload,
     ratio_sums,
-    refuse_unmoved,
     score_all,
-    score_each,
 )
-from entropy_experiments.estimate.support import Support
-from entropy_experiments.numerics.derivatives import (
-    in_cache,
-    norm,
-    over_shards,
-    shifted,
-    square_sum,
-)
+from entropy_experiments.estimate.several_directions import moved_scores
 from entropy_experiments.numerics.sums import by_prompt, point, whole
 from entropy_experiments.numerics.weights import diagnose
 from entropy_experiments.types import (
@@ -56,16 +46,20 @@ from entropy_experiments.types import (
 
 MAX_STEP_ROUNDING = 0.05
 FP32_EPS = torch.finfo(torch.float32).eps
-MOST_SETTINGS = 8
-"""In memory at a time, where a policy spares work with several."""
-SETTINGS_BYTES = 512 << 20
-"""What they may take together."""
-
-Key = TypeVar("Key", int, str)
 
 
 class Case(NamedTuple):
-    """One measurement of many: which direction, how far, log-weights clipped where."""
+    """One measurement of many: which direction, how far, log-weights clipped where.
+
+    Attributes:
+        direction: Name of the direction.
+        eta: Learning rate.
+        clip: Bound on |log-weight|; None: not clipped.
+
+    Examples:
+        >>> Case("step", 0.1)
+        Case(direction='step', eta=0.1, clip=None)
+    """
 
     direction: str
     eta: float
@@ -83,7 +77,31 @@ def measured(
     base: Scores | None = None,
     **keywords: Unpack[MeasureKeywords],
 ) -> Estimate:
-    """H(theta + eta v) - H(theta); options are those of `measured_many`."""
+    """H(theta + eta v) - H(theta), by reweighting the rollouts of theta.
+
+    Args:
+        policy: Parameters before the step.
+        rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
+        direction: v.
+        eta: The learning rate.
+        options: What entropy is meant, and how it is computed; None: the defaults.
+        clips: One bound on |log-weight|; None: not clipped.
+        base: Scores at theta, if they are there already.
+        keywords: Fields of `options`, which win over them; `form` is "per_decision", which weights
+            each token by its prefix, or "snis", each rollout as a whole.
+
+    Returns:
+        The change, with the diagnostics of `measured_many`.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> print(measured(policy, rollouts, direction, 0.1))
+        0.004675  95% [0.003541, 0.005809]
+    """
     changes = measured_many(
         policy,
         rollouts,
@@ -111,11 +129,38 @@ def measured_many(
 ) -> dict[Case, Estimate]:
     """Every direction at every eta (and -eta, if symmetric) under every clip.
 
-    Keywords are fields of `options`, and win over them; `form` is "per_decision" or "snis". Each
-    costs one no-grad pass over the rollouts (settings of adapters may share it), on top of the base
-    pass and the repackings that give the noise floor, which are done once. Diagnostics:
-    `weights` (see `WeightDiagnostics`) and, per rollout, `integrand_N` (they sum to the change),
-    `entropy_N`, `entropy_base_N`, `tokens_N`.
+    Each costs one no-grad pass over the rollouts (settings of adapters may share it), on top of the
+    base pass and the repackings that give the noise floor, which are done once.
+
+    Args:
+        policy: Parameters before the step.
+        rollouts: Drawn from this policy (or with `behaviour_logprob_NS`).
+        directions: By name.
+        etas: Learning rates.
+        options: What entropy is meant, and how it is computed; None: the defaults.
+        symmetric: Also at -eta, for `odd_and_even`.
+        clips: Bounds on |log-weight|; None: not clipped.
+        base: Scores at theta, if they are there already.
+        keywords: Fields of `options`, which win over them; `form` is "per_decision", which weights
+            each token by its prefix, or "snis", each rollout as a whole.
+
+    Returns:
+        The change of each case. Diagnostics: `weights` (see `WeightDiagnostics`) and, per rollout,
+        `integrand_N` (they sum to the change), `entropy_N`, `entropy_base_N`, `tokens_N`.
+
+    Raises:
+        ValueError: If there is no finite eta, a direction belongs to other parameters, or stale
+            rollouts meet a policy with top_p below 1.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> changes = measured_many(policy, rollouts, {"step": direction}, [0.05, 0.1])
+        >>> print(changes[Case("step", 0.1)])
+        0.004675  95% [0.003541, 0.005809]
     """
     if keywords.get("form") == "resampled":
         raise ValueError("form='resampled' is another function: estimate.resampled.resampled.")
@@ -175,71 +220,8 @@ def coarse_weights(policy: Policy) -> str:
     return ""
 
 
-class Moved(NamedTuple, Generic[Key]):
-    """Scores at theta + eta v, and the share of the step that rounding took."""
-
-    key: Key
-    eta: float
-    scores: Scores
-    rounding: float
-
-
-def moved_scores(
-    policy: Policy,
-    rollouts: Rollouts,
-    along: Mapping[Key, Callable[[], Params]],
-    etas: Sequence[float],
-    *,
-    base: Scores,
-    microbatch: int,
-    at_once: int | None = None,
-) -> Iterator[Moved[Key]]:
-    """Every direction at every eta; `at_once` of the parameter settings are in memory at a time.
-
-    None: several only where that may spare work (`BatchedPolicy`), and they are small. Refused:
-    steps that move a top-p support, and scores that follow no step at all.
-    """
-    if at_once is None:  # rank 0's word: a hook on one rank alone must not part them
-        at_once = current().broadcast_from_zero(lambda: _at_once(policy))
-    support = Support(policy, rollouts, microbatch)
-    cases = [(key, eta) for key in along for eta in etas]
-    for start in range(0, len(cases), at_once):
-        chunk = cases[start : start + at_once]
-        directions = {key: along[key]() for key in dict.fromkeys(key for key, _ in chunk)}
-        # A generator of its own: its settings are gone before the next chunk's are made.
-        yield from _moved(policy, rollouts, directions, chunk, support, base, microbatch)
-
-
-def _moved(
-    policy: Policy,
-    rollouts: Rollouts,
-    directions: Mapping[Key, Params],
-    cases: Sequence[tuple[Key, float]],
-    support: Support,
-    base: Scores,
-    microbatch: int,
-) -> Iterator[Moved[Key]]:
-    settings = [shifted(policy.params, directions[key], eta) for key, eta in cases]
-    for (_, eta), params in zip(cases, settings, strict=True):
-        support.refuse_if_moved(params, eta)
-    found = score_each(policy, settings, rollouts, microbatch=microbatch)
-    for (key, eta), params, scores in zip(cases, settings, found, strict=True):
-        v = directions[key]
-        rounding = step_rounding(policy.params, params, v, eta)
-        if eta and rounding < 0.5 and torch.equal(scores.logprob_NS, base.logprob_NS):
-            refuse_unmoved(policy, rollouts, v)
-        yield Moved(key, eta, scores, rounding)
-
-
 def _total(direction: Direction) -> Params:
     return direction.total
-
-
-def _at_once(policy: Policy) -> int:
-    if not getattr(policy, "spares_work", False):
-        return 1
-    size = sum(p.numel() * p.element_size() for p in policy.params.values())
-    return max(1, min(MOST_SETTINGS, SETTINGS_BYTES // size))
 
 
 def change(
@@ -292,7 +274,26 @@ def change(
 
 
 def odd_and_even(plus: Estimate, minus: Estimate) -> tuple[Estimate, Estimate]:
-    """From the changes at +eta and -eta: eta * slope, and eta^2 / 2 * curvature."""
+    """From the changes at +eta and -eta: eta * slope, and eta^2 / 2 * curvature.
+
+    Args:
+        plus: The change at +eta.
+        minus: The change at -eta, on the same rollouts.
+
+    Returns:
+        The odd and the even part, with paired intervals.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> both = measured_many(policy, rollouts, {"v": direction}, [0.1], symmetric=True)
+        >>> odd, even = odd_and_even(both[Case("v", 0.1)], both[Case("v", -0.1)])
+        >>> print(odd)
+        0.005145  95% [0.004108, 0.006181]
+    """
     return 0.5 * (plus - minus), 0.5 * (plus + minus)
 
 
@@ -317,24 +318,6 @@ def _change_sums(
 
 def _difference(new_top: Tensor, new: Tensor, old_top: Tensor, old: Tensor) -> Tensor:
     return new_top / new - old_top / old
-
-
-def step_rounding(before: Params, after: Params, v: Params, eta: float) -> float:
-    """Share of eta v that stored parameters do not show: |after - before - eta v| / |eta v|."""
-    size = abs(eta) * norm(v)
-    if not size:
-        return 0.0
-    lost = 0.0
-    for name, theta in before.items():
-        for old, new, along in in_cache(*map(local_part, (theta, after[name], v[name]))):
-            lost += square_sum(_missed(old, new, along, eta))
-    return over_shards(lost, before) ** 0.5 / size
-
-
-def _missed(old: Tensor, new: Tensor, along: Tensor, eta: float) -> Tensor:
-    """new - old - eta v in the parameters' precision: of the step it errs by a last digit."""
-    dtype = torch.promote_types(old.dtype, torch.float32)
-    return (new.to(dtype) - old.to(dtype)).sub_(along.to(dtype), alpha=eta)
 
 
 def noise_floors(

@@ -45,7 +45,10 @@ class EstimatorOptions:
         forward_microbatch: Rollouts in a pass without; None: as many.
         repackings: Passes in other packings that give noise floors.
 
-    Example:
+    Raises:
+        ValueError: If `form` has no slope, or `microbatch` is below 1.
+
+    Examples:
         >>> EstimatorOptions(form="snis").slope_form
         'matched'
     """

@@ -31,7 +31,6 @@ from entropy_experiments.numerics.weights import (
     snis_logweights,
 )
 from entropy_experiments.types import (
-    BatchedPolicy,
     Estimand,
     Params,
     Policy,
@@ -161,16 +160,12 @@ def score_each(
     for params in settings:
         require_full_precision(params)
 
-    def scored(part: Rollouts) -> list[Scores]:
-        if len(settings) > 1 and isinstance(policy, BatchedPolicy):
-            return policy.score_many(settings, part)
-        return [policy.score(params, part) for params in settings]
-
     def local() -> list[Tensor]:
         out = [no_scores(rollouts) for _ in settings]
         with torch.no_grad():
             for rows_N, columns, part in ranks.shard(rollouts.split(microbatch, policy)):
-                for into, scores in zip(out, scored(part), strict=True):
+                for into, params in zip(out, settings, strict=True):
+                    scores = policy.score(params, part)
                     check_scores(scores, part, rows_N, columns)
                     for whole_NS, part_NS in zip(into, scores, strict=True):
                         whole_NS[rows_N, columns] = part_NS.double()

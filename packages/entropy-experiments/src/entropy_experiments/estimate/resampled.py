@@ -42,9 +42,39 @@ def resampled(
     repackings: int = REPACKINGS,
     **keywords: Unpack[LevelKeywords],
 ) -> Estimate:
-    """H(theta + eta v) - H(theta), each on rollouts of its own policy.
+    """H(theta + eta v) - H(theta), each on fresh rollouts of its own policy.
 
-    `base_rollouts` are of theta, drawn here if None; options are those of `entropy_level`.
+    Slow, and obviously right: it checks the others.
+
+    Args:
+        policy: Parameters before the step.
+        sampler: Draws rollouts of the policy at the parameters it is called with, for the same
+            prompts at every call.
+        direction: v.
+        eta: The learning rate.
+        generator: The sampler's random numbers.
+        base_rollouts: Rollouts of theta; None: drawn here.
+        options: What entropy is meant, and how it is computed; None: the defaults.
+        repackings: Passes in other packings that give the noise floor; 0: none is computed.
+        keywords: Other fields of `options`, which win over them.
+
+    Returns:
+        The change; its diagnostics hold both levels.
+
+    Raises:
+        ValueError: If the sampler's rollouts were drawn from another policy.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> rollouts = policy.draw(seed=2)
+        >>> direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+        >>> def sampler(params, generator):
+        ...     return policy.draw(seed=generator.initial_seed(), params=params)
+        >>> generator = torch.Generator().manual_seed(3)
+        >>> print(resampled(policy, sampler, direction, 0.1, generator=generator))
+        0.0045  95% [0.003255, 0.005744]
     """
     check_direction(policy, direction)
     params = shifted(policy.params, direction.total, eta)

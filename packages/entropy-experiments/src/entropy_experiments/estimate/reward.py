@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.estimate.central import led_by_reverse, slope_by_reverse
-from entropy_experiments.estimate.measured import MAX_STEP_ROUNDING, step_rounding
+from entropy_experiments.estimate.measured import MAX_STEP_ROUNDING
 from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.estimate.noise import repackings_of
 from entropy_experiments.estimate.options import (
@@ -51,6 +51,7 @@ from entropy_experiments.estimate.reward_sums import (
     slope_of,
     weighted,
 )
+from entropy_experiments.estimate.several_directions import step_rounding
 from entropy_experiments.estimate.stencil import (
     curvature_of_ratio,
     direction_step,

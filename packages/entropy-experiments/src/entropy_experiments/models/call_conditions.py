@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._C._functorch import get_interpreter_stack
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -82,16 +81,6 @@ def plain_inputs(model: nn.Module) -> Iterator[None]:
         if demanding:
             hooks.clear()
             hooks.update(before)  # in their old order
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at what goes in or out, here or further inside, and may change it."""
-    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
-        return True
-    return any(
-        m._forward_pre_hooks or not all(map(_demands_gradients, m._forward_hooks.values()))
-        for m in module.modules()
-    )
 
 
 def _demands_gradients(hook: Any) -> bool:

@@ -79,7 +79,7 @@ class FunctionalModel:
         self._padded, self._as_trained = trains_padded_embeddings(model), training_gradient
         self._parts: Parts | None = find_parts(model)
         self._experts = expert_configs(model)
-        self.contexts = Contexts.of(model)
+        self.contexts: Contexts = Contexts.of(model)
         self.padding_index: int | None = None
         """What positions are counted from, as RoBERTa does; None: they are 0, 1, 2, ...."""
         self._truncated = False
@@ -160,10 +160,7 @@ class FunctionalModel:
         params: Params,
         tokens_NS: Tensor,
         rows: Rows | None = None,
-        *,
-        stacked: int = 1,
     ) -> Any:
-        """With `stacked`, the rows that many times over, one block after another."""
         attention: AbstractContextManager[Any] = nullcontext()
         if rows is None:
             if not self.contexts.beyond(tokens_NS.shape[1]):
@@ -172,11 +169,9 @@ class FunctionalModel:
             # All ones, though there is padding: it comes after all that is looked at. Without a
             # mask some architectures warn, and others guess packed sequences from positions.
             inputs = (tokens_NS, position_NS, torch.ones_like(tokens_NS))
-            inputs = tuple(x_NS.repeat(stacked, 1) for x_NS in inputs)
         else:
-            attention, mask_R1SS = self._looking(rows, stacked)
-            tokens_RS, position_RS = rows.tokens_RS, rows.position_RS
-            inputs = (tokens_RS.repeat(stacked, 1), position_RS.repeat(stacked, 1), mask_R1SS)
+            attention, mask_R1SS = self._looking(rows)
+            inputs = (rows.tokens_RS, rows.position_RS, mask_R1SS)
         named = dict(zip(("input_ids", "position_ids", "attention_mask"), inputs, strict=True))
         # Recomputation happens in backward.
         recompute = self._layers if records_a_graph() else ()
@@ -200,20 +195,20 @@ class FunctionalModel:
     def _keeps_gradients(self) -> bool:
         return self._truncated and not self._as_trained and torch.is_grad_enabled()
 
-    def _looking(self, rows: Rows, stacked: int) -> tuple[AbstractContextManager[Any], Tensor]:
+    def _looking(self, rows: Rows) -> tuple[AbstractContextManager[Any], Tensor]:
         """How attention is to be computed, and the mask that the model gets."""
         if self._attention == "sdpa":
             if records_a_graph():
                 # As a trainer does it: by segments a rebuilt step was three times as far from
                 # TRL's own (7.5e-6 instead of 2.6e-6 of its size, a tiny adapter in fp32).
                 return nullcontext(), rows.looks_R1SS
-            by_segments = rows.by_segments(stacked)
+            by_segments = rows.by_segments()
             return by_segments, by_segments.mask
         dtype = causal_lm(self.model).get_input_embeddings().weight.dtype
         lowest = torch.finfo(dtype).min  # eager attention adds its mask
         mask_R1SS = torch.zeros_like(rows.looks_R1SS, dtype=dtype)
         mask_R1SS = mask_R1SS.masked_fill(~rows.looks_R1SS, lowest)
-        return nullcontext(), mask_R1SS.repeat(stacked, 1, 1, 1)
+        return nullcontext(), mask_R1SS
 
     @property
     def _attention(self) -> str:

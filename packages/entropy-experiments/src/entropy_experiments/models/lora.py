@@ -12,7 +12,7 @@ the two differ by the rounding of a few additions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from entropy_experiments.models.call_conditions import forward_as, nothing_differentiated
-from entropy_experiments.types import Params
 
 DTYPES = (torch.float32, torch.float64)
 """In half precision peft rounds after every step; one product that rounds once is another number.
@@ -58,15 +57,10 @@ class Adapter(NamedTuple):
     scale: float
 
 
-def adapters_of(layer: Any, prefix: str = "", params: Params | None = None) -> list[Adapter]:
-    """The active ones, with the given parameters in place of the layer's own."""
-    values: Mapping[str, Any] = params or {}
+def adapters_of(layer: Any) -> list[Adapter]:
+    """The active ones."""
     return [
-        Adapter(
-            values.get(f"{prefix}lora_A.{name}.weight", layer.lora_A[name].weight),
-            values.get(f"{prefix}lora_B.{name}.weight", layer.lora_B[name].weight),
-            layer.scaling[name],
-        )
+        Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
         for name in layer.active_adapters
     ]
 

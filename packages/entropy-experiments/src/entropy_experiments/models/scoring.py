@@ -25,19 +25,12 @@ from torch import Tensor, nn
 
 from entropy_experiments.models.call_conditions import (
     causal_lm,
-    eval_mode,
-    has_hooks,
     nothing_differentiated,
     records_a_graph,
 )
 from entropy_experiments.models.functional_model import FunctionalModel
-from entropy_experiments.models.rollout_gradients import gradients_by_rollout
+from entropy_experiments.models.linear_layer_gradients import gradients_by_rollout
 from entropy_experiments.models.shared_prompts import Packed, Rows, may_share, shared_rows
-from entropy_experiments.models.stacked_settings import (
-    may_stack,
-    settings_in_a_pass,
-    stacked_adapters,
-)
 from entropy_experiments.models.trials import (
     FAILURES,
     HIGH,
@@ -45,7 +38,6 @@ from entropy_experiments.models.trials import (
     few_tokens,
     nearly_equal,
     scaled_states,
-    some_rollouts,
     trial_tokens,
     two_of_one_prompt,
 )
@@ -64,7 +56,29 @@ KNOWN_MASKS = ("sdpa", "eager")
 
 
 class SequenceProcessor(FunctionalModel):
-    """A loaded model as the estimators see it (`types.Policy`, and `types.NucleusPolicy`)."""
+    """A loaded transformers model as the estimators see it: a `Policy`, and a `NucleusPolicy`.
+
+    Args:
+        model: A causal LM; parameters that require a gradient are the policy's.
+        temperature: Part of the policy, not of the sampler.
+        top_p: Below 1 the policy *is* the truncated distribution.
+        chunk: Tokens whose logits are in memory at a time; None: as memory allows.
+        checkpointing: Recompute activations in the backward pass.
+        training_gradient: Take the gradient that training takes, where that is not the derivative
+            of the scores (see `as_trained`).
+
+    Raises:
+        ValueError: If `temperature` or `top_p` is out of range.
+
+    Examples:
+        >>> import torch
+        >>> checkpoint = load_checkpoint(embedded_trajectory() / "checkpoint-13")
+        >>> policy = SequenceProcessor(checkpoint.model)
+        >>> batch, _ = load_update_batch(checkpoint.path / "update_batch")
+        >>> few = batch.rollouts.take(torch.arange(4))
+        >>> policy.score_all(few).entropy_NS.shape == few.tokens_NS.shape
+        True
+    """
 
     def __init__(
         self,
@@ -83,7 +97,9 @@ class SequenceProcessor(FunctionalModel):
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p is {top_p}; expected in (0, 1].")
         super().__init__(model, checkpointing=checkpointing, training_gradient=training_gradient)
-        self.temperature, self.top_p, self.chunk = float(temperature), float(top_p), chunk
+        self.temperature: float = float(temperature)
+        self.top_p: float = float(top_p)
+        self.chunk: int | None = chunk
         choose_threads(self._device, self.trial_pass, anew=True)
         if self._parts is not None and not self._head_makes_the_logits(self._parts):
             self._parts = None
@@ -137,40 +153,20 @@ class SequenceProcessor(FunctionalModel):
         return other
 
     def score(self, params: Params, rollouts: Rollouts) -> Scores:
-        (scores,) = self.score_many([params], rollouts)
-        return scores
-
-    def score_many(self, many: Sequence[Params], rollouts: Rollouts) -> list[Scores]:
-        """The same rollouts under several parameter settings, packed once.
-
-        Where adapters are all that is trained, settings of few tokens go through the model together
-        (`stacked_settings`): the same numbers up to rounding. Nothing is shared under derivatives.
-        """
         groups = self.contexts.groups(rollouts)
         if len(groups) > 1:
-            apart = [self.score_many(many, rollouts.take(rows_N)) for rows_N in groups]
-            return [
-                Scores(*(_rows_again(parts, groups) for parts in zip(*scores, strict=True)))
-                for scores in zip(*apart, strict=True)
-            ]
+            apart = [self.score(params, rollouts.take(rows_N)) for rows_N in groups]
+            return Scores(*(_rows_again(parts, groups) for parts in zip(*apart, strict=True)))
         packed = self._packed(rollouts)
-        tokens = len(many) * rollouts.tokens_NS.numel()
+        tokens = rollouts.tokens_NS.numel()
         kind = (records_a_graph(), nothing_differentiated(), tokens.bit_length())
         with timed_pass(kind, tokens, self._device, self.trial_pass):
-            if len(many) < 2 or not nothing_differentiated():
-                scored = [self._reached(params, self._score(params, packed)) for params in many]
-            else:
-                scored = self._score_together(many, packed, self._stack_size(packed))
-        return [Scores(*map(packed.back, scores)) for scores in scored]
+            scores = self._reached(params, self._score(params, packed))
+        return Scores(*map(packed.back, scores))
 
-    @property
-    def spares_work(self) -> bool:
-        """Whether `score_many` of several settings is less than a pass for each, as things stand.
-
-        Without gradients, that is, and if the rollouts at a time are few.
-        """
-        with torch.no_grad():
-            return self._stacks()
+    def score_many(self, many: Sequence[Params], rollouts: Rollouts) -> list[Scores]:
+        """The same rollouts under several parameter settings, one after the other."""
+        return [self.score(params, rollouts) for params in many]
 
     def gradients_by_rollout(
         self, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
@@ -237,49 +233,6 @@ class SequenceProcessor(FunctionalModel):
         widest = getattr(causal_lm(self.model).config, "max_position_embeddings", None)
         square = self._attention != "sdpa" or records_a_graph()
         return replace(packed, rows=shared_rows(packed.rollouts, widest, square=square))
-
-    def _stack_size(self, packed: Packed) -> int:
-        """How many settings of these rows to have in one pass."""
-        size = settings_in_a_pass(packed.inputs.numel())
-        return size if size > 1 and self._stacks() else 1
-
-    def _stacks(self) -> bool:
-        """Whether settings can share a pass; hooks would see the rows of all of them."""
-        if self._parts is None or has_hooks(self._parts.decoder):
-            return False
-        with eval_mode(self.model):  # a dropout that is off does not stand in the way
-            return may_stack(self._adapters, self._names) and self._stacking_works
-
-    @cached_property
-    def _stacking_works(self) -> bool:
-        return self._together_changes_nothing()
-
-    def _score_together(self, many: Sequence[Params], packed: Packed, size: int) -> list[Scores]:
-        """In groups of `size`."""
-        scores: list[Scores] = []
-        for start in range(0, len(many), size):
-            group = many[start : start + size]
-            if len(group) == 1:
-                scores.append(self._score(group[0], packed))
-            else:
-                scores += self._score_stack(group, packed)
-        return scores
-
-    def _score_stack(self, many: Sequence[Params], packed: Packed) -> list[Scores]:
-        """One pass for all of them."""
-        for params in many:
-            check_params("params", params, self.params)
-        assert self._parts is not None  # then the head is not trained: adapters are all that is
-        head, tokens_NS = self._parts.head, packed.rollouts.tokens_NS
-        with stacked_adapters(self._adapters, many, len(packed.inputs)):
-            hidden_RSD = self._call(
-                self._parts.decoder, {}, tokens_NS, packed.rows, stacked=len(many)
-            )[0]
-        # One setting after the other: all at once, the head's products round differently.
-        return [
-            self._from_hidden(block_RSD.to(head.weight.device), head.weight, head.bias, packed)
-            for block_RSD in hidden_RSD.chunk(len(many))
-        ]
 
     def _from_hidden(
         self, hidden_RSD: Tensor, head_VD: Tensor, bias_V: Tensor | None, packed: Packed
@@ -400,32 +353,6 @@ class SequenceProcessor(FunctionalModel):
         except FAILURES:
             return False  # a head with layers of its own before it
         return True
-
-    def _together_changes_nothing(self) -> bool:
-        """Three settings far apart, in one pass and one by one: the same scores."""
-        packed = Packed.of(some_rollouts(self.model), self.device)
-        draw = torch.Generator().manual_seed(0)
-        many = [
-            {n: p + 0.1 * torch.randn(p.shape, generator=draw).to(p) for n, p in here.items()}
-            for here in [self.params] * 3
-        ]
-        full = copy(self)  # random tokens lie outside a top-p nucleus: log p = -inf
-        full.top_p = 1.0
-        with torch.no_grad():
-            apart = [full._score(params, packed) for params in many]
-            try:
-                together = full._score_together(many, packed, len(many))
-            except torch.OutOfMemoryError:
-                raise
-            except FAILURES:
-                return False  # layers that hand on more than states, or deal out their tokens
-
-        def same(a: Scores, b: Scores) -> bool:
-            dtype = causal_lm(self.model).get_input_embeddings().weight.dtype
-            return all(nearly_equal(x_NS, y_NS, dtype) for x_NS, y_NS in zip(a, b, strict=True))
-
-        # Settings with equal scores would show nothing.
-        return all(map(same, together, apart)) and not same(apart[0], apart[1])
 
 
 def _rows_again(parts: Sequence[Tensor], groups: Sequence[Tensor]) -> Tensor:

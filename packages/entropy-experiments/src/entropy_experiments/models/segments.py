@@ -113,13 +113,7 @@ class Segments:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """[R, H, S, D] of queries, keys and values of that shape (D of the values may differ).
-
-        Stacked inputs [K R, H, S, D] give [K R, H, S, D]: to attention, K H heads of R rows.
-        """
-        stacked = len(query) // self.shape[0]
-        if stacked > 1:
-            query, key, value = (_as_heads(x, stacked) for x in (query, key, value))
+        """[R, H, S, D] of queries, keys and values of that shape (D of the values may differ)."""
         if enable_gqa:
             each = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(each, 1) for x in (key, value))
@@ -139,18 +133,7 @@ class Segments:
             )
             outputs.append(attention(q, k, v, part.looks_MLK))
         output_THD = torch.cat([x_HMLD.permute(1, 2, 0, 3).flatten(0, 1) for x_HMLD in outputs])
-        output = output_THD.index_select(0, self.place_T).unflatten(0, self.shape).transpose(1, 2)
-        return output if stacked == 1 else _as_rows(output, stacked)
-
-
-def _as_heads(x: Tensor, stacked: int) -> Tensor:
-    """[K R, H, S, D] as [R, K H, S, D]."""
-    return x.unflatten(0, (stacked, -1)).transpose(0, 1).flatten(1, 2)
-
-
-def _as_rows(x: Tensor, stacked: int) -> Tensor:
-    """[R, K H, S, D] as [K R, H, S, D]."""
-    return x.unflatten(1, (stacked, -1)).transpose(0, 1).flatten(0, 1)
+        return output_THD.index_select(0, self.place_T).unflatten(0, self.shape).transpose(1, 2)
 
 
 def _causal(size: int, device: torch.device) -> Tensor:
@@ -230,18 +213,12 @@ def _part(responses: Sequence[_Response], width: int) -> Part:
 
 
 class BySegments(TorchFunctionMode):
-    """Inside, attention called with `mask` goes by segments; anything else is as it was.
+    """Inside, attention called with `mask` goes by segments; anything else is as it was."""
 
-    `stacked`: the rows that come are the segments' rows this many times, one block after another.
-    """
-
-    def __init__(
-        self, segments: Segments, square: Callable[[], Tensor], *, stacked: int = 1
-    ) -> None:
+    def __init__(self, segments: Segments, square: Callable[[], Tensor]) -> None:
         super().__init__()
         self.segments, self.square = segments, square
         rows, width = segments.shape
-        rows *= stacked
         nothing = torch.zeros((), dtype=torch.bool, device=segments.place_T.device)
         self.mask = nothing.expand(rows, 1, width, width)
 

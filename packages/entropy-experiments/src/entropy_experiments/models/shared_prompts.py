@@ -117,14 +117,9 @@ class Rows:
         width = self.tokens_RS.shape[1]
         return Segments.of(self.sizes, width).to(self.tokens_RS.device)
 
-    def by_segments(self, stacked: int = 1) -> BySegments:
+    def by_segments(self) -> BySegments:
         """Inside, attention with this one's `mask` never makes the square."""
-
-        def square() -> Tensor:
-            looks_R1SS = self.looks_R1SS
-            return looks_R1SS if stacked == 1 else looks_R1SS.repeat(stacked, 1, 1, 1)
-
-        return BySegments(self.segments, square, stacked=stacked)
+        return BySegments(self.segments, lambda: self.looks_R1SS)
 
     @property
     def place(self) -> tuple[Tensor, Tensor]:

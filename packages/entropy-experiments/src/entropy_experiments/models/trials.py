@@ -86,19 +86,6 @@ def passing_tokens(model: nn.Module) -> Tensor:
     return few_tokens(model).repeat(1, -(-64 // FEW))[:, :64].repeat(4, 1)
 
 
-def some_rollouts(model: nn.Module) -> Rollouts:
-    """Three of 17 random tokens: too many for a mixture's experts to get equal shares."""
-    vocabulary = len(causal_lm(model).get_input_embeddings().weight)
-    draw = torch.Generator().manual_seed(0)
-    response_NS = torch.arange(17).expand(3, 17) >= 4
-    return Rollouts(
-        tokens_NS=torch.randint(0, vocabulary, (3, 17), generator=draw),
-        attention_NS=torch.ones_like(response_NS),
-        response_NS=response_NS,
-        prompt_N=torch.arange(3),
-    )
-
-
 def two_of_one_prompt(model: nn.Module) -> Rollouts:
     """Three tokens that two responses of two tokens share."""
     vocabulary = len(causal_lm(model).get_input_embeddings().weight)

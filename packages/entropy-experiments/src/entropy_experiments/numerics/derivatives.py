@@ -2,15 +2,13 @@
 
     pushforward:   f(theta) and D_v f           (D_v D_v f: `numerics.second_order`)
     pullback:      the gradient of a scalar
-    gradients_one_by_one:   g_n = d/dtheta sum_k [ c^l_nk l_nk + c^h_nk h_nk ] of each rollout n
 
 `jvp` is one forward pass with dual numbers. `double_backward` uses reverse mode only: J^T u is
 linear in u, and its derivative in u along v is J v; plain autograd, so that Functions that know
 nothing of torch.func have it too. `central` is two plain forwards, O(step^2) away from the truth
 and all that remains when a model cannot be differentiated twice, as with fused attention kernels,
-which have neither forward mode nor a double backward. `gradients_one_by_one` makes one forward and
-one backward per rollout and is right for any policy; where the model allows it,
-`models.rollout_gradients` gives the same numbers for a whole microbatch at once.
+which have neither forward mode nor a double backward. Gradients of single rollouts are in
+`numerics.rollout_gradients`.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch.func import jvp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from entropy_experiments.distributed import current, local_part, shards_of
-from entropy_experiments.types import Params, Rollouts, Scores, check_params
+from entropy_experiments.types import Params, check_params
 
 How = Literal["jvp", "double_backward", "central"]
 
@@ -48,7 +46,6 @@ NEAR = 4.0
 ROUNDINGS = 2.0**12
 """And at least so many roundings of theta, so that theta + h v is where it should be."""
 IN_CACHE = 2**14
-Score = Callable[[Params, Rollouts], Scores]
 
 
 class NoDerivativeError(ValueError):
@@ -357,53 +354,3 @@ def _double_backward(f: Callable[[Params], Any], params: Params, v: Params) -> t
     return tuple(
         tree_unflatten([x.detach() for x in part], structure) for part in (outputs, slopes)
     )
-
-
-def weighted_sum(scores: Scores, cotangent: Scores, response_NS: Tensor) -> Tensor:
-    """sum over response tokens of c_l l + c_h h, c the cotangent."""
-    products = (
-        cotangent_NS.to(x_NS.device, x_NS.dtype) * x_NS
-        for cotangent_NS, x_NS in zip(cotangent, scores, strict=True)
-    )
-    return torch.where(response_NS, sum(products), 0.0).sum()
-
-
-def gradients_one_by_one(
-    score: Score, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
-) -> list[dict[str, Tensor]]:
-    """For each cotangent the gradients [n, *shape] of the rollouts, in the order given."""
-    check_cotangents(rollouts, cotangents)
-    by_cotangent = []
-    for cotangent in cotangents:
-        rows = []
-        for n in range(len(rollouts)):
-            row_N = torch.tensor([n], device=rollouts.tokens_NS.device)
-            # Split once more: a rollout on its own needs none of the others' padding.
-            ((_, columns, alone),) = rollouts.take(row_N).split(1)
-            mine = Scores(*(x_NS[row_N.to(x_NS.device), columns] for x_NS in cotangent))
-            rows.append(
-                pullback(lambda p: weighted_sum(score(p, alone), mine, alone.response_NS), params)[
-                    1
-                ]
-            )
-        by_cotangent.append(
-            {name: at_least_fp32(torch.stack([row[name] for row in rows])) for name in params}
-        )
-    return by_cotangent
-
-
-def at_least_fp32(gradient: Tensor) -> Tensor:
-    """Half-precision gradients are added up in fp32."""
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-
-
-def check_cotangents(rollouts: Rollouts, cotangents: Sequence[Scores]) -> None:
-    shape = tuple(rollouts.tokens_NS.shape)
-    for cotangent in cotangents:
-        for name, cotangent_NS in zip(Scores._fields, cotangent, strict=True):
-            if tuple(cotangent_NS.shape) != shape:
-                raise ValueError(
-                    f"The cotangent of {name} has shape {tuple(cotangent_NS.shape)}; expected "
-                    f"{shape}, one number per position of these rollouts. Cut it like the part "
-                    "itself: cotangent_NS[rows_N, columns]."
-                )

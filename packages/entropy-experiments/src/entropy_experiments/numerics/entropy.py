@@ -45,7 +45,27 @@ def token_scores(
     top_p: float = 1.0,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob, entropy) of T tokens given their logits, which are already in memory."""
+    """(log-prob, entropy) of T tokens from their logits, which are already in memory.
+
+    Args:
+        logits_TV: One row per token: the distribution that it was drawn from.
+        token_T: The tokens drawn.
+        temperature: Divides the logits.
+        top_p: Below 1: the softmax restricted to the likeliest tokens with that much mass.
+        chunk: Rows at a time; None: as many as 160 MiB of logits hold.
+
+    Returns:
+        Two tensors [T], differentiable in forward and reverse mode; nats.
+
+    Raises:
+        ValueError: If a token is not among the columns of the logits.
+
+    Examples:
+        >>> import torch
+        >>> logprob_T, entropy_T = token_scores(torch.zeros(1, 4), torch.tensor([2]))
+        >>> round(float(logprob_T), 4), round(float(entropy_T), 4)  # -log 4 and log 4
+        (-1.3863, 1.3863)
+    """
     _check_tokens(token_T, logits_TV.shape[-1])
     size = chunk or _rows_in(CHUNK_BYTES, logits_TV.shape[-1])
     parts = [
@@ -131,7 +151,31 @@ def response_scores(
     top_p: float = 1.0,
     chunk: int | None = None,
 ) -> Scores:
-    """Scores of the response positions only, from the decoder's states and the LM head."""
+    """Scores of the response positions only, from the decoder's states and the LM head.
+
+    Args:
+        hidden_RSD: The decoder's last states; the state *before* a token predicts it.
+        head_VD: The LM head's weight.
+        rollouts: Which tokens are responses.
+        place: Row and column of `hidden_RSD` for every token, where it is not laid out as the
+            rollouts.
+        bias_V: The LM head's bias, if it has one.
+        temperature: Divides the logits.
+        top_p: Below 1: the softmax restricted to the likeliest tokens with that much mass.
+        chunk: Tokens at a time; None: as memory allows. [N, S, V] is never in memory.
+
+    Returns:
+        Scores [N, S], zero outside the response.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> rollouts = BigramPolicy().draw(seed=2)
+        >>> hidden_NSD = torch.zeros(*rollouts.tokens_NS.shape, 3)  # of a model that knows nothing
+        >>> scores = response_scores(hidden_NSD, torch.ones(5, 3), rollouts)
+        >>> round(float(scores.entropy_NS[0, 1]), 4)  # log 5
+        1.6094
+    """
     where, hidden_TD = before_response(hidden_RSD, rollouts, place)
     logprob_T, entropy_T = token_scores_from_hidden(
         hidden_TD,
@@ -174,7 +218,33 @@ def response_support(
     temperature: float = 1.0,
     top_p: float,
 ) -> Tensor:
-    """[N, S] fingerprints of the response positions' supports, as `response_scores` sees them."""
+    """Fingerprints of the response positions' top-p supports, as `response_scores` sees them.
+
+    Two parameter settings whose fingerprints differ have another support: there the entropy jumps,
+    and no slope predicts it.
+
+    Args:
+        hidden_RSD: The decoder's last states.
+        head_VD: The LM head's weight.
+        rollouts: Which tokens are responses.
+        place: Row and column of `hidden_RSD` for every token, where it is not laid out as the
+            rollouts.
+        bias_V: The LM head's bias, if it has one.
+        temperature: Divides the logits.
+        top_p: The mass that the support has.
+
+    Returns:
+        [N, S] integers, zero outside the response.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> rollouts = BigramPolicy().draw(seed=2)
+        >>> hidden_NSD = torch.zeros(*rollouts.tokens_NS.shape, 3)
+        >>> support_NS = response_support(hidden_NSD, torch.ones(5, 3), rollouts, top_p=0.5)
+        >>> len(support_NS[rollouts.response_NS].unique())  # the same three tokens everywhere
+        1
+    """
     where, hidden_TD = before_response(hidden_RSD, rollouts, place)
     hidden_TD, head_VD = _full(hidden_TD), _full(head_VD)
     fingerprint_T = torch.cat(

@@ -44,11 +44,48 @@ from entropy_experiments.types import Rollouts
 
 
 class LoopProbe:
-    """Predicts and measures the steps made inside `with probe.step():`.
+    """Predicts and measures the steps made inside `with probe.step():`, in a loop of your own.
 
-    `model` is the bare model: what DDP wraps, not the wrapper. On several ranks every one of them
-    makes a LoopProbe, and enters `step()`, at the same time. `evaluation`: Rollouts or a buffer,
-    instead of drawing answers to `prompts`. `order=2` also predicts to second order.
+    On several ranks every one of them makes a LoopProbe, and enters `step()`, at the same time.
+
+    Args:
+        model: The bare model: what DDP wraps, not the wrapper.
+        optimizer: Adam, AdamW or SGD.
+        tokenizer: Of the model.
+        prompts: Texts; some of them, other ones each time, are answered by the policy as it is.
+        max_new_tokens: Length limit of the answers.
+        evaluation: Rollouts or a buffer, instead of drawing answers to `prompts`.
+        drawn: Prompts that are answered.
+        group: Answers to each.
+        uses: Probed steps that they serve.
+        temperature: Of the policy.
+        every: A step is probed every so many steps.
+        max_overhead: Fewer, when the probe would take more than this share of the training time;
+            None: no limit.
+        microbatch: Rollouts in a pass.
+        parts: Also split the prediction into momentum, decay and gradient.
+        order: 2 also predicts to second order.
+        out: A file of JSON lines, one for each probed step.
+        on_row: Called with each row.
+        seed: Of the answers.
+
+    Raises:
+        ValueError: If there is nothing to evaluate on, or an option cannot be used.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.sampling.datasets import load_problems
+        >>> checkpoint = load_checkpoint(embedded_trajectory() / "checkpoint-13")
+        >>> model, tokenizer = checkpoint.model, checkpoint.tokenizer
+        >>> adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        >>> prompts = [problem.prompt for problem in load_problems("countdown", count=8)]
+        >>> probe = LoopProbe(model, adamw, tokenizer, prompts=prompts, max_new_tokens=6, drawn=8)
+        >>> ids_NS = tokenizer(prompts, return_tensors="pt", padding=True).input_ids
+        >>> model(input_ids=ids_NS, labels=ids_NS).loss.backward()
+        >>> with probe.step():
+        ...     stepped = adamw.step()
+        >>> len(probe.rows)
+        1
     """
 
     def __init__(

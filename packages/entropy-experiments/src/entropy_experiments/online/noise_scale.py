@@ -245,15 +245,28 @@ class _AdamPreconditioner(Mapping[str, Tensor]):
 
 
 class NoiseScale:
-    """Collects microbatch gradients of each step; holds one buffer of the gradient's size.
+    """Gradient noise scale and critical batch size, from the microbatch gradients of each step.
 
-    noise = NoiseScale(dict(model.named_parameters()))
-    noise.open_step(adam_preconditioner(optimizer, params))     # or not at all: raw only
-    noise.add(gradients, weight=8)                              # of each microbatch
-    noise.close_step()                                          # before optimizer.step()
-    noise.estimate("adam").critical_batch
+    It holds one buffer of the gradient's size.
 
-    `window`: how many of the last steps an estimate speaks of; None: all.
+    Args:
+        params: Parameters that training moves, by name.
+        window: How many of the last steps an estimate speaks of; None: all.
+
+    Raises:
+        ValueError: If there are no parameters, or the window is too short.
+
+    Examples:
+        >>> import torch
+        >>> noise = NoiseScale({"w": torch.zeros(2)})
+        >>> for step in range(4):
+        ...     generator = torch.Generator().manual_seed(step)
+        ...     for microbatch in range(2):
+        ...         gradient = torch.ones(2) + torch.randn(2, generator=generator)
+        ...         noise.add({"w": gradient}, weight=8)
+        ...     closed = noise.close_step()  # before optimizer.step()
+        >>> noise.steps
+        4
     """
 
     def __init__(self, params: Mapping[str, Tensor], *, window: int | None = None) -> None:
@@ -266,7 +279,7 @@ class NoiseScale:
         self._device = next(iter(params.values())).device
         self._rows: dict[Metric, deque[StepSums]] = {m: deque(maxlen=window) for m in METRICS}
         self._samples: deque[float] = deque(maxlen=window)
-        self.skipped = 0
+        self.skipped: int = 0
         self._begin()
 
     def _begin(self) -> None:

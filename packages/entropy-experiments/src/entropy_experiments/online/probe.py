@@ -49,12 +49,12 @@ from entropy_experiments.estimate.measured import (
     change,
     coarse_weights,
     even_part,
-    step_rounding,
 )
 from entropy_experiments.estimate.modes import used_forward_mode
 from entropy_experiments.estimate.options import SlopeForm, slope_estimand
 from entropy_experiments.estimate.own_batch import OwnBatch, own_slopes
 from entropy_experiments.estimate.ratio import check_repeatable, score_all
+from entropy_experiments.estimate.several_directions import step_rounding
 from entropy_experiments.models.functional_model import refuse_compiled
 from entropy_experiments.numerics.derivatives import How, full_precision, norm, shifted
 from entropy_experiments.online.evaluation_rollouts import Buffer
@@ -70,35 +70,6 @@ NEVER_MADE = (
     "rounding"
 )
 SKIPPED = "no weight changed: the optimizer made no step"
-
-
-def check_counts(counts: Mapping[str, Any], *, least: int = 1) -> None:
-    """Refuse an argument (by name) that is no whole number of at least `least`."""
-    for name, value in counts.items():
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} is {value!r}; expected a whole number, at least {least}.")
-
-
-def check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise ValueError(f"{name} is {value!r}; expected a number above 0.")
-
-
-def check_order(order: Any) -> None:
-    if isinstance(order, bool) or order not in (1, 2):
-        raise ValueError(
-            f"order is {order!r}; expected 1 (the straight line) or 2 (with its curvature, for one "
-            "more pass without gradients before the step)."
-        )
-
-
-def check_bare(model: Any) -> None:
-    if isinstance(model, WRAPPERS):
-        raise ValueError(
-            f"model is a {type(model).__name__}; expected the bare model inside it, whose "
-            "parameters have their own names: give model.module."
-        )
-    refuse_compiled(model)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,7 +119,7 @@ class StepMeasurement:
 
     prediction: StepPrediction
     change: Estimate
-    moved: float
+    step_norm: float
     """Norm of the parameter change; 0: the optimizer skipped the step."""
     mismatch: float | None
     """|change of the parameters - predicted change| over the former: 0 for the step we rebuilt.
@@ -163,7 +134,7 @@ class StepMeasurement:
 
     @property
     def skipped(self) -> bool:
-        return self.moved == 0
+        return self.step_norm == 0
 
     @property
     def apart(self) -> bool:
@@ -351,7 +322,7 @@ class OnlineProbe:
         measurement = StepMeasurement(
             prediction=pending.prediction,
             change=_corrected(seen, pending),
-            moved=size,
+            step_norm=size,
             mismatch=_mismatch(size, norm(missed)),
         )
         self.buffer.release()
@@ -446,3 +417,32 @@ def named_gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:
 def trained_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     """The parameters that training moves, by name; not copied."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_counts(counts: Mapping[str, Any], *, least: int = 1) -> None:
+    """Refuse an argument (by name) that is no whole number of at least `least`."""
+    for name, value in counts.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} is {value!r}; expected a whole number, at least {least}.")
+
+
+def check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"{name} is {value!r}; expected a number above 0.")
+
+
+def check_order(order: Any) -> None:
+    if isinstance(order, bool) or order not in (1, 2):
+        raise ValueError(
+            f"order is {order!r}; expected 1 (the straight line) or 2 (with its curvature, for one "
+            "more pass without gradients before the step)."
+        )
+
+
+def check_bare(model: Any) -> None:
+    if isinstance(model, WRAPPERS):
+        raise ValueError(
+            f"model is a {type(model).__name__}; expected the bare model inside it, whose "
+            "parameters have their own names: give model.module."
+        )
+    refuse_compiled(model)

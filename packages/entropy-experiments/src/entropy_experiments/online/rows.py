@@ -68,7 +68,7 @@ def row_of(
         "lr": prediction.lr,
         "grad_norm": prediction.grad_norm,
         "param_norm": prediction.param_norm,
-        "step_norm": found.moved,
+        "step_norm": found.step_norm,
         "step_mismatch": found.mismatch,
         "skipped": float(found.skipped),
         "trusted": float(not found.why_not),

@@ -36,9 +36,8 @@ from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import norm, shifted
 from entropy_experiments.online.record import facts_of
 from entropy_experiments.pipelines.influence.batches import EvaluationBatch, folded
-from entropy_experiments.pipelines.influence.facts import changes, ledger_facts
 from entropy_experiments.pipelines.influence.files import StudyFiles
-from entropy_experiments.pipelines.influence.packing import step_facts
+from entropy_experiments.pipelines.influence.packing import step_json
 from entropy_experiments.pipelines.influence.results import EvaluationResults, StudyResults
 from entropy_experiments.pipelines.influence.stages import rollouts_digest
 from entropy_experiments.pipelines.influence.store import (
@@ -46,10 +45,11 @@ from entropy_experiments.pipelines.influence.store import (
     batch_digest,
     digest_of_tensors,
 )
+from entropy_experiments.pipelines.influence.summary_json import changes, ledger_json
 from entropy_experiments.pipelines.probe_inputs import WEIGHTS_NOTE, limits_of
 from entropy_experiments.pipelines.probe_sampling import prompts_of
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
-from entropy_experiments.pipelines.step_facts import TrainingFacts, resolve_facts
+from entropy_experiments.pipelines.training_facts import TrainingFacts, resolve_facts
 from entropy_experiments.results import INFLUENCE, numbers
 from entropy_experiments.types import Direction, Rollouts, UpdateBatch
 from entropy_experiments.update.live import live_direction, live_state
@@ -156,7 +156,7 @@ def write_ledger(
             real=True,
             objective=options.objective,
             direction=analysis.direction,
-            step_facts={**step_facts(analysis.rebuilt), "certified": {}},
+            step_json={**step_json(analysis.rebuilt), "certified": {}},
             momentum_decay=momentum_decay,
             coupled_decay=coupled_decay,
             estimand=options.estimator.estimand(policy),
@@ -195,7 +195,7 @@ def _evaluation_results(batch: EvaluationBatch, analysis: StepAnalysis) -> Evalu
         changes=changes(analysis.changes),
         measured_rows=analysis.measured_rows,
         rollout_changes=changes(analysis.rollout_changes),
-        ledgers={"entropy": ledger_facts(analysis.ledger), "reward": None},
+        ledgers={"entropy": ledger_json(analysis.ledger), "reward": None},
     )
 
 
@@ -220,9 +220,11 @@ def _as_config(options: StepOptions) -> Config:
     estimator = options.estimator
     return parse_config(
         {
-            "importance": {"is_mode": estimator.form},
-            "memory_config": {"microbatch_size": estimator.microbatch},
-            "generation": {"tf_batch_size": estimator.forward_size},
+            "measure": {"weighting": estimator.form},
+            "memory": {
+                "microbatch_size": estimator.microbatch,
+                "forward_batch_size": estimator.forward_size,
+            },
             "influence": {"plots": False, "measured_rollouts": options.measured_rollouts},
         },
     )

@@ -83,7 +83,7 @@ except ImportError as missing:
         f"imported ({missing}). Install the extra: pip install 'entropy-experiments[trl]'."
     ) from missing
 
-_TELLS = "_entropy_probe_tells"
+_WRAPPED = "_entropy_probe_tells"
 KINDS = ("fresh", "half", "batch")
 IDLE_STEPS = 10
 """Steps without any advantage, after which one warning says so."""
@@ -92,21 +92,55 @@ IDLE_STEPS = 10
 class EntropyProbeCallback(TrainerCallback):
     """Predicts each probed step's entropy change before it is made, and measures it afterwards.
 
-    `every`: a step is probed every so many steps; `max_overhead`: fewer, when the probe would take
-    more than this share of the training time (None: no limit). `evaluation`: "fresh" rollouts,
-    drawn anew for every `uses` probed steps; "half", those of the generation batch that the step
-    does not learn from; "batch", the very rollouts it learns from, prompts judged by the others'
-    gradients; or Rollouts of your own. `prompts` and `group`: how many are drawn.
-    `order`: 2 also predicts to second order, for one more pass without gradients before the step.
-    `record`: a folder that keeps every step's batch, the prompts, the rewards and the options of
-    training, for the offline commands; `record_gradient`: also the gradient of the step after each
-    checkpoint (None: where it has at most 20 million numbers, as LoRA's has). `facts`: what the
-    offline commands should take instead of the recorded prompts and rewards, such as
-    {"dataset_name": "gsm8k", "reward_functions": ["math_verify"]}.
-    `ledger_every`: at every so many steps the whole ledger with each token's influence, in a run
-    directory of its own under OUTPUT_DIR/entropy_probe_ledgers. `noise_scale`: the gradient noise
-    scale and the critical batch size, over the last `noise_window` steps (None: all).
+    For TRL's GRPOTrainer and RLOOTrainer. The weights stay bit for bit as without it.
+
+    Args:
+        every: A step is probed every so many steps.
+        max_overhead: Fewer, when the probe would take more than this share of the training time;
+            None: no limit.
+        evaluation: "fresh" rollouts, drawn anew for every `uses` probed steps; "half", those of the
+            generation batch that the step does not learn from; "batch", the very rollouts it learns
+            from, prompts judged by the others' gradients; or Rollouts of your own.
+        prompts: How many are drawn.
+        group: Responses to each.
+        uses: Probed steps that fresh rollouts serve.
+        microbatch: Rollouts in a pass.
+        parts: Also split the prediction into momentum, decay and gradient.
+        order: 2 also predicts to second order, for one more pass without gradients before the step.
+        record: A folder that keeps every step's batch, the prompts, the rewards and the options of
+            training, for the offline commands.
+        record_gradient: Also the gradient of the step after each checkpoint; None: where it has at
+            most 20 million numbers, as LoRA's has.
+        facts: What the offline commands should take instead of the recorded prompts and rewards,
+            such as {"dataset_name": "gsm8k", "reward_functions": ["math_verify"]}.
+        ledger_every: At every so many steps the whole ledger with each token's influence, in a run
+            directory of its own under OUTPUT_DIR/entropy_probe_ledgers.
+        noise_scale: Also the gradient noise scale and the critical batch size.
+        noise_window: Steps that they speak of; None: all.
+        seed: Of the evaluation rollouts.
+
+    Raises:
+        ValueError: If an option cannot be used.
+
+    Examples:
+        >>> probe = EntropyProbeCallback(every=10, ledger_every=100)
+        >>> trainer = GRPOTrainer(..., callbacks=[probe])  # doctest: +SKIP
+        >>> probe.rows  # one for each probed step
+        []
     """
+
+    evaluation: Literal["fresh", "half", "batch"] | Rollouts
+    prompts: int
+    group: int
+    uses: int
+    microbatch: int
+    parts: bool
+    seed: int
+    order: int
+    facts: dict[str, Any]
+    ledger_every: int | None
+    noise_scale: bool
+    noise_window: int | None
 
     def __init__(
         self,
@@ -168,7 +202,7 @@ class EntropyProbeCallback(TrainerCallback):
         self.resumes_from: str | bool | None = None
         """What `trainer.train(resume_from_checkpoint=...)` was given."""
         self._watch: Watch | None = None
-        _tell_trainers()
+        _hand_trainers_to_callbacks()
 
     def attach(self, trainer: Any) -> EntropyProbeCallback:
         """Add this callback to a trainer that exists; harmless if it is there already."""
@@ -208,7 +242,7 @@ class EntropyProbeCallback(TrainerCallback):
             throttle=Throttle(every=self._every, max_overhead=self._max_overhead), ranks=ranks
         )
         self._watch = watch
-        watch.also_forget = self._let_go
+        watch.also_forget = self._release
         watch.sampling = tuple(sampled_otherwise(args))
         self._captures = Captures(self.trainer)
         self._warn_sampling(args)
@@ -225,24 +259,26 @@ class EntropyProbeCallback(TrainerCallback):
                 passes = self.trainer.current_gradient_accumulation_steps
                 noise.open(prompts_of_passes(args, passes))
 
-            self._aside(listen, f"listening to step {state.global_step}")
+            self._run_guarded(listen, f"listening to step {state.global_step}")
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         noise = self._noise
-        if noise is not None and self._begun().ranks.size == 1:
-            self._aside(
+        if noise is not None and self._require_watch().ranks.size == 1:
+            self._run_guarded(
                 lambda: noise.microbatch(prompts_of_passes(args, 1)),
                 f"listening to step {state.global_step}",
             )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        watch, step = self._begun(), state.global_step
+        watch, step = self._require_watch(), state.global_step
         if self._noise is not None:
             noise = self._noise
-            self._aside(lambda: self._close_noise(noise, step), f"adding up the noise of {step}")
+            self._run_guarded(
+                lambda: self._close_noise(noise, step), f"adding up the noise of {step}"
+            )
 
         def record() -> None:
-            self._notice_no_advantage(step)
+            self._warn_no_advantage(step)
             if self._recorder is not None:
                 self._recorder.record(
                     self.trainer,
@@ -276,15 +312,17 @@ class EntropyProbeCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         scaler = getattr(self.trainer.accelerator, "scaler", None) is not None
-        recorder, step, ranks = self._recorder, state.global_step, self._begun().ranks
+        recorder, step, ranks = self._recorder, state.global_step, self._require_watch().ranks
         if recorder is not None:
             params = trained_parameters(self._model)
-            self._aside(lambda: recorder.after_step(step, params, ranks), f"recording step {step}")
-        self._begun().after(step, self._publish, scaler=scaler)
+            self._run_guarded(
+                lambda: recorder.after_step(step, params, ranks), f"recording step {step}"
+            )
+        self._require_watch().after(step, self._publish, scaler=scaler)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._recorder is not None:
-            recorder, watch = self._recorder, self._begun()
+            recorder, watch = self._recorder, self._require_watch()
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             watch.guard.run(
                 lambda: recorder.saved(self.trainer, folder, watch.ranks),
@@ -292,12 +330,12 @@ class EntropyProbeCallback(TrainerCallback):
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        watch = self._begun()
+        watch = self._require_watch()
         watch.guard.run(watch.forget, doing="letting go of what it held")
 
     # inside
 
-    def _begun(self) -> Watch:
+    def _require_watch(self) -> Watch:
         assert self._watch is not None  # on_train_begin comes first
         return self._watch
 
@@ -307,7 +345,7 @@ class EntropyProbeCallback(TrainerCallback):
 
     def _begin_record(self, args: Any, state: Any) -> None:
         """The first step after a resume belongs beside the checkpoint that it is made from."""
-        recorder, watch, resumed_from = self._recorder, self._begun(), self.resumes_from
+        recorder, watch, resumed_from = self._recorder, self._require_watch(), self.resumes_from
         if recorder is None:
             return
         watch.guard.run(
@@ -323,9 +361,9 @@ class EntropyProbeCallback(TrainerCallback):
             doing="finding the checkpoint that training was resumed from",
         )
 
-    def _notice_no_advantage(self, step: int) -> None:
+    def _warn_no_advantage(self, step: int) -> None:
         """Counts steps in which no rollout of any rank has an advantage."""
-        ranks, trainer = self._begun().ranks, self.trainer
+        ranks, trainer = self._require_watch().ranks, self.trainer
 
         def local() -> list[Tensor]:
             used, _ = used_now(trainer)
@@ -371,8 +409,8 @@ class EntropyProbeCallback(TrainerCallback):
             )
 
     def _warn_sampling(self, args: Any) -> None:
-        options = self._begun().sampling
-        if options and self._begun().ranks.rank == 0:
+        options = self._require_watch().sampling
+        if options and self._require_watch().ranks.rank == 0:
             LOG.warning(
                 "Training samples with %s. The probe's rollouts and entropies are of the full "
                 "softmax at temperature %g, without these options: its entropy is not that of "
@@ -392,7 +430,7 @@ class EntropyProbeCallback(TrainerCallback):
             microbatch=self.microbatch,
             parts=self.parts,
             order=self.order,
-            ranks=self._begun().ranks,
+            ranks=self._require_watch().ranks,
             context=lambda: without_autocast(self._model),
         )
 
@@ -401,7 +439,7 @@ class EntropyProbeCallback(TrainerCallback):
             return Fixed(self.evaluation)
         if self.evaluation in ("half", "batch"):
             return Given()
-        trainer, ranks = self.trainer, self._begun().ranks
+        trainer, ranks = self.trainer, self._require_watch().ranks
         generator = SampleGenerator(
             policy,
             trainer._tokenizer,
@@ -421,7 +459,7 @@ class EntropyProbeCallback(TrainerCallback):
 
     def _explain(self, probe: OnlineProbe) -> None:
         """The ledger of the step at hand. Rank 0 makes it, with everyone's rollouts."""
-        trainer, ranks = self.trainer, self._begun().ranks
+        trainer, ranks = self.trainer, self._require_watch().ranks
         batch = update_batch(trainer, ranks, self._captures)
         if ranks.rank or probe.evaluated is None or probe.predicted is None:
             return
@@ -446,14 +484,14 @@ class EntropyProbeCallback(TrainerCallback):
 
     # the noise scale
 
-    def _aside(self, work: Callable[[], None], doing: str) -> None:
+    def _run_guarded(self, work: Callable[[], None], doing: str) -> None:
         """Guarded; its time is the probe's, and saves no step."""
-        watch = self._begun()
+        watch = self._require_watch()
         with watch.throttle.timing(requested=True):
             watch.guard.run(work, doing=doing)
 
     def _begin_noise(self, args: Any) -> None:
-        watch = self._begun()
+        watch = self._require_watch()
         if watch.ranks.size == 1 and args.gradient_accumulation_steps == 1:
             LOG.warning(ALONE_MESSAGE)
             return
@@ -470,17 +508,17 @@ class EntropyProbeCallback(TrainerCallback):
         watch.guard.run(begin, doing="the noise scale was set up")
 
     def _close_noise(self, noise: StepNoise, step: int) -> None:
-        trainer, ranks = self.trainer, self._begun().ranks
+        trainer, ranks = self.trainer, self._require_watch().ranks
         passes = trainer.current_gradient_accumulation_steps if ranks.size > 1 else 1
         if ranks.size == 1 or noise.shared is None:  # ranks are dealt their prompts once for all
             noise.saw_shared(shared_pairs(trainer, ranks))
         row = noise.close(step, prompts_of_passes(trainer.args, passes))
-        self._begun().throttle.requested_seconds += noise.seconds
+        self._require_watch().throttle.requested_seconds += noise.seconds
         noise.seconds = 0.0
         if row is not None:
             self._log(noise_metrics(row))
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """What is held besides the probe, and the trainer's wrapped methods."""
         self._stop_noise()
         if self._captures is not None:
@@ -493,9 +531,9 @@ class EntropyProbeCallback(TrainerCallback):
         self._noise = None
 
 
-def _tell_trainers() -> None:
+def _hand_trainers_to_callbacks() -> None:
     original = Trainer.train
-    if hasattr(original, _TELLS):
+    if hasattr(original, _WRAPPED):
         return
 
     @functools.wraps(original)
@@ -507,5 +545,5 @@ def _tell_trainers() -> None:
                 callback.resumes_from = kwargs.get("resume_from_checkpoint", next(iter(args), None))
         return original(self, *args, **kwargs)
 
-    setattr(train, _TELLS, True)
+    setattr(train, _WRAPPED, True)
     Trainer.train = train

@@ -173,7 +173,7 @@ class Watch:
         self.probe: OnlineProbe | None = None
         self._file: RowFile | None = None
         self._probed_before = 0
-        self._begun = False
+        self._predicted = False
         self.also_forget: Callable[[], None] = lambda: None
         """What an adapter holds besides the probe, to be let go with it."""
         self._warned_nonfinite = self._warned_skipped = self._warned_throttled = False
@@ -209,7 +209,7 @@ class Watch:
         """
 
         def work() -> None:
-            self._begun = False
+            self._predicted = False
             always()
             if not self.ranks.agree(word=int(explain is not None or self.throttle.wants(step))):
                 self._warn_throttled(step)
@@ -226,12 +226,12 @@ class Watch:
             own = prepare(self.probe)
             self.probe.before_step(gradient(), optimizer(), own=own)
             then(self.probe)
-            self._begun = True
+            self._predicted = True
 
         with self.throttle.timing():
             self.guard.run(work, doing=f"predicting step {step}")
         probe = self.probe
-        if explain is not None and self._begun and probe is not None:
+        if explain is not None and self._predicted and probe is not None:
             with self.throttle.timing(requested=True):
                 self.guard.run(lambda: explain(probe), doing=f"explaining step {step}")
 
@@ -248,9 +248,9 @@ class Watch:
         """
 
         def work() -> None:
-            if not self._begun:
+            if not self._predicted:
                 return
-            self._begun = False
+            self._predicted = False
             assert self.probe is not None
             measurement = self.probe.after_step()
             if self.ranks.rank:
@@ -274,7 +274,7 @@ class Watch:
 
     def forget(self) -> None:
         """Let go of everything large."""
-        self.probe, self._begun = None, False
+        self.probe, self._predicted = None, False
         self.also_forget()
 
     def _nonfinite(self, gradient: Callable[[], Mapping[str, Tensor | None]]) -> bool:

@@ -24,8 +24,8 @@ from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import Config, parse_config
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.pipelines.evaluation.measures import (
     differences,
     length_quantiles,
@@ -69,9 +69,27 @@ def evaluate_checkpoints(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> EvaluationResult:
-    """The contents of evaluation.json; a run's folder among `checkpoints` stands for its steps.
+    """Reward, pass@k and entropy of several checkpoints on the same prompts.
 
-    Without `out`: a folder below results/evaluations, the same for the same question.
+    Args:
+        checkpoints: Folders; a run's folder stands for its steps. None named: some of the embedded
+            run.
+        config: How rollouts are drawn; None: the quick start.
+        request: How many prompts and responses, which k.
+        out: Where results are kept; None: a folder below results/evaluations, the same for the same
+            question.
+        overwrite: Replace the results of another question in `out`.
+        quiet: Nothing on standard error.
+
+    Returns:
+        The contents of evaluation.json.
+
+    Examples:
+        >>> few = EvaluationRequest(prompts=8, samples=4)
+        >>> results = evaluate_checkpoints(["runs/grpo"], request=few)  # doctest: +SKIP
+        >>> evaluate_checkpoints(["no_such_run"], request=few, quiet=True)
+        Traceback (most recent call last):
+        FileNotFoundError: ...
     """
     ranks = current()
     say: Say = (lambda line: None) if quiet or not ranks.first else _on_stderr
@@ -148,7 +166,7 @@ def _opened(
         checkpoint.tokenizer,
         max_new_tokens=asked.horizon,
         stop=settings["stop"],
-        batch_size=config.generation.gen_batch_size,
+        batch_size=config.sampling.batch_size,
         master_seed=settings["seed"],
         progress=not quiet and current().first,
     )

@@ -55,16 +55,30 @@ NOT_RESULTS = ("detailed_logging", "output", "rollouts", "training", "influence"
 
 @dataclass(frozen=True)
 class ExperimentPlan:
-    """What to compute, at which step sizes, how often."""
+    """What to measure: which estimates, at which step sizes, how often.
+
+    Args:
+        compute_true: The measured change.
+        compute_linear: The first-order prediction.
+        compute_linquad: The prediction with curvature.
+        eta_list: Step sizes; None: those of the config's estimator section.
+        repeats: Fresh batches.
+        clip_overrides: Measure under each of these bounds on |log-weight| besides the config's own.
+
+    Raises:
+        ValueError: If the plan computes nothing, or a number is out of range.
+
+    Examples:
+        >>> ExperimentPlan(compute_linquad=True, eta_list=[1e-3, 4e-3]).eta_list
+        (0.001, 0.004)
+    """
 
     compute_true: bool = True
     compute_linear: bool = True
     compute_linquad: bool = False
     eta_list: Sequence[float] | None = None
-    """None: those of the config's estimator section."""
     repeats: int = 1
     clip_overrides: Sequence[float | None] = ()
-    """Measure under each of these bounds on |log-weight| besides the config's own."""
 
     def __post_init__(self) -> None:
         if not (self.compute_true or self.compute_linear or self.compute_linquad):
@@ -89,14 +103,14 @@ class ExperimentPlan:
     @classmethod
     def of(cls, config: Config) -> ExperimentPlan:
         """The `experiment` section of a configuration."""
-        asked = config.experiment
+        asked = config.measure
         return cls(
-            compute_true=asked.compute_true,
-            compute_linear=asked.compute_linear,
-            compute_linquad=asked.compute_linquad,
-            eta_list=asked.eta_list,
+            compute_true=asked.measured,
+            compute_linear=asked.first_order,
+            compute_linquad=asked.second_order,
+            eta_list=asked.learning_rates,
             repeats=asked.repeats,
-            clip_overrides=asked.clip_overrides,
+            clip_overrides=asked.more_clips,
         )
 
     def dump(self) -> dict[str, Any]:
@@ -113,12 +127,22 @@ class ExperimentPlan:
 class EntropyMeasurements:
     """Measured, linear and linear-plus-quadratic change at every eta, over fresh batches.
 
-    results = EntropyMeasurements(config).run_experiments(ExperimentPlan(compute_linquad=True))
+    Args:
+        config: A configuration, a dict, the path of a YAML file or a template's name; None: the
+            quick start.
+        quiet: Nothing on standard error.
+
+    Examples:
+        >>> measurements = EntropyMeasurements({"estimator": {"eta_list": [1e-3]}}, quiet=True)
+        >>> results = measurements.run_experiments(ExperimentPlan(repeats=3))  # doctest: +SKIP
+        >>> isinstance(measurements.config, Config)
+        True
     """
 
     def __init__(
         self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
     ) -> None:
+        self.config: Config
         if isinstance(config, str | Path):
             self.config = load_config(config)
         else:
@@ -130,28 +154,28 @@ class EntropyMeasurements:
     ) -> Measurements:
         """JSON values: one entry per repeat, their summary, and where it was saved."""
         plan = plan or ExperimentPlan.of(self.config)
-        if plan.repeats > 1 and self.config.rollouts.load is not None:
+        if plan.repeats > 1 and self.config.sampling.load is not None:
             raise ValueError(
                 f"experiment.repeats is {plan.repeats} with rollouts.load "
-                f"{self.config.rollouts.load}: every repeat would have the same rollouts. Leave "
+                f"{self.config.sampling.load}: every repeat would have the same rollouts. Leave "
                 "rollouts.load out, or set experiment.repeats: 1."
             )
         with analysis_conditions():
             probed = open_checkpoint(self.config, checkpoint_path, may_shard=True)
-            etas = plan.eta_list or self.config.estimator.etas(probed.optimizer.lr)
+            etas = plan.eta_list or self.config.measure.etas(probed.optimizer.lr)
             base_key = self._key(plan, etas, probed)
             self.config.rollout_folder.mkdir(parents=True, exist_ok=True)
             store = StageStore(self.config.rollout_folder / "measurements")
             repeats, started, computed = [], time.monotonic(), 0
             for index in range(plan.repeats):
-                seed = self.config.probe_rework.master_seed + index
+                seed = self.config.sampling.seed + index
                 key = digest_of(base_key, seed)
                 fresh = not store.holds("repeat", key)
                 stage = store.once("repeat", key, lambda: self._repeat(plan, etas, seed, probed))
                 repeats.append({**stage.facts, "seconds": stage.seconds})
                 computed += fresh
                 self._tell(index + 1, plan.repeats, computed, time.monotonic() - started)
-        per_token = self.config.approx_delta_h.normalize == "per_token"
+        per_token = self.config.entropy.unit == "per_token"
         results = {
             **MEASUREMENTS.stamp,
             "unit": "token" if per_token else "sequence",
@@ -160,7 +184,7 @@ class EntropyMeasurements:
             "plan": {**plan.dump(), "eta_list": list(etas)},
             "repeats": repeats,
             "summary": _summary(repeats),
-            "config": self.config.dump(),
+            "config": self.config.documents(),
             "provenance": {**provenance(), "files": dict(probed.checkpoint.hashes)},
         }
         path = self._results_path(probed.checkpoint.name, digest_of(base_key, plan.repeats))
@@ -177,10 +201,10 @@ class EntropyMeasurements:
 
     def _key(self, plan: ExperimentPlan, etas: Sequence[float], probed: OpenCheckpoint) -> str:
         """Everything that a repeat depends on besides its seed."""
-        said = {k: v for k, v in self.config.dump().items() if k not in NOT_RESULTS}
+        said = {k: v for k, v in self.config.documents().items() if k not in NOT_RESULTS}
         said["probe_rework"] = {**said["probe_rework"], "master_seed": None}
         computes = {**plan.dump(), "eta_list": list(etas), "repeats": None}
-        loaded = self.config.rollouts.load
+        loaded = self.config.sampling.load
         versions = {k: v for k, v in provenance().items() if k != "git"}
         files = [dict(probed.checkpoint.hashes), contents(self.config, probed)]
         return digest_of(MEASUREMENTS.version, said, computes, loaded, files, versions)
@@ -190,10 +214,10 @@ class EntropyMeasurements:
     ) -> Stage:
         config = self.config.replaced(
             {
-                "probe_rework.master_seed": seed,
-                "rollouts.save": str(self.config.rollout_folder / f"repeat_{seed}"),
-                "influence.workspace": {},
-                "influence.evaluation_requests": [{"kind": "evaluation", "params": {"group": 1}}],
+                "sampling.seed": seed,
+                "sampling.save": str(self.config.rollout_folder / f"repeat_{seed}"),
+                "influence.update_batch": {},
+                "influence.evaluation_batches": [{"kind": "evaluation", "params": {"group": 1}}],
                 "influence.reward": False,
                 "influence.what_if": [],
             },
@@ -216,9 +240,9 @@ class EntropyMeasurements:
         )
 
     def _results_path(self, checkpoint: str, key: str) -> Path:
-        if self.config.output.results_path is not None:
-            return Path(self.config.output.results_path)
-        logs = Path(self.config.detailed_logging.output_directory)
+        if self.config.output.results_file is not None:
+            return Path(self.config.output.results_file)
+        logs = Path(self.config.output.folder)
         return logs / "measurements" / f"{checkpoint}_{key[:8]}.json"
 
     def _tell(self, done: int, total: int, computed: int, seconds: float) -> None:
@@ -238,7 +262,7 @@ def _points(
     if plan.compute_linquad and not inputs.bends:
         raise ValueError(
             "compute_linquad is true with approx_delta_h.method "
-            f"{inputs.config.approx_delta_h.method!r} (used: {inputs.mode!r}) and top_p "
+            f"{inputs.config.predict.method!r} (used: {inputs.mode!r}) and top_p "
             f"{policy.top_p:g}; a curvature needs a forward method and the full softmax. Use "
             "method: auto and top_p: 1, or experiment.compute_linquad: false."
         )
@@ -253,7 +277,7 @@ def _points(
     elif plan.compute_linear:
         slope = first_order(policy, rollouts, direction, options, base=base, repackings=0)
     changes: dict[Case, Estimate] = {}
-    own = inputs.config.importance.clip_c
+    own = inputs.config.measure.clip_log_weights
     if plan.compute_true:
         clips = tuple(dict.fromkeys((own, *plan.clip_overrides)))
         changes = measured_many(

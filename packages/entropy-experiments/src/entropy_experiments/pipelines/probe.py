@@ -40,17 +40,24 @@ from entropy_experiments.types import Attribution, Direction, Estimate, Scores
 
 
 class OfflineEntropyProbe:
-    """Predicts, measures and explains the entropy change of a checkpoint's next update.
+    r"""Predicts, measures and explains the entropy change of a checkpoint's next update.
 
-    probe = OfflineEntropyProbe.from_config_file("configs/test_deltaH1.yaml")
-    results = probe.run_mixed_probe("path/to/checkpoint-340")
-    print("\\n".join(results["verdict"]))
+    Args:
+        config: Every section and key is optional; None: the quick start on the embedded run.
+        quiet: Nothing on standard error.
+
+    Examples:
+        >>> probe = OfflineEntropyProbe({"generation": {"max_new_tokens": 8}}, quiet=True)
+        >>> results = probe.run_mixed_probe("runs/grpo/checkpoint-340")  # doctest: +SKIP
+        >>> print("\n".join(results["verdict"]))  # doctest: +SKIP
+        >>> isinstance(probe.config, Config)
+        True
     """
 
     def __init__(
         self, config: Config | Mapping[str, Any] | None = None, *, quiet: bool = False
     ) -> None:
-        self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self.config: Config = config if isinstance(config, Config) else parse_config(config or {})
         self._quiet = quiet
 
     @classmethod
@@ -60,9 +67,9 @@ class OfflineEntropyProbe:
 
     def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> ProbeResults:
         """Results under the names of the documents; prints where the log is."""
-        if self.config.output.results_path is not None:  # now: a folder that is gone later, is gone
+        if self.config.output.results_file is not None:  # now: a folder that is gone later, is gone
             current().broadcast_from_zero(
-                lambda: _made_for(Path(str(self.config.output.results_path)))
+                lambda: _made_for(Path(str(self.config.output.results_file)))
             )
         found, decode = self.findings(checkpoint_path)
         results = ProbeResults(results_of(found), unit=found.level.estimand.unit)
@@ -80,8 +87,8 @@ class OfflineEntropyProbe:
         if log is not None:
             results["log_path"] = str(log)
             self._say(f"log: {log}")
-        if self.config.output.results_path is not None:
-            path = Path(self.config.output.results_path)
+        if self.config.output.results_file is not None:
+            path = Path(self.config.output.results_file)
             write_whole(path, json.dumps(results, indent=1, allow_nan=False).encode())
         return results.get("log_path")
 
@@ -181,16 +188,16 @@ class OfflineEntropyProbe:
         self, inputs: ProbeInputs, direction: Direction, base: Scores
     ) -> tuple[Attribution | None, Estimate | None, float | None]:
         """Phases 1 to 3, in units of the step: lr times the slope, lr^2 / 2 times the curvature."""
-        if not self.config.probe_rework.compute_delta_h1:
+        if not self.config.predict.enabled:
             return None, None, None
-        asked, lr = self.config.approx_delta_h, inputs.lr
+        asked, lr = self.config.predict, inputs.lr
         rollouts, policy, options = inputs.evaluation, inputs.policy, inputs.estimator
         with timed(inputs.timing, "first_order"):
             slope = first_order_by_part(
                 policy,
                 rollouts,
                 direction,
-                replace(options, repackings=REPACKINGS if asked.variance else 0),
+                replace(options, repackings=REPACKINGS if asked.noise_floor else 0),
                 baseline=asked.baseline,
                 base=base,
             )
@@ -212,7 +219,7 @@ class OfflineEntropyProbe:
 
     def _to_go(self, inputs: ProbeInputs, direction: Direction, base: Scores) -> Estimate | None:
         """The prediction of less variance, where the one paired with the measurement is not it."""
-        if not self.config.probe_rework.compute_delta_h1 or inputs.estimator.slope_form == "to_go":
+        if not self.config.predict.enabled or inputs.estimator.slope_form == "to_go":
             return None
         options = replace(inputs.estimator, form="per_decision", repackings=0)
         with timed(inputs.timing, "first_order"):
@@ -223,9 +230,9 @@ class OfflineEntropyProbe:
         self, inputs: ProbeInputs, direction: Direction, base: Scores
     ) -> dict[float, Estimate] | None:
         """Phase 5: the measured change at every eta."""
-        if not self.config.importance.enabled:
+        if not self.config.measure.enabled:
             return None
-        etas = dict.fromkeys((inputs.lr, *self.config.estimator.etas(inputs.lr)))
+        etas = dict.fromkeys((inputs.lr, *self.config.measure.etas(inputs.lr)))
         with timed(inputs.timing, "measured"):
             found = measured_many(
                 inputs.policy,
@@ -234,7 +241,7 @@ class OfflineEntropyProbe:
                 etas,
                 inputs.estimator,
                 base=base,
-                clips=(self.config.importance.clip_c,),
+                clips=(self.config.measure.clip_log_weights,),
             )
         self._say(f"phase 5: measured ({inputs.timing['measured']:.1f} s)")
         return {case.eta: change for case, change in found.items()}

@@ -19,8 +19,8 @@ from entropy_experiments.config import Config
 from entropy_experiments.estimate.modes import Used, used_mode
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.numerics.sketch import distance, sketch
 from entropy_experiments.pipelines.probe_sampling import (
     OpenCheckpoint,
@@ -29,7 +29,7 @@ from entropy_experiments.pipelines.probe_sampling import (
     open_checkpoint,
     prompts_of,
 )
-from entropy_experiments.pipelines.step_facts import TrainingFacts
+from entropy_experiments.pipelines.training_facts import TrainingFacts
 from entropy_experiments.sampling.generate import UNITS
 from entropy_experiments.sampling.rollout_files import (
     load_rollouts,
@@ -113,7 +113,7 @@ class ProbeInputs:
     @property
     def mode(self) -> Used:
         """The way of differentiating: the configured one, or what the model turned out to have."""
-        return used_mode(self.policy, self.evaluation, self.config.approx_delta_h.method)
+        return used_mode(self.policy, self.evaluation, self.config.predict.method)
 
     @property
     def not_verifiable(self) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ class ProbeInputs:
     def step(self) -> tuple[Direction, UpdateStats]:
         """The update: of the gradient that training recorded, or rebuilt from the batch."""
         policy, objective = self.trained.as_trained(), self.facts.objective
-        microbatch = self.config.memory_config.microbatch_size
+        microbatch = self.config.memory.microbatch_size
         if not self.has_gradient:
             direction, _, stats = compute_update_vector_adamw(
                 policy,
@@ -196,20 +196,20 @@ def as_the_loss_sees(
     return SequenceProcessor(
         policy.model,
         temperature=temperature,
-        checkpointing=config.memory_config.gradient_checkpointing,
+        checkpointing=config.memory.gradient_checkpointing,
     )
 
 
 def estimator_options(config: Config, horizon: int | None) -> EstimatorOptions:
     """What the numbers of a run speak of, and how they are computed."""
-    simple, per_token = config.estimator.use_simple_entropy_for_x, config.approx_delta_h.normalize
+    simple, per_token = config.entropy.surprisal, config.entropy.unit
     return EstimatorOptions(
-        form=config.importance.is_mode,
+        form=config.measure.weighting,
         unit="token" if per_token == "per_token" else "sequence",
         entropy="simple" if simple else "rao_blackwell",
         horizon=horizon,
-        mode=config.approx_delta_h.method,
-        microbatch=config.memory_config.microbatch_size,
+        mode=config.predict.method,
+        microbatch=config.memory.microbatch_size,
         forward_microbatch=config.forward_batch_size,
     )
 
@@ -304,7 +304,7 @@ def with_divisor(facts: TrainingFacts, checkpoint: Checkpoint) -> TrainingFacts:
 
 def recorded_evaluation(config: Config, checkpoint: Checkpoint) -> Rollouts | None:
     """The rollouts that the step was probed with in training, if the config asks for them."""
-    if config.batch_config.evaluation != "recorded":
+    if config.data.evaluation_rollouts != "recorded":
         return None
     folder = None
     if checkpoint.recorded is not None:
@@ -406,11 +406,11 @@ def made_already(
     config: Config, checkpoint: Checkpoint, sampler: Sampler
 ) -> tuple[UpdateBatch, bool, list[str]] | None:
     """(batch, whether training made it, notes); None when one has to be drawn."""
-    if config.update.batch != "drawn" and checkpoint.recorded is not None:
+    if config.data.update_rollouts != "drawn" and checkpoint.recorded is not None:
         batch, meta = load_update_batch(checkpoint.recorded)
         refuse_foreign(batch, meta, checkpoint, checkpoint.recorded)
         return batch, True, []
-    if config.update.batch == "recorded":
+    if config.data.update_rollouts == "recorded":
         raise FileNotFoundError(
             f"No recorded update batch beside {checkpoint.path}; expected a folder update_batch/. "
             "Record training, or let the probe draw one: update.batch: drawn."

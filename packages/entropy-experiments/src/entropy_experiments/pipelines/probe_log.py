@@ -72,19 +72,29 @@ Decode = Callable[[list[int]], str]
 
 
 class DetailedLogger:
-    """Writes what a probe found; `write` returns the path of the log."""
+    """Writes the log of a probe; `write` returns the log's path.
+
+    Args:
+        config: Its `detailed_logging` section says how much, and where.
+
+    Examples:
+        >>> from entropy_experiments.pipelines.probe_log import LEVELS
+        >>> LEVELS
+        ('minimal', 'standard', 'detailed', 'debug')
+        >>> logger = DetailedLogger(parse_config({"detailed_logging": {"level": "minimal"}}))
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._settings = config.detailed_logging
+        self._settings = config.output
 
     def write(self, found: Findings, decode: Decode, now: datetime | None = None) -> Path | None:
         """None when logging is switched off."""
         settings = self._settings
-        if not settings.enabled:
+        if not settings.log:
             return None
         now = now or datetime.now()
-        folder = Path(settings.output_directory) / now.strftime("%Y-%m-%d")
+        folder = Path(settings.folder) / now.strftime("%Y-%m-%d")
         folder.mkdir(parents=True, exist_ok=True)
         stem = _free_stem(folder, f"entropy_probe_{now.strftime('%H-%M-%S')}_{found.checkpoint}")
         text = log_text(self.content(found, decode))
@@ -99,8 +109,8 @@ class DetailedLogger:
         summary = json.dumps(finite_only(core), indent=1, allow_nan=False)
         write_whole(folder / f"{stem}_summary.json", summary.encode())
         write_whole(folder / f"{stem}_config.yaml", self._config_text(found).encode())
-        if settings.max_files:
-            _rotate(Path(settings.output_directory), settings.max_files, keep=path)
+        if settings.max_logs:
+            _rotate(Path(settings.folder), settings.max_logs, keep=path)
         return path
 
     def content(self, found: Findings, decode: Decode) -> dict[str, Any]:

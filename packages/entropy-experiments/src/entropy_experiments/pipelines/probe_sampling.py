@@ -19,15 +19,15 @@ from entropy_experiments.checkpoints.runs import default_checkpoint, packaged_ch
 from entropy_experiments.checkpoints.training_record import RECORDED
 from entropy_experiments.config import Config
 from entropy_experiments.distributed import current
-from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.pipelines.run_conditions import (
     check_sharded_derivatives,
     check_sharding,
     loaded,
     refuse_sharding,
 )
-from entropy_experiments.pipelines.step_facts import (
+from entropy_experiments.pipelines.training_facts import (
     TrainingFacts,
     refuse_unrecorded,
     reward_of,
@@ -71,13 +71,11 @@ def open_checkpoint(
     asked = config.checkpoint
     load = partial(
         load_checkpoint,
-        packaged_checkpoint(
-            checkpoint_path or asked.checkpoint_path or asked.adapter_path or default_checkpoint()
-        ),
+        packaged_checkpoint(checkpoint_path or asked.path or asked.adapter or default_checkpoint()),
         base=asked.base,
         backbone=asked.backbone,
-        adapter_path=asked.adapter_path,
-        optimizer_path=asked.optimizer_path,
+        adapter_path=asked.adapter,
+        optimizer_path=asked.optimizer,
         dtype=asked.dtype,
     )
     if not may_shard:
@@ -95,7 +93,7 @@ def open_checkpoint(
         )
     momentum_of(checkpoint.optimizer)  # groups that differ in b1 are refused before any stage
     facts = training_facts(config, checkpoint.facts, checkpoint.fact_sources)
-    checkpointing = config.memory_config.gradient_checkpointing
+    checkpointing = config.memory.gradient_checkpointing
     check_sharding(config, top_p=facts["top_p"])
     if sharded is None:
         policy = SequenceProcessor(
@@ -124,8 +122,8 @@ def contents(
     sources = facts.values.get("reward_sources") or ()
     own = [name.rpartition(":")[0] for name in facts["reward_functions"] if ":" in name]
     named = [
-        config.batch_config.dataset_path or facts.values.get("dataset_path"),
-        config.rollouts.load,
+        config.data.file or facts.values.get("dataset_path"),
+        config.sampling.load,
         probed.checkpoint.recorded,
         *more,
     ]
@@ -166,14 +164,14 @@ class Sampler:
     ) -> None:
         facts = probed.facts
         self.config, self.facts, self.policy = config, facts, probed.policy
-        self.horizon = config.generation.max_new_tokens or facts["max_completion_length"]
+        self.horizon = config.sampling.max_new_tokens or facts["max_completion_length"]
         self.generator = SampleGenerator(
             probed.policy,
             probed.checkpoint.tokenizer,
             max_new_tokens=self.horizon,
-            stop=config.generation.stop or facts.values.get("stop") or (),
-            batch_size=config.generation.gen_batch_size,
-            master_seed=config.probe_rework.master_seed,
+            stop=config.sampling.stop or facts.values.get("stop") or (),
+            batch_size=config.sampling.batch_size,
+            master_seed=config.sampling.seed,
             progress=not quiet and current().first,
             units=units,
         )
@@ -182,7 +180,7 @@ class Sampler:
         """What is to be said about the prompts."""
         self._record = probed.checkpoint.record
         self._folder = config.rollout_folder
-        self._loaded = None if config.rollouts.load is None else Path(config.rollouts.load)
+        self._loaded = None if config.sampling.load is None else Path(config.sampling.load)
         identity = self.generator.identity()
         self.meta = {"dataset": facts["dataset_name"], "identity": identity}
         named = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -191,7 +189,7 @@ class Sampler:
     @property
     def room(self) -> int:
         """Prompts that an update batch needs of a run that has few: as many as training's had."""
-        asked = self.config.batch_config.B_U
+        asked = self.config.data.update_prompts
         return max(MIN_RECORDED, min(asked, self.facts.values.get("B_U") or asked))
 
     def evaluation(self, avoid: set[PromptIds], *, leave: int = 0) -> Rollouts:
@@ -204,12 +202,11 @@ class Sampler:
             rollouts, meta = load_rollouts(folder)
             self._refuse_other_policy(meta, folder)
         else:
-            asked = self.config.batch_config
-            problems = self.problems(
-                "evaluation", asked.E_split, asked.B_E, avoid, leave=self._shared(leave)
-            )
+            asked = self.config.data
+            split, count = asked.evaluation_split, asked.evaluation_prompts
+            problems = self.problems("evaluation", split, count, avoid, leave=self._shared(leave))
             rollouts = self.generator.generate_evaluation_batch(problems)
-            if self.config.rollouts.save is not None:
+            if self.config.sampling.save is not None:
                 folder = self._folder / "evaluation"
                 current().broadcast_from_zero(
                     lambda: save_rollouts(folder, rollouts, meta=self.meta)
@@ -218,11 +215,11 @@ class Sampler:
 
     def _shared(self, leave: int) -> int:
         """`leave`, where both batches are of one recorded set."""
-        batch, values = self.config.batch_config, self.facts.values
+        batch, values = self.config.data, self.facts.values
         either = batch.split or values.get("split")
         sets = (
-            batch.E_split or either or values.get("E_split"),
-            batch.U_split or either or values.get("U_split"),
+            batch.evaluation_split or either or values.get("E_split"),
+            batch.update_split or either or values.get("U_split"),
         )
         return leave if sets[0] == sets[1] else 0
 
@@ -237,27 +234,27 @@ class Sampler:
 
     def update(self, avoid: set[PromptIds]) -> tuple[UpdateBatch, list[str]]:
         """B_U prompts with G responses each, none of `avoid`, and what is to be said about them."""
-        asked, facts = self.config.batch_config, self.facts
-        most = asked.B_U * (1 + asked.max_resample_attempts)
-        pool = self.problems("update", asked.U_split, asked.B_U, avoid, most=most)
-        count = min(asked.B_U, len(pool))
+        asked, facts = self.config.data, self.facts
+        most = asked.update_prompts * (1 + asked.max_resamples)
+        pool = self.problems("update", asked.update_split, asked.update_prompts, avoid, most=most)
+        count = min(asked.update_prompts, len(pool))
         drawn = self.generator.generate_update_batch(
             pool,
             prompts=count,
-            group=asked.G,
+            group=asked.responses_per_prompt,
             reward=reward_of(facts, self.config),
             scale=facts["advantage"],
-            filter_zero_advantage=asked.filter_zero_advantage_prompts,
-            tol=asked.advantage_filter_tol,
-            max_attempts=asked.max_resample_attempts,
+            filter_zero_advantage=asked.resample_equal_rewards,
+            tol=asked.zero_advantage_tolerance,
+            max_attempts=asked.max_resamples,
         )
         self.retries = drawn.retries
-        if self.config.rollouts.save is not None:
+        if self.config.sampling.save is not None:
             folder = self._folder / "update"
             current().broadcast_from_zero(
                 lambda: save_update_batch(folder, drawn.batch, meta=self.meta)
             )
-        used = {"B_U": count, "G": asked.G}
+        used = {"B_U": count, "G": asked.responses_per_prompt}
         other = [
             f"training had {name} = {facts.values[name]}; the drawn batch has {value} "
             f"(batch_config.{name})"
@@ -280,7 +277,7 @@ class Sampler:
 
         Of a recorded run with too few, what there is without the last `leave`.
         """
-        batch, most, facts = self.config.batch_config, most or least, self.facts
+        batch, most, facts = self.config.data, most or least, self.facts
         recorded = facts["dataset_name"] == RECORDED
         if recorded:
             refuse_unrecorded(facts)
@@ -289,10 +286,10 @@ class Sampler:
         own_split = facts.values.get("E_split" if role == "evaluation" else "U_split")
         found = load_problems(
             facts["dataset_name"],
-            path=batch.dataset_path or facts.values.get("dataset_path"),
+            path=batch.file or facts.values.get("dataset_path"),
             split=split or batch.split or facts.values.get("split") or own_split,
             count=most + len(avoid) + (leave if recorded else 0),
-            seed=self.config.probe_rework.master_seed,
+            seed=self.config.sampling.seed,
             tokenizer=self.generator.tokenizer,
             chat=facts.chat,
             conversation=facts.conversation,

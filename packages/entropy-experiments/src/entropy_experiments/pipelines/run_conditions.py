@@ -17,8 +17,8 @@ from entropy_experiments.checkpoints.load import Checkpoint, load_sharded
 from entropy_experiments.config import Config
 from entropy_experiments.distributed import current
 from entropy_experiments.input_errors import short
-from entropy_experiments.models.fsdp import MODES as SHARDED_MODES
-from entropy_experiments.models.fsdp import ShardedModel, in_one_process
+from entropy_experiments.models.sharded import MODES as SHARDED_MODES
+from entropy_experiments.models.sharded import ShardedModel, in_one_process
 from entropy_experiments.numerics.derivatives import full_precision
 from entropy_experiments.threads import chosen_threads
 
@@ -36,8 +36,8 @@ def loaded(
     """What `load` reads: whole on this rank's device, or cut over all ranks."""
     asked = config.checkpoint
     if asked.sharding == "none":
-        return load(device_map=own_device(asked.device_map)), None
-    cuda = torch.cuda.is_available() and asked.device_map != "cpu"
+        return load(device_map=own_device(asked.device)), None
+    cuda = torch.cuda.is_available() and asked.device != "cpu"
     # Without a map: into host memory, in the precision that the device will have.
     device_map = None if cuda else "cpu"
     return load_sharded(
@@ -61,7 +61,7 @@ def check_sharding(config: Config, *, top_p: float) -> None:
 
 def check_sharded_derivatives(config: Config) -> None:
     """Refuse derivatives that a cut model does not have."""
-    method, sharding = config.approx_delta_h.method, config.checkpoint.sharding
+    method, sharding = config.predict.method, config.checkpoint.sharding
     if sharding != "none" and method not in ("auto", *SHARDED_MODES):
         raise ValueError(
             f"approx_delta_h.method is {method!r} with checkpoint.sharding {sharding!r}, which has "

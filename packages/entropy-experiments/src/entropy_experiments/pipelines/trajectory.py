@@ -91,9 +91,28 @@ def probe_trajectory(
 ) -> Trajectory:
     """Every step of a run whose checkpoints are consecutive and whose batches were recorded.
 
-    `steps` takes a part of the checkpoints found; `say` is told each step as it is done. Steps do
-    not depend on each other: `workers` processes of one thread each share them, which suits models
-    too small to keep several threads busy.
+    Steps do not depend on each other: `workers` processes of one thread each share them, which
+    suits models too small to keep several threads busy.
+
+    Args:
+        config: How rollouts are drawn and entropy is estimated.
+        folder: Of the run; None: the embedded one.
+        steps: A part of the checkpoints.
+        workers: Processes.
+        say: Called with each step as it is done.
+
+    Returns:
+        Every step, and the entropy after the last one.
+
+    Raises:
+        ValueError: If there are no two consecutive checkpoints.
+
+    Examples:
+        >>> run = probe_trajectory(parse_config({}), steps=slice(8, 11))  # doctest: +SKIP
+        >>> print(run.predicted, run.measured, run.fresh)  # doctest: +SKIP
+        >>> probe_trajectory(parse_config({}), steps=slice(8, 9))
+        Traceback (most recent call last):
+        ValueError: ... expected two or more consecutive steps ...
     """
     folder = embedded_trajectory() if folder is None else Path(folder)
     paths = checkpoints_by_step(folder)[steps]
@@ -103,7 +122,7 @@ def probe_trajectory(
             f"{folder} has the checkpoints {numbers}; expected two or more consecutive steps "
             "(folders checkpoint-N or step_N), since changes are summed along the run."
         )
-    config = config.with_overrides(["update.batch=recorded"])
+    config = config.with_overrides(["data.update_rollouts=recorded"])
     # The same prompts at every checkpoint, so that changes along the run are paired.
     avoid = set[PromptIds]().union(*(_update_prompts(path) for path in paths[:-1]))
     jobs = [(config, path, number, avoid) for path, number in zip(paths[:-1], numbers)]

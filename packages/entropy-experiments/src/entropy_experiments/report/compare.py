@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import yaml
 
+from entropy_experiments.config import renamed
 from entropy_experiments.report.html import words
 from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.from_log import UNKNOWN_UNIT
@@ -30,18 +31,22 @@ KINDS = {
     "trajectory": "a trajectory",
     "training": "a training run",
 }
-NOT_SETTINGS = ("detailed_logging", "output", "rollouts", "influence.run_directory")
+NOT_SETTINGS = ("output.", "sampling.save", "sampling.load", "influence.folder")
 """Keys that change no number; the checkpoint is told anyway."""
+_MEASURE = tuple(
+    f"measure.{name}"
+    for name in ("measured", "first_order", "second_order", "repeats", "more_clips")
+)
 OTHER_COMMANDS = {
-    "probe": ("influence.", "experiment."),
+    "probe": ("influence.", *_MEASURE),
     "measure": ("influence.",),
-    "influence": ("experiment.",),
+    "influence": _MEASURE,
 }
-"""Sections that a run of this kind does not read."""
-NOT_SCALES = ("batch_config.B_E", "probe_rework.master_seed")
+"""Settings that a run of this kind does not read."""
+NOT_SCALES = ("data.evaluation_prompts", "sampling.seed")
 """Runs that differ in these alone show how errors fall with the batch size."""
 PAIR: tuple[Literal["predicted"], Literal["measured"]] = ("predicted", "measured")
-OF_LABELS = ("batch_config.", "update.", "checkpoint.", "generation.", "estimator.")
+OF_LABELS = ("data.", "update.", "checkpoint.", "sampling.", "measure.")
 
 
 class ComparedNumber(TypedDict):
@@ -219,7 +224,7 @@ def _settings(data: ReportData, kind: str) -> JSONObject:
         elif not prefix.startswith(idle):
             flat[prefix] = value
 
-    put("", yaml.safe_load(text) if text else {})
+    put("", renamed(yaml.safe_load(text)) if text else {})
     return flat
 
 

@@ -12,7 +12,7 @@ Prompts are padded on the left and computed once per prompt; rows that end leave
 model's cache does not give the logits of the whole sequence (a state that it keeps to itself, rows
 that cannot leave), which a few tokens show, every step computes the whole sequences again.
 
-Where ranks need each other for a pass (`models.fsdp`), another token on one of them, by a last
+Where ranks need each other for a pass (`models.sharded`), another token on one of them, by a last
 digit of its logits, would part their ways. So rank 0 draws, and `broadcast` sends each step
 to the others.
 """

@@ -1,15 +1,15 @@
-"""SIGTERM and the unit in work: it is finished and stored, and then the process ends.
+"""On SIGTERM the current unit of rollouts is finished and stored, and then the process ends.
 
 When one rank is lost, torchrun ends the others with SIGTERM, and with SIGKILL 30 s later. Each of
 them may be in the middle of a unit; what one lost rank costs should be one unit.
 
     with finishing_units():          # once, around the command
         ...
-        with unit_in_work():         # around each unit: draw it, store it
+        with current_unit():         # around each unit: draw it, store it
             store.put(key, draw())
 
-The handler is there only while a unit is in work. Python runs handlers between bytecodes, so a rank
-that waits inside an exchange for the lost one would not come to it: there, and everywhere else,
+The handler is there only during a unit. Python runs handlers between bytecodes, so a rank that
+waits inside an exchange for the lost one would not come to it: there, and everywhere else,
 SIGTERM does what it did before, which is to end the process at once.
 """
 
@@ -26,7 +26,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class Terminated(SystemExit):
-    """SIGTERM came while a unit was in work; the unit is stored by now."""
+    """SIGTERM came during a unit; the unit is stored by now."""
 
 
 _FINISHING: ContextVar[bool] = ContextVar("finishing", default=False)
@@ -34,7 +34,7 @@ _FINISHING: ContextVar[bool] = ContextVar("finishing", default=False)
 
 @contextmanager
 def finishing_units() -> Iterator[None]:
-    """Inside, SIGTERM lets a unit in work be finished. Main thread only, as all handlers."""
+    """Inside, SIGTERM lets the current unit be finished. Main thread only, as all handlers."""
     token = _FINISHING.set(True)
     try:
         yield
@@ -43,7 +43,7 @@ def finishing_units() -> Iterator[None]:
 
 
 @contextmanager
-def unit_in_work() -> Iterator[None]:
+def current_unit() -> Iterator[None]:
     """Around the drawing and the storing of one unit. Raises `Terminated` at its end, if asked to.
 
     A second SIGTERM changes nothing: a scheduler signals the ranks and torchrun, which passes it

@@ -31,8 +31,8 @@ from torch import Tensor
 from entropy_experiments.distributed import current, is_shard
 from entropy_experiments.input_errors import library_errors
 from entropy_experiments.models.call_conditions import eval_mode, math_attention
-from entropy_experiments.models.fsdp import ShardedPolicy
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.sampling.advantages import Scale, group_advantages
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.decode import Draw, Drawn, LastLogits, Step, decode, draw_here
@@ -66,7 +66,44 @@ class UpdateBatchDraw:
 
 
 class SampleGenerator:
-    """Draws rollouts of one policy. The model, its mode and the global RNG stay as they are."""
+    """Draws rollouts of one policy. The model, its mode and the global RNG stay as they are.
+
+    Args:
+        policy: What to draw from, at its own temperature and top_p.
+        tokenizer: Of the model.
+        max_new_tokens: Length limit of a response.
+        stop: Texts that end a response.
+        batch_size: Responses drawn at a time.
+        master_seed: Every rollout has a seed of its own, made of this one, its problem and its
+            number.
+        progress: True: a progress bar; or a function that is called.
+        store: Keeps finished units, so that an interrupted run goes on.
+        units: Into how many a batch is cut.
+
+    Raises:
+        ValueError: If a number is below 1, or `stop` has an empty text.
+
+    Examples:
+        >>> checkpoint = load_checkpoint(embedded_trajectory() / "checkpoint-13")
+        >>> policy = SequenceProcessor(checkpoint.model)
+        >>> from entropy_experiments.sampling.datasets import load_problems
+        >>> problems = load_problems("countdown", count=2)
+        >>> generator = SampleGenerator(policy, checkpoint.tokenizer, max_new_tokens=6)
+        >>> rollouts = generator.generate_evaluation_batch(problems, group=2)
+        >>> len(rollouts), rollouts.prompt_N.tolist()
+        (4, [0, 0, 1, 1])
+    """
+
+    policy: SequenceProcessor | ShardedPolicy
+    tokenizer: Any
+    max_new_tokens: int
+    batch_size: int
+    stop: tuple[str, ...]
+    units: int
+    master_seed: int
+    store: RolloutStore | None
+    progress: ProgressCallback | None
+    ends: tuple[int, ...]
 
     def __init__(
         self,

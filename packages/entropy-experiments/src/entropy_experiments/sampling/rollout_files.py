@@ -72,12 +72,49 @@ _MASKS = ("attention_NS", "response_NS", "loss_NS")
 def save_rollouts(
     folder: str | Path, rollouts: Rollouts, *, meta: Mapping[str, object] | None = None
 ) -> Path:
-    """Write rollouts into `folder` (made if missing); returns the manifest's path."""
+    """Write rollouts as safetensors, beside a manifest with hashes.
+
+    Args:
+        folder: Made if missing.
+        rollouts: What to write.
+        meta: JSON values of your own, kept in the manifest.
+
+    Returns:
+        The manifest's path; it is written last, so a folder that has one is whole.
+
+    Examples:
+        >>> import tempfile
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     print(save_rollouts(folder, BigramPolicy().draw(seed=2)).name)
+        manifest.json
+    """
     return _save(Path(folder), "rollouts", rollouts, _fields(rollouts, _ROLLOUT_TENSORS), meta)
 
 
 def load_rollouts(folder: str | Path) -> tuple[Rollouts, JSONObject]:
-    """(rollouts, meta). An update batch may be read as rollouts; the reverse may not."""
+    """Rollouts as `save_rollouts` wrote them.
+
+    An update batch may be read as rollouts; the reverse may not.
+
+    Args:
+        folder: With the manifest.
+
+    Returns:
+        The rollouts, and the meta that was given.
+
+    Raises:
+        ValueError: If a file does not match its hash, or is not of this kind.
+
+    Examples:
+        >>> import tempfile
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = save_rollouts(folder, BigramPolicy().draw(seed=2), meta={"seed": 2})
+        ...     rollouts, meta = load_rollouts(folder)
+        >>> len(rollouts), meta
+        (32, {'seed': 2})
+    """
     with _naming(Path(folder)):
         tensors, text, manifest = _load(Path(folder), ("rollouts", "update_batch"))
         return _rollouts(tensors, text, manifest), manifest["meta"]
@@ -86,13 +123,45 @@ def load_rollouts(folder: str | Path) -> tuple[Rollouts, JSONObject]:
 def save_update_batch(
     folder: str | Path, batch: UpdateBatch, *, meta: Mapping[str, object] | None = None
 ) -> Path:
-    """Write the batch of an optimizer step into `folder`; returns the manifest's path."""
+    """Write the batch of an optimizer step as safetensors, beside a manifest with hashes.
+
+    Args:
+        folder: Made if missing.
+        batch: What to write.
+        meta: JSON values of your own, kept in the manifest.
+
+    Returns:
+        The manifest's path; it is written last, so a folder that has one is whole.
+
+    Examples:
+        >>> import tempfile
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     print(save_update_batch(folder, BigramPolicy().update_batch(seed=1)).name)
+        manifest.json
+    """
     tensors = _fields(batch.rollouts, _ROLLOUT_TENSORS) | _fields(batch, _UPDATE_TENSORS)
     return _save(Path(folder), "update_batch", batch.rollouts, tensors, meta)
 
 
 def load_update_batch(folder: str | Path) -> tuple[UpdateBatch, JSONObject]:
-    """(batch, meta) as `save_update_batch` wrote them; every bit the same."""
+    """The batch as `save_update_batch` wrote it; every bit the same.
+
+    Args:
+        folder: With the manifest.
+
+    Returns:
+        The batch, and the meta that was given.
+
+    Raises:
+        ValueError: If a file does not match its hash, or holds no update batch.
+
+    Examples:
+        >>> folder = embedded_trajectory() / "checkpoint-13" / "update_batch"
+        >>> batch, meta = load_update_batch(folder)
+        >>> len(batch.rollouts)
+        384
+    """
     with _naming(Path(folder)):
         tensors, text, manifest = _load(Path(folder), ("update_batch",))
         update = {name: tensors.get(name) for name in _UPDATE_TENSORS}
@@ -312,8 +381,8 @@ class RolloutStore:
     IDENTITY = "store.json"
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._files = HashedFiles(folder, UNIT)
+        self.folder: Path = Path(folder)
+        self._files: HashedFiles = HashedFiles(folder, UNIT)
 
     def bind(self, identity: Mapping[str, object]) -> None:
         """Declare what the units of this folder depend on, or check that it is the same."""

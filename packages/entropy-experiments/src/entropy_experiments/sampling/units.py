@@ -22,7 +22,7 @@ from torch import Tensor
 
 from entropy_experiments.distributed import current
 from entropy_experiments.sampling.decode import Draw, Drawn
-from entropy_experiments.sampling.finishing import unit_in_work
+from entropy_experiments.sampling.finishing import current_unit
 from entropy_experiments.sampling.progress import Meter
 from entropy_experiments.sampling.rollout_files import RolloutStore
 
@@ -70,7 +70,7 @@ def dealt_units(
                 meter.finished(len(units[at]))
         for at in missing if together else ranks.shard(missing):
             # Nothing to finish without a store, nor where all ranks are needed and one is gone.
-            with nullcontext() if store is None or together else unit_in_work():
+            with nullcontext() if store is None or together else current_unit():
                 drawn = decode(units[at], meter)
                 if together and not ranks.first:
                     continue

@@ -21,13 +21,29 @@ class Direction:
 
     A rebuilt optimizer step has the parts momentum, decay and gradient; an observed one has the
     single part observed, since the parameters alone do not say what moved them.
+
+    Args:
+        parts: Parameters-shaped tensors by the name of the part.
+        lr: The learning rate of the step: theta + lr * total is where it ends.
+        preconditioner: P in gradient = -P c g_L: what one unit of loss gradient becomes in this
+            step (negative for an optimizer that maximizes).
+        clip_factor: c, by which the gradient was scaled.
+
+    Raises:
+        ValueError: If there are no parts, their names or shapes differ, a value is not finite, or
+            `lr` is not positive.
+
+    Examples:
+        >>> import torch
+        >>> parts = {"decay": {"w": -torch.ones(2)}, "gradient": {"w": torch.ones(2)}}
+        >>> v = Direction(parts=parts, lr=0.1)
+        >>> v.total["w"].tolist(), v.only("decay").total["w"].tolist()
+        ([0.0, 0.0], [-1.0, -1.0])
     """
 
     parts: Mapping[str, Params]
     lr: float
     preconditioner: Params | None = None
-    """P in gradient = -P c g_L: what one unit of loss gradient becomes in this step (negative for
-    an optimizer that maximizes)."""
     clip_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -82,7 +98,24 @@ class Direction:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamGroup:
-    """Hyper-parameters of one Adam or AdamW parameter group, as the optimizer stores them."""
+    """Hyper-parameters of one Adam or AdamW parameter group, as the optimizer stores them.
+
+    Args:
+        names: Parameters of the group.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Its coefficient.
+        amsgrad: Whether the denominator keeps the running maximum.
+        maximize: Whether the optimizer ascends.
+        decoupled: True: AdamW's decay, which acts on the parameters. False: Adam's, which is added
+            to the gradient.
+
+    Examples:
+        >>> group = AdamGroup(names=("w",), lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+        >>> group.decoupled
+        True
+    """
 
     names: tuple[str, ...]
     lr: float
@@ -92,7 +125,6 @@ class AdamGroup:
     amsgrad: bool = False
     maximize: bool = False
     decoupled: bool = True
-    """AdamW's decay acts on the parameters; Adam's is added to the gradient (False)."""
 
     @classmethod
     def of(cls, group: Mapping[str, Any], names: tuple[str, ...], *, decoupled: bool) -> AdamGroup:
@@ -112,7 +144,21 @@ class AdamGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class SGDGroup:
-    """Hyper-parameters of one SGD parameter group."""
+    """Hyper-parameters of one SGD parameter group.
+
+    Args:
+        names: Parameters of the group.
+        lr: Learning rate.
+        momentum: Of the buffer; 0: there is none.
+        dampening: Of what enters the buffer.
+        weight_decay: Its coefficient; it is added to the gradient.
+        nesterov: Whether the step looks ahead.
+        maximize: Whether the optimizer ascends.
+
+    Examples:
+        >>> SGDGroup(names=("w",), lr=0.1, momentum=0.9).nesterov
+        False
+    """
 
     names: tuple[str, ...]
     lr: float
@@ -125,11 +171,25 @@ class SGDGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerState:
-    """Everything the next step needs besides the gradient, by parameter *name*."""
+    """Everything the next step needs besides the gradient, by parameter *name*.
+
+    Args:
+        groups: Hyper-parameters, group by group.
+        state: By parameter, tensors and counts under torch's own keys; no entry: the optimizer has
+            not stepped yet.
+
+    Raises:
+        ValueError: If a parameter is in two groups, state belongs to no group, or there is no
+            group.
+
+    Examples:
+        >>> group = AdamGroup(names=("w",), lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+        >>> OptimizerState(groups=(group,), state={}).lr
+        0.001
+    """
 
     groups: tuple[AdamGroup, ...] | tuple[SGDGroup, ...]
     state: Mapping[str, Mapping[str, Any]]
-    """Tensors and counts under torch's own keys; no entry: the optimizer has not stepped yet."""
 
     def __post_init__(self) -> None:
         names = [name for group in self.groups for name in group.names]

@@ -41,20 +41,40 @@ Quantity = Literal["entropy", "reward"]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimand:
-    """Which entropy, or reward, is meant. Numbers with different estimands are never compared."""
+    """Which entropy, or reward, is meant. Numbers with different estimands are never compared.
+
+    Args:
+        prompts: A sample of a "population" of prompts, or a "fixed" set.
+        temperature: Of the policy.
+        top_p: Of the policy; 1 is the full softmax.
+        horizon: max_new_tokens, a stopping rule on the prefix; truncated rollouts count as they
+            are.
+        unit: Per "token" or per "sequence".
+        form: How rollouts stand for the changed policy; a slope has the form of what it
+            differentiates.
+        entropy: The entropy of each next-token distribution ("rao_blackwell"), or "simple": minus
+            the log-prob of the token drawn.
+        quantity: The policy's "entropy", or the "reward" it expects (of which `entropy` then says
+            nothing).
+
+    Raises:
+        ValueError: If an option has an unknown value.
+
+    Examples:
+        >>> Estimand().matches(Estimand(unit="sequence"))
+        False
+        >>> Estimand(temperature=0.7).policy
+        'full softmax, temperature 0.7'
+    """
 
     prompts: Prompts = "population"
     temperature: float = 1.0
     top_p: float = 1.0
     horizon: int | None = None
-    """max_new_tokens, a stopping rule on the prefix; truncated rollouts count as they are."""
     unit: Unit = "token"
     form: Form = "per_decision"
-    """How rollouts stand for the changed policy; a slope has the form of what it differentiates."""
     entropy: Entropy = "rao_blackwell"
-    """The entropy of each next-token law, or "simple": minus the log-prob of the token drawn."""
     quantity: Quantity = "entropy"
-    """The policy's entropy, or the reward it expects (of which `entropy` then says nothing)."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -140,22 +160,43 @@ class Influence:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Estimate:
-    """Make one with `Estimate.build`; subtract two for a paired difference."""
+    """A number with its error bar, what it means, and whether to trust it.
+
+    Estimators return it; `a - b`, `a + b` and `2.0 * a` keep the pairing of samples, so that a
+    difference on the same prompts has the narrow interval that it deserves.
+
+    Args:
+        value: The number, in nats (or in reward).
+        stderr: Its standard error; None where none can be computed.
+        interval: 95 %, by Student's t.
+        estimand: What it speaks of.
+        influences: One per independent sample.
+        bias: By the jackknife, of order 1/N; `value - bias` is less biased and more spread.
+        noise_floor: Size of the changes that rounding alone makes.
+        diagnostics: What the estimator says about how it came about.
+        given_reasons: Doubts of whoever made the estimate, which a combination inherits.
+        own_reasons: Doubts that follow from the numbers here, judged anew for a combination.
+
+    Examples:
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> one, other = (entropy_level(policy, policy.draw(seed=seed)) for seed in (2, 3))
+        >>> print(one)
+        1.251  95% [1.226, 1.276]
+        >>> print(one - other)
+        0.004603  95% [-0.009724, 0.01893]
+    """
 
     value: float
     stderr: float | None
     interval: tuple[float, float] | None
     estimand: Estimand
     influences: tuple[Influence, ...]
-    """One per independent sample."""
     bias: float
-    """By the jackknife, of order 1/N; `value - bias` is less biased and more spread."""
     noise_floor: float | None
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
     given_reasons: tuple[str, ...] = ()
-    """Doubts of whoever made the estimate, which a combination inherits."""
     own_reasons: tuple[str, ...] = ()
-    """Doubts that follow from the numbers here, judged anew for a combination."""
 
     @property
     def why_not(self) -> tuple[str, ...]:
@@ -306,7 +347,24 @@ def combine(terms: Iterable[tuple[float, Estimate]]) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Attribution:
-    """A change, the lines that explain it, and what they leave over."""
+    """A change, the terms that explain it, and what they leave over.
+
+    Args:
+        total: The whole change.
+        lines: The terms by name.
+        unexplained: Total minus the terms.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> step = {"table": torch.eye(5).double()}
+        >>> direction = Direction(parts={"gradient": step}, lr=0.1)
+        >>> print(first_order_by_part(policy, policy.draw(seed=2), direction))
+        total        0.05168  95% [0.04132, 0.06203]
+        gradient     0.05168  95% [0.04132, 0.06203]
+        unexplained  0  95% [0, 0]
+    """
 
     total: Estimate
     lines: Mapping[str, Estimate]

@@ -11,19 +11,47 @@ import torch
 from torch import Tensor
 
 Params = Mapping[str, Tensor]
+"""Trainable parameters by name, as `dict(model.named_parameters())` gives them.
+
+Examples:
+    >>> import torch
+    >>> params: Params = {"table": torch.zeros(5, 5)}
+"""
 
 WEIGHT_TOLERANCE = 1e-9
 
 
 class Scores(NamedTuple):
-    """What teacher forcing gives, at the policy's own temperature; zero outside the response."""
+    """What teacher forcing gives, at the policy's own temperature; zero outside the response.
+
+    Attributes:
+        logprob_NS: Log-prob of every response token.
+        entropy_NS: Entropy of the distribution that it was drawn from, in nats.
+
+    Examples:
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> scores = policy.score(policy.params, policy.draw(seed=2))
+        >>> scores.logprob_NS.shape == scores.entropy_NS.shape
+        True
+    """
 
     logprob_NS: Tensor
     entropy_NS: Tensor
 
 
 class Policy(Protocol):
-    """A model as the mathematics sees it: named parameters, and scores of given rollouts."""
+    """A model as the mathematics sees it: named parameters, and scores of rollouts.
+
+    Any class with these four members is one; `SequenceProcessor` makes one of a transformers model,
+    and `examples/own_policy.py` writes one in twenty lines.
+
+    Examples:
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy: Policy = BigramPolicy(temperature=0.7)
+        >>> sorted(policy.params), policy.temperature, policy.top_p
+        (['table'], 0.7, 1.0)
+    """
 
     @property
     def params(self) -> Params: ...
@@ -43,7 +71,13 @@ class Policy(Protocol):
 
 @runtime_checkable
 class NucleusPolicy(Policy, Protocol):
-    """What a policy with top_p < 1 must offer besides."""
+    """What a policy with top_p < 1 must offer besides: the support of each distribution.
+
+    Examples:
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> isinstance(BigramPolicy(), NucleusPolicy)  # it has no `support`: top_p = 1 only
+        False
+    """
 
     def support(self, params: Params, rollouts: Rollouts) -> Tensor:
         """[N, S] fingerprint of each position's top-p support (`entropy.response_support`)."""
@@ -52,14 +86,7 @@ class NucleusPolicy(Policy, Protocol):
 
 @runtime_checkable
 class BatchedPolicy(Policy, Protocol):
-    """What a policy may offer to spare passes; without it the same numbers come one by one.
-
-    Where `score_many` of several settings costs less than a pass for each, `spares_work` says so.
-    """
-
-    def score_many(self, many: Sequence[Params], rollouts: Rollouts) -> list[Scores]:
-        """Scores of the same rollouts under several parameter settings."""
-        ...
+    """What a policy may offer to spare passes; without it the same numbers come one by one."""
 
     def gradients_by_rollout(
         self, params: Params, rollouts: Rollouts, cotangents: Sequence[Scores]
@@ -72,20 +99,41 @@ class BatchedPolicy(Policy, Protocol):
 class Rollouts:
     """N sampled sequences, padded on either side, with the tokens the policy drew marked.
 
-    `weight_N` sums to one: uniform in life, exact probabilities in tests. `share` is the sum a
-    *part* of a batch has instead (see `split`), so that a part is never mistaken for the whole.
+    Args:
+        tokens_NS: Prompt and response, integers.
+        attention_NS: True where there is a token rather than padding; one unbroken run in each row.
+        response_NS: True where the policy drew the token, its final EOS included; may have holes
+            (tools).
+        prompt_N: Which prompt each rollout answers: the unit that error bars resample.
+        weight_N: Sums to one: uniform in practice, exact probabilities in tests. None: uniform.
+        behaviour_logprob_NS: Log-probs of the policy that drew the tokens, if that was not the
+            policy being probed.
+        truncated_N: True where the length limit ended the response. None: nowhere.
+        text: The responses as text.
+        share: What the weights of a *part* of a batch sum to (see `split`), so that a part is never
+            mistaken for the whole.
+
+    Raises:
+        ValueError: If shapes, masks or weights do not fit together; the message names the rollout.
+
+    Examples:
+        >>> import torch
+        >>> rollouts = Rollouts(
+        ...     tokens_NS=torch.tensor([[7, 1, 2], [7, 3, 0]]),
+        ...     attention_NS=torch.tensor([[True, True, True], [True, True, False]]),
+        ...     response_NS=torch.tensor([[False, True, True], [False, True, False]]),
+        ...     prompt_N=torch.tensor([0, 0]),
+        ... )
+        >>> len(rollouts), rollouts.tokens_N.tolist(), rollouts.weight_N.tolist()
+        (2, [2, 1], [0.5, 0.5])
     """
 
     tokens_NS: Tensor
     attention_NS: Tensor
-    """True where there is a token rather than padding; one unbroken run in each row."""
     response_NS: Tensor
-    """True where the policy drew the token, its final EOS included; may have holes (tools)."""
     prompt_N: Tensor
-    """Which prompt each rollout answers: the unit that error bars resample."""
     weight_N: Tensor = None  # type: ignore[assignment]  # uniform if not given
     behaviour_logprob_NS: Tensor | None = None
-    """Log-probs of the policy that drew the tokens, if that was not the policy being probed."""
     truncated_N: Tensor = None  # type: ignore[assignment]  # all False if not given
     text: tuple[str, ...] | None = None
     share: float = 1.0
@@ -258,18 +306,40 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UpdateBatch:
-    """The rollouts an optimizer step learns from, with all that its loss reads."""
+    """The rollouts an optimizer step learns from, with all that its loss reads.
+
+    Args:
+        rollouts: What was sampled.
+        advantage_NS: Of each token; one number per rollout is expanded over its tokens.
+        reward_N: Of each rollout, if it is known.
+        old_logprob_NS: Log-probs in the denominator of the ratio; None: the probed policy's own
+            (ratio 1).
+        ref_logprob_NS: Log-probs of the reference model; needed where the loss has a KL term.
+        microbatch_N: Accumulation microbatch of each rollout: bnpo and TRL's entropy bonus depend
+            on it.
+        loss_NS: Response tokens the loss counts, if not all: a trainer may mask truncated rollouts.
+
+    Raises:
+        ValueError: If a shape does not fit the rollouts, or a value on a response token is not
+            finite.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> rollouts = BigramPolicy().draw(seed=1)
+        >>> advantage_NS = torch.ones(rollouts.tokens_NS.shape)
+        >>> batch = UpdateBatch(rollouts=rollouts, advantage_NS=advantage_NS)
+        >>> int(batch.counted_NS.sum())  # tokens that the loss counts
+        128
+    """
 
     rollouts: Rollouts
     advantage_NS: Tensor
     reward_N: Tensor | None = None
     old_logprob_NS: Tensor | None = None
-    """Log-probs in the denominator of the ratio; None: the probed policy's own (ratio 1)."""
     ref_logprob_NS: Tensor | None = None
     microbatch_N: Tensor | None = None
-    """Accumulation microbatch of each rollout: bnpo and TRL's entropy bonus depend on it."""
     loss_NS: Tensor | None = None
-    """Response tokens the loss counts, if not all: a trainer may mask truncated rollouts."""
 
     def __post_init__(self) -> None:
         n, s = self.rollouts.tokens_NS.shape

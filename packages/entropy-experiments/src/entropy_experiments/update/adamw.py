@@ -65,7 +65,32 @@ def compute_update_vector_adamw(
 ) -> tuple[Direction, Direction, UpdateStats]:
     """(direction, baseline, stats) of the step that `batch` would make.
 
-    The baseline is momentum + weight decay: what the optimizer would do with a zero gradient.
+    Args:
+        policy: Parameters before the step.
+        batch: What the step learns from.
+        objective: The loss.
+        optimizer: Adam or AdamW before the step.
+        max_grad_norm: Of gradient clipping; None: none.
+        microbatch: Rollouts in a pass.
+
+    Returns:
+        The step per unit learning rate; its baseline, momentum and weight decay, which is what the
+        optimizer would do with a zero gradient; and what was done on the way.
+
+    Raises:
+        ValueError: If the update is zero.
+
+    Examples:
+        >>> import torch
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> batch = policy.update_batch(seed=1)
+        >>> adamw = torch.optim.AdamW(policy.params.values(), lr=0.02)
+        >>> state = read_state(adamw, policy.params)
+        >>> update = compute_update_vector_adamw(policy, batch, Objective(), state)
+        >>> direction, baseline, stats = update
+        >>> sorted(direction.parts), sorted(baseline.parts), round(stats.grad_norm, 4)
+        (['decay', 'gradient', 'momentum'], ['decay', 'momentum'], 0.0458)
     """
     found = loss_gradient(policy, batch, objective, microbatch=microbatch)
     direction = adamw_direction(
@@ -138,7 +163,28 @@ def adamw_direction(
     *,
     max_grad_norm: float | None = None,
 ) -> Direction:
-    """The step of Adam or AdamW on a given loss gradient."""
+    """The step of Adam or AdamW on a loss gradient, per unit learning rate.
+
+    Args:
+        params: Parameters before the step.
+        gradient: The loss gradient, before clipping.
+        optimizer: Its state before the step.
+        max_grad_norm: Of gradient clipping; None: none.
+
+    Returns:
+        The direction with its parts momentum, decay and gradient, and the preconditioner.
+
+    Raises:
+        ValueError: If state and parameters do not fit together.
+
+    Examples:
+        >>> import torch
+        >>> params = {"w": torch.ones(2, requires_grad=True)}
+        >>> state = read_state(torch.optim.AdamW(params.values(), weight_decay=0.5), params)
+        >>> step = adamw_direction(params, {"w": torch.tensor([1.0, -2.0])}, state)
+        >>> step.decay["w"].tolist(), step.gradient["w"].round(decimals=3).tolist()
+        ([-0.5, -0.5], [-1.0, 1.0])
+    """
     factor, _ = clip_factor(gradient, max_grad_norm)
     parts: dict[str, dict[str, Tensor]] = {"momentum": {}, "decay": {}, "gradient": {}}
     preconditioner: dict[str, Tensor] = {}

@@ -47,7 +47,27 @@ def optimizer_certificate(
     *,
     max_grad_norm: float | None = None,
 ) -> Certificate:
-    """Replay the step with torch.optim and compare."""
+    """Our arithmetic against torch's own: the step replayed with torch.optim on the same gradient.
+
+    Args:
+        direction: The rebuilt step.
+        params: Parameters before it.
+        gradient: The loss gradient, before clipping.
+        optimizer: Its state before the step.
+        max_grad_norm: Of gradient clipping; None: none.
+
+    Returns:
+        Relative error, cosine and distance in units in the last place; `passed` judges them.
+
+    Examples:
+        >>> import torch
+        >>> params = {"w": torch.ones(2, requires_grad=True)}
+        >>> gradient = {"w": torch.tensor([1.0, -2.0])}
+        >>> state = read_state(torch.optim.AdamW(params.values()), params)
+        >>> direction = adamw_direction(params, gradient, state)
+        >>> optimizer_certificate(direction, params, gradient, state).passed
+        True
+    """
     params = {name: theta.detach() for name, theta in params.items()}
     at_one = _stepped(params, gradient, optimizer, max_grad_norm, lr=1.0)
     reference = {name: at_one[name].double() - theta.double() for name, theta in params.items()}
@@ -181,7 +201,26 @@ def fingerprint_certificate(direction: Direction, change: Tensor) -> Fingerprint
 
 
 def step_certificate(direction: Direction, before: Params, after: Params) -> StepCertificate:
-    """The rebuilt direction against (after - before) / lr."""
+    """The rebuilt direction against the step that training made, (after - before) / lr.
+
+    Args:
+        direction: The rebuilt step.
+        before: Parameters before it.
+        after: Parameters of the checkpoint that follows.
+
+    Returns:
+        The share of elements that agree to rounding, cosine and relative error; `passed` judges
+        them.
+
+    Raises:
+        ValueError: If nothing moved.
+
+    Examples:
+        >>> import torch
+        >>> before, after = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+        >>> step_certificate(observed(before, after, lr=0.5), before, after).passed
+        True
+    """
     made, rebuilt = observed(before, after, direction.lr).total, direction.total
     size = norm(made)
     if size == 0:

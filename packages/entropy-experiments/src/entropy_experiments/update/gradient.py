@@ -30,7 +30,28 @@ class LossGradient:
 def loss_gradient(
     policy: Policy, batch: UpdateBatch, objective: Objective, *, microbatch: int = 8
 ) -> LossGradient:
-    """g_L as training takes it, whatever the microbatch: normalisers are of the whole batch."""
+    """g_L as training takes it, whatever the microbatch: normalisers are of the whole batch.
+
+    Args:
+        policy: The policy as training sees it.
+        batch: What the step learns from.
+        objective: The loss.
+        microbatch: Rollouts in a pass; no number depends on it.
+
+    Returns:
+        The gradient by parameter, the loss, and the update rollouts' scores from the same passes.
+
+    Raises:
+        TypeError: If `batch` has no advantages.
+        ValueError: If the gradient is not finite, or parameters are below fp32.
+
+    Examples:
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> gradient = loss_gradient(policy, policy.update_batch(seed=1), Objective()).gradient
+        >>> gradient["table"].shape
+        torch.Size([5, 5])
+    """
     if not isinstance(batch, UpdateBatch):
         raise TypeError(
             f"Got {type(batch).__name__} as update batch; expected an UpdateBatch, which has "

@@ -52,27 +52,50 @@ class TokenWeights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """`objective(scores, batch)` is the loss that the optimizer descends."""
+    """The training loss as a pure function of scores: `objective(scores, batch)`.
+
+    Args:
+        loss: Which loss; the module docstring has the formulas.
+        clip_low: Ratios are clipped to [1 - clip_low, 1 + clip_high]; None switches a side off.
+        clip_high: The other side.
+        ratio: By "token", or by "sequence": the mean log-ratio of the rollout.
+        beta: Coefficient of the KL to the reference model.
+        kl: Its estimator.
+        kl_ratio: The KL term is multiplied by the ratio (TRL's use_bias_correction_kl): another
+            gradient even where the ratio is 1.
+        entropy_coef: Coefficient of the entropy bonus.
+        max_completion_length: What dr_grpo divides by.
+        delta: Two-sided clipping: no ratio counts for more than this.
+        sapo_positive: Temperature of sapo's soft gate where the advantage is positive; TRL's
+            default.
+        sapo_negative: The same where it is negative.
+        divisor: Tokens that dapo and cispo divide by, if not those of the batch.
+
+    Raises:
+        ValueError: If an option has an unknown value, or dr_grpo has no `max_completion_length`.
+
+    Examples:
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> batch = policy.update_batch(seed=1)
+        >>> scores = policy.score(policy.params, batch.rollouts)
+        >>> round(Objective(loss="dapo", entropy_coef=0.01)(scores, batch).item(), 4)
+        -0.0125
+    """
 
     loss: Loss = "grpo"
     clip_low: float | None = 0.2
-    """Ratios are clipped to [1 - clip_low, 1 + clip_high]; None switches a side off."""
     clip_high: float | None = 0.2
     ratio: Ratio = "token"
     beta: float = 0.0
     kl: KL = "k3"
     kl_ratio: bool = False
-    """The KL term is multiplied by the ratio (TRL's use_bias_correction_kl): another gradient even
-    where the ratio is 1."""
     entropy_coef: float = 0.0
     max_completion_length: int | None = None
     delta: float | None = None
-    """Two-sided clipping: no ratio counts for more than this."""
     sapo_positive: float = 1.0
     sapo_negative: float = 1.05
-    """Temperatures of sapo's soft gate, by the sign of the advantage; TRL's defaults."""
     divisor: float | None = None
-    """Tokens that dapo and cispo divide by, if not those of the batch."""
 
     def __post_init__(self) -> None:
         for name, kind in (("loss", Loss), ("kl", KL), ("ratio", Ratio)):
@@ -186,7 +209,27 @@ class Objective:
 
 
 def token_coefficients(objective: Objective, scores: Scores, batch: UpdateBatch) -> Scores:
-    """dL/dl_ik and dL/dh_ik: how the loss changes with each token's log-prob and entropy."""
+    """dL/dl_ik and dL/dh_ik: how the loss changes with each token's log-prob and entropy.
+
+    Args:
+        objective: The loss.
+        scores: Of the update rollouts, at the policy in question.
+        batch: Advantages and old log-probs.
+
+    Returns:
+        Coefficients in the shape of the scores.
+
+    Examples:
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> batch = policy.update_batch(seed=1)
+        >>> scores = policy.score(policy.params, batch.rollouts)
+        >>> coefficients = token_coefficients(Objective(loss="reinforce"), scores, batch)
+        >>> expected_NS = -batch.advantage_NS / len(batch.rollouts)  # of c = w_i, loss = -A l
+        >>> inside_NS = batch.rollouts.response_NS
+        >>> bool((coefficients.logprob_NS == expected_NS)[inside_NS].all())
+        True
+    """
     leaves = Scores(*(x_NS.detach().requires_grad_() for x_NS in scores))
     with torch.enable_grad():
         loss = objective(leaves, batch)

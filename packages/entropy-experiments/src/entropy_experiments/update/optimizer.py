@@ -26,9 +26,26 @@ SGD_KEYS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize
 def read_state(
     optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], *, copy: bool = True
 ) -> OptimizerState:
-    """The state of an Adam, AdamW or SGD; `names` are the tensors it was built with.
+    """The state of torch's Adam, AdamW or SGD, by parameter name.
 
-    `copy=False` shares the optimizer's memory: for use before its next step only.
+    Args:
+        optimizer: As it is before the step.
+        names: The very tensors it was built with, by name, such as
+            `dict(model.named_parameters())`.
+        copy: False shares the optimizer's memory: for use before its next step only.
+
+    Returns:
+        Hyper-parameters by group, and state by name.
+
+    Raises:
+        TypeError: If `names` is no mapping, or the optimizer is of another kind.
+        ValueError: If the optimizer has parameters that are not among the names.
+
+    Examples:
+        >>> import torch
+        >>> params = {"w": torch.ones(2, requires_grad=True)}
+        >>> read_state(torch.optim.AdamW(params.values(), lr=3e-4), params).lr
+        0.0003
     """
     if not isinstance(names, Mapping):
         raise TypeError(

@@ -23,7 +23,24 @@ def sgd_direction(
     *,
     max_grad_norm: float | None = None,
 ) -> Direction:
-    """The step of SGD on a given loss gradient."""
+    """The step of SGD on a loss gradient, per unit learning rate.
+
+    Args:
+        params: Parameters before the step.
+        gradient: The loss gradient, before clipping.
+        optimizer: Its state before the step.
+        max_grad_norm: Of gradient clipping; None: none.
+
+    Returns:
+        The direction with its parts momentum, decay and gradient.
+
+    Examples:
+        >>> import torch
+        >>> params = {"w": torch.ones(2, requires_grad=True)}
+        >>> state = read_state(torch.optim.SGD(params.values(), lr=0.1, momentum=0.9), params)
+        >>> sgd_direction(params, {"w": torch.tensor([1.0, -2.0])}, state).total["w"].tolist()
+        [-1.0, 2.0]
+    """
     factor, _ = clip_factor(gradient, max_grad_norm)
     parts: dict[str, dict[str, Tensor]] = {"momentum": {}, "decay": {}, "gradient": {}}
     preconditioner: dict[str, Tensor] = {}

@@ -90,9 +90,24 @@ def check_entropy(
 ) -> Conformance:
     """Check an entropy or log-prob function on the golden cases.
 
-    `roles` says what a parameter is where its name does not ({"x": "logits"}); `returns` says that
-    a single result is "entropy", "logprob" or "surprisal" (-log-prob). `TargetError` if the
-    function cannot be found or called at all.
+    Args:
+        target: The function, or where it is: "module:function".
+        roles: What a parameter is where its name does not say it ({"x": "logits"}).
+        returns: That a single result is "entropy", "logprob" or "surprisal" (-log-prob).
+
+    Returns:
+        A verdict for each case; `passed` is that of all of them, `text()` explains.
+
+    Raises:
+        TargetError: If the function cannot be found or called at all.
+
+    Examples:
+        >>> import torch
+        >>> def entropy(logits):
+        ...     p = logits.softmax(-1)
+        ...     return -(p * p.log()).sum(-1)
+        >>> check_entropy(entropy).passed  # 0 * log 0 is NaN where a logit is -inf
+        False
     """
     if returns is not None and returns not in QUANTITIES:
         raise TargetError(f"returns={returns!r}, expected one of {', '.join(QUANTITIES)}.")

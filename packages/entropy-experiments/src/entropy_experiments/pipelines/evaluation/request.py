@@ -37,7 +37,7 @@ from entropy_experiments.checkpoints.runs import (
 from entropy_experiments.checkpoints.training_facts import read_facts
 from entropy_experiments.checkpoints.training_record import RECORDED, read_record
 from entropy_experiments.config import Config
-from entropy_experiments.pipelines.step_facts import (
+from entropy_experiments.pipelines.training_facts import (
     TrainingFacts,
     refuse_unrecorded,
     reward_of,
@@ -69,17 +69,28 @@ MOST, MOST_RESPONSES = 100_000, 10**7
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """Options of an evaluation that the config has no key for."""
+    """Options of an evaluation that the config has no key for.
+
+    Args:
+        samples: Responses per prompt.
+        prompts: How many prompts.
+        ks: k of pass@k; None: those of 1, 4, 8 that `samples` allows.
+        threshold: Nats above which a token counts as drawn in doubt; ln 2 is a fair coin's.
+        rewards: What makes a response pass; None: what the task is usually judged by.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Examples:
+        >>> EvaluationRequest(samples=4).k
+        (1, 4)
+    """
 
     samples: int = 8
-    """Responses per prompt."""
     prompts: int = DEFAULT_PROMPTS
     ks: tuple[int, ...] | None = None
-    """k of pass@k; None: those of 1, 4, 8 that `samples` allows."""
     threshold: float = 0.6931471805599453
-    """Nats above which a token counts as drawn in doubt; ln 2 is a fair coin's."""
     rewards: tuple[str, ...] | None = None
-    """What makes a response pass; None: what the task is usually judged by."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "prompts"):
@@ -174,9 +185,9 @@ def prepared(
         code: dict[str, Any] = {one["name"]: one["sha256"] for one in facts["reward_sources"]}
     else:
         names = request.rewards or default_functions(facts["dataset_name"])
-        reward = build_reward(names, seconds=config.reward.seconds)
+        reward = build_reward(names, seconds=config.data.reward_seconds)
         code = {name: _code(name) for name in names}
-    generation = config.generation
+    generation = config.sampling
     settings = {
         "schema": SCHEMA,
         "dataset": facts["dataset_name"],
@@ -184,7 +195,7 @@ def prepared(
         "problems": digest([[p.id, p.prompt, p.answer] for p in problems]),
         "prompts": request.prompts,
         "samples": request.samples,
-        "seed": config.probe_rework.master_seed,
+        "seed": config.sampling.seed,
         "chat_template": facts.chat,
         "temperature": facts["temperature"],
         "top_p": facts["top_p"],
@@ -232,7 +243,7 @@ def digest(value: Any) -> str:
 def _expanded(config: Config, checkpoints: Sequence[str | Path]) -> list[Path]:
     """A run's folder stands for its checkpoints; nothing named: a few of the embedded run."""
     if not checkpoints:
-        asked = config.checkpoint.checkpoint_path or config.checkpoint.adapter_path
+        asked = config.checkpoint.path or config.checkpoint.adapter
         if asked is not None:
             return [packaged_checkpoint(asked)]
         steps = checkpoints_by_step(embedded_trajectory())
@@ -259,8 +270,8 @@ def _layout(path: Path) -> Layout:
 
 def _refuse_unread(config: Config, name: str) -> None:
     """A file or a split that was asked for and would not be looked at."""
-    batch = config.batch_config
-    path, split = batch.dataset_path, batch.E_split or batch.split
+    batch = config.data
+    path, split = batch.file, batch.evaluation_split or batch.split
     if name.startswith(MADE):
         if path is not None:
             raise ValueError(
@@ -323,13 +334,13 @@ def _agreed(config: Config, layouts: Sequence[Layout], labels: Sequence[str]) ->
     """What is given, read or assumed about task and law, the same for all."""
     every = [training_facts(config, *read_facts(lay.folders)[:2]) for lay in layouts]
     given = {
-        "dataset_path": config.batch_config.dataset_path,
-        "split": config.batch_config.E_split or config.batch_config.split,
-        "max_completion_length": config.generation.max_new_tokens,
-        "stop": config.generation.stop,
+        "dataset_path": config.data.file,
+        "split": config.data.evaluation_split or config.data.split,
+        "max_completion_length": config.sampling.max_new_tokens,
+        "stop": config.sampling.stop,
     }
     # The path and split of one dataset are not those of another.
-    if config.batch_config.dataset_name is not None:
+    if config.data.dataset is not None:
         given |= {"dataset_path": True, "split": True}
     for name in SHARED:
         values = [facts.values.get(name) for facts in every]
@@ -351,7 +362,7 @@ def _problems(
         path=_path(config, facts),
         split=_split(config, facts),
         count=count,
-        seed=config.probe_rework.master_seed,
+        seed=config.sampling.seed,
         tokenizer=tokenizer,
         chat=facts.chat and tokenizer is not None,
         conversation=facts.conversation,
@@ -359,15 +370,15 @@ def _problems(
 
 
 def _path(config: Config, facts: TrainingFacts) -> str | None:
-    batch = config.batch_config
-    own = batch.dataset_name is None  # a task named here is not read from training's file
-    return batch.dataset_path or (facts.values.get("dataset_path") if own else None)
+    batch = config.data
+    own = batch.dataset is None  # a task named here is not read from training's file
+    return batch.file or (facts.values.get("dataset_path") if own else None)
 
 
 def _split(config: Config, facts: TrainingFacts) -> str | None:
-    batch = config.batch_config
-    own = batch.dataset_name is None
-    named = batch.E_split or batch.split
+    batch = config.data
+    own = batch.dataset is None
+    named = batch.evaluation_split or batch.split
     return named or (facts.values.get("split") or facts.values.get("E_split") if own else None)
 
 

@@ -49,7 +49,7 @@ from entropy_experiments.pipelines.probe_sampling import (
     prompts_of,
     response_ids,
 )
-from entropy_experiments.pipelines.step_facts import reward_of
+from entropy_experiments.pipelines.training_facts import reward_of
 from entropy_experiments.sampling.datasets import Problem, load_problems
 from entropy_experiments.sampling.rewards import Reward
 from entropy_experiments.sampling.rollout_files import save_rollouts
@@ -86,13 +86,13 @@ class StudyInputs:
 def check_requests(config: Config) -> None:
     """Refuse bad parameters before anything is loaded."""
     asked = config.influence
-    workspace_params(asked.workspace)
-    if not asked.evaluation_requests:
+    workspace_params(asked.update_batch)
+    if not asked.evaluation_batches:
         raise ValueError(
             "influence.evaluation_requests is empty; expected at least one {kind, params}: without "
             "evaluation rollouts there is no entropy to explain."
         )
-    for i, request in enumerate(asked.evaluation_requests):
+    for i, request in enumerate(asked.evaluation_batches):
         evaluation_params(request, f"influence.evaluation_requests[{i}]")
 
 
@@ -108,7 +108,7 @@ def gather_study(config: Config, probed: OpenCheckpoint, *, quiet: bool = True) 
         config, probed, made.batch, real=made.real, what_if=with_kl
     )
     limits = probe_inputs.limits_of(probed.checkpoint.model, probed.facts, real=made.real)
-    recorded = made.real and config.influence.workspace.load_path is None
+    recorded = made.real and config.influence.update_batch.load_path is None
     facts = probed.facts
     if recorded:
         facts = probe_inputs.with_divisor(facts, probed.checkpoint)
@@ -168,11 +168,11 @@ class _Maker:
 
     def all(self) -> tuple[Made, tuple[EvaluationBatch, ...]]:
         asked = self.config.influence
-        made = self._workspace(asked.workspace)
+        made = self._workspace(asked.update_batch)
         taken = set[PromptIds]() if made is None else prompts_of(made.batch.rollouts)
         found: dict[int, EvaluationBatch] = {}
         drawn = set[PromptIds]()
-        for i, request in enumerate(asked.evaluation_requests):
+        for i, request in enumerate(asked.evaluation_batches):
             if request.kind != "update":
                 found[i] = self._evaluation(i, request, taken | drawn)
                 drawn |= prompts_of(found[i].rollouts)
@@ -183,12 +183,12 @@ class _Maker:
         if not rewards_fit(made.batch):
             unscored = replace(made.batch, reward_N=None)
             made = replace(made, batch=unscored, notes=(*made.notes, FOREIGN_REWARDS))
-        for i, request in enumerate(asked.evaluation_requests):
+        for i, request in enumerate(asked.evaluation_batches):
             if request.kind == "update":
                 found[i] = self._own_prompts(i, request, made.batch)
         kept, model = made, self.given.model
         current().broadcast_from_zero(
-            lambda: save_workspace(asked.workspace, kept, self.probed, model)
+            lambda: save_workspace(asked.update_batch, kept, self.probed, model)
         )
         return made, tuple(folded(found[i], asked.folds) for i in sorted(found))
 
@@ -218,7 +218,7 @@ class _Maker:
         drawn = self.sampler.generator.generate_update_batch(
             problems,
             prompts=len(problems),
-            group=self.config.batch_config.G,
+            group=self.config.data.responses_per_prompt,
             reward=self._reward(),
             scale=self.probed.facts["advantage"],
             filter_zero_advantage=False,
@@ -242,15 +242,16 @@ class _Maker:
             again = probe_inputs.recorded_evaluation(self.config, self.probed.checkpoint)
             if again is not None:
                 return self._probed_with(name, request, again, avoid)
-            if self.config.rollouts.load is not None:
+            if self.config.sampling.load is not None:
                 rollouts = self.sampler.evaluation(avoid)
-                note = f"evaluation rollouts reused from {self.config.rollouts.load}, unscored"
+                note = f"evaluation rollouts reused from {self.config.sampling.load}, unscored"
                 self._refuse_shared(avoid, rollouts, "rollouts.load")
                 return EvaluationBatch(
                     name=name, request=request, rollouts=rollouts, reward_N=None, notes=(note,)
                 )
-            batch = self.config.batch_config
-            split, count = params.split or batch.E_split, params.prompts or batch.B_E
+            batch = self.config.data
+            split = params.split or batch.evaluation_split
+            count = params.prompts or batch.evaluation_prompts
             problems = self.sampler.problems("evaluation", split, count, avoid)
         elif request.kind == "prompt_ids":
             problems = self._by_index(params.ids, params.split, where)
@@ -319,8 +320,8 @@ class _Maker:
         texts, asked_of = list(rollouts.text or ()), [p for p in problems for _ in range(group)]
         reward_N, absent = self._scored(texts, asked_of, response_ids(rollouts))
         notes = (*notes, *absent)
-        if self.config.rollouts.save is not None:
-            folder, meta = Path(self.config.rollouts.save) / name, self.sampler.meta
+        if self.config.sampling.save is not None:
+            folder, meta = Path(self.config.sampling.save) / name, self.sampler.meta
             current().broadcast_from_zero(lambda: save_rollouts(folder, rollouts, meta=meta))
         return EvaluationBatch(
             name=name, request=request, rollouts=rollouts, reward_N=reward_N, notes=notes
@@ -368,13 +369,13 @@ class _Maker:
 
     def _by_index(self, ids: Sequence[int], split: str | None, where: str) -> list[Problem]:
         """Problems of the dataset, counted in the order that the seed gives."""
-        batch, facts = self.config.batch_config, self.probed.facts
+        batch, facts = self.config.data, self.probed.facts
         found = load_problems(
             facts["dataset_name"],
-            path=batch.dataset_path or facts.values.get("dataset_path"),
+            path=batch.file or facts.values.get("dataset_path"),
             split=split or batch.split or facts.values.get("split"),
             count=max(ids) + 1,
-            seed=self.config.probe_rework.master_seed,
+            seed=self.config.sampling.seed,
             tokenizer=self.tokenizer,
             chat=facts.chat,
             conversation=facts.conversation,

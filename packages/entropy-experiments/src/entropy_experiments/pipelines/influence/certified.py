@@ -103,7 +103,7 @@ def certificate_of(
             base=asked.base,
             backbone=asked.backbone,
             dtype=asked.dtype,
-            device_map=own_device(asked.device_map),
+            device_map=own_device(asked.device),
             need_optimizer=False,
             read_optimizer=False,
         )

@@ -23,7 +23,6 @@ from entropy_experiments.attribution.step import (
 )
 from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.pipelines.influence.batches import EvaluationBatch
-from entropy_experiments.pipelines.influence.facts import changes
 from entropy_experiments.pipelines.influence.packing import (
     pack_estimate,
     pack_matrix,
@@ -35,6 +34,7 @@ from entropy_experiments.pipelines.influence.packing import (
 )
 from entropy_experiments.pipelines.influence.stages import Study, rollouts_digest
 from entropy_experiments.pipelines.influence.store import Stage, digest_of_tensors
+from entropy_experiments.pipelines.influence.summary_json import changes
 from entropy_experiments.results import numbers
 from entropy_experiments.types import Scores
 
@@ -97,7 +97,7 @@ class Evaluation:
 
     @property
     def matrix_key(self) -> list[Any]:
-        return ["matrix", self.study.asked.block_mb, self.batch.folds]
+        return ["matrix", self.study.asked.gradient_block_mb, self.batch.folds]
 
     @property
     def tokens_key(self) -> list[Any]:
@@ -205,7 +205,7 @@ class Evaluation:
 
     @property
     def single_etas(self) -> tuple[float, ...]:
-        reference = (self.study.etas[0],) if self.study.asked.finite else ()
+        reference = (self.study.etas[0],) if self.study.asked.measured_matrix else ()
         return tuple(dict.fromkeys((*self.study.per_sequence_etas, *reference)))
 
     @property

@@ -24,10 +24,10 @@ from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
 from entropy_experiments.pipelines.influence.drawings import NOT_DRAWN, can_draw, study_drawings
-from entropy_experiments.pipelines.influence.facts import budget_facts, fisher_facts
 from entropy_experiments.pipelines.influence.questions import answer_or_error
 from entropy_experiments.pipelines.influence.results import EvaluationResults, StudyResults
 from entropy_experiments.pipelines.influence.store import Stage
+from entropy_experiments.pipelines.influence.summary_json import budget_json, fisher_json
 from entropy_experiments.pipelines.influence.texts import update_texts
 from entropy_experiments.results import (
     DIFFERENTIATED,
@@ -143,7 +143,7 @@ class StudyFiles:
             else {
                 "budget": budget,
                 **answer_or_error(
-                    lambda: budget_facts(books["entropy"], results.direction.lr, budget)
+                    lambda: budget_json(books["entropy"], results.direction.lr, budget)
                 ),
             },
             "table": whatif.facts(tokens),
@@ -152,7 +152,7 @@ class StudyFiles:
 
     def _matrix_files(self, one: EvaluationResults, scale: float) -> None:
         results, name, eta = self.results, one.name, self.results.etas[0]
-        if self.plan.finite:
+        if self.plan.measured_matrix:
             values_EN = np.full((len(one.rollouts), len(results.batch.rollouts)), np.nan)
             for row in one.measured_rows:
                 values_EN[:, row] = one.rollout_changes.tensors[f"grad|{row}|{eta!r}"].numpy()
@@ -220,7 +220,7 @@ class StudyFiles:
             self._array(f"{folder}/{name}.npy", values_EN, f"{what} [evaluation, update]", units)
         what = f"measured change of S_i along the gradient part of the step at eta {eta:g}"
         self._array(f"{folder}/measured.npy", stage.tensors["measured_E"].numpy(), what)
-        facts = fisher_facts(stage)
+        facts = fisher_json(stage)
         rows = facts.pop("rollouts")
         self.files[f"{folder}/changes.json"] = json.dumps(rows, indent=1).encode()
         moved = sorted(rows, key=lambda row: -abs(row["measured"]))[:MOVED]
@@ -283,7 +283,7 @@ class StudyFiles:
         return out
 
     def _summary(self, evaluations: list[EvaluationBatch], key: str) -> InfluenceResult:
-        results, step = self.results, self.results.step_facts
+        results, step = self.results, self.results.step_json
         batch, first, notes = results.batch, evaluations[0], list(results.notes)
         if step["norms"]["gradient"] == 0 and results.real:  # a drawn batch comes with a note
             notes.append(
@@ -308,7 +308,7 @@ class StudyFiles:
             "reference_eta": results.etas[0],
             "mode": results.mode,
             "clip_c": results.clip,
-            "plan": results.config.dump()["influence"],
+            "plan": results.config.documents()["influence"],
             "update": {
                 "rollouts": len(batch.rollouts),
                 "tokens": int(batch.counted_NS.sum()),

@@ -6,9 +6,9 @@ from typing import Any
 
 from entropy_experiments.attribution.step import close_ledger, close_reward_ledger
 from entropy_experiments.pipelines.influence.evaluation import Evaluation
-from entropy_experiments.pipelines.influence.facts import ledger_facts
 from entropy_experiments.pipelines.influence.packing import unpack_estimate
 from entropy_experiments.pipelines.influence.store import Stage
+from entropy_experiments.pipelines.influence.summary_json import ledger_json
 
 
 def ledgers(evaluation: Evaluation) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def entropy_stage(evaluation: Evaluation) -> Stage:
             evaluation.matrix,
             unpack_estimate(evaluation.whole, study.estimand),
         )
-        return Stage(facts={"ledger": ledger_facts(ledger)})
+        return Stage(facts={"ledger": ledger_json(ledger)})
 
     key = ["ledger", study.mode, study.lasting, evaluation.matrix_key, evaluation.measured_key]
     return evaluation.stage("ledger", key, 12, compute)
@@ -52,7 +52,7 @@ def reward_stage(evaluation: Evaluation) -> Stage:
             evaluation.matrix,
             lambda: study.lines,
         )
-        return Stage(facts={"ledger": ledger_facts(ledger)})
+        return Stage(facts={"ledger": ledger_json(ledger)})
 
     key = ["reward", study.mode, study.lasting, evaluation.matrix_key]
     return evaluation.stage("reward", key, 30, compute)

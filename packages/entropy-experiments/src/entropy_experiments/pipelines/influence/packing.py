@@ -53,7 +53,7 @@ def unpacked(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, dict[
     return out
 
 
-def step_facts(rebuilt: RebuiltStep) -> dict[str, Any]:
+def step_json(rebuilt: RebuiltStep) -> dict[str, Any]:
     """JSON of a step: what summary.json says of it."""
     return {
         "norms": dict(rebuilt.norms),
@@ -69,7 +69,7 @@ def pack_step(rebuilt: RebuiltStep, facts: Mapping[str, Any]) -> Stage:
     groups = {**direction.parts, "preconditioner": direction.preconditioner}
     return Stage(
         facts={
-            **step_facts(rebuilt),
+            **step_json(rebuilt),
             **facts,
             "parts": list(direction.parts),
             "lr": direction.lr,

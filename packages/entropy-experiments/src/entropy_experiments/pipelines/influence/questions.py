@@ -25,8 +25,8 @@ from entropy_experiments.attribution.leave_one_out import leave_one_out
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.pipelines.influence.evaluation import Evaluation
-from entropy_experiments.pipelines.influence.facts import confirmation_facts, prediction_facts
 from entropy_experiments.pipelines.influence.store import Stage
+from entropy_experiments.pipelines.influence.summary_json import confirmation_json, prediction_json
 from entropy_experiments.results import numbers
 from entropy_experiments.sampling.advantages import advantages_by_prompt
 
@@ -100,7 +100,7 @@ def what_if(evaluation: Evaluation, text: str) -> dict[str, Any]:
             confirmation = answer_or_error(lambda: confirmed(evaluation, text))
         return {
             "name": prediction.name,
-            "prediction": prediction_facts(prediction),
+            "prediction": prediction_json(prediction),
             "confirmation": confirmation,
         }
 
@@ -126,7 +126,7 @@ def confirmed(evaluation: Evaluation, text: str) -> dict[str, Any]:
             microbatch=step.estimator.microbatch,
             base=evaluation.base,
         )
-        return Stage(facts={**confirmation_facts(confirmation), "clip_c": None})
+        return Stage(facts={**confirmation_json(confirmation), "clip_c": None})
 
     key = ["confirm", text, study.mode, evaluation.tokens_key]
     return dict(evaluation.stage("confirm", key, 30, compute).facts)
@@ -187,6 +187,6 @@ def fisher(evaluation: Evaluation) -> Stage:
             },
         )
 
-    key = ["fisher", centred, eta, study.asked.block_mb, evaluation.tokens_key]
+    key = ["fisher", centred, eta, study.asked.gradient_block_mb, evaluation.tokens_key]
     update = 6 * len(evaluation.probe.update.rollouts) / len(evaluation.rollouts)
     return evaluation.stage("fisher", key, 6 + update, compute)

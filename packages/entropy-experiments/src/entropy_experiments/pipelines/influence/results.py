@@ -79,7 +79,7 @@ class StudyResults:
     """Training made this step of the batch."""
     objective: Objective
     direction: Direction
-    step_facts: Mapping[str, Any]
+    step_json: Mapping[str, Any]
     """JSON of the step: norms, loss, precision, clip factor, and `certified` where it was."""
     momentum_decay: float
     coupled_decay: bool
@@ -114,12 +114,12 @@ def study_results(study: Study) -> StudyResults:
         real=probe.real,
         objective=study.objective,
         direction=study.direction,
-        step_facts=facts,
+        step_json=facts,
         momentum_decay=momentum_decay,
         coupled_decay=coupled_decay,
         estimand=study.estimand,
         mode=study.mode,
-        clip=study.config.importance.clip_c,
+        clip=study.config.measure.clip_log_weights,
         etas=study.etas,
         per_sequence_etas=study.per_sequence_etas,
         evaluations=evaluations,

@@ -24,12 +24,12 @@ from entropy_experiments.config.estimates import BatchRequest
 from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
 from entropy_experiments.distributed import current
 from entropy_experiments.pipelines.influence.batches import check_requests, gather_study
-from entropy_experiments.pipelines.influence.facts import budget_facts, prediction_facts
 from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFiles
 from entropy_experiments.pipelines.influence.removed import told_removed
 from entropy_experiments.pipelines.influence.results import study_results
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
 from entropy_experiments.pipelines.influence.store import RunDirectory, open_run
+from entropy_experiments.pipelines.influence.summary_json import budget_json, prediction_json
 from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint, contents, open_checkpoint
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.figures.style import can_draw
@@ -57,12 +57,35 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyInfluencePlan:
-    """What to study; None: what the configuration's `influence` section says."""
+    """What to study; None: what the configuration's `influence` section says.
+
+    Args:
+        workspace: Where the update batch comes from.
+        evaluation_requests: The evaluation batches.
+        etas: Step sizes; the first is the reference eta of the matrix.
+        per_sequence_etas: Step sizes of the measurement rollout by rollout.
+        grad_chunk_size: Directions and step sizes per pass over the evaluation batch.
+        microbatch_size: Rollouts in a pass.
+        measured_rollouts: Update rollouts whose own direction is also measured: how many, or which.
+        finite: Fill the matrix with measured changes instead of first-order ones.
+        leave_one_out: Rollouts without which the whole step is rebuilt and measured.
+        fisher: Also the Fisher kernel.
+        fisher_centred: The kernel of centred scores.
+        what_if: Questions such as "drop=negative".
+        confirm: Make and measure the what-ifs' steps.
+        entropy_budget: Find the learning rate that changes entropy by this many nats.
+        plots: Also draw figures.
+        run_directory: Where the study is kept.
+
+    Examples:
+        >>> plan = EntropyInfluencePlan(etas=[4e-3], what_if=["drop=negative"])
+        >>> plan.applied(parse_config({})).influence.what_if
+        ('drop=negative',)
+    """
 
     workspace: WorkspaceSpec | None = None
     evaluation_requests: Sequence[BatchRequest] | None = None
     etas: Sequence[float] | None = None
-    """The first is the reference eta of the matrix."""
     per_sequence_etas: Sequence[float] | None = None
     grad_chunk_size: int | None = None
     microbatch_size: int | None = None
@@ -98,11 +121,29 @@ def _plain(value: Any) -> Any:
 
 
 class EntropyInfluenceRunner:
-    """Runs studies; the model, the optimizer's state and the random state stay as they are."""
+    """Runs influence studies: which tokens, rollouts and terms changed the entropy.
+
+    The model, the optimizer's state and the random state stay as they are.
+    The run directory is found by what was asked: the same plan for the same checkpoint gives the
+    same folder, a study that was killed goes on from its last finished stage, and a finished one is
+    read.
+
+    Args:
+        config: A configuration, a dict, the path of a YAML file or a template's name; None: the
+            quick start.
+        quiet: Nothing on standard error.
+
+    Examples:
+        >>> runner = EntropyInfluenceRunner({"influence": {"measured_rollouts": 4}}, quiet=True)
+        >>> summary = runner.run(EntropyInfluencePlan(etas=[4e-3]))  # doctest: +SKIP
+        >>> isinstance(runner.config, Config)
+        True
+    """
 
     def __init__(
         self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
     ) -> None:
+        self.config: Config
         if isinstance(config, str | Path):
             self.config = load_config(config)
         else:
@@ -120,20 +161,21 @@ class EntropyInfluenceRunner:
         config = plan.applied(self.config) if plan is not None else self.config
         check_requests(config)
         asked = config.influence
-        _check_etas(asked.etas or (), asked.per_sequence_etas or ())
+        _check_etas(asked.learning_rates or (), asked.rollout_learning_rates or ())
         for text in config.influence.what_if:
             whatif.parse(text)  # a typing mistake costs no minutes
         ranks = current()
         say = None if self._quiet or not ranks.first else to_stderr
         with analysis_conditions():
             probed = open_checkpoint(config, checkpoint_path)
-            _check_etas(asked.etas or (probed.optimizer.lr,), asked.per_sequence_etas or ())
+            rates = asked.learning_rates or (probed.optimizer.lr,)
+            _check_etas(rates, asked.rollout_learning_rates or ())
             study_key = _study_key(config, probed)
             questions = asked.model_dump(mode="json", include=set(QUESTIONS))
             # Drawings are made up for once matplotlib is there.
             questions["plots"] = asked.plots and can_draw()
             key = digest_of(study_key, questions)
-            place = asked.run_directory
+            place = asked.folder
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)
             ranks.broadcast_from_zero(lambda: run.bind(study_key, overwrite=overwrite))
@@ -152,7 +194,7 @@ class EntropyInfluenceRunner:
         """Compute what is not there yet; returns summary.json."""
         asked, ranks = config.influence, current()
         finished, inputs = ranks.broadcast_from_zero(lambda: run.finished(key)), None
-        if not finished or asked.workspace.save_path is not None:  # which may be new
+        if not finished or asked.update_batch.save_path is not None:  # which may be new
             inputs = gather_study(config, probed, quiet=self._quiet)
         if inputs is not None and not finished:
             study = Study(inputs, run.stages, say=say)
@@ -186,7 +228,25 @@ def _released_unused(run: RunDirectory) -> Iterator[None]:
 def what_if_from(
     folder: str | Path, questions: Sequence[str], *, entropy_budget: float | None = None
 ) -> WhatIfAnswers:
-    """What-ifs from a run directory's token tables: arithmetic, no model is loaded."""
+    """What-ifs from a run directory's token tables: arithmetic, no model is loaded.
+
+    Args:
+        folder: Of a finished study.
+        questions: Such as "drop=negative" or "lr=2e-6".
+        entropy_budget: Find the learning rate that changes entropy by this many nats.
+
+    Returns:
+        The predictions, by evaluation batch.
+
+    Raises:
+        ValueError: If the folder is no finished study, or a question cannot be read.
+
+    Examples:
+        >>> what_if_from("study_340", ["drop=negative"])  # doctest: +SKIP
+        >>> what_if_from("no_such_study", ["drop=negative"])
+        Traceback (most recent call last):
+        FileNotFoundError: ...
+    """
     run = open_run(folder)
     summary, out = run.summary(), []
     for evaluation in summary["evaluations"]:
@@ -202,12 +262,12 @@ def what_if_from(
         predictions = [whatif.repredict(found, text) for text in questions]
         budget = None
         if entropy_budget is not None and not out:  # of the first evaluation batch
-            budget = budget_facts(evaluation["ledger"]["entropy"], summary["lr"], entropy_budget)
+            budget = budget_json(evaluation["ledger"]["entropy"], summary["lr"], entropy_budget)
         out.append(
             {
                 "name": evaluation["name"],
                 "what_if": [
-                    {"name": p.name, "prediction": prediction_facts(p), "text": str(p)}
+                    {"name": p.name, "prediction": prediction_json(p), "text": str(p)}
                     for p in predictions
                 ],
                 "entropy_budget": budget,
@@ -230,7 +290,7 @@ def _check_etas(etas: Sequence[float], per_sequence_etas: Sequence[float]) -> No
 
 def _study_key(config: Config, probed: OpenCheckpoint) -> str:
     """Everything that decides the arrays of a study, known before anything is drawn."""
-    said = {name: value for name, value in config.dump().items() if name not in NOT_RESULTS}
+    said = {name: value for name, value in config.documents().items() if name not in NOT_RESULTS}
     influence = dict(said["influence"])
     for name in (*QUESTIONS, "run_directory"):
         influence.pop(name)
@@ -240,9 +300,9 @@ def _study_key(config: Config, probed: OpenCheckpoint) -> str:
     checkpoint = probed.checkpoint
     said["checkpoint"] = {"dtype": said["checkpoint"]["dtype"]}  # its files are hashed below
     named = [
-        config.influence.workspace.load_path,
-        config.influence.workspace.params.get("path"),
-        *(request.params.get("path") for request in config.influence.evaluation_requests),
+        config.influence.update_batch.load_path,
+        config.influence.update_batch.params.get("path"),
+        *(request.params.get("path") for request in config.influence.evaluation_batches),
     ]
     return digest_of(
         INFLUENCE.version,

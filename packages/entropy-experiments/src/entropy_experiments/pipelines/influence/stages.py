@@ -119,9 +119,9 @@ class Study:
                 objective=self.objective,
                 max_grad_norm=self.probe.facts["max_grad_norm"] or None,
                 estimator=replace(self.probe.estimator, mode=self.mode),
-                block_bytes=self.asked.block_mb << 20,
-                clip=self.config.importance.clip_c,
-                grad_chunk=self.asked.grad_chunk_size,
+                block_bytes=self.asked.gradient_block_mb << 20,
+                clip=self.config.measure.clip_log_weights,
+                grad_chunk=self.asked.directions_per_pass,
             ),
         )
 
@@ -144,11 +144,11 @@ class Study:
 
     @property
     def etas(self) -> tuple[float, ...]:
-        return self.asked.etas or (self.probe.lr,)
+        return self.asked.learning_rates or (self.probe.lr,)
 
     @property
     def per_sequence_etas(self) -> tuple[float, ...]:
-        return self.asked.per_sequence_etas or self.etas
+        return self.asked.rollout_learning_rates or self.etas
 
     @cached_property
     def key(self) -> str:
@@ -164,7 +164,7 @@ class Study:
                 *(probe.facts["max_grad_norm"], probe.lr, self.trained.temperature),
                 probe.estimator.microbatch,
             ],
-            [*_keyed(probe.estimator, probe.mode), self.config.importance.clip_c],
+            [*_keyed(probe.estimator, probe.mode), self.config.measure.clip_log_weights],
             rollouts_digest(batch.rollouts),
             batch_digest(batch),
         )

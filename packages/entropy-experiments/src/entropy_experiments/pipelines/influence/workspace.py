@@ -25,15 +25,15 @@ from entropy_experiments.types import UpdateBatch
 
 def workspace_sizes(config: Config) -> Config:
     """Sizes of a workspace that is drawn are those of batch_config."""
-    params = workspace_params(config.influence.workspace)
+    params = workspace_params(config.influence.update_batch)
     changes: dict[str, Any] = {}
     if isinstance(params, WorkspaceUpdate | WorkspaceDrawn):
-        changes["batch_config.B_U"] = params.prompts
+        changes["data.update_prompts"] = params.prompts
     if isinstance(params, WorkspaceUpdate):
-        changes["update.batch"] = params.batch
+        changes["data.update_rollouts"] = params.batch
     if isinstance(params, WorkspaceDrawn):
-        changes["batch_config.U_split"] = params.split or config.batch_config.E_split
-    changes["batch_config.G"] = getattr(params, "group", None)
+        changes["data.update_split"] = params.split or config.data.evaluation_split
+    changes["data.responses_per_prompt"] = getattr(params, "group", None)
     changes = {key: value for key, value in changes.items() if value is not None}
     return config.replaced(changes, where="influence.workspace.params") if changes else config
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import yaml
 
+from entropy_experiments.config import renamed
 from entropy_experiments.report.html import books, words
 from entropy_experiments.report.sections import (
     EnvironmentSection,
@@ -279,9 +280,8 @@ def _unit(log: ProbeLog, config: str | None) -> str:
         return log["unit"]
     if config is None:
         return UNKNOWN_UNIT
-    found = yaml.safe_load(config) or {}
-    normalize = (found.get("approx_delta_h") or {}).get("normalize", "per_token")
-    return "token" if normalize == "per_token" else "sequence"
+    entropy = renamed(yaml.safe_load(config) or {}).get("entropy") or {}
+    return "token" if entropy.get("unit", "per_token") == "per_token" else "sequence"
 
 
 def _environment(path: Path, log: ProbeLog, config: str | None) -> EnvironmentSection:

@@ -14,6 +14,7 @@ from typing import Literal
 
 import yaml
 
+from entropy_experiments.config import renamed
 from entropy_experiments.report.html import books, words
 from entropy_experiments.report.measurements import measurement_report
 from entropy_experiments.report.sections import EnvironmentSection, ReportData, Verdict, as_number
@@ -207,5 +208,5 @@ def _environment(found: MeasurementsResult, path: Path) -> EnvironmentSection:
             "batches": f"{sizes} prompts, {len(found['repeats'])} times",
         },
         "versions": versions,
-        "config": yaml.safe_dump(found["config"], sort_keys=False, allow_unicode=True),
+        "config": yaml.safe_dump(renamed(found["config"]), sort_keys=False, allow_unicode=True),
     }

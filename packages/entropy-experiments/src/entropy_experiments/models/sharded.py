@@ -75,7 +75,8 @@ class ShardedModel(nn.Module):
     def __init__(self, model: nn.Module, ranks: Ranks, *, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         check_shardable(model, ranks)
-        self.model, self.ranks = model, ranks
+        self.model: nn.Module = model
+        self.ranks: Ranks = ranks
         # Once and for all: what is trained does not change when an adapter is switched off.
         self._names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
         mesh = mesh or mesh_of(ranks, next(model.parameters()).device.type)
@@ -144,12 +145,12 @@ class ShardedModel(nn.Module):
             for name, value in before.items():
                 own[name].copy_(value)
 
-    def shard(self, whole: Params) -> dict[str, DTensor]:
+    def cut(self, whole: Params) -> dict[str, DTensor]:
         """Shards of whole tensors, which every rank has, each as its parameter is cut."""
         shards = self.shards
         return {name: _shard_like(value, shards[name]) for name, value in whole.items()}
 
-    def shard_state(self, optimizer: OptimizerState) -> OptimizerState:
+    def cut_state(self, optimizer: OptimizerState) -> OptimizerState:
         """An optimizer's memory, cut as the parameters are."""
         shards = self.shards
         return replace(
@@ -197,8 +198,11 @@ class ShardedPolicy:
         chunk: int | None = None,
         checkpointing: bool = False,
     ) -> None:
-        self.sharded, self.ranks, self.model = sharded, sharded.ranks, sharded.model
-        self.chunk, self.checkpointing = chunk, checkpointing
+        self.sharded: ShardedModel = sharded
+        self.ranks: Ranks = sharded.ranks
+        self.model: nn.Module = sharded.model
+        self.chunk: int | None = chunk
+        self.checkpointing: bool = checkpointing
         # What it finds out about the model at construction takes passes.
         self._inside: SequenceProcessor = sharded.run_pass(
             lambda: _OwnValues(
@@ -259,9 +263,9 @@ class ShardedPolicy:
         other._inside = self._inside.as_trained()
         return other
 
-    def shard(self, whole: Params) -> dict[str, Tensor]:
+    def cut(self, whole: Params) -> dict[str, Tensor]:
         """Shards of whole tensors, which every rank has: a direction, say."""
-        return {**self.sharded.shard(whole)}
+        return {**self.sharded.cut(whole)}
 
     def score(self, params: Params, rollouts: Rollouts) -> Scores:
         """Of this rank's rollouts; every rank must come, with rollouts of its own."""

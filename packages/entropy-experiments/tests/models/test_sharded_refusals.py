@@ -11,7 +11,7 @@ import torch
 from entropy_experiments.checkpoints import load
 from entropy_experiments.checkpoints.base import Base
 from entropy_experiments.distributed import LostRankError, Ranks, announced
-from entropy_experiments.models.fsdp import NEEDED, ShardedModel, _Scored, check_torch
+from entropy_experiments.models.sharded import NEEDED, ShardedModel, _Scored, check_torch
 from entropy_experiments.types import Scores
 
 pytestmark = pytest.mark.faults

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from entropy_experiments.distributed import Ranks, shards_of
-from entropy_experiments.models import fsdp
+from entropy_experiments.models import sharded
 from oracles.processes import PATIENCE, on_ranks
 
 pytestmark = pytest.mark.invariant
@@ -25,8 +25,8 @@ def _ranks(monkeypatch: pytest.MonkeyPatch, members: list[int], world: int) -> A
     backend = SimpleNamespace(options=SimpleNamespace(_timeout=HOURS))
     ranks: Any = Ranks()
     ranks.group = SimpleNamespace(_get_backend=lambda _: backend, group_name="of the ranks")
-    monkeypatch.setattr(fsdp.dist, "get_process_group_ranks", lambda _: members)
-    monkeypatch.setattr(fsdp.dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(sharded.dist, "get_process_group_ranks", lambda _: members)
+    monkeypatch.setattr(sharded.dist, "get_world_size", lambda: world)
     return ranks
 
 
@@ -38,9 +38,9 @@ def test_on_cuda_the_group_is_that_of_the_ranks(monkeypatch, members, alone):
         asked.append(given)
         return SimpleNamespace(group_name="of the devices")
 
-    monkeypatch.setattr(fsdp.dist, "new_group", new_group)
-    monkeypatch.setattr(fsdp.DeviceMesh, "from_group", lambda group, device: (group, device))
-    group, device = fsdp.mesh_of(ranks, "cuda")  # type: ignore[misc]
+    monkeypatch.setattr(sharded.dist, "new_group", new_group)
+    monkeypatch.setattr(sharded.DeviceMesh, "from_group", lambda group, device: (group, device))
+    group, device = sharded.mesh_of(ranks, "cuda")  # type: ignore[misc]
     assert (group.group_name, device) == ("of the devices", "cuda")
     assert asked == [
         {
@@ -52,17 +52,17 @@ def test_on_cuda_the_group_is_that_of_the_ranks(monkeypatch, members, alone):
     ]
     held = SimpleNamespace(device_mesh=SimpleNamespace(get_group=lambda: group))
     assert shards_of({"w": held}) is ranks  # type: ignore[dict-item]
-    assert fsdp.mesh_of(ranks, "cuda") == (group, device)
+    assert sharded.mesh_of(ranks, "cuda") == (group, device)
     assert len(asked) == 1
 
 
 def _outer_two() -> list[Any]:
     """Of three processes the first and the last; the other does not come."""
-    world = fsdp.like_group(Ranks(dist.group.WORLD), "gloo")
+    world = sharded.like_group(Ranks(dist.group.WORLD), "gloo")
     group: Any = dist.new_group([0, 2])
     if dist.get_rank() == 1:
         return [world]
-    asked = fsdp.like_group(Ranks(group), "gloo")
+    asked = sharded.like_group(Ranks(group), "gloo")
     made: Any = dist.new_group(**asked)
     total = torch.tensor([10.0 ** dist.get_rank()])
     dist.all_reduce(total, group=made)

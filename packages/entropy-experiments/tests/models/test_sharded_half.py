@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.distributed import Ranks, local_part
-from entropy_experiments.models.fsdp import ShardedModel, ShardedPolicy, _fp32_reduction
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedModel, ShardedPolicy, _fp32_reduction
 from oracles.processes import on_ranks
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
 

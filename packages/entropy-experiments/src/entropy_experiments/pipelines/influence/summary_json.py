@@ -30,7 +30,7 @@ def changes(measured: Mapping[tuple[str, float], Estimate]) -> Stage:
     )
 
 
-def ledger_facts(found: Ledger) -> dict[str, Any]:
+def ledger_json(found: Ledger) -> dict[str, Any]:
     return {
         "quantity": found.quantity,
         "lines": {
@@ -55,7 +55,7 @@ def ledger_facts(found: Ledger) -> dict[str, Any]:
     }
 
 
-def fisher_facts(stage: Stage) -> dict[str, Any]:
+def fisher_json(stage: Stage) -> dict[str, Any]:
     """Of every evaluation rollout the change predicted and measured, and who made most of it."""
     share_EN, measured_E = stage.tensors["contribution_EN"], stage.tensors["measured_E"]
     predicted_E = share_EN.sum(1)
@@ -80,7 +80,7 @@ def fisher_facts(stage: Stage) -> dict[str, Any]:
     }
 
 
-def prediction_facts(found: whatif.Prediction) -> dict[str, Any]:
+def prediction_json(found: whatif.Prediction) -> dict[str, Any]:
     return {
         "total": found.total,
         "change": found.change,
@@ -95,7 +95,7 @@ def prediction_facts(found: whatif.Prediction) -> dict[str, Any]:
     }
 
 
-def confirmation_facts(found: whatif.Confirmation) -> dict[str, Any]:
+def confirmation_json(found: whatif.Confirmation) -> dict[str, Any]:
     return {
         "frozen": numbers(found.frozen),
         "recomputed": numbers(found.recomputed),
@@ -115,7 +115,7 @@ def confirmation_facts(found: whatif.Confirmation) -> dict[str, Any]:
     }
 
 
-def budget_facts(ledger: Mapping[str, Any], lr: float, budget: float) -> dict[str, Any]:
+def budget_json(ledger: Mapping[str, Any], lr: float, budget: float) -> dict[str, Any]:
     """The learning rate that changes the entropy by so much, from a ledger's numbers."""
     slope = ledger["predicted"]["value"] / lr
     bend = None if ledger["curvature"] is None else 2 * ledger["curvature"]["value"] / lr**2

@@ -33,9 +33,9 @@ from entropy_experiments.distributed import (
 )
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.models.fsdp import ShardedModel, ShardedPolicy, decoder_layers
 from entropy_experiments.models.precision import true_float64
 from entropy_experiments.models.scoring import SequenceProcessor
+from entropy_experiments.models.sharded import ShardedModel, ShardedPolicy, decoder_layers
 from entropy_experiments.numerics.derivatives import dot, norm, pullback
 from entropy_experiments.types import Direction, Rollouts, Scores
 from oracles.processes import on_ranks
@@ -146,9 +146,9 @@ def _sharded(kinds: list[str], **options: Any) -> dict[str, Any]:
         with across(ranks):
             sharded = ShardedModel(model, ranks)
             policy = ShardedPolicy(sharded, **options)
-            parts = {part: policy.shard(v) for part, v in _given(trained).items()}
+            parts = {part: policy.cut(v) for part, v in _given(trained).items()}
             given = Direction(parts=parts, lr=LR)
-            out[kind] = _everything(policy, sharded.shard_state(_state(trained)), given)
+            out[kind] = _everything(policy, sharded.cut_state(_state(trained)), given)
         after = {n: _whole(p) for n, p in model.named_parameters()}
         assert after.keys() == before.keys()
         assert list(policy.params) == list(trained)
@@ -213,7 +213,7 @@ def _with_another_factor(factor: float) -> float:
     for module in sharded._fsdp_modules():
         module.set_gradient_divide_factor(factor)
     policy = ShardedPolicy(sharded)
-    return _slope(policy, policy.shard(_drawn(policy.params, 3)), ranks)
+    return _slope(policy, policy.cut(_drawn(policy.params, 3)), ranks)
 
 
 def _slope(policy: Any, v: Any, ranks: Ranks) -> float:
@@ -281,7 +281,7 @@ def _refused() -> list[str]:
 
         shards, rollouts = plain.params, _rollouts()
         v = {name: torch.zeros(p.shape) for name, p in shards.items()}
-        direction = Direction(parts={"observed": plain.shard(v)}, lr=LR)
+        direction = Direction(parts={"observed": plain.cut(v)}, lr=LR)
         for mode in ("jvp", "double_backward"):
             with pytest.raises(ValueError, match=rf"mode='{mode}' on a ShardedPolicy; expected"):
                 first_order(plain, _rollouts(), direction, mode=mode)
@@ -292,7 +292,7 @@ def _refused() -> list[str]:
         with pytest.raises(ValueError, match=r"gradient of one scalar for sharded parameters"):
             pullback(lambda p: plain.score(p, rollouts).logprob_NS.sum(), shards)
         with pytest.raises(ValueError, match=r"shape \(3,\) to cut as a parameter of shape"):
-            plain.shard({name: torch.ones(3) for name in shards})
+            plain.cut({name: torch.ones(3) for name in shards})
     with pytest.raises(ValueError, match=r"sharded over 2 ranks, and the work is not shared"):
         first_order(plain, _rollouts(), direction, mode="reverse", base=found)
     return [*said, str(float(found.entropy_NS.sum()))]

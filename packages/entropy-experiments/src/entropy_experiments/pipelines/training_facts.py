@@ -116,14 +116,14 @@ def training_facts(
             for name in (*ASSUMED, *OPTIONAL)
             if hasattr(config.update, name)
         },
-        "temperature": config.generation.temperature,
-        "top_p": config.generation.top_p or 1.0,  # the full softmax, whatever training sampled with
-        "dataset_name": config.batch_config.dataset_name,
-        "chat_template": config.batch_config.chat_template,
-        "reward_functions": config.reward.functions,
-        "reward_weights": config.reward.weights,
+        "temperature": config.sampling.temperature,
+        "top_p": config.sampling.top_p or 1.0,  # the full softmax, whatever training sampled with
+        "dataset_name": config.data.dataset,
+        "chat_template": config.data.chat_template,
+        "reward_functions": config.data.reward_functions,
+        "reward_weights": config.data.reward_weights,
     }
-    own_file = config.batch_config.dataset_path is not None
+    own_file = config.data.file is not None
     if own_file and given["dataset_name"] is None and read.get("dataset_name") == RECORDED:
         given["dataset_name"] = "jsonl"  # a file of one's own, instead of the recorded one
     return resolve_facts(given, read, sources)
@@ -199,7 +199,7 @@ def reward_of(facts: TrainingFacts, config: Config) -> Reward:
         facts["reward_functions"],
         facts.values.get("reward_weights"),
         sources=facts.values.get("reward_sources"),
-        seconds=config.reward.seconds,
+        seconds=config.data.reward_seconds,
     )
 
 

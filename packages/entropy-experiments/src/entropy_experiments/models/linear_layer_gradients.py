@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entropy_experiments.numerics.derivatives import (
+from entropy_experiments.numerics.rollout_gradients import (
     Score,
     at_least_fp32,
     check_cotangents,
