@@ -22,12 +22,15 @@ from entropy_experiments.pipelines.influence.runner import (
     EntropyInfluenceRunner,
 )
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
-from entropy_experiments.pipelines.trajectory import TrajectoryStep, probe_trajectory
-from entropy_experiments.report.curves import HEADING, step_line
+from entropy_experiments.pipelines.trajectory import (
+    TrajectoryStep,
+    probe_trajectory,
+    write_trajectory,
+)
 from entropy_experiments.report.figures.write import write_figures
 from entropy_experiments.report.html.page import write_report
 from entropy_experiments.report.influence_tables import influence_report
-from entropy_experiments.report.trajectory_file import write_trajectory
+from entropy_experiments.report.trajectory import HEADING, step_line
 from entropy_experiments.report.verdict import spoken
 
 

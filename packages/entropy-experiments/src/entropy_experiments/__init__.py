@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 _HOME: dict[str, str] = {
     "Config": "config",
-    "DetailedLogger": "report.logs",
+    "DetailedLogger": "pipelines.probe_log",
     "OfflineEntropyProbe": "pipelines.probe",
     "EntropyProbeCallback": "online.trl",
     "LoopProbe": "online.loop",
@@ -38,7 +38,7 @@ _HOME: dict[str, str] = {
     "embedded_trajectory": "checkpoints.runs",
     "evaluate_checkpoints": "pipelines.evaluate",
     "probe_trajectory": "pipelines.trajectory",
-    "read_log": "report.log_files",
+    "read_log": "results",
     "save_rollouts": "sampling.rollout_files",
     "save_update_batch": "sampling.rollout_files",
     "EstimatorOptions": "estimate.options",

@@ -27,9 +27,9 @@ from entropy_experiments.pipelines.influence.runner import (
 )
 from entropy_experiments.pipelines.measure import EntropyMeasurements, ExperimentPlan
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
+from entropy_experiments.pipelines.probe_log import DetailedLogger
 from entropy_experiments.pipelines.trajectory import probe_trajectory
-from entropy_experiments.report.log_files import read_log
-from entropy_experiments.report.logs import DetailedLogger
+from entropy_experiments.results import read_log
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.sampling.rollout_files import (
     load_rollouts,

@@ -1,8 +1,12 @@
-"""What is written: files that appear whole or not at all, their hashes, and places tried first.
+"""The store: files that appear whole or not at all, hashes, manifests, work that is found again.
 
 - Whole: a file is written under another name, flushed to disk and renamed.
-- Hashed: units of rollouts and stages of studies begin with the sha256 of what follows.
-- Keys: `digest_of` names a result by everything that determines it, so that it is found again.
+- Manifest: a folder's files are written first, then its manifest with their hashes. A folder with
+  a manifest is complete; a file that differs from it is not read.
+- Hashed: a finished piece of work (a unit of rollouts, a stage of a study) is one file, which
+  begins with the sha256 of what follows (`HashedFiles`).
+- Keys: `digest_of` names a result by everything that determines it, so that a command which is run
+  again finds what it has finished.
 - Tried: an hour of computing that ends in "Permission denied" is an hour lost, so every place that
   a command will write to is tried before.
 
@@ -17,10 +21,11 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from entropy_experiments.input_errors import InputError
 
+MANIFEST = "manifest.json"
 DIGITS = 64
 _PARTIAL = re.compile(r"\..+\.(\d+)\.partial")
 
@@ -49,6 +54,126 @@ def write_changed(path: Path, data: bytes) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, data)
+
+
+def json_bytes(value: object, *, indent: int = 1) -> bytes:
+    """A JSON file's content; NaN and infinity, which JSON has not, are a ValueError."""
+    return json.dumps(value, indent=indent, allow_nan=False).encode()
+
+
+def write_json(path: Path, value: object) -> None:
+    """`json_bytes` in a file that appears whole or not at all."""
+    write_whole(path, json_bytes(value))
+
+
+def read_json_object(path: Path, *, advice: str) -> dict[str, Any] | None:
+    """The JSON object of a file; None: there is no such file.
+
+    Args:
+        path: The file.
+        advice: What to do if it holds something else, as a sentence.
+    """
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}). {advice}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected an object. {advice}")
+    return content
+
+
+# A folder of files and its manifest.
+
+
+class FileFacts(TypedDict):
+    """What a manifest says of a file."""
+
+    sha256: str
+    bytes: int
+
+
+class DamagedFileError(ValueError):
+    """A file that is not what was written."""
+
+
+def described(data: bytes) -> FileFacts:
+    """What a manifest says of a file with these bytes."""
+    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
+def is_described(data: bytes, facts: object) -> bool:
+    """Whether these are the bytes that a manifest's entry speaks of."""
+    if not isinstance(facts, Mapping):
+        return False
+    return described(data) == {name: facts.get(name) for name in FileFacts.__annotations__}
+
+
+def read_described(path: Path, facts: object, *, advice: str) -> bytes:
+    """The bytes of a file that a manifest lists, if they are those it speaks of."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing though {MANIFEST} lists it. {advice}")
+    data = path.read_bytes()
+    if not is_described(data, facts):
+        listed = facts if isinstance(facts, Mapping) else {}
+        raise DamagedFileError(
+            f"{path} is damaged or was changed: got {len(data)} bytes with sha256 "
+            f"{hashlib.sha256(data).hexdigest()[:12]}..., expected {listed.get('bytes')} with "
+            f"{str(listed.get('sha256'))[:12]}..., as {MANIFEST} says. {advice}"
+        )
+    return data
+
+
+def write_with_manifest(folder: Path, files: Mapping[str, bytes], manifest: bytes) -> None:
+    """All files, then the manifest; a file whose bytes are right already is left alone.
+
+    A crash on the way leaves no manifest: never an old one beside new files.
+    """
+    path = folder / MANIFEST
+    if path.is_file() and path.read_bytes() != manifest:
+        path.unlink()
+    for name, data in files.items():
+        write_changed(folder / name, data)
+    write_changed(path, manifest)
+
+
+# Finished pieces of work.
+
+
+class HashedFiles:
+    """One file per finished piece of work, found again by its name; each holds its own hash."""
+
+    def __init__(self, folder: str | Path, suffix: str) -> None:
+        self.folder, self.suffix = Path(folder), suffix
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.folder.glob(f"*{self.suffix}"))
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}{self.suffix}"
+
+    def holds(self, name: str) -> bool:
+        return self.path(name).is_file()
+
+    def raw(self, name: str) -> bytes | None:
+        """The file as it is, hash and all; None: that piece is not finished."""
+        path = self.path(name)
+        return path.read_bytes() if path.is_file() else None
+
+    def body(self, name: str, raw: bytes) -> bytes:
+        """What was put, if `raw` still has the hash that it begins with."""
+        return hashed_body(self.path(name), raw)
+
+    def put(self, name: str, body: bytes) -> None:
+        """The piece is finished, and on disk when this returns. The folder must be there."""
+        write_whole(self.path(name), hashed(body))
+
+
+def differing_keys(mine: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
+    """Keys under which two identities differ; a missing one counts as None."""
+    names = mine.keys() | theirs.keys()
+    return sorted(name for name in names if mine.get(name) != theirs.get(name))
 
 
 def is_partial(name: str) -> bool:
@@ -95,6 +220,11 @@ def sha256(path: Path) -> str:
     """Of a file's bytes, however large it is."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of_json(value: object) -> str:
+    """sha256 of one JSON value, in any order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def digest_of(*parts: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from entropy_experiments.estimate.curvature import curvature
 from entropy_experiments.estimate.first_order import first_order
-from entropy_experiments.report.findings import numbers
+from entropy_experiments.results import numbers
 from entropy_experiments.types import Direction, Params, Policy, Rollouts
 
 __all__ = ["DeltaEntropyApprox", "curvature", "first_order"]

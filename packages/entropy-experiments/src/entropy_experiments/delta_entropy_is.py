@@ -14,7 +14,7 @@ from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.estimate.ratio import score_all
-from entropy_experiments.report.findings import numbers, weights_of
+from entropy_experiments.results import numbers, weights_of
 from entropy_experiments.types import OptimizerState, Policy, Rollouts, UpdateBatch
 from entropy_experiments.types.estimate import Form
 from entropy_experiments.update.adamw import compute_update_vector_adamw

@@ -20,7 +20,7 @@ from entropy_experiments.estimate.measured import Case, measured_many
 from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.pipelines.probe_inputs import estimator_options
-from entropy_experiments.report.findings import numbers, weights_of
+from entropy_experiments.results import numbers, weights_of
 from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollouts, Scores
 
 NAME = "direction_{}"

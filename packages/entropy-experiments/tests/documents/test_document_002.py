@@ -21,7 +21,7 @@ import pytest
 from entropy_experiments.checkpoints.runs import default_checkpoint
 from entropy_experiments.config import load_config, parse_config
 from entropy_experiments.offline_entropy_probe import OfflineEntropyProbe
-from entropy_experiments.report.logs import DetailedLogger, read_log
+from entropy_experiments.pipelines.probe_log import DetailedLogger, read_log
 
 pytestmark = pytest.mark.contract
 

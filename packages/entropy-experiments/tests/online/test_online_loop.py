@@ -325,9 +325,10 @@ def test_the_throttle_keeps_to_its_share_but_for_every_tenth_step():
 def test_a_torn_row_is_cut_off_and_a_repeated_step_counts_once(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     file = RowFile(path)
-    file.add({"step": 0, "measured": 1.0})
-    file.add({"step": 1, "measured": 2.0})
+    others = {"entropy": 1.0, "predicted": 1.0}
+    file.add({"step": 0, "measured": 1.0, **others})
+    file.add({"step": 1, "measured": 2.0, **others})
     with path.open("a") as torn:
         torn.write('{"step": 2, "mea')
-    RowFile(path).add({"step": 1, "measured": 3.0})  # resumed from before step 1
+    RowFile(path).add({"step": 1, "measured": 3.0, **others})  # resumed from before step 1
     assert [(row["step"], row["measured"]) for row in read_rows(path)] == [(0, 1.0), (1, 3.0)]

@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 from entropy_experiments import BatchRequest, EntropyInfluencePlan, EntropyInfluenceRunner
 from entropy_experiments import WorkspaceSpec as Workspace
-from entropy_experiments.report.run_files import described, manifest_digest
+from entropy_experiments.artifacts import described, digest_of_json
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -63,7 +63,7 @@ def changed(run: Path, to: Path, files: dict[str, bytes | None]) -> Path:
         else:
             (to / name).write_bytes(data)
             manifest["files"][name] = described(data)
-    digest = manifest_digest(manifest)
+    digest = digest_of_json(manifest)
     (to / "manifest.json").write_text(json.dumps({**manifest, "digest": digest}))
     return to
 

@@ -32,8 +32,8 @@ from entropy_experiments.pipelines.influence.stages import Study
 from entropy_experiments.pipelines.influence.store import RunDirectory, Stage, StageStore
 from entropy_experiments.pipelines.influence.summary_json import ledger_json
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
-from entropy_experiments.report.findings import numbers
 from entropy_experiments.report.influence_tables import influence_report
+from entropy_experiments.results import numbers
 from entropy_experiments.update.objective import token_coefficients
 from oracles.small_study import ETAS, EVERYTHING, ROWS, SETTINGS, WHAT_IF, array, plan, settings_in
 from tolerances import INVARIANT

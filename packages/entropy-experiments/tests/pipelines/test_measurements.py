@@ -189,7 +189,7 @@ def test_a_file_of_another_version_is_refused(experiment, tmp_path):
     path = tmp_path / "results.json"
     path.write_text(json.dumps({**results, "schema": 99}))
     with pytest.raises(
-        ValueError, match=r"schema 99; expected .*Run `entropy-probe measure` again"
+        ValueError, match=r"schema 99; this version reads .*Run `entropy-probe measure` again"
     ):
         gather(path)
     path.write_text("{")

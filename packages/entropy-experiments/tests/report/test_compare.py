@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 from entropy_experiments.cli import app
 from entropy_experiments.cli.report import _on_the_screen
 from entropy_experiments.config import parse_config
-from entropy_experiments.report.compare import compare
-from entropy_experiments.report.compare_tables import table_lines, tables
+from entropy_experiments.pipelines.probe_log import DetailedLogger, read_log
+from entropy_experiments.report.compare import compare, table_lines, tables
 from entropy_experiments.report.html.compare import comparison_figures, write_comparison
-from entropy_experiments.report.logs import DetailedLogger, read_log
 from oracles.small_study import BATCHES
 
 pytestmark = pytest.mark.naive
@@ -241,7 +240,7 @@ def test_what_cannot_be_compared_is_refused(three, probed, tmp_path):
         compare([three[0], steps])
     old = tmp_path / "old.json"
     old.write_text(json.dumps({**read_log(three[0]), "schema": 0}))
-    with pytest.raises(ValueError, match=r"old\.json has log schema 0; this version reads 1"):
+    with pytest.raises(ValueError, match=r"old\.json .* schema 0; this version reads .* 1\. Run"):
         compare([three[0], old])
     for words in (["--figures", "x"], ["--linearity"], ["--trajectory", str(steps)]):
         done = CliRunner().invoke(app, ["report", *map(str, three), *words])

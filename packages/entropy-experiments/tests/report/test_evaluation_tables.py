@@ -6,7 +6,7 @@ import pytest
 
 from entropy_experiments.pipelines.evaluation.measures import differences, measures
 from entropy_experiments.report.evaluation_tables import evaluation_report
-from entropy_experiments.report.findings import numbers
+from entropy_experiments.results import numbers
 
 pytestmark = pytest.mark.naive
 

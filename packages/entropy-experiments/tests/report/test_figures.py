@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from entropy_experiments.cli import app
+from entropy_experiments.pipelines.trajectory import write_trajectory
 from entropy_experiments.report.figures import style
 from entropy_experiments.report.figures.style import WIDTH, image, panels, paper_style
 from entropy_experiments.report.figures.write import figures_of, write_figures
 from entropy_experiments.report.html.charts import figures as charts
 from entropy_experiments.report.html.data import gather
-from entropy_experiments.report.trajectory_file import write_trajectory
 from oracles.report_runs import HOSTILE, changed
 from report.test_html_report import Steps
 

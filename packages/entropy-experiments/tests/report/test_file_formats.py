@@ -14,8 +14,8 @@ from safetensors import safe_open
 from checkout import DOCS
 from entropy_experiments import OfflineEntropyProbe, load_config, probe_trajectory
 from entropy_experiments.config import parse_config
-from entropy_experiments.report.logs import LEVELS, DetailedLogger, read_log
-from entropy_experiments.report.trajectory_file import write_trajectory
+from entropy_experiments.pipelines.probe_log import LEVELS, DetailedLogger, read_log
+from entropy_experiments.pipelines.trajectory import write_trajectory
 
 pytestmark = pytest.mark.contract
 

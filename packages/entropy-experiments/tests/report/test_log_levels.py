@@ -14,10 +14,16 @@ import torch
 import yaml
 
 from entropy_experiments.config import parse_config
-from entropy_experiments.report.findings import numbers, results_of
-from entropy_experiments.report.log_json import NULLS
-from entropy_experiments.report.logs import CORE, DetailedLogger, newest_log, read_log
-from entropy_experiments.report.messages import messages
+from entropy_experiments.findings import results_of
+from entropy_experiments.pipelines.probe_log import (
+    CORE,
+    NULLS,
+    DetailedLogger,
+    messages,
+    newest_log,
+    read_log,
+)
+from entropy_experiments.results import numbers
 from oracles.small_study import BATCHES
 
 pytestmark = pytest.mark.naive
@@ -51,7 +57,7 @@ def strictly(path: Path) -> dict:
 
 def test_minimal_has_the_core_numbers_alone(found, tmp_path):
     log, results = written(found, tmp_path, "minimal"), results_of(found[0])
-    assert set(log) == {"schema", "level", *CORE}
+    assert set(log) == {"format", "schema", "level", *CORE}
     for name in CORE:
         assert log[name] == results[name]
     assert log["timing"]["total"] > 0
@@ -144,7 +150,7 @@ def test_debug_adds_every_token_and_the_tensors(found, tmp_path):
 
 
 def test_a_gradient_too_large_for_text_is_named_not_written(found, tmp_path, monkeypatch):
-    monkeypatch.setattr("entropy_experiments.report.logs.RAW_GRADIENT", 10)
+    monkeypatch.setattr("entropy_experiments.pipelines.probe_log.RAW_GRADIENT", 10)
     log = written(found, tmp_path, "debug")
     assert log["raw"]["loss_gradient"] == "left out: 4224 elements, more than 10"
 
@@ -181,7 +187,7 @@ def test_three_files_under_the_date(found, tmp_path):
         f"{stem}_summary.json",
     ]
     summary = strictly(path.parent / f"{stem}_summary.json")
-    assert set(summary) == {"schema", *CORE}
+    assert set(summary) == {"format", "schema", *CORE}
     assert summary["deltaH1"] == read_log(path)["deltaH1"]
     text = (path.parent / f"{stem}_config.yaml").read_text()
     again = parse_config(yaml.safe_load(text))  # the exact config, ready to be run again
@@ -309,6 +315,7 @@ def test_every_field_of_a_standard_log_is_the_runs_own(found, tmp_path):
     log, f = written(found, tmp_path, "standard"), found[0]
     weights = f.measured[f.lr].diagnostics["weights"]
     expected = {
+        "format": "entropy_experiments.probe_log",
         "schema": 1,
         "level": "standard",
         "checkpoint": f.checkpoint,
@@ -457,5 +464,5 @@ def test_the_newest_log_of_a_folder(found, tmp_path):
 def test_a_log_of_another_schema_is_refused(found, tmp_path):
     path = logger(tmp_path, "minimal", compress=False).write(*found, now=NOON)
     path.write_text(path.read_text().replace('"schema":1', '"schema":99'))
-    with pytest.raises(ValueError, match=r"has log schema 99; this version reads 1"):
+    with pytest.raises(ValueError, match=r"schema 99; this version reads .* 1\. A newer version"):
         read_log(path)

@@ -14,7 +14,7 @@ from entropy_experiments.report.html import books, words
 from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.from_log import UNKNOWN_UNIT, log_report
 from entropy_experiments.report.html.page import render
-from entropy_experiments.report.log_files import newest_log, read_log
+from entropy_experiments.results import newest_log, read_log
 
 pytestmark = pytest.mark.contract
 

@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+from entropy_experiments.findings import results_of
 from entropy_experiments.pipelines.trajectory import Trajectory, TrajectoryStep
-from entropy_experiments.report.findings import results_of
 from entropy_experiments.report.notebook import (
     InfluenceSummary,
     Ledger,

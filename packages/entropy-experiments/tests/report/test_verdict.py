@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from entropy_experiments.checkpoints.runs import embedded_trajectory
 from entropy_experiments.config import load_config, parse_config
+from entropy_experiments.findings import Findings
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines import probe_sampling
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 from entropy_experiments.pipelines.probe_inputs import gather
 from entropy_experiments.pipelines.training_facts import ASSUMED, training_facts
-from entropy_experiments.report.findings import Findings
 from entropy_experiments.report.html.words import sampling_points
 from entropy_experiments.report.verdict import verdict
 from entropy_experiments.sampling.rollout_files import save_rollouts

@@ -171,7 +171,7 @@ BREAKAGES = {
     "truncated": (
         edit("rollouts.safetensors", lambda data: data[:-7]),
         ValueError,
-        r"rollouts.safetensors is damaged: got \d+ bytes .* expected \d+",
+        r"rollouts.safetensors is damaged or was changed: got \d+ bytes .* expected \d+",
     ),
     "one bit": (
         edit("rollouts.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
@@ -187,10 +187,14 @@ BREAKAGES = {
     "manifest not an object": (
         edit("manifest.json", lambda data: b"[]"),
         ValueError,
-        r"has format 'list'",
+        r"manifest.json holds a list; expected an object",
     ),
     "foreign": (manifest(format="other"), ValueError, r"format 'other'; expected 'entropy_exper"),
-    "newer": (manifest(schema=9), ValueError, r"has schema 9; this version reads 2"),
+    "newer": (
+        manifest(schema=9),
+        ValueError,
+        r"schema 9; this version .* 2\. A newer version",
+    ),
     "another kind": (manifest(kind="cake"), ValueError, r"holds a 'cake'; expected 'update_batch'"),
     "path outside": (
         manifest(files={"../../secret": {}}),
@@ -294,7 +298,7 @@ def test_damaged_units_and_stores_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"store.json is not JSON"):
         store.bind({"model": "a"})
     (tmp_path / "s" / "store.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"is no rollout store"):
+    with pytest.raises(ValueError, match=r"store.json holds a list; expected an object"):
         store.bind({"model": "a"})
     shutil.rmtree(tmp_path / "s")
     assert len(store) == 0

@@ -14,6 +14,7 @@ from entropy_experiments.cli.endings import ending
 from entropy_experiments.cli.options import AsJson, Debug, Quiet, print_results
 
 if TYPE_CHECKING:
+    from entropy_experiments.report.compare import Comparison
     from entropy_experiments.report.linearity import LineFit
 
 EXAMPLES = (
@@ -189,7 +190,7 @@ def _side_by_side(
 
         found["html"] = str(write_comparison(runs, html))
     if as_json or not sys.stdout.isatty():
-        from entropy_experiments.report.compare_tables import table_lines
+        from entropy_experiments.report.compare import table_lines
 
         print_results(found, lambda: list(table_lines(found))[1:], as_json=as_json)
     else:
@@ -198,13 +199,13 @@ def _side_by_side(
         typer.echo(f"Report: {html}")
 
 
-def _on_the_screen(found: dict[str, Any]) -> None:
+def _on_the_screen(found: Comparison) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from entropy_experiments.report.compare_tables import tables
+    from entropy_experiments.report.compare import tables
 
     console = Console()
     for one in tables(found):
@@ -227,10 +228,8 @@ def _in_words(run: Path) -> list[str]:
             told = gather(path)["verdict"]
             return [told["sentence"], *told["points"], *told["doubts"]]
         if kind == "measure":
-            from entropy_experiments.report.measurements import (
-                measurement_report,
-                read_measurements,
-            )
+            from entropy_experiments.report.measurements import measurement_report
+            from entropy_experiments.results import read_measurements
 
             return measurement_report(read_measurements(path))
         if kind == "probe":
@@ -238,7 +237,7 @@ def _in_words(run: Path) -> list[str]:
 
             return log_report(path)
         from entropy_experiments.report.influence_tables import influence_report
-        from entropy_experiments.report.run_files import open_run
+        from entropy_experiments.study_files import open_run
 
         return influence_report(open_run(path).summary())
 

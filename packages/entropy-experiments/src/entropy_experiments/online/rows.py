@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.online.probe import NEVER_MADE, StepMeasurement
-from entropy_experiments.report.training_rows import last_branch
+from entropy_experiments.results import TRAINING_ROW, read_rows
 from entropy_experiments.types import Estimate
 
 PREFIX = "entropy_probe/"
@@ -26,7 +26,6 @@ ALIASES = {
 }
 """Names of the earlier probe's curves."""
 NOT_PLOTTED = ("why_not", "missing", "policy", "sampling")
-SCHEMA = 1
 
 
 def row_of(
@@ -43,7 +42,7 @@ def row_of(
     """
     prediction, weights = found.prediction, found.change.diagnostics["weights"]
     row: dict[str, Any] = {
-        "schema": SCHEMA,
+        **TRAINING_ROW.stamp,
         "step": step,
         "policy": prediction.entropy.estimand.policy,
         "sampling": list(sampling),
@@ -86,7 +85,7 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     known = {
         name: float(value)
         for name, value in row.items()
-        if name not in (*NOT_PLOTTED, "schema") and value is not None
+        if name not in (*NOT_PLOTTED, *TRAINING_ROW.stamp) and value is not None
     }
     return {
         **{PREFIX + name: value for name, value in known.items()},
@@ -115,12 +114,6 @@ def probed_before(path: Path, step: int) -> int:
     """Steps of this run that were probed before `step`, which training is resumed at."""
     rows = read_rows(path) if step and path.is_file() else []
     return max((row["probed_steps"] for row in rows if row["step"] < step), default=0)
-
-
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a probed training in the order of steps; what a resume left behind is left out."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return last_branch(json.loads(line) for line in lines if line.strip())
 
 
 def _with_interval(name: str, estimate: Estimate) -> dict[str, float | None]:

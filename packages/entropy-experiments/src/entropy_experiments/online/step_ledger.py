@@ -41,7 +41,6 @@ from entropy_experiments.pipelines.influence.packing import step_json
 from entropy_experiments.pipelines.influence.results import EvaluationResults, StudyResults
 from entropy_experiments.pipelines.influence.stages import rollouts_digest
 from entropy_experiments.pipelines.influence.store import (
-    SCHEMA,
     RunDirectory,
     batch_digest,
     digest_of_tensors,
@@ -51,7 +50,7 @@ from entropy_experiments.pipelines.probe_inputs import WEIGHTS_NOTE, limits_of
 from entropy_experiments.pipelines.probe_sampling import prompts_of
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.pipelines.training_facts import TrainingFacts, resolve_facts
-from entropy_experiments.report.findings import numbers
+from entropy_experiments.results import INFLUENCE, numbers
 from entropy_experiments.types import Direction, Rollouts, UpdateBatch
 from entropy_experiments.update.live import live_direction, live_state
 
@@ -206,7 +205,7 @@ def _key(
     """All that the numbers of a ledger depend on."""
     return digest_of(
         "online",
-        SCHEMA,
+        INFLUENCE.version,
         {name: value for name, value in provenance().items() if name != "git"},
         hashes,
         asdict(options),

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from entropy_experiments.artifacts import write_whole
 from entropy_experiments.checkpoints.load import Checkpoint, load_checkpoint
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import Config, parse_config
@@ -43,18 +44,16 @@ from entropy_experiments.pipelines.evaluation.rollout_rows import (
     rollout_rows,
 )
 from entropy_experiments.pipelines.evaluation.store import (
-    FORMAT,
-    SCHEMA,
     UNITS,
     EvaluationStore,
     Finished,
 )
 from entropy_experiments.pipelines.run_conditions import analysis_conditions, check_sharding, loaded
 from entropy_experiments.report.figures.style import NEEDED, can_draw
-from entropy_experiments.report.findings import numbers
+from entropy_experiments.results import EVALUATION, EvaluationResult, JSONObject, numbers
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.generate import SampleGenerator
-from entropy_experiments.sampling.rollout_files import RolloutStore, write_whole
+from entropy_experiments.sampling.rollout_files import RolloutStore
 
 RESULTS = Path("results") / "evaluations"
 PLOT = "evaluation.png"
@@ -69,7 +68,7 @@ def evaluate_checkpoints(
     out: str | Path | None = None,
     overwrite: bool = False,
     quiet: bool = False,
-) -> dict[str, Any]:
+) -> EvaluationResult:
     """Reward, pass@k and entropy of several checkpoints on the same prompts.
 
     Args:
@@ -129,7 +128,7 @@ def evaluate_checkpoints(
                 say(f"{one.label}: found in {store.folder}")
     result = _result(asked, store, {name: one for name, one in done.items() if one is not None})
 
-    def write() -> dict[str, Any]:
+    def write() -> EvaluationResult:
         result["plot"] = _plotted(result, store, say)
         store.finish(result)
         return result
@@ -213,13 +212,14 @@ def _evaluated(
     return {**label, **rows}, facts
 
 
-def _result(asked: Evaluation, store: EvaluationStore, done: dict[str, Finished]) -> dict[str, Any]:
+def _result(
+    asked: Evaluation, store: EvaluationStore, done: dict[str, Finished]
+) -> EvaluationResult:
     options = {"samples": asked.settings["samples"], "ks": asked.request.k, "law": asked.law}
     found = {label: measures(one.rows, **options) for label, one in done.items()}
     first, *others = found
-    return {
-        "format": FORMAT,
-        "schema": SCHEMA,
+    result: JSONObject = {
+        **EVALUATION.stamp,
         "folder": str(store.folder),
         "settings": dict(asked.settings),
         "k": list(asked.request.k),
@@ -245,9 +245,10 @@ def _result(asked: Evaluation, store: EvaluationStore, done: dict[str, Finished]
             for label in others
         ],
     }
+    return cast(EvaluationResult, result)  # settings and facts are JSON of the request
 
 
-def _plotted(result: dict[str, Any], store: EvaluationStore, say: Say) -> str | None:
+def _plotted(result: EvaluationResult, store: EvaluationStore, say: Say) -> str | None:
     if not can_draw():
         say(f"no plot: {NEEDED}")
         return None

@@ -41,9 +41,9 @@ from entropy_experiments.pipelines.influence.store import Stage, StageStore
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs
 from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint, contents, open_checkpoint
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
-from entropy_experiments.report.findings import numbers, weights_of
-from entropy_experiments.report.measurements import FORMAT, SCHEMA, measurement_report
+from entropy_experiments.report.measurements import measurement_report
 from entropy_experiments.report.notebook import Measurements
+from entropy_experiments.results import MEASUREMENTS, numbers, weights_of
 from entropy_experiments.types import Estimate
 from entropy_experiments.types.estimate import CONFIDENCE, combine
 
@@ -177,8 +177,7 @@ class EntropyMeasurements:
                 self._tell(index + 1, plan.repeats, computed, time.monotonic() - started)
         per_token = self.config.entropy.unit == "per_token"
         results = {
-            "format": FORMAT,
-            "schema": SCHEMA,
+            **MEASUREMENTS.stamp,
             "unit": "token" if per_token else "sequence",
             "checkpoint": probed.checkpoint.name,
             "learning_rate": probed.optimizer.lr,
@@ -208,7 +207,7 @@ class EntropyMeasurements:
         loaded = self.config.sampling.load
         versions = {k: v for k, v in provenance().items() if k != "git"}
         files = [dict(probed.checkpoint.hashes), contents(self.config, probed)]
-        return digest_of(SCHEMA, said, computes, loaded, files, versions)
+        return digest_of(MEASUREMENTS.version, said, computes, loaded, files, versions)
 
     def _repeat(
         self, plan: ExperimentPlan, etas: Sequence[float], seed: int, probed: OpenCheckpoint

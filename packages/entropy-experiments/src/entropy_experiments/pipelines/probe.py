@@ -29,12 +29,11 @@ from entropy_experiments.estimate.level import entropy_level, within_entropy
 from entropy_experiments.estimate.measured import measured_many
 from entropy_experiments.estimate.noise import REPACKINGS
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.findings import Findings, MadeCheck, results_of
 from entropy_experiments.pipelines.influence.certified import certificate_of, still_open
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs, gather, timed
+from entropy_experiments.pipelines.probe_log import DetailedLogger, messages
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
-from entropy_experiments.report.findings import Findings, MadeCheck, results_of
-from entropy_experiments.report.logs import DetailedLogger
-from entropy_experiments.report.messages import messages
 from entropy_experiments.report.notebook import ProbeResults
 from entropy_experiments.report.verdict import verdict
 from entropy_experiments.types import Attribution, Direction, Estimate, Scores

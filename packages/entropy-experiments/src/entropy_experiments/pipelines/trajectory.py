@@ -6,6 +6,7 @@ checkpoint is asked the same prompts, sums and differences along the run have pa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from entropy_experiments.artifacts import write_whole
 from entropy_experiments.checkpoints.runs import checkpoints_by_step, embedded_trajectory
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.first_order import first_order
@@ -28,9 +30,8 @@ from entropy_experiments.pipelines.probe_sampling import (
     open_checkpoint,
     prompts_of,
 )
-from entropy_experiments.report.findings import numbers
 from entropy_experiments.report.notebook import trajectory_html
-from entropy_experiments.report.trajectory_file import TOTALS
+from entropy_experiments.results import CHANGES, TOTALS, TRAJECTORY, numbers
 from entropy_experiments.sampling.rollout_files import load_update_batch
 from entropy_experiments.types import Estimate
 from entropy_experiments.types.estimate import combine
@@ -182,3 +183,35 @@ def fresh_level(config: Config, path: Path, avoid: set[PromptIds]) -> Estimate:
 def _update_prompts(path: Path) -> set[PromptIds]:
     batch, _ = load_update_batch(path / "update_batch")
     return prompts_of(batch.rollouts)
+
+
+def write_trajectory(run: Trajectory, path: str | Path) -> Path:
+    """trajectory.json: each step, the sums up to it, and the totals.
+
+    Sums have intervals of their own: steps share their prompts, so their errors do not just add up.
+    """
+    path, rows = Path(path), []
+    for at, step in enumerate(run.steps, start=1):
+        so_far = run.steps[:at]
+        rows.append(
+            {
+                "step": step.step,
+                "level": numbers(step.level),
+                **{name: numbers(getattr(step, name)) for name in CHANGES},
+                **{
+                    f"{name}_sum": numbers(combine([(1.0, getattr(s, name)) for s in so_far]))
+                    for name in CHANGES
+                },
+                "reward": step.reward,
+            }
+        )
+    content = {
+        **TRAJECTORY.stamp,
+        "unit": run.last.estimand.unit,
+        "steps": rows,
+        "last": numbers(run.last),
+        "total": {name: numbers(getattr(run, name)) for name in TOTALS},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(content, indent=1, allow_nan=False).encode())
+    return path

@@ -1,32 +1,30 @@
-"""Estimates of summary.json in words: numbers as `findings.numbers` writes them."""
+"""Estimates of summary.json in words: numbers as `results.numbers` writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from entropy_experiments.results import AnyNumber
 
-Numbers = Mapping[str, Any]
 AGREEMENT = 0.1
 """Of the measured change: how much one or two orders may leave over and still agree with it."""
 
 
-def value_of(estimate: Numbers) -> float:
-    return float(estimate["value"])
+def value_of(estimate: AnyNumber) -> float:
+    return estimate["value"]
 
 
-def spoken(estimate: Numbers) -> str:
+def spoken(estimate: AnyNumber) -> str:
     """A change with its interval, signs always shown."""
     interval = estimate["interval"]
     bar = "no interval" if interval is None else f"95% {interval[0]:+.3g} to {interval[1]:+.3g}"
     return f"{value_of(estimate):+.4g} nats ({bar})"
 
 
-def contains_zero(estimate: Numbers) -> bool:
+def contains_zero(estimate: AnyNumber) -> bool:
     interval = estimate.get("interval")
     return interval is not None and interval[0] <= 0 <= interval[1]
 
 
-def left_over(rest: Numbers, measured: Numbers) -> str:
+def left_over(rest: AnyNumber, measured: AnyNumber) -> str:
     """What lines and curvature leave of the measured change, in words; `rest` has an interval.
 
     A paired interval is narrow: that it excludes 0 does not make what is left over large.

@@ -1,6 +1,7 @@
 """Runs side by side: checkpoints along a run, batch sizes, prediction against truth, weights.
 
-    compare([RUN1, RUN2, ...])     a plain dict: `runs`, what `differs`, `validation`, `scaling`
+    compare([RUN1, RUN2, ...])     `runs`, what `differs`, `validation`, `scaling`
+    tables(compared)               the same as tables of text
 
 Runs are of one kind (studies, logs, measurements or trajectories) and in one unit. All comes from
 `html.data.gather`, as the report of a single run does.
@@ -10,15 +11,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import yaml
 
 from entropy_experiments.config import renamed
+from entropy_experiments.report.html import words
 from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.from_log import UNKNOWN_UNIT
+from entropy_experiments.report.sections import ReportData, RunKind, WeightsRow, as_number
+from entropy_experiments.results import AnyNumber, JSONObject
 
 KINDS = {
     "probe": "a log",
@@ -41,10 +45,68 @@ OTHER_COMMANDS = {
 """Settings that a run of this kind does not read."""
 NOT_SCALES = ("data.evaluation_prompts", "sampling.seed")
 """Runs that differ in these alone show how errors fall with the batch size."""
+PAIR: tuple[Literal["predicted"], Literal["measured"]] = ("predicted", "measured")
 OF_LABELS = ("data.", "update.", "checkpoint.", "sampling.", "measure.")
 
 
-def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
+class ComparedNumber(TypedDict):
+    value: float
+    stderr: float | None
+    interval: list[float] | None
+    trusted: bool | None
+
+
+class ComparedRun(TypedDict):
+    """One run of a comparison."""
+
+    label: str
+    path: str
+    checkpoint: str
+    step: int | None
+    learning_rate: float | None
+    B_E: int | None
+    B_U: int | None
+    level: ComparedNumber | None
+    predicted: ComparedNumber | None
+    measured: ComparedNumber | None
+    fresh: ComparedNumber | None
+    difference: ComparedNumber | None
+    relative_error: float | None
+    linear_range: float | None
+    noise_floor: float | None
+    weights: WeightsRow | None
+    trusted: bool | None
+    doubts: list[str]
+    seconds: float | None
+
+
+class Validation(TypedDict):
+    """How far predictions are right."""
+
+    runs: int
+    mean_relative_error: float | None
+    inside_interval: int | None
+    with_interval: int
+    difference_covers_zero: int | None
+    with_paired_interval: int
+    correlation: float | None
+
+
+class Comparison(TypedDict):
+    """What `compare` returns, and `entropy-probe report RUN RUN --json` prints."""
+
+    kind: RunKind
+    unit: str
+    runs: list[ComparedRun]
+    differs: dict[str, list[Any]]
+    validation: Validation | None
+    scaling: dict[str, float] | None
+    not_scaled: str | None
+    html: NotRequired[str]
+    """Where the page is, if one was written."""
+
+
+def compare(runs: Sequence[str | Path]) -> Comparison:
     """Numbers of every run, in the order given."""
     if len(runs) < 2:
         raise ValueError(f"{len(runs)} run to compare; expected two or more.")
@@ -92,11 +154,12 @@ def _resolved(paths: Sequence[Path]) -> set[Path]:
     return {path.resolve() for path in paths}
 
 
-def _run(label: str, path: Path, data: Mapping[str, Any]) -> dict[str, Any]:
+def _run(label: str, path: Path, data: ReportData) -> ComparedRun:
     predicted, measured = data["predicted"], data["measured"]
     sizes, gap = data.get("sizes") or {}, data.get("difference")
+    run = data.get("trajectory")
     if gap is None and predicted is not None and measured is not None:
-        gap = {"value": predicted["value"] - measured["value"], "interval": None}
+        gap = as_number(predicted["value"] - measured["value"])
     step = re.search(r"(\d+)$", data["checkpoint"])
     curve = data.get("curve") or {}
     return {
@@ -110,7 +173,7 @@ def _run(label: str, path: Path, data: Mapping[str, Any]) -> dict[str, Any]:
         "level": _kept(data["level"]),
         "predicted": _kept(predicted),
         "measured": _kept(measured),
-        "fresh": _kept(((data["trajectory"] or {}).get("total") or {}).get("fresh")),
+        "fresh": _kept(None if run is None else run["total"]["fresh"]),
         "difference": _kept(gap),
         "relative_error": _ratio(gap, measured),
         "linear_range": curve.get("linear_range"),
@@ -122,34 +185,37 @@ def _run(label: str, path: Path, data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _kept(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _kept(found: AnyNumber | None) -> ComparedNumber | None:
     if found is None:
         return None
-    return {name: found.get(name) for name in ("value", "stderr", "interval", "trusted")}
+    return {
+        "value": found["value"],
+        "stderr": found.get("stderr"),
+        "interval": found.get("interval"),
+        "trusted": found.get("trusted"),
+    }
 
 
-def _ratio(gap: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> float | None:
+def _ratio(gap: AnyNumber | None, measured: AnyNumber | None) -> float | None:
     if gap is None or measured is None or not measured["value"]:
         return None
     return abs(gap["value"] / measured["value"])
 
 
-def _nearest(
-    weights: Sequence[Mapping[str, Any]] | None, lr: float | None
-) -> dict[str, Any] | None:
+def _nearest(weights: Sequence[WeightsRow] | None, lr: float | None) -> WeightsRow | None:
     """Those of the step size nearest to the step as it was made; their `eta` says which."""
     if not weights or lr is None:
         return None
-    return dict(min(weights, key=lambda row: abs(row["eta"] - lr)))
+    return min(weights, key=lambda row: abs(row["eta"] - lr))
 
 
 # What was asked differently.
 
 
-def _settings(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _settings(data: ReportData, kind: str) -> JSONObject:
     text = (data.get("environment") or {}).get("config")
     idle = (*NOT_SETTINGS, *OTHER_COMMANDS.get(kind, ()))
-    flat: dict[str, Any] = {}
+    flat: JSONObject = {}
 
     def put(prefix: str, value: Any) -> None:
         if isinstance(value, dict):
@@ -162,7 +228,7 @@ def _settings(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return flat
 
 
-def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _differing(settings: Sequence[JSONObject]) -> dict[str, list[Any]]:
     """Keys whose values are not the same in all runs, with the value of each run."""
     names = sorted({name for one in settings for name in one})
     found = {name: [one.get(name) for one in settings] for name in names}
@@ -170,7 +236,7 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _labels(
-    paths: Sequence[Path], gathered: Sequence[Mapping[str, Any]], differs: Mapping[str, list[Any]]
+    paths: Sequence[Path], gathered: Sequence[ReportData], differs: Mapping[str, list[Any]]
 ) -> list[str]:
     """What tells the runs apart, as shortly as can be."""
     checkpoints = [data["checkpoint"] for data in gathered]
@@ -187,28 +253,29 @@ def _labels(
 # What the runs say together.
 
 
-def _validation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _validation(rows: Sequence[ComparedRun]) -> Validation | None:
     """How far predictions are right; None where nothing was both predicted and measured."""
-    both = [row for row in rows if row["predicted"] and row["measured"]]
+    both = [(p, m) for row in rows if (p := row["predicted"]) and (m := row["measured"])]
     if not both:
         return None
-    known = [row["difference"] for row in both if row["difference"]["interval"]]
-    ends = [(row["predicted"]["value"], row["measured"]) for row in both]
-    inside = [low <= p <= high for p, m in ends if m["interval"] for low, high in [m["interval"]]]
-    errors = [row["relative_error"] for row in both if row["relative_error"] is not None]
+    pairs = [row for row in rows if row["predicted"] and row["measured"]]
+    gaps = [gap["interval"] for row in pairs if (gap := row["difference"]) is not None]
+    known = [bar for bar in gaps if bar]
+    inside = [bar[0] <= p["value"] <= bar[1] for p, m in both if (bar := m["interval"])]
+    errors = [row["relative_error"] for row in pairs if row["relative_error"] is not None]
     return {
         "runs": len(both),
         "mean_relative_error": sum(errors) / len(errors) if errors else None,
         "inside_interval": sum(inside) if inside else None,
         "with_interval": len(inside),
-        "difference_covers_zero": sum(_covers(gap) for gap in known) if known else None,
+        "difference_covers_zero": sum(map(_covers, known)) if known else None,
         "with_paired_interval": len(known),
-        "correlation": _correlation([(p, m["value"]) for p, m in ends]),
+        "correlation": _correlation([(p["value"], m["value"]) for p, m in both]),
     }
 
 
-def _covers(gap: Mapping[str, Any]) -> bool:
-    return gap["interval"][0] <= 0 <= gap["interval"][1]
+def _covers(interval: Sequence[float]) -> bool:
+    return interval[0] <= 0 <= interval[1]
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -220,8 +287,8 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _unlike(
-    rows: Sequence[Mapping[str, Any]],
-    settings: Sequence[Mapping[str, Any]],
+    rows: Sequence[ComparedRun],
+    settings: Sequence[JSONObject],
     differs: Mapping[str, list[Any]],
 ) -> str | None:
     """Why standard errors of these runs are not those of one experiment at several sizes."""
@@ -238,17 +305,171 @@ def _unlike(
     return None
 
 
-def _scaling(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+def _scaling(rows: Sequence[ComparedRun]) -> dict[str, float] | None:
     """Powers of B_E by which standard errors fall (-0.5 for independent prompts)."""
     out = {}
-    for name in ("predicted", "measured"):
+    for name in PAIR:
         known = [
-            (math.log(row["B_E"]), math.log(row[name]["stderr"]))
+            (math.log(size), math.log(stderr))
             for row in rows
-            if row["B_E"] and row[name] and row[name]["stderr"]
+            if (size := row["B_E"]) and (one := row[name]) and (stderr := one["stderr"])
         ]
         mean = [sum(pair[i] for pair in known) / len(known) for i in (0, 1)] if known else [0, 0]
         spread = sum((x - mean[0]) ** 2 for x, _ in known)
         if spread > 0:
             out[name] = sum((x - mean[0]) * (y - mean[1]) for x, y in known) / spread
     return out or None
+
+
+# As tables of text, for a terminal and for a page.
+
+
+class Table(NamedTuple):
+    title: str
+    about: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def tables(found: Comparison) -> list[Table]:
+    runs, unit = found["runs"], found["unit"]
+    out = [
+        Table(
+            "Changes",
+            f"nats per {unit}, 95 % intervals",
+            [
+                "run",
+                "entropy",
+                "predicted",
+                "measured",
+                *(["fresh"] if _has(runs, "fresh") else []),
+            ],
+            [
+                [
+                    row["label"],
+                    words.plain(None if row["level"] is None else row["level"]["value"], 4),
+                    _spoken(row["predicted"]),
+                    _spoken(row["measured"]),
+                    *([_spoken(row["fresh"])] if _has(runs, "fresh") else []),
+                ]
+                for row in runs
+            ],
+        ),
+    ]
+    if found["validation"]:
+        out.append(
+            Table(
+                "Estimator validation",
+                _validated(found["validation"]),
+                ["run", "predicted − measured", "of the change", "line holds up to η"],
+                [
+                    [
+                        row["label"],
+                        _spoken(row["difference"]),
+                        _share(row["relative_error"]),
+                        words.plain(row["linear_range"], 2),
+                    ]
+                    for row in runs
+                ],
+            )
+        )
+    if any(row["B_E"] for row in runs):
+        out.append(
+            Table(
+                "Batch size",
+                found["not_scaled"] or _scaled(found["scaling"]),
+                ["run", "B_E", "B_U", "s.e. predicted", "s.e. measured", "× √B_E", "seconds"],
+                [_sized(row) for row in runs],
+            )
+        )
+    if _has(runs, "weights"):
+        names = ("eta", "ESS", "ESS_fraction", "w_max", "w_min", "kl", "clip_fraction", "k_hat")
+        heads = ["at η", "ESS", "of all", "largest", "smallest", "KL", "clipped", "k-hat"]
+        out.append(
+            Table(
+                "Importance weights",
+                "ESS should be near the number of rollouts, the largest weight a few times 1",
+                ["run", *heads, "trusted"],
+                [
+                    [
+                        row["label"],
+                        *(words.plain((row["weights"] or {}).get(name), 3) for name in names),
+                        {True: "yes", False: "no", None: "–"}[row["trusted"]],
+                    ]
+                    for row in runs
+                ],
+            )
+        )
+    if found["differs"]:
+        out.append(
+            Table(
+                "Settings that differ",
+                "",
+                ["key", *(row["label"] for row in runs)],
+                [[name, *map(str, values)] for name, values in found["differs"].items()],
+            )
+        )
+    return out
+
+
+def _has(runs: Sequence[ComparedRun], name: Literal["fresh", "weights"]) -> bool:
+    return any(row[name] is not None for row in runs)
+
+
+def _spoken(found: ComparedNumber | None) -> str:
+    if found is None:
+        return "–"
+    bar = "" if found["interval"] is None else f" ({words.ends(found['interval'])})"
+    return f"{words.number(found['value'])}{bar}"
+
+
+def _share(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.1%}"
+
+
+def _validated(found: Validation) -> str:
+    told = []
+    if found["mean_relative_error"] is not None:
+        told.append(f"mean error {found['mean_relative_error']:.1%} of the measured change")
+    if found["inside_interval"] is not None:
+        of = f"{found['inside_interval']} of {found['with_interval']}"
+        told.append(f"{of} predictions inside the measured interval")
+    if found["difference_covers_zero"] is not None:
+        of = f"{found['difference_covers_zero']} of {found['with_paired_interval']}"
+        told.append(f"{of} paired differences contain 0")
+    if found["correlation"] is not None:
+        told.append(words.signed(f"correlation {found['correlation']:.3f}"))
+    return "; ".join(told)
+
+
+def _scaled(found: Mapping[str, float] | None) -> str:
+    if found is None:
+        return "no standard errors"
+    told = ", ".join(f"{name} B_E^{value:.2f}" for name, value in found.items())
+    return words.signed(f"standard errors go as {told} (independent prompts: B_E^-0.50)")
+
+
+def _sized(row: ComparedRun) -> list[str]:
+    errors = [None if one is None else one["stderr"] for one in (row["predicted"], row["measured"])]
+    known = errors[1] if errors[1] is not None else errors[0]
+    root = known * math.sqrt(row["B_E"]) if known is not None and row["B_E"] else None
+    counts = ["–" if size is None else str(size) for size in (row["B_E"], row["B_U"])]
+    seconds = row["seconds"]
+    return [
+        row["label"],
+        *counts,
+        *(words.plain(error, 2) for error in (*errors, root)),
+        "–" if seconds is None else f"{seconds:.0f}",
+    ]
+
+
+def table_lines(found: Comparison) -> Iterator[str]:
+    """Columns in line, whatever the width of the screen."""
+    for table in tables(found):
+        rows = [table.head, *table.rows]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(table.head))]
+        yield from ("", f"{table.title}{f' ({table.about})' if table.about else ''}")
+        for row in rows:
+            first, *rest = zip(row, widths)
+            cells = [f"{first[0]:{first[1]}}", *(f"{cell:>{width}}" for cell, width in rest)]
+            yield "  " + "  ".join(cells).rstrip()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from entropy_experiments.report.html import words
+from entropy_experiments.results import AnyNumber, EvaluationResult
 
-Result = Mapping[str, Any]
 TOKENS_SHOWN = 8
 REWARD = "reward:"
 """Before the name of a reward function whose mean was measured: one that is no pass or fail."""
 
 
-def evaluation_report(result: Result) -> list[str]:
+def evaluation_report(result: EvaluationResult) -> list[str]:
     """Lines: what was asked, a row per checkpoint, changes from the first, tokens in doubt."""
     settings = result["settings"]
     split = f", split {settings['split']}" if settings["split"] else ""
@@ -35,7 +34,7 @@ def evaluation_report(result: Result) -> list[str]:
     return lines
 
 
-def _task(result: Result) -> tuple[list[str], list[list[str]]]:
+def _task(result: EvaluationResult) -> tuple[list[str], list[list[str]]]:
     names = ["pass_rate", *(f"pass@{k}" for k in result["k"] if k > 1), "format_rate", "answered"]
     heads = {"pass_rate": "pass rate", "format_rate": "format"}
     graded = _graded(result)
@@ -51,17 +50,17 @@ def _task(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["checkpoint", *(heads.get(name, name) for name in names), *means], rows
 
 
-def _graded(result: Result) -> list[str]:
+def _graded(result: EvaluationResult) -> list[str]:
     """Reward functions that gave some checkpoint something else than 0 and 1."""
     every = (name for one in result["checkpoints"] for name in one["measures"])
     return [name for name in dict.fromkeys(every) if name.startswith(REWARD)]
 
 
-def _mean(found: Mapping[str, Any] | None) -> str:
+def _mean(found: AnyNumber | None) -> str:
     return "0s and 1s alone" if found is None else _plain(found, 3)
 
 
-def _responses(result: Result) -> tuple[list[str], list[list[str]]]:
+def _responses(result: EvaluationResult) -> tuple[list[str], list[list[str]]]:
     limit = result["settings"]["threshold"]
     head = ["checkpoint", "tokens", "5 | 50 | 95 %", "truncated", "entropy", "surprisal"]
     rows = []
@@ -81,7 +80,7 @@ def _responses(result: Result) -> tuple[list[str], list[list[str]]]:
     return [*head, f"above {limit:.2g} nats"], rows
 
 
-def _changes(result: Result) -> tuple[str, list[str], list[list[str]]]:
+def _changes(result: EvaluationResult) -> tuple[str, list[str], list[list[str]]]:
     largest = f"pass@{max(result['k'])}"
     names = ["pass_rate", *([largest] if largest != "pass@1" else []), "format_rate"]
     graded = _graded(result)
@@ -101,11 +100,11 @@ def _changes(result: Result) -> tuple[str, list[str], list[list[str]]]:
     return f"Change from {first}, same prompts and seeds", head, rows
 
 
-def _change(found: Mapping[str, Any] | None) -> str:
+def _change(found: AnyNumber | None) -> str:
     return "0s and 1s alone" if found is None else _signed(found, 3)
 
 
-def _tokens(result: Result) -> list[str]:
+def _tokens(result: EvaluationResult) -> list[str]:
     lines = ["", "Tokens drawn in most doubt (mean entropy in nats, times drawn)"]
     for one in result["checkpoints"]:
         shown = one["high_entropy_tokens"][:TOKENS_SHOWN]
@@ -114,7 +113,7 @@ def _tokens(result: Result) -> list[str]:
     return lines
 
 
-def _agreement(result: Result) -> list[str]:
+def _agreement(result: EvaluationResult) -> list[str]:
     """Surprisal and entropy are equal in the mean where the law sampled is the law scored."""
     gaps = {
         one["label"]: one["measures"]["surprisal_minus_entropy"] for one in result["checkpoints"]
@@ -134,7 +133,7 @@ def _agreement(result: Result) -> list[str]:
     return lines
 
 
-def _doubts(result: Result) -> list[str]:
+def _doubts(result: EvaluationResult) -> list[str]:
     """Why intervals are missing."""
     missing = dict.fromkeys(
         why
@@ -147,27 +146,27 @@ def _doubts(result: Result) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _percent(found: Mapping[str, Any]) -> str:
+def _percent(found: AnyNumber) -> str:
     bar = found["interval"]
     ends = "" if bar is None else f" ({100 * bar[0]:.1f}–{100 * bar[1]:.1f})"
     return f"{100 * found['value']:.1f} %{ends}"
 
 
-def _points(found: Mapping[str, Any]) -> str:
-    scaled = {
+def _points(found: AnyNumber) -> str:
+    scaled: AnyNumber = {
         "value": 100 * found["value"],
         "interval": None if found["interval"] is None else [100 * x for x in found["interval"]],
     }
     return _signed(scaled, 1)
 
 
-def _plain(found: Mapping[str, Any], digits: int) -> str:
+def _plain(found: AnyNumber, digits: int) -> str:
     bar = found["interval"]
     ends = "" if bar is None else f" ({bar[0]:.{digits}f}–{bar[1]:.{digits}f})"
     return f"{found['value']:.{digits}f}{ends}"
 
 
-def _signed(found: Mapping[str, Any], digits: int) -> str:
+def _signed(found: AnyNumber, digits: int) -> str:
     bar = found["interval"]
     ends = "" if bar is None else f" ({bar[0]:+.{digits}f} to {bar[1]:+.{digits}f})"
     return words.signed(f"{found['value']:+.{digits}f}{ends}")

@@ -10,8 +10,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from entropy_experiments.report.training_history import STATE, ended, trainer_state
-from entropy_experiments.report.training_rows import NAME, probed_levels, training_file
+from entropy_experiments.report.training import (
+    STATE,
+    ended,
+    probed_levels,
+    trainer_state,
+    training_file,
+)
+from entropy_experiments.results import ROWS_FILE
 
 EVERY = 5.0
 """Seconds between two looks at the files, and after which a browser loads the page again."""
@@ -31,7 +37,8 @@ def follow(
     """
     if not (run.is_dir() or training_file(run) is not None):
         raise FileNotFoundError(
-            f"--follow: no {run}; expected the output folder of a probed training, or its {NAME}."
+            f"--follow: no {run}; expected the output folder of a probed training, or its "
+            f"{ROWS_FILE}."
         )
     folder = run if run.is_dir() else run.parent
     seen, drawn, waiting = None, 0, False
@@ -52,7 +59,7 @@ def follow(
 
 
 def _signature(run: Path, folder: Path) -> tuple[tuple[str, int, int], ...]:
-    rows = run / NAME if run.is_dir() else run
+    rows = run / ROWS_FILE if run.is_dir() else run
     files = [rows, folder / STATE, *sorted(folder.glob(f"checkpoint-*/{STATE}"))]
     files += sorted(folder.glob("entropy_probe_ledgers/step_*/summary.json"))
     signature = []

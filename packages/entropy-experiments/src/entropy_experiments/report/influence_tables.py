@@ -7,26 +7,33 @@ out. Texts of rollouts are made printable first: a policy may well write escape 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import cast
 
-from entropy_experiments.report.amounts import (
-    Numbers,
-    cell,
-    contains_zero,
-    left_over,
-    spoken,
-    value_of,
-)
+from entropy_experiments.report.amounts import cell, contains_zero, left_over, spoken, value_of
 from entropy_experiments.report.html.words import sampling_points
-from entropy_experiments.report.influence_answers import budget, fisher, left_out, what_if
+from entropy_experiments.results import (
+    AnyNumber,
+    Confirmation,
+    ConfirmationAnswer,
+    EvaluationBatch,
+    InfluenceResult,
+    JSONObject,
+    LedgerLine,
+    LedgerResult,
+    RankedToken,
+)
 
+InfluenceDict = JSONObject
+"""`EntropyInfluenceRunner.run` returns a dict that a notebook can draw."""
 SECTIONS = (
     *("change", "ledger", "trust", "groups", "tokens"),
     *("left_out", "fisher", "what_if", "budget"),
 )
 TOKENS = 10
 GROUPS = 12
+CONTRIBUTORS = 3
+"""Update rollouts named for each evaluation rollout that moved."""
 RELIABLE = 0.5
 CONTEXT = 28
 """Characters shown on either side of a token."""
@@ -51,21 +58,22 @@ NAME, WIDE, NARROW, SHARE = 18, 10, 8, 6
 
 
 def influence_report(
-    summary: Mapping[str, Any], *, sections: Collection[str] = SECTIONS
+    summary: InfluenceResult | InfluenceDict, *, sections: Collection[str] = SECTIONS
 ) -> list[str]:
     """Lines to print, the answer first; all sections or some."""
-    telling = {
+    summary = cast(InfluenceResult, summary)
+    telling: dict[str, Callable[[EvaluationBatch], list[str]]] = {
         "change": _change,
         "ledger": _ledger,
         "trust": _trust,
         "groups": _groups,
         "tokens": _tokens,
-        "left_out": left_out,
-        "fisher": fisher,
-        "what_if": what_if,
-        "budget": budget,
+        "left_out": _left_out,
+        "fisher": _fisher,
+        "what_if": _what_if,
+        "budget": _budget,
     }
-    found: Sequence[Mapping[str, Any]] = summary.get("evaluations", ())
+    found = summary.get("evaluations", [])
     lines = _headline(summary)
     for evaluation in found:
         if len(found) > 1:
@@ -82,7 +90,7 @@ def influence_report(
     return [*lines, *_provenance(summary)]
 
 
-def _headline(summary: Mapping[str, Any]) -> list[str]:
+def _headline(summary: InfluenceResult) -> list[str]:
     if "checkpoint" not in summary:
         return []
     checkpoint, batch = summary["checkpoint"], summary["update"]
@@ -108,7 +116,7 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
     return [*lines, *_assumed(summary)]
 
 
-def _assumed(summary: Mapping[str, Any]) -> list[str]:
+def _assumed(summary: InfluenceResult) -> list[str]:
     """Beside the headline: what had to be assumed, and what it rests on."""
     if not summary.get("assumed"):
         return []
@@ -119,7 +127,7 @@ def _assumed(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _change(evaluation: Mapping[str, Any]) -> list[str]:
+def _change(evaluation: EvaluationBatch) -> list[str]:
     ledger, level = _entropy(evaluation), evaluation.get("level")
     lines = []
     if level is not None:
@@ -131,14 +139,14 @@ def _change(evaluation: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _entropy(evaluation: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _entropy(evaluation: EvaluationBatch) -> LedgerResult | None:
     return (evaluation.get("ledger") or {}).get("entropy")
 
 
 # The ledger: entropy and reward side by side.
 
 
-def _ledger(evaluation: Mapping[str, Any]) -> list[str]:
+def _ledger(evaluation: EvaluationBatch) -> list[str]:
     entropy = _entropy(evaluation)
     if entropy is None:
         return []
@@ -171,26 +179,27 @@ def _ledger(evaluation: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _line_cells(line: Numbers | None) -> str:
+def _line_cells(line: LedgerLine | None) -> str:
     if line is None:
-        line = {"this_step": None}
+        return f"{cell(None, WIDE)} {cell(None, WIDE)} {cell(None, NARROW)}"
     return (
         f"{cell(line['this_step'], WIDE)} {cell(line.get('eventual'), WIDE)} "
         f"{cell(line.get('stderr'), NARROW, '.1e')}"
     )
 
 
-def _sum_cells(estimate: Numbers | None) -> str:
-    estimate = estimate or {"value": None, "stderr": None}
-    stderr = cell(estimate["stderr"], NARROW, ".1e")
-    return f"{cell(estimate['value'], WIDE)} {'':>{WIDE}} {stderr}"
+def _sum_cells(estimate: AnyNumber | None) -> str:
+    value, stderr = (
+        (None, None) if estimate is None else (estimate["value"], estimate.get("stderr"))
+    )
+    return f"{cell(value, WIDE)} {'':>{WIDE}} {cell(stderr, NARROW, '.1e')}"
 
 
 def _share(share: float) -> str:
     return f" {share:>+{SHARE}.0%}" if abs(share) >= 0.005 else f" {'none':>{SHARE}}"
 
 
-def _settled(rest: Numbers, measured: Numbers) -> str:
+def _settled(rest: AnyNumber, measured: AnyNumber) -> str:
     interval = rest["interval"]
     if interval is None:
         return "no interval, so nothing can be said"
@@ -200,7 +209,7 @@ def _settled(rest: Numbers, measured: Numbers) -> str:
 # How far to believe it.
 
 
-def _trust(evaluation: Mapping[str, Any]) -> list[str]:
+def _trust(evaluation: EvaluationBatch) -> list[str]:
     lines = []
     if "cancellation" in evaluation:
         ratio = evaluation["cancellation"]["ratio"]
@@ -223,12 +232,15 @@ def _trust(evaluation: Mapping[str, Any]) -> list[str]:
                 "  Another sample of E would rank other tokens: read the groups, or raise "
                 "batch_config.B_E."
             )
-    ledger = _entropy(evaluation) or {}
-    for name, what in (("predicted", "predicted change"), ("measured", "measured change")):
-        why_not = ledger[name].get("why_not") if name in ledger else None
+    ledger = _entropy(evaluation)
+    sums = (None, None, None)
+    if ledger is not None:
+        sums = (ledger.get("predicted"), ledger.get("measured"), ledger.get("curvature"))
+    for name, estimate in zip(("predicted", "measured"), sums):
+        why_not = None if estimate is None else estimate.get("why_not")
         if why_not:
-            lines.append(f"The {what} is NOT trusted: {'; '.join(why_not)}.")
-    why_not = (ledger.get("curvature") or {}).get("why_not")
+            lines.append(f"The {name} change is NOT trusted: {'; '.join(why_not)}.")
+    why_not = None if sums[2] is None else sums[2].get("why_not")
     if why_not:
         lines.append(
             f"The curvature, and with it what is unexplained, is NOT trusted: {'; '.join(why_not)}."
@@ -236,11 +248,11 @@ def _trust(evaluation: Mapping[str, Any]) -> list[str]:
     return [*lines, *(f"Doubt: {doubt}." for doubt in evaluation.get("doubts", ()))]
 
 
-def _withheld(evaluation: Mapping[str, Any]) -> bool:
+def _withheld(evaluation: EvaluationBatch) -> bool:
     return bool((evaluation.get("cancellation") or {}).get("withheld"))
 
 
-def _bars(evaluation: Mapping[str, Any]) -> list[str]:
+def _bars(evaluation: EvaluationBatch) -> list[str]:
     """Where the error bars of groups and tokens come from: said once."""
     folds = len((evaluation.get("table") or {}).get("share_K") or ())
     if not folds:
@@ -252,7 +264,7 @@ def _bars(evaluation: Mapping[str, Any]) -> list[str]:
     return [f"+- below is a standard error from {folds} {parts} of E's prompts{rough}."]
 
 
-def _groups(evaluation: Mapping[str, Any]) -> list[str]:
+def _groups(evaluation: EvaluationBatch) -> list[str]:
     lines = []
     for by in GROUP_NAMES:
         groups = (evaluation.get("groups") or {}).get(by)
@@ -287,7 +299,7 @@ def _groups(evaluation: Mapping[str, Any]) -> list[str]:
 # Tokens in their context.
 
 
-def _tokens(evaluation: Mapping[str, Any], most: str = "destroying") -> list[str]:
+def _tokens(evaluation: EvaluationBatch, most: str = "destroying") -> list[str]:
     tokens = (evaluation.get("ranked") or {}).get(most)
     if tokens is None:
         return []
@@ -305,7 +317,7 @@ def _tokens(evaluation: Mapping[str, Any], most: str = "destroying") -> list[str
     return lines
 
 
-def in_context(token: Mapping[str, Any]) -> str:
+def in_context(token: RankedToken) -> str:
     """What stands around a token, on one line."""
     before, text, after = (printable(str(token.get(k, ""))) for k in ("before", "text", "after"))
     head = before if len(before) <= CONTEXT else "..." + before[-CONTEXT:]
@@ -318,7 +330,135 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def _provenance(summary: Mapping[str, Any]) -> list[str]:
+# What else could have been. A question without an answer is shown with the reason.
+
+
+def _left_out(evaluation: EvaluationBatch) -> list[str]:
+    found = evaluation.get("leave_one_out")
+    if not found:
+        return []
+    lines = ["Steps made anew without a rollout (its share is what it did in the step as made):"]
+    for one in found:
+        if "error" in one:
+            lines.append(f"  without rollout {one['rollout']}: no answer. {one['error']}")
+            continue
+        lines.append(
+            f"  without rollout {one['rollout']}: predicted {spoken(one['first_order'])}, measured "
+            f"{value_of(one['measured']):+.4g}; leaving it out is worth "
+            f"{-value_of(one['difference']):+.2e}, its share was {one['influence']:+.2e}"
+        )
+    return lines
+
+
+def _fisher(evaluation: EvaluationBatch) -> list[str]:
+    found = evaluation.get("fisher")
+    if not found:
+        return []
+    if "error" in found:
+        return [f"Fisher kernel: no answer. {found['error']}"]
+    gap, r = found["relative_gap"], found["correlation"]
+    agree = "nothing moved" if gap is None else f"they differ by {gap:.0%} of the measured"
+    lines = [
+        "Fisher kernel: log-probs of evaluation rollouts, moved by the gradient part of the step "
+        f"at eta {found['eta']:g}:",
+        f"  predicted against measured: {'' if r is None else f'correlation {r:.4f}, '}{agree}",
+    ]
+    for one in found["moved"]:
+        most = ", ".join(
+            f"{c['rollout']} ({c['value']:+.2g})" for c in one["contributors"][:CONTRIBUTORS]
+        )
+        lines.append(
+            f"  evaluation rollout {one['rollout']}: predicted {one['predicted']:+.3g}, measured "
+            f"{one['measured']:+.3g}; most by update rollouts {most}"
+        )
+    return lines
+
+
+def _what_if(evaluation: EvaluationBatch) -> list[str]:
+    results = evaluation.get("what_if")
+    if not results:
+        return []
+    lines = ["What if (advantages, normalisers, P and clip factor as they were):"]
+    for result in results:
+        if "error" in result:
+            lines.append(f"  {result['name']}: no answer. {result['error']}")
+            continue
+        predicted = result["prediction"]
+        error = predicted.get("change_stderr")
+        lines.append(
+            f"  {result['name']}: predicted {predicted['total']:+.4g} nats instead of "
+            f"{predicted['recorded']:+.4g}, a difference of {predicted['change']:+.3g}"
+            f"{'' if error is None else f' +- {error:.0e}'} "
+            f"({predicted['changed_tokens']} tokens changed)"
+        )
+        lines += [f"    {note}" for note in predicted.get("notes", ())]
+        lines += _confirmed(result.get("confirmation"), predicted["change"])
+    return lines
+
+
+def _confirmed(found: Confirmation | None, predicted: float) -> list[str]:
+    """The effect first: a step that came out as predicted may still differ little from another."""
+    if found is None:
+        return []
+    if "error" in found:
+        return [f"    not made: {found['error']}"]
+    lines = []
+    if "change" in found:  # against the step as it was, both measured
+        lines.append(
+            f"    effect {_effect(found)}: predicted {predicted:+.3g}, measured "
+            f"{spoken(found['change'])} against the step as it was"
+        )
+    lines.append(f"    the whole step, made and measured: {spoken(found['measured'])}")
+    if found.get("agrees") is None:
+        return [*lines, "    no interval, so nothing is confirmed"]
+    settled = "explained" if found.get("accounted") else "NOT explained"
+    beyond = found.get("beyond_linear", False)
+    if not found["agrees"]:
+        lines.append(f"    its prediction is outside the measured interval, {settled} by")
+    elif found.get("accounted") and not beyond:
+        lines.append("    its prediction is inside the measured interval: confirmed, as a whole")
+    else:
+        doubt = "not confirmed" if found.get("accounted") else "NOT explained by"
+        lines.append(f"    its prediction is inside the measured interval, but {doubt}")
+    gap = value_of(found["recomputed"]) - value_of(found["frozen"])
+    parts = [f"denominator and clip {gap:+.2g}"]
+    bend = found.get("curvature")
+    if bend is not None:
+        parts.append(f"curvature {value_of(bend):+.2g}")
+    parts.append(f"rest {value_of(found['rest']):+.2g}")
+    lines.append(f"    measured - predicted: {', '.join(parts)}")
+    if beyond:
+        lines.append(
+            "    beyond the linear range: curvature or rest is over half of the slope's share"
+        )
+    return lines
+
+
+def _effect(found: ConfirmationAnswer) -> str:
+    seen, agrees = found.get("effect"), found.get("effect_agrees")
+    if seen is None and agrees is not None:  # an older summary
+        seen = "as predicted" if agrees else "not as predicted"
+    if seen is None:
+        return "unknown (no interval)"
+    # What was hoped for and did not come must not be read over.
+    return seen.replace("not as predicted", "NOT as predicted")
+
+
+def _budget(evaluation: EvaluationBatch) -> list[str]:
+    found = evaluation.get("entropy_budget")
+    if not found:
+        return []
+    wanted = f"To change the entropy by {found['budget']:+.4g} nats: "
+    if "error" in found:
+        return [f"{wanted}no answer. {found['error']}"]
+    curved = found.get("curved")
+    told = f"{wanted}learning rate {found['linear']:.4g} by the slope alone"
+    if found.get("curvature_known", True):
+        told += f", {'none' if curved is None else f'{curved:.4g}'} with curvature"
+    return [told, *(f"  {note}" for note in found.get("notes", ()))]
+
+
+def _provenance(summary: InfluenceResult) -> list[str]:
     lines = [f"Note: {note}." for note in summary.get("notes", ())]
     if summary.get("not_verifiable"):
         lines.append("Not verifiable from the files: " + "; ".join(summary["not_verifiable"]) + ".")

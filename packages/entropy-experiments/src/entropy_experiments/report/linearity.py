@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import numpy as np
 from scipy.special import chdtrc
 
-from entropy_experiments.report.run_files import Files, files_of
+from entropy_experiments.study_files import Files, files_of
 
 Flavour = Literal["grad", "baseline_plus_grad"]
 """Along v_i alone; along v_baseline + v_i, minus what the baseline alone does."""

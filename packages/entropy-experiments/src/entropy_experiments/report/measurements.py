@@ -1,45 +1,15 @@
-"""The file that `entropy-probe measure` writes: read again, and told in words. Without torch."""
+"""The results of `entropy-probe measure` as text. Without torch."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import cast
 
-FORMAT = "entropy_experiments.measurements"
-SCHEMA = 1
-NAME = "results.json"
-AGAIN = "Run `entropy-probe measure` again: finished repeats are kept."
+from entropy_experiments.results import JSONObject, MeasurementsResult, RepeatMean
 
 
-def measurements_file(run: Path) -> Path | None:
-    """The file of a folder that `measure --out` wrote, or the file itself; None: no such file."""
-    path = run / NAME if run.is_dir() else run
-    if not path.is_file() or path.suffix != ".json":
-        return None
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        if run.is_dir():
-            raise ValueError(f"{path} is not JSON ({error}). {AGAIN}") from error
-        return None  # whoever reads it as something else says what is wrong with it
-    return path if isinstance(found, dict) and found.get("format") == FORMAT else None
-
-
-def read_measurements(path: str | Path) -> dict[str, Any]:
-    path = Path(path)
-    found = json.loads(path.read_bytes())
-    if found.get("format") != FORMAT or found.get("schema") != SCHEMA:
-        raise ValueError(
-            f"{path} has format {found.get('format')!r}, schema {found.get('schema')!r}; expected "
-            f"{FORMAT!r}, {SCHEMA}. {AGAIN}"
-        )
-    return found
-
-
-def measurement_report(results: Mapping[str, Any]) -> list[str]:
+def measurement_report(results: MeasurementsResult | JSONObject) -> list[str]:
     """The summary as lines of text."""
+    results = cast(MeasurementsResult, results)
     repeats, plan = results["repeats"], results["plan"]
     count = len(repeats)
     lines = [
@@ -48,12 +18,13 @@ def measurement_report(results: Mapping[str, Any]) -> list[str]:
         f"{repeats[0]['B_E']} prompts:"
     ]
     for entry in results["summary"]:
+        means = {name: entry.get(name) for name in ("measured", "linear", "linquad")}
         times = entry["eta"] / results["learning_rate"]
         lines.append(f"  eta {entry['eta']:g} ({times:g} x the learning rate)")
         lines += [
-            f"    {name:9s}{_shown(entry[name])}{_untrusted(entry[name])}"
-            for name in ("measured", "linear", "linquad")
-            if name in entry
+            f"    {name:9s}{_shown(mean)}{_untrusted(mean)}"
+            for name, mean in means.items()
+            if mean is not None
         ]
         lines += [
             f"    {name} - measured{_shown(found)}, paired"
@@ -68,13 +39,13 @@ def measurement_report(results: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _shown(found: Mapping[str, Any]) -> str:
+def _shown(found: RepeatMean) -> str:
     if found["interval"] is None:
         return f" {found['mean']:+.4g} (no interval)"
     low, high = found["interval"]
     return f" {found['mean']:+.4g} (95% {low:+.3g} to {high:+.3g})"
 
 
-def _untrusted(found: Mapping[str, Any]) -> str:
+def _untrusted(found: RepeatMean) -> str:
     doubtful = found["repeats"] - found["trusted"]
     return f"  not trusted in {doubtful} of {found['repeats']}" if doubtful else ""

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, cast
 
 from entropy_experiments.report.html import words
 from entropy_experiments.report.influence_tables import LINE_NAMES
+from entropy_experiments.report.sections import measured_again
+from entropy_experiments.results import (
+    AnyNumber,
+    InfluenceResult,
+    LedgerResult,
+    ProbeResult,
+    WhatIf,
+)
 
 SUMS = ("predicted", "curvature", "measured", "unexplained")
 RIGHT = ' style="text-align:right"'
@@ -22,18 +30,18 @@ Row = Sequence[str]
 class ProbeResults(dict[str, Any]):
     """What `run_mixed_probe` returns; per what its numbers are, no key says."""
 
-    def __init__(self, results: Mapping[str, Any], *, unit: str = "token") -> None:
+    def __init__(self, results: ProbeResult, *, unit: str = "token") -> None:
         super().__init__(results)
         self.unit = unit
 
     def _repr_html_(self) -> str:
-        return probe_html(self, self.unit)
+        return probe_html(cast(ProbeResult, self), self.unit)
 
 
 class InfluenceSummary(dict[str, Any]):
     """What `EntropyInfluenceRunner.run` returns; its ledgers draw themselves, too."""
 
-    def __init__(self, summary: Mapping[str, Any]) -> None:
+    def __init__(self, summary: InfluenceResult) -> None:
         super().__init__(summary)
         if self.get("ledger"):
             self["ledger"] = Ledger(self["ledger"])
@@ -42,7 +50,7 @@ class InfluenceSummary(dict[str, Any]):
         found = self["evaluations"][0]
         ledger = found["ledger"]["entropy"]
         said = words.sentence(
-            update=words.made_by_study(self),
+            update=words.made_by_study(cast(InfluenceResult, self)),
             change=ledger["measured"],
             level=found["level"]["value"],
             unit=(found.get("estimand") or {}).get("unit", "token"),
@@ -61,7 +69,7 @@ class Ledger(dict[str, Any]):
     """Who moved the entropy, line by line."""
 
     def _repr_html_(self) -> str:
-        return ledger_html(self)
+        return ledger_html(cast(LedgerResult, self))
 
 
 class WhatIfAnswers(dict[str, Any]):
@@ -94,7 +102,7 @@ class Measurements(dict[str, Any]):
         return said_html(said) + table_html(["η", *names], rows)
 
 
-def probe_html(results: Mapping[str, Any], unit: str) -> str:
+def probe_html(results: ProbeResult, unit: str) -> str:
     """Of the keys of `results_of`."""
     estimates = results["estimates"]
     predicted, measured = (estimates.get(name) for name in ("deltaH1", "deltaH_true"))
@@ -117,7 +125,7 @@ def probe_html(results: Mapping[str, Any], unit: str) -> str:
     return said_html(said, doubts) + table_html(["", "nats", "95 %", "trusted"], rows)
 
 
-def ledger_html(ledger: Mapping[str, Any]) -> str:
+def ledger_html(ledger: LedgerResult) -> str:
     rows = [
         [
             LINE_NAMES.get(name, name),
@@ -135,13 +143,13 @@ def ledger_html(ledger: Mapping[str, Any]) -> str:
     return table_html(["", "this step", "eventual", "s.e."], rows)
 
 
-def answers_html(answers: Iterable[Mapping[str, Any]]) -> str:
+def answers_html(answers: Iterable[WhatIf]) -> str:
     rows = []
     for one in answers:
         if "error" in one:
             rows.append([one["name"], f"no answer: {one['error']}", "", ""])
             continue
-        predicted, made = one["prediction"], (one.get("confirmation") or {}).get("measured")
+        predicted, made = one["prediction"], measured_again(one)
         rows.append(
             [
                 one["name"],
@@ -153,8 +161,8 @@ def answers_html(answers: Iterable[Mapping[str, Any]]) -> str:
     return table_html(["what if", "predicted", "difference", "made and measured"], rows)
 
 
-def trajectory_html(total: Mapping[str, Mapping[str, Any]], first: int, last: int) -> str:
-    """`total`: predicted, measured and fresh, each as `findings.numbers` writes it."""
+def trajectory_html(total: Mapping[str, AnyNumber], first: int, last: int) -> str:
+    """`total`: predicted, measured and fresh, each as `results.numbers` writes it."""
     rows = [[name, *_estimate(found)] for name, found in total.items()]
     said = f"Entropy from step {first} to step {last}, summed over the steps"
     return said_html(said) + table_html(["", "nats", "95 %", "trusted"], rows)
@@ -176,7 +184,7 @@ def table_html(head: Row, rows: Iterable[Row]) -> str:
     return f"<table><thead><tr>{cells(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _estimate(found: Mapping[str, Any]) -> list[str]:
+def _estimate(found: AnyNumber) -> list[str]:
     trusted = found.get("trusted")
     sure = "" if trusted is None else "yes" if trusted else "no"
     return [words.number(found["value"]), words.ends(found.get("interval")), sure]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from entropy_experiments.findings import Findings
 from entropy_experiments.report.amounts import AGREEMENT
-from entropy_experiments.report.findings import Findings
+from entropy_experiments.results import DIFFERENTIATED
 from entropy_experiments.types import Estimate
 
 
@@ -221,14 +222,6 @@ def _early(found: Findings) -> str:
     """Bias correction enlarges the first steps; later ones take less of what momentum keeps."""
     young = found.stats.step < 1 / (1 - found.momentum_decay)
     return ", overstated this early in training" if young else ""
-
-
-DIFFERENTIATED = {
-    "double_backward": "by two backward passes: the model has no forward mode",
-    "reverse": "by one gradient, without error bars",
-    "central": "by one gradient, with the spread of differences for error bars",
-}
-"""Forward mode is the rule, and not worth a line."""
 
 
 def _trust(found: Findings) -> list[str]:

@@ -17,7 +17,6 @@ its key, a hash of all that determines its tokens, so what is read back is what 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,13 +30,23 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
-from entropy_experiments.artifacts import hashed, hashed_body, write_changed, write_whole
+from entropy_experiments.artifacts import (
+    MANIFEST,
+    HashedFiles,
+    described,
+    differing_keys,
+    read_described,
+    read_json_object,
+    write_changed,
+    write_with_manifest,
+)
+from entropy_experiments.results import JSONObject, Schema
 from entropy_experiments.types import Rollouts, UpdateBatch
 
-FORMAT = "entropy_experiments.rollouts"
-SCHEMA = 2
-TENSORS, TEXT, MANIFEST = "rollouts.safetensors", "text.json", "manifest.json"
+SCHEMA = Schema(name="entropy_experiments.rollouts", version=2)
+TENSORS, TEXT = "rollouts.safetensors", "text.json"
 UNIT = ".unit"
+COPY = "Copy it again, or make the rollouts again."
 
 _ROLLOUT_TENSORS = {
     "tokens_NS": True,
@@ -61,7 +70,7 @@ _MASKS = ("attention_NS", "response_NS", "loss_NS")
 
 
 def save_rollouts(
-    folder: str | Path, rollouts: Rollouts, *, meta: Mapping[str, Any] | None = None
+    folder: str | Path, rollouts: Rollouts, *, meta: Mapping[str, object] | None = None
 ) -> Path:
     """Write rollouts as safetensors, beside a manifest with hashes.
 
@@ -83,7 +92,7 @@ def save_rollouts(
     return _save(Path(folder), "rollouts", rollouts, _fields(rollouts, _ROLLOUT_TENSORS), meta)
 
 
-def load_rollouts(folder: str | Path) -> tuple[Rollouts, dict[str, Any]]:
+def load_rollouts(folder: str | Path) -> tuple[Rollouts, JSONObject]:
     """Rollouts as `save_rollouts` wrote them.
 
     An update batch may be read as rollouts; the reverse may not.
@@ -112,7 +121,7 @@ def load_rollouts(folder: str | Path) -> tuple[Rollouts, dict[str, Any]]:
 
 
 def save_update_batch(
-    folder: str | Path, batch: UpdateBatch, *, meta: Mapping[str, Any] | None = None
+    folder: str | Path, batch: UpdateBatch, *, meta: Mapping[str, object] | None = None
 ) -> Path:
     """Write the batch of an optimizer step as safetensors, beside a manifest with hashes.
 
@@ -135,7 +144,7 @@ def save_update_batch(
     return _save(Path(folder), "update_batch", batch.rollouts, tensors, meta)
 
 
-def load_update_batch(folder: str | Path) -> tuple[UpdateBatch, dict[str, Any]]:
+def load_update_batch(folder: str | Path) -> tuple[UpdateBatch, JSONObject]:
     """The batch as `save_update_batch` wrote it; every bit the same.
 
     Args:
@@ -175,7 +184,7 @@ def _naming(folder: Path) -> Iterator[None]:
         raise ValueError(f"{folder / TENSORS}: {error}") from error
 
 
-def recorded_meta(folder: str | Path) -> dict[str, Any]:
+def recorded_meta(folder: str | Path) -> JSONObject:
     """The meta of a folder, without reading its tensors."""
     return _manifest(Path(folder))["meta"]
 
@@ -189,7 +198,7 @@ def _save(
     kind: str,
     rollouts: Rollouts,
     tensors: Mapping[str, Tensor],
-    meta: Mapping[str, Any] | None,
+    meta: Mapping[str, object] | None,
 ) -> Path:
     packed = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     packed["tokens_NS"] = _narrow(packed["tokens_NS"])
@@ -200,13 +209,12 @@ def _save(
     if rollouts.text is not None:
         contents[TEXT] = json.dumps(list(rollouts.text), ensure_ascii=False).encode()
     manifest = {
-        "format": FORMAT,
-        "schema": SCHEMA,
+        **SCHEMA.stamp,
         "kind": kind,
         "rollouts": len(rollouts),
         "share": rollouts.share,
         "fingerprint": rollouts.fingerprint,
-        "files": {name: _described(data) for name, data in contents.items()},
+        "files": {name: described(data) for name, data in contents.items()},
         "meta": dict(meta or {}),
     }
     try:
@@ -216,14 +224,10 @@ def _save(
             f"meta cannot be written as JSON ({error}); expected text, finite numbers, lists and "
             "mappings of them."
         ) from error
-    folder.mkdir(parents=True, exist_ok=True)
-    # A crash from here on must not leave the old manifest beside new tensors.
-    (folder / MANIFEST).unlink(missing_ok=True)
-    if TEXT not in contents:
-        (folder / TEXT).unlink(missing_ok=True)
-    for name, data in contents.items():
-        write_whole(folder / name, data)
-    write_whole(folder / MANIFEST, encoded)
+    if TEXT not in contents and (folder / TEXT).exists():
+        (folder / MANIFEST).unlink(missing_ok=True)  # first: it lists the text
+        (folder / TEXT).unlink()
+    write_with_manifest(folder, contents, encoded)
     return folder / MANIFEST
 
 
@@ -262,13 +266,9 @@ def _spread(advantage_N: Tensor, response_NS: Tensor) -> Tensor:
     return torch.where(response_NS, advantage_N[:, None], torch.zeros((), dtype=advantage_N.dtype))
 
 
-def _described(data: bytes) -> dict[str, Any]:
-    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-
-
 def _load(
     folder: Path, kinds: tuple[str, ...]
-) -> tuple[dict[str, Tensor], tuple[str, ...] | None, dict[str, Any]]:
+) -> tuple[dict[str, Tensor], tuple[str, ...] | None, JSONObject]:
     manifest = _manifest(folder)
     if manifest["kind"] not in kinds:
         raise ValueError(
@@ -277,7 +277,7 @@ def _load(
         )
     contents = {}
     for name, facts in manifest["files"].items():
-        contents[name] = _checked(folder / name, facts)
+        contents[name] = read_described(folder / name, facts, advice=COPY)
     tensors = _tensors(folder / TENSORS, contents[TENSORS])
     if "tokens_NS" in tensors and tensors["tokens_NS"].dim() != 2:
         raise ValueError(
@@ -296,8 +296,8 @@ def _load(
     missing, unknown = sorted(required - tensors.keys()), sorted(tensors.keys() - known.keys())
     if missing or unknown:
         raise ValueError(
-            f"{folder / TENSORS} does not hold a {manifest['kind']} of schema {SCHEMA}: missing "
-            f"{missing}, unknown {unknown}. Was it made by another program?"
+            f"{folder / TENSORS} does not hold a {manifest['kind']} of schema {SCHEMA.version}: "
+            f"missing {missing}, unknown {unknown}. Was it made by another program?"
         )
     if tensors["tokens_NS"].is_floating_point() or tensors["tokens_NS"].dtype == torch.bool:
         raise ValueError(
@@ -315,7 +315,7 @@ def _load(
     return tensors, text, manifest
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path) -> JSONObject:
     path = folder / MANIFEST
     if not path.is_file():
         state = "half-written" if (folder / TENSORS).exists() else "not a folder of rollouts"
@@ -323,21 +323,17 @@ def _manifest(folder: Path) -> dict[str, Any]:
             f"No {MANIFEST} in {folder}: it is {state}. Expected {TENSORS} and {MANIFEST}, as "
             "save_rollouts and save_update_batch write them."
         )
-    try:
-        manifest = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}). Make the rollouts again.") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+    manifest = read_json_object(path, advice="Make the rollouts again.") or {}
+    if manifest.get("format") != SCHEMA.name:
         raise ValueError(
-            f"{path} has format {found!r}; expected {FORMAT!r}. It was made by another program: "
-            "rollouts.importers reads TRL parquet files and JSONL dumps."
+            f"{path} has format {manifest.get('format')!r}; expected {SCHEMA.name!r}. It was made "
+            "by another program: rollouts.importers reads TRL parquet files and JSONL dumps."
         )
-    if manifest.get("schema") != SCHEMA:
-        raise ValueError(
-            f"{path} has schema {manifest.get('schema')!r}; this version reads {SCHEMA}. Use the "
-            "version of entropy-experiments that wrote it, or make the rollouts again."
-        )
+    SCHEMA.check(
+        manifest,
+        path,
+        advice="Use the version of entropy-experiments that wrote it, or make the rollouts again.",
+    )
     files = manifest.get("files")
     if not isinstance(files, dict) or TENSORS not in files or set(files) - {TENSORS, TEXT}:
         names = sorted(files) if isinstance(files, dict) else files
@@ -353,22 +349,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _checked(path: Path, facts: Any) -> bytes:
-    """The file's bytes, if they are those the manifest speaks of."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing though {MANIFEST} lists it. Copy it again.")
-    data = path.read_bytes()
-    found = _described(data)
-    if facts != found:
-        expected = facts if isinstance(facts, dict) else {}
-        raise ValueError(
-            f"{path} is damaged: got {found['bytes']} bytes with sha256 {found['sha256'][:12]}..., "
-            f"expected {expected.get('bytes')} with {str(expected.get('sha256'))[:12]}... as "
-            f"{MANIFEST} says. Copy it again, or make the rollouts again."
-        )
-    return data
-
-
 def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
     try:
         return load_tensors(data)
@@ -377,7 +357,7 @@ def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
 
 
 def _rollouts(
-    tensors: Mapping[str, Tensor], text: tuple[str, ...] | None, manifest: Mapping[str, Any]
+    tensors: Mapping[str, Tensor], text: tuple[str, ...] | None, manifest: JSONObject
 ) -> Rollouts:
     fields: dict[str, Any] = {name: tensors.get(name) for name in _ROLLOUT_TENSORS}
     rollouts = Rollouts(**fields, text=text, share=manifest["share"])
@@ -402,24 +382,18 @@ class RolloutStore:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder: Path = Path(folder)
+        self._files: HashedFiles = HashedFiles(folder, UNIT)
 
-    def bind(self, identity: Mapping[str, Any]) -> None:
+    def bind(self, identity: Mapping[str, object]) -> None:
         """Declare what the units of this folder depend on, or check that it is the same."""
         mine = json.loads(json.dumps(dict(identity), sort_keys=True))
         path = self.folder / self.IDENTITY
         encoded = json.dumps(mine, indent=2, sort_keys=True).encode()
-        if not path.exists():
+        theirs = read_json_object(path, advice=f"Delete {self.folder}.")
+        if theirs is None:
             write_changed(path, encoded)
             return
-        try:
-            theirs = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON ({error}). Delete {self.folder}.") from error
-        if not isinstance(theirs, dict):
-            raise ValueError(f"{path} is no rollout store. Give an empty folder.")
-        differing = sorted(
-            key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)
-        )
+        differing = differing_keys(mine, theirs)
         if differing:
             listed = "; ".join(
                 f"{key} is {_short(theirs.get(key))} there and {_short(mine.get(key))} here"
@@ -432,24 +406,21 @@ class RolloutStore:
         write_changed(path, encoded)
 
     def holds(self, key: str) -> bool:
-        return self._path(key).is_file()
+        return self._files.holds(key)
 
     def get(self, key: str) -> dict[str, Tensor] | None:
         """The tensors of a finished unit; None if it has not been drawn yet."""
-        path = self._path(key)
-        if not path.is_file():
+        data = self._files.raw(key)
+        if data is None:
             return None
-        return _tensors(path, hashed_body(path, path.read_bytes()))
+        return _tensors(self._files.path(key), self._files.body(key, data))
 
     def put(self, key: str, unit: Mapping[str, Tensor]) -> None:
         body = dump_tensors({name: x.detach().cpu().contiguous() for name, x in unit.items()})
-        write_whole(self._path(key), hashed(body))
+        self._files.put(key, body)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.folder.glob(f"*{UNIT}"))
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}{UNIT}"
+        return len(self._files)
 
 
 def _short(value: Any) -> str:

@@ -58,6 +58,7 @@ from entropy_experiments.online.train.trainer import (
     build_trainer,
     load_policy,
 )
+from entropy_experiments.results import TrainingResult, TrainingUnchanged
 from entropy_experiments.threads import choose_threads, chosen_threads
 
 RECORD = "record"
@@ -66,7 +67,7 @@ PROBE_MICROBATCH = 8
 
 def train(
     config: TrainingConfig, *, resume: bool = False, quiet: bool = False, task: Task | None = None
-) -> dict[str, Any]:
+) -> TrainingResult | TrainingUnchanged:
     """Train; returns the summary, on every rank. `task`: problems of one's own."""
     began = time.monotonic()
     rank, ranks = ranks_of_job()

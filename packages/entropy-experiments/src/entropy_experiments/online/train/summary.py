@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from entropy_experiments.artifacts import write_whole
+from entropy_experiments.artifacts import json_bytes, write_whole
 from entropy_experiments.checkpoints.runs import checkpoints_by_step
 from entropy_experiments.online.record import UPDATE
-from entropy_experiments.online.rows import read_rows
 from entropy_experiments.online.step_ledger import LEDGERS
 from entropy_experiments.online.train.folder import (
     CONFIG_FILE,
@@ -20,6 +18,7 @@ from entropy_experiments.online.train.folder import (
 )
 from entropy_experiments.online.trl import ROWS
 from entropy_experiments.online.trl_noise import NOISE_ROWS
+from entropy_experiments.results import TRAINING, Ends, TrainingResult, TrainingUnchanged, read_rows
 
 EDGE = 5
 """Rows at either end whose mean is shown: single rows are noisy."""
@@ -34,14 +33,16 @@ def run_summary(
     resumed_from: Path | None,
     seconds: float,
     loss: float | None,
-) -> dict[str, Any]:
+) -> TrainingResult:
+    """What a run came to; train_summary.json holds it."""
     state = trainer.state
     before = 0 if resumed_from is None else steps_made(resumed_from)
     history = [row for row in state.log_history if "reward" in row]
     kept = [path for path in checkpoints_by_step(out) if whole(path)]
     # The step made from such a checkpoint is on record, so the offline commands rebuild it.
     recorded = [path for path in kept if (path / UPDATE).is_dir()]
-    found: dict[str, Any] = {
+    summary: TrainingResult = {
+        **TRAINING.stamp,
         "folder": str(out),
         "steps": state.global_step,
         "steps_now": state.global_step - before,
@@ -60,7 +61,7 @@ def run_summary(
     }
     if probe is not None:
         rows = read_rows(out / ROWS) if (out / ROWS).is_file() else []
-        found["probe"] = {
+        summary["probe"] = {
             "rows": str(out / ROWS),
             "record": None if probe._recorder is None else str(probe._recorder.folder),
             "probed_steps": len(rows),
@@ -71,7 +72,7 @@ def run_summary(
             "noise_scale": str(out / NOISE_ROWS) if (out / NOISE_ROWS).is_file() else None,
             "off": None if probe.off is None else f"{type(probe.off).__name__}: {probe.off}",
         }
-    return found
+    return summary
 
 
 def _mean_loss(history: Sequence[Mapping[str, Any]], loss: float | None) -> float | None:
@@ -84,9 +85,10 @@ def _mean_loss(history: Sequence[Mapping[str, Any]], loss: float | None) -> floa
     return total / before if before else loss
 
 
-def nothing_to_do(out: Path, checkpoint: Path, *, max_steps: int) -> dict[str, Any]:
+def nothing_to_do(out: Path, checkpoint: Path, *, max_steps: int) -> TrainingUnchanged:
     """The summary of a resume that asks for no more steps than are made."""
     return {
+        **TRAINING.stamp,
         "folder": str(out),
         "steps": steps_made(checkpoint),
         "steps_now": 0,
@@ -103,7 +105,7 @@ def nothing_line(made: int, max_steps: int, *, option: str) -> str:
     )
 
 
-def _ends(history: Sequence[Mapping[str, Any]], name: str) -> dict[str, float | None]:
+def _ends(history: Sequence[Mapping[str, Any]], name: str) -> Ends:
     """Means of the first and of the last `rows` of all `of` rows."""
     values = [float(row[name]) for row in history if name in row]
     if not values:
@@ -113,12 +115,11 @@ def _ends(history: Sequence[Mapping[str, Any]], name: str) -> dict[str, float | 
     return {"first": first, "last": last, "rows": few, "of": len(values)}
 
 
-def write_summary(out: Path, summary: Mapping[str, Any]) -> None:
-    text = json.dumps(summary, indent=1, allow_nan=False) + "\n"
-    write_whole(out / SUMMARY_FILE, text.encode())
+def write_summary(out: Path, summary: TrainingResult) -> None:
+    write_whole(out / SUMMARY_FILE, json_bytes(summary) + b"\n")
 
 
-def _ends_words(ends: Mapping[str, Any], unit: str, logging_steps: int) -> str:
+def _ends_words(ends: Ends, unit: str, logging_steps: int) -> str:
     few, row = ends["rows"], "step" if logging_steps == 1 else f"row of {logging_steps} steps"
     if ends["of"] == 1:
         return f"{ends['first']:.4g}{unit} (one {row})"
@@ -133,14 +134,18 @@ def _steps(count: int) -> str:
     return f"{count} step{'' if count == 1 else 's'}"
 
 
-def summary_words(summary: Mapping[str, Any], *, option: str = "max_steps") -> list[str]:
+def summary_words(
+    summary: TrainingResult | TrainingUnchanged, *, option: str = "max_steps"
+) -> list[str]:
     """`option`: by what name the number of steps was asked for."""
     if "nothing_to_do" in summary:
         return [nothing_line(summary["steps"], summary["max_steps"], option=option)]
     in_all = "" if summary["resumed_from"] is None else f", {summary['steps']} in all"
     told = [f"{_steps(summary['steps_now'])} in {summary['seconds']:.0f} s{in_all}."]
-    for name, unit in (("reward", ""), ("entropy", " nats per token")):
-        ends = summary[name]
+    for name, unit, ends in (
+        ("reward", "", summary["reward"]),
+        ("entropy", " nats per token", summary["entropy"]),
+    ):
         if ends["first"] is not None:
             told.append(f"  {name:<8} {_ends_words(ends, unit, summary['logging_steps'])}")
     probe = summary["probe"]

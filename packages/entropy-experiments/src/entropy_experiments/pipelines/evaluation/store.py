@@ -12,7 +12,6 @@ files) and its parquet file has the hash that the JSON says.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections.abc import Mapping
@@ -20,10 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from entropy_experiments.sampling.rollout_files import write_whole
+from entropy_experiments.artifacts import (
+    described,
+    differing_keys,
+    read_json_object,
+    write_json,
+    write_whole,
+)
+from entropy_experiments.results import EvaluationResult, JSONObject
 
-FORMAT = "entropy_experiments.evaluation"
-SCHEMA = 1
+AGAIN = "Delete it: what it speaks of is then done again."
 RESULT, SETTINGS, CHECKPOINTS, UNITS = "evaluation.json", "settings.json", "checkpoints", "units"
 
 
@@ -32,18 +37,18 @@ class Finished:
     """One checkpoint's rows and facts."""
 
     rows: Mapping[str, list[Any]]
-    facts: Mapping[str, Any]
+    facts: JSONObject
 
 
 class EvaluationStore:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
-    def refuse_others(self, settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    def refuse_others(self, settings: Mapping[str, object], keys: Mapping[str, str]) -> None:
         """Numbers of other settings do not belong here, nor of others under the same label."""
-        mine, theirs = _plain(settings), self._json(self.folder / SETTINGS)
+        mine, theirs = _plain(settings), read_json_object(self.folder / SETTINGS, advice=AGAIN)
         if theirs is not None and theirs != mine:
-            names = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+            names = differing_keys(mine, theirs)
             raise ValueError(
                 f"{self.folder} holds an evaluation with other settings ({', '.join(names)}). Give "
                 "another --out, or replace it with --overwrite."
@@ -53,47 +58,47 @@ class EvaluationStore:
                 f"{self.folder} is not empty, and holds no evaluation. Give another --out."
             )
         for label, key in keys.items():
-            facts = self._json(self._path(label, "json"))
+            facts = read_json_object(self._path(label, "json"), advice=AGAIN)
             if facts is not None and facts.get("key") != key:
                 raise ValueError(
                     f"{self.folder} holds another {label}, with other weights. Give another --out, "
                     "or replace it with --overwrite."
                 )
 
-    def bind(self, settings: Mapping[str, Any]) -> None:
+    def bind(self, settings: Mapping[str, object]) -> None:
         """From here on the folder is about these settings."""
         mine, path = _plain(settings), self.folder / SETTINGS
         (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        if self._json(path) != mine:
+        if read_json_object(path, advice=AGAIN) != mine:
             (self.folder / RESULT).unlink(missing_ok=True)
             for old in sorted((self.folder / CHECKPOINTS).glob("*.json")):
                 old.unlink()
                 old.with_suffix(".parquet").unlink(missing_ok=True)
-            write_whole(path, json.dumps(mine, indent=1).encode())
+            write_json(path, mine)
 
     def get(self, label: str, key: str) -> Finished | None:
         """What was finished under this very key; None: it has to be done (again)."""
-        facts = self._json(self._path(label, "json"))
+        facts = read_json_object(self._path(label, "json"), advice=AGAIN)
         if facts is None or facts.get("key") != key:
             return None
         path = self._path(label, "parquet")
         data = path.read_bytes() if path.is_file() else b""
-        if hashlib.sha256(data).hexdigest() != facts.get("rows_sha256"):
+        if described(data)["sha256"] != facts.get("rows_sha256"):
             return None
         return Finished(rows=_read(data), facts=facts)
 
     def put(
-        self, label: str, key: str, rows: Mapping[str, list[Any]], facts: Mapping[str, Any]
+        self, label: str, key: str, rows: Mapping[str, list[Any]], facts: JSONObject
     ) -> Finished:
         data = _parquet(rows)
-        said = {**facts, "key": key, "rows_sha256": hashlib.sha256(data).hexdigest()}
+        said = {**facts, "key": key, "rows_sha256": described(data)["sha256"]}
         write_whole(self._path(label, "parquet"), data)
-        write_whole(self._path(label, "json"), json.dumps(said, indent=1, allow_nan=False).encode())
+        write_json(self._path(label, "json"), said)
         # As read, not as made: a resumed evaluation must say the same to the last bit.
         return Finished(rows=_read(data), facts=json.loads(json.dumps(said)))
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        write_whole(self.folder / RESULT, json.dumps(result, indent=1, allow_nan=False).encode())
+    def finish(self, result: EvaluationResult) -> None:
+        write_json(self.folder / RESULT, result)
 
     def name_of(self, label: str) -> str:
         """The parquet file, as the result names it."""
@@ -102,21 +107,8 @@ class EvaluationStore:
     def _path(self, label: str, suffix: str) -> Path:
         return self.folder / CHECKPOINTS / f"{label}.{suffix}"
 
-    def _json(self, path: Path) -> dict[str, Any] | None:
-        if not path.is_file():
-            return None
-        try:
-            found = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path} is not JSON ({error}). Delete it: what it speaks of is then done again."
-            ) from error
-        if not isinstance(found, dict):
-            raise ValueError(f"{path} holds a {type(found).__name__}; expected an object.")
-        return found
 
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(settings: Mapping[str, object]) -> JSONObject:
     """As JSON gives it back."""
     return json.loads(json.dumps(dict(settings)))
 

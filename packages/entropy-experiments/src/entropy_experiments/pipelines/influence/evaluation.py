@@ -35,7 +35,7 @@ from entropy_experiments.pipelines.influence.packing import (
 from entropy_experiments.pipelines.influence.stages import Study, rollouts_digest
 from entropy_experiments.pipelines.influence.store import Stage, digest_of_tensors
 from entropy_experiments.pipelines.influence.summary_json import changes
-from entropy_experiments.report.findings import numbers
+from entropy_experiments.results import numbers
 from entropy_experiments.types import Scores
 
 AT_ONCE = 4

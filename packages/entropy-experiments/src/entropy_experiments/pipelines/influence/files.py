@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,16 +23,22 @@ from entropy_experiments.attribution.token_rows import token_rows
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
+from entropy_experiments.pipelines.influence.drawings import NOT_DRAWN, can_draw, study_drawings
 from entropy_experiments.pipelines.influence.questions import answer_or_error
 from entropy_experiments.pipelines.influence.results import EvaluationResults, StudyResults
-from entropy_experiments.pipelines.influence.store import FORMAT, SCHEMA, Stage
+from entropy_experiments.pipelines.influence.store import Stage
 from entropy_experiments.pipelines.influence.summary_json import budget_json, fisher_json
 from entropy_experiments.pipelines.influence.texts import update_texts
-from entropy_experiments.report.figures.study import study_plots
-from entropy_experiments.report.figures.style import INSTALL, can_draw
-from entropy_experiments.report.findings import finite
-from entropy_experiments.report.run_files import NewFiles
-from entropy_experiments.report.verdict import DIFFERENTIATED
+from entropy_experiments.results import (
+    DIFFERENTIATED,
+    INFLUENCE,
+    EvaluationBatch,
+    InfluenceResult,
+    JSONObject,
+    RankedToken,
+    finite,
+)
+from entropy_experiments.study_files import ArrayFacts
 
 TABLE_FACTS = b"entropy_experiments.table"
 GROUPS: tuple[By, ...] = (
@@ -58,9 +64,9 @@ class StudyFiles:
     def __init__(self, results: StudyResults) -> None:
         self.results, self.plan = results, results.config.influence
         self.files: dict[str, bytes] = {}
-        self.arrays: dict[str, dict[str, Any]] = {}
+        self.arrays: dict[str, ArrayFacts] = {}
 
-    def made(self, key: str) -> tuple[dict[str, bytes], dict[str, Any], dict[str, Any]]:
+    def made(self, key: str) -> tuple[dict[str, bytes], dict[str, ArrayFacts], InfluenceResult]:
         """(files, descriptions of arrays, summary)."""
         evaluations = [self._evaluation(one) for one in self.results.evaluations]
         summary = self._summary(evaluations, key)
@@ -68,10 +74,9 @@ class StudyFiles:
         self.files["config.yaml"] = config_yaml(self.results.config).encode()
         texts = json.dumps(self._texts[0], indent=1, allow_nan=False)
         self.files["update_rollouts.json"] = texts.encode()
-        if self.plan.plots and can_draw() and current().first:  # which writes them
+        if self.plan.plots and current().first:  # which writes them
             folder = self.results.folder
-            made = NewFiles(folder=folder, contents=self.files, described=self.arrays)
-            self.files |= study_plots(made, summary)
+            self.files |= study_drawings(folder, self.files, self.arrays, summary)
         return self.files, self.arrays, summary
 
     @cached_property
@@ -84,7 +89,7 @@ class StudyFiles:
         self.files[name] = buffer.getvalue()
         self.arrays[name] = {"description": what, "shape": list(values.shape), "units": units}
 
-    def _evaluation(self, one: EvaluationResults) -> dict[str, Any]:
+    def _evaluation(self, one: EvaluationResults) -> EvaluationBatch:
         results, name = self.results, one.name
         matrix, tokens, books = one.matrix, one.tokens, one.ledgers
         scale = results.etas[0] / results.direction.lr
@@ -99,7 +104,7 @@ class StudyFiles:
         residual = predicted - tokens.total
         # One budget, one entropy: that of the first evaluation batch.
         budget = self.plan.entropy_budget if one is results.evaluations[0] else None
-        return {
+        batch: JSONObject = {
             "name": name,
             "kind": one.request.kind,
             "params": one.request.params,
@@ -143,6 +148,7 @@ class StudyFiles:
             },
             "table": whatif.facts(tokens),
         }
+        return cast(EvaluationBatch, batch)  # most of it is JSON of the stages
 
     def _matrix_files(self, one: EvaluationResults, scale: float) -> None:
         results, name, eta = self.results, one.name, self.results.etas[0]
@@ -258,7 +264,7 @@ class StudyFiles:
             out["reconstruction_error"] = out[FULL]["value"] - out[BASELINE]["value"] - summed
         return out
 
-    def _ranked(self, one: EvaluationResults, most: Most) -> list[dict[str, Any]]:
+    def _ranked(self, one: EvaluationResults, most: Most) -> list[RankedToken]:
         decode, rollouts, out = self.results.decode, self.results.batch.rollouts, []
         for token in ranked(one.tokens, self.plan.ranked_tokens, most=most):
             inside_S = rollouts.attention_NS[token.rollout]
@@ -276,7 +282,7 @@ class StudyFiles:
             )
         return out
 
-    def _summary(self, evaluations: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    def _summary(self, evaluations: list[EvaluationBatch], key: str) -> InfluenceResult:
         results, step = self.results, self.results.step_json
         batch, first, notes = results.batch, evaluations[0], list(results.notes)
         if step["norms"]["gradient"] == 0 and results.real:  # a drawn batch comes with a note
@@ -287,10 +293,9 @@ class StudyFiles:
         if results.mode in DIFFERENTIATED:
             notes.append(f"differentiated {DIFFERENTIATED[results.mode]} ({results.mode})")
         if self.plan.plots and not can_draw():
-            notes.append(f"plots/ is left out: matplotlib is not installed ({INSTALL})")
-        return {
-            "format": FORMAT,
-            "schema": SCHEMA,
+            notes.append(NOT_DRAWN)
+        result: JSONObject = {
+            **INFLUENCE.stamp,
             "key": key,
             "checkpoint": results.checkpoint,
             "step": results.step,
@@ -331,6 +336,7 @@ class StudyFiles:
                 "coverage": dict(results.coverage),
             },
         }
+        return cast(InfluenceResult, result)
 
 
 def _groups(one: EvaluationResults) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from entropy_experiments.estimate.measured import measured
 from entropy_experiments.pipelines.influence.evaluation import Evaluation
 from entropy_experiments.pipelines.influence.store import Stage
 from entropy_experiments.pipelines.influence.summary_json import confirmation_json, prediction_json
-from entropy_experiments.report.findings import numbers
+from entropy_experiments.results import numbers
 from entropy_experiments.sampling.advantages import advantages_by_prompt
 
 Answer = TypeVar("Answer")

@@ -6,18 +6,18 @@ that showed it is gone too. Nothing is lost but time to type: stages are kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from entropy_experiments.report.run_files import PAGE
+from entropy_experiments.results import InfluenceResult
+from entropy_experiments.study_files import PAGE
 
 
 def told_removed(
-    before: Mapping[str, Any], after: Mapping[str, Any], gone: Sequence[str], folder: Path
+    before: InfluenceResult | None, after: InfluenceResult, gone: Sequence[str], folder: Path
 ) -> list[str]:
     """`before`, `after`: summary.json; `gone`: files that were deleted. Empty: nothing was lost."""
-    had, has = _asked(before), _asked(after)
+    had, has = [] if before is None else _asked(before), _asked(after)
     lost = list(dict.fromkeys(answer[0] for answer in had if answer not in has))
     lines = []
     if lost:
@@ -34,7 +34,7 @@ def told_removed(
     return lines
 
 
-def _asked(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _asked(summary: InfluenceResult) -> list[tuple[str, str]]:
     """Each answer that a summary has: the option that asks for it, and of what."""
     found: list[tuple[str, str]] = []
     for evaluation in summary.get("evaluations", ()):
@@ -44,6 +44,7 @@ def _asked(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         found += [("--confirm", one["name"]) for one in made]
         if evaluation.get("fisher") is not None:
             found.append(("--fisher", ""))
-        if evaluation.get("entropy_budget") is not None:
-            found.append((f"--entropy-budget {evaluation['entropy_budget']['budget']:g}", ""))
+        budget = evaluation.get("entropy_budget")
+        if budget is not None:
+            found.append((f"--entropy-budget {budget['budget']:g}", ""))
     return found

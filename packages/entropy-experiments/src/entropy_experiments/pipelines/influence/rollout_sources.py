@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
+from entropy_experiments.artifacts import MANIFEST
 from entropy_experiments.pipelines.influence.requests import File, Sequences
 from entropy_experiments.pipelines.probe_inputs import refuse_foreign
 from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint
 from entropy_experiments.sampling import text_dumps
 from entropy_experiments.sampling.importers import Imported, from_jsonl, from_trl_completions
-from entropy_experiments.sampling.rollout_files import MANIFEST, load_rollouts, load_update_batch
+from entropy_experiments.sampling.rollout_files import load_rollouts, load_update_batch
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 FOREIGN_REWARDS = (

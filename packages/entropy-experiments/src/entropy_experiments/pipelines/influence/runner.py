@@ -28,12 +28,13 @@ from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFile
 from entropy_experiments.pipelines.influence.removed import told_removed
 from entropy_experiments.pipelines.influence.results import study_results
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
-from entropy_experiments.pipelines.influence.store import SCHEMA, RunDirectory, open_run
+from entropy_experiments.pipelines.influence.store import RunDirectory, open_run
 from entropy_experiments.pipelines.influence.summary_json import budget_json, prediction_json
 from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint, contents, open_checkpoint
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.figures.style import can_draw
 from entropy_experiments.report.notebook import InfluenceSummary, WhatIfAnswers
+from entropy_experiments.results import INFLUENCE, InfluenceResult
 
 __all__ = [
     "BatchRequest",
@@ -189,7 +190,7 @@ class EntropyInfluenceRunner:
         run: RunDirectory,
         key: str,
         say: Callable[[str], None] | None,
-    ) -> dict[str, Any]:
+    ) -> InfluenceResult:
         """Compute what is not there yet; returns summary.json."""
         asked, ranks = config.influence, current()
         finished, inputs = ranks.broadcast_from_zero(lambda: run.finished(key)), None
@@ -304,7 +305,7 @@ def _study_key(config: Config, probed: OpenCheckpoint) -> str:
         *(request.params.get("path") for request in config.influence.evaluation_batches),
     ]
     return digest_of(
-        SCHEMA,
+        INFLUENCE.version,
         said,
         {name: value for name, value in provenance().items() if name != "git"},
         dict(checkpoint.hashes),

@@ -53,12 +53,12 @@ from entropy_experiments.pipelines.influence.packing import (
     unpacked,
 )
 from entropy_experiments.pipelines.influence.store import (
-    SCHEMA,
     Stage,
     StageStore,
     batch_digest,
     digest_of_tensors,
 )
+from entropy_experiments.results import INFLUENCE
 from entropy_experiments.types import (
     Direction,
     Estimand,
@@ -155,7 +155,7 @@ class Study:
         """All that the update side of every stage depends on."""
         batch, probe = self.probe.update, self.probe
         return digest_of(
-            SCHEMA,
+            INFLUENCE.version,
             {name: value for name, value in provenance().items() if name != "git"},
             self.inputs.identity,
             dict(probe.checkpoint.hashes),

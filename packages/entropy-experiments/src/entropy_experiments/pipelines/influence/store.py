@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,32 +32,34 @@ from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
 from entropy_experiments.artifacts import (
-    hashed,
+    MANIFEST,
+    HashedFiles,
+    described,
+    digest_of_json,
     hashed_body,
+    is_described,
     is_partial,
+    json_bytes,
+    read_json_object,
     sweep_partials,
     write_changed,
-    write_whole,
+    write_with_manifest,
 )
 from entropy_experiments.distributed import current
-from entropy_experiments.report.run_files import (
-    DESCRIBED,
-    FORMAT,
+from entropy_experiments.results import INFLUENCE, InfluenceResult, JSONObject
+from entropy_experiments.sampling.rollout_files import UNIT
+from entropy_experiments.study_files import (
     IDENTITY,
-    MANIFEST,
     PAGE,
-    SCHEMA,
-    described,
-    manifest_digest,
+    ArrayFacts,
+    StoredFacts,
+    StudyManifest,
     open_run,
     read_manifest,
 )
-from entropy_experiments.sampling.rollout_files import UNIT
 from entropy_experiments.types import UpdateBatch
 
 __all__ = [
-    "FORMAT",
-    "SCHEMA",
     "RunDirectory",
     "Stage",
     "StageStore",
@@ -76,7 +77,7 @@ _JSON = "__json__"
 class Stage:
     """What a stage leaves behind: numbers for the summary, and tensors."""
 
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: JSONObject = field(default_factory=dict)
     """JSON; floats come back bit by bit."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     seconds: float = 0.0
@@ -114,12 +115,13 @@ class StageStore:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._files = HashedFiles(folder, STAGE)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.folder.glob(f"*{STAGE}"))
+        return len(self._files)
 
     def holds(self, name: str, key: str) -> bool:
-        return self._path(name, key).is_file()
+        return self._files.holds(_file_name(name, key))
 
     def once(self, name: str, key: str, compute: Callable[[], Stage]) -> Stage:
         """The finished stage, or what `compute` gives, which is on disk before it is returned.
@@ -128,7 +130,7 @@ class StageStore:
         is in the file: they go on with the same bits, whichever disks they see.
         """
         ranks = current()
-        data = ranks.broadcast_from_zero(lambda: self._read(name, key))
+        data = ranks.broadcast_from_zero(lambda: self._files.raw(_file_name(name, key)))
         if data is None:
             started = time.perf_counter()
             made = compute()
@@ -136,22 +138,19 @@ class StageStore:
                 lambda: self.put(name, key, made, time.perf_counter() - started)
             )
             # The same path for a first run and for a resumed one.
-            data = ranks.broadcast_from_zero(lambda: self._read(name, key))
+            data = ranks.broadcast_from_zero(lambda: self._files.raw(_file_name(name, key)))
         assert data is not None
-        return self._unpacked(self._path(name, key), data)
+        return self._unpacked(_file_name(name, key), data)
 
     def get(self, name: str, key: str) -> Stage | None:
-        data = self._read(name, key)
-        return None if data is None else self._unpacked(self._path(name, key), data)
+        data = self._files.raw(_file_name(name, key))
+        return None if data is None else self._unpacked(_file_name(name, key), data)
 
-    def _read(self, name: str, key: str) -> bytes | None:
-        path = self._path(name, key)
-        return path.read_bytes() if path.is_file() else None
-
-    def _unpacked(self, path: Path, data: bytes) -> Stage:
+    def _unpacked(self, file: str, data: bytes) -> Stage:
         try:
-            tensors = load_tensors(hashed_body(path, data))
+            tensors = load_tensors(self._files.body(file, data))
         except SafetensorError as error:
+            path = self._files.path(file)
             raise ValueError(f"{path} is not a stage of a study ({error}). Delete it.") from error
         said = json.loads(tensors.pop(_JSON).numpy().tobytes())
         # The format keeps no order, and sums over parameters are added in the order of their names.
@@ -168,12 +167,12 @@ class StageStore:
         # Clones: views of one tensor would share memory, which the format refuses.
         packed = {k: x.detach().cpu().clone().contiguous() for k, x in stage.tensors.items()}
         packed[_JSON] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        body = dump_tensors(packed)
         self.folder.mkdir(exist_ok=True)
-        write_whole(self._path(name, key), hashed(body))
+        self._files.put(_file_name(name, key), dump_tensors(packed))
 
-    def _path(self, name: str, key: str) -> Path:
-        return self.folder / f"{name}.{key[:24]}{STAGE}"
+
+def _file_name(name: str, key: str) -> str:
+    return f"{name}.{key[:24]}"
 
 
 class RunDirectory:
@@ -213,8 +212,7 @@ class RunDirectory:
 
     def _identify(self, key: str, *, replaces: set[str]) -> None:
         """`replaces`: files of an earlier study, to be gone when this one is finished."""
-        said = {"format": FORMAT, "schema": SCHEMA, "key": key, "replaces": sorted(replaces)}
-        write_changed(self.folder / IDENTITY, json.dumps(said, indent=1).encode())
+        write_changed(self.folder / IDENTITY, _identity(key, replaces))
 
     def _earlier_files(self) -> set[str]:
         path = self.folder / IDENTITY
@@ -235,7 +233,7 @@ class RunDirectory:
             write_changed(self.folder / MANIFEST, _encoded(manifest))
         return True
 
-    def _as_described(self, name: str, facts: Mapping[str, Any]) -> bool:
+    def _as_described(self, name: str, facts: StoredFacts) -> bool:
         path = self.folder / name
         if not path.is_file():
             return False
@@ -243,44 +241,44 @@ class RunDirectory:
         if facts.get("own_hash"):
             hashed_body(path, data)
             return True
-        return described(data) == {key: facts.get(key) for key in DESCRIBED}
+        return is_described(data, facts)
 
-    def _stored(self) -> dict[str, dict[str, Any]]:
+    def _stored(self) -> dict[str, StoredFacts]:
         """What the study's files were made from: rollouts by their hashes.
 
         Stages and units begin with their own; their bytes also hold how long they took.
         """
-        found: dict[str, dict[str, Any]] = {}
+        stored: dict[str, StoredFacts] = {}
         for top in (ROLLOUTS, STAGES):
             for path in sorted((self.folder / top).rglob("*")):
                 if path.is_file() and not is_partial(path.name):
                     own = path.suffix in (UNIT, STAGE)
                     name = path.relative_to(self.folder).as_posix()
-                    found[name] = {"own_hash": True} if own else described(path.read_bytes())
-        return found
+                    stored[name] = {"own_hash": True} if own else {**described(path.read_bytes())}
+        return stored
 
-    def manifest(self) -> dict[str, Any] | None:
+    def manifest(self) -> StudyManifest | None:
         return read_manifest(self.folder)
 
-    def answers(self) -> dict[str, Any]:
-        """summary.json of the last command, whole; empty: there is none."""
-        manifest, path = self.manifest() or {"files": {}}, self.folder / "summary.json"
-        said = manifest["files"].get(path.name)
-        if said is None or not path.is_file():
-            return {}
+    def answers(self) -> InfluenceResult | None:
+        """summary.json of the last command, whole; None: there is none."""
+        manifest, path = self.manifest(), self.folder / "summary.json"
+        if manifest is None or not path.is_file():
+            return None
         data = path.read_bytes()
-        return json.loads(data) if described(data) == {k: said[k] for k in DESCRIBED} else {}
+        return json.loads(data) if is_described(data, manifest["files"].get(path.name)) else None
 
-    def write(self, files: Mapping[str, bytes], key: str, arrays: Mapping[str, Any]) -> list[str]:
+    def write(
+        self, files: Mapping[str, bytes], key: str, arrays: Mapping[str, ArrayFacts]
+    ) -> list[str]:
         """All files, then the manifest; a file whose bytes are right already is left alone.
 
         What an earlier study of this folder wrote, and this one does not, is deleted; so is the
         HTML report, which tells what was there before. Returns what was deleted.
         """
         path = self.folder / MANIFEST
-        manifest = {
-            "format": FORMAT,
-            "schema": SCHEMA,
+        manifest: StudyManifest = {
+            **INFLUENCE.stamp,
             "key": key,
             "files": {name: described(data) for name, data in sorted(files.items())},
             "arrays": dict(arrays),
@@ -299,10 +297,9 @@ class RunDirectory:
             path.unlink()  # a crash from here on must not leave it beside other files
         for name in stale:
             self._remove(self.folder / name)
-        for name, data in files.items():
-            write_changed(self.folder / name, data)
-        self._identify(str(bound), replaces=set())
-        write_changed(path, encoded)
+        write_with_manifest(
+            self.folder, {**files, IDENTITY: _identity(str(bound), replaces=set())}, encoded
+        )
         return gone
 
     def _remove(self, path: Path) -> None:
@@ -328,15 +325,15 @@ class RunDirectory:
                     "expected an empty or a new folder, or one of an earlier study."
                 )
             return None
-        try:
-            found = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON ({error}). Delete {self.folder}.") from error
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+        identity = read_json_object(path, advice=f"Delete {self.folder}.") or {}
+        if identity.get("format") != INFLUENCE.name:
             raise ValueError(f"{path} is not an influence study's. Give another folder.")
-        return str(found.get("key"))
+        return str(identity.get("key"))
 
 
-def _encoded(manifest: Mapping[str, Any]) -> bytes:
-    said = {**manifest, "digest": manifest_digest(manifest)}
-    return json.dumps(said, indent=1, allow_nan=False).encode()
+def _identity(key: str, replaces: set[str]) -> bytes:
+    return json_bytes({**INFLUENCE.stamp, "key": key, "replaces": sorted(replaces)})
+
+
+def _encoded(manifest: StudyManifest) -> bytes:
+    return json_bytes({**manifest, "digest": digest_of_json(manifest)})

@@ -11,7 +11,7 @@ from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.fisher import top_contributors
 from entropy_experiments.attribution.ledger import Ledger
 from entropy_experiments.pipelines.influence.store import Stage
-from entropy_experiments.report.findings import finite, numbers, weights_of
+from entropy_experiments.results import finite, numbers, weights_of
 from entropy_experiments.types import Estimate
 
 CONTRIBUTORS = 5
@@ -25,7 +25,7 @@ def changes(measured: Mapping[tuple[str, float], Estimate]) -> Stage:
     """
     named = {f"{name}|{eta!r}": change for (name, eta), change in measured.items()}
     return Stage(
-        facts={name: numbers(change) | weights_of(change) for name, change in named.items()},
+        facts={name: {**numbers(change), **weights_of(change)} for name, change in named.items()},
         tensors={name: change.diagnostics["contribution_N"] for name, change in named.items()},
     )
 

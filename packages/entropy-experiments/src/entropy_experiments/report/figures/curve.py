@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from entropy_experiments.report.figures.style import (
     ACCENT,
@@ -17,6 +16,7 @@ from entropy_experiments.report.figures.style import (
     whiskers,
     zero_line,
 )
+from entropy_experiments.report.sections import Curve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,10 +24,16 @@ if TYPE_CHECKING:
 GRID = 41
 
 
-def curve_figure(found: Mapping[str, Any], unit: str, *, columns: int) -> Figure:
+def curve_figure(found: Curve, unit: str, *, columns: int) -> Figure:
     """`found`: the `curve` of a gathered run (`report.html.data`)."""
     figure, (axes,) = panels(1, columns=columns, height=2.5)
-    lr, predicted, bend, points = (found[k] for k in ("lr", "predicted", "curvature", "points"))
+    lr, predicted, bend, points = (
+        found["lr"],
+        found["predicted"],
+        found["curvature"],
+        found["points"],
+    )
+    assert predicted is not None  # a curve is made of a prediction
     reach = max([lr, *(point["eta"] for point in points)]) * 1.06
     grid = [reach * i / (GRID - 1) for i in range(GRID)]
     slope = predicted["value"] / lr

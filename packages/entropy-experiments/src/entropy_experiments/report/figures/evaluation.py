@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from entropy_experiments.report.figures.style import (
     ACCENT,
@@ -18,6 +18,7 @@ from entropy_experiments.report.figures.style import (
     paper_style,
     whiskers,
 )
+from entropy_experiments.results import EvaluatedCheckpoint, EvaluationResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,20 +29,20 @@ NAMED = 12
 """Checkpoints whose names fit under an axis."""
 
 
-def evaluation_image(result: Mapping[str, Any]) -> bytes:
+def evaluation_image(result: EvaluationResult) -> bytes:
     """The PNG of a result."""
     with paper_style():
         return image(evaluation_figure(result), ".png")
 
 
-def evaluation_figure(result: Mapping[str, Any]) -> Figure:
+def evaluation_figure(result: EvaluationResult) -> Figure:
     """Over steps where every checkpoint has one of its own, otherwise in the order given."""
     found = result["checkpoints"]
-    steps = [one["step"] for one in found]
-    over_steps = None not in steps and len(set(steps)) == len(steps)
+    steps = [one["step"] for one in found if one["step"] is not None]
+    over_steps = len(set(steps)) == len(found)
+    at = list(range(len(found)))
     if over_steps:
-        found = sorted(found, key=lambda one: one["step"])
-    at = [one["step"] for one in found] if over_steps else list(range(len(found)))
+        at, found = sorted(steps), [one for _, one in sorted(zip(steps, found), key=lambda p: p[0])]
     figure, (passes, form, length, entropy) = panels(4, columns=2, height=2.1, across=2)
     some = [k for k in result["k"] if k > 1]
     lines = {"pass rate": "pass_rate"} | {f"pass@{k}": f"pass@{k}" for k in some}
@@ -65,7 +66,7 @@ def evaluation_figure(result: Mapping[str, Any]) -> Figure:
 def _lines(
     axes: Axes,
     at: Sequence[int],
-    found: Sequence[Mapping[str, Any]],
+    found: Sequence[EvaluatedCheckpoint],
     names: Mapping[str, str],
     label: str,
 ) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from entropy_experiments.report.figures.style import (
     CREATE,
@@ -19,20 +18,26 @@ from entropy_experiments.report.figures.style import (
 from entropy_experiments.report.html.influence_charts import WHISKERS
 from entropy_experiments.report.html.marks import cell_text, power_of, symmetric
 from entropy_experiments.report.html.words import unit_of
+from entropy_experiments.report.sections import (
+    CovarianceCells,
+    CovarianceSection,
+    MatrixSection,
+    RolloutsSection,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def rollouts_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
+def rollouts_figure(found: RolloutsSection, *, columns: int) -> Figure:
     """Every update rollout, from most destroying to most creating."""
     figure, (axes,) = panels(1, columns=columns, height=2.2)
     rows = found["rows"]
     size = 4.0 if len(rows) <= 60 else 2.5 if len(rows) <= 600 else 1.2
     kinds = (
-        ("lowers", DESTROY, lambda row: row["stable"] and row["value"] < 0),
-        ("raises", CREATE, lambda row: row["stable"] and row["value"] > 0),
-        ("sign unsure", UNSURE, lambda row: not row["stable"]),
+        ("lowers", DESTROY, lambda row: row.get("stable") and row["value"] < 0),
+        ("raises", CREATE, lambda row: row.get("stable") and row["value"] > 0),
+        ("sign unsure", UNSURE, lambda row: not row.get("stable")),
     )
     zero_line(axes)
     entries = 0
@@ -40,7 +45,7 @@ def rollouts_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
         some = [(place, row) for place, row in enumerate(rows, start=1) if keep(row)]
         if not some:
             continue
-        errors = [row["stderr"] or 0.0 for _, row in some] if len(rows) <= WHISKERS else None
+        errors = [row.get("stderr") or 0.0 for _, row in some] if len(rows) <= WHISKERS else None
         axes.errorbar(
             [place for place, _ in some],
             [row["value"] for _, row in some],
@@ -55,13 +60,13 @@ def rollouts_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
         entries += 1
     axes.set_xlabel(f"{len(rows)} update rollouts, in order of influence")
     axes.set_xlim(0, len(rows) + 1)
-    spread = [abs(row["value"]) + (row["stderr"] or 0.0) for row in rows]
+    spread = [abs(row["value"]) + (row.get("stderr") or 0.0) for row in rows]
     in_units(axes.yaxis, spread, "influence", "nats")
     legend_above(axes, max(1, entries))
     return figure
 
 
-def points_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
+def points_figure(found: CovarianceSection, *, columns: int) -> Figure:
     """Single tokens: influence against probability, by the advantage's sign."""
     figure, (axes,) = panels(1, columns=columns, height=2.4)
     at = found["points"]
@@ -93,7 +98,7 @@ def points_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
     return figure
 
 
-def cells_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
+def cells_figure(found: CovarianceCells, *, columns: int) -> Figure:
     """Sums over cells of probability and advantage: the covariance picture."""
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -129,7 +134,7 @@ def cells_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
     return figure
 
 
-def matrix_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
+def matrix_figure(found: MatrixSection, *, columns: int) -> Figure:
     """Contributions of pairs; rows and columns in order of their sums."""
     from matplotlib.colors import LinearSegmentedColormap
 

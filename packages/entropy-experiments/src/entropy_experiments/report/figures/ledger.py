@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from entropy_experiments.report.figures.style import (
     CREATE,
@@ -15,6 +15,7 @@ from entropy_experiments.report.figures.style import (
     whiskers,
     zero_line,
 )
+from entropy_experiments.report.sections import Book, BookRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +26,7 @@ BAR = 0.62
 TITLES = {"entropy": "entropy", "reward": "expected reward"}
 
 
-def ledger_figure(books: Sequence[Mapping[str, Any]], *, columns: int) -> Figure:
+def ledger_figure(books: Sequence[Book], *, columns: int) -> Figure:
     """Entropy and, where there is one, reward: beside each other on two columns, else below."""
     height = 0.75 + ROW * max(len(book["rows"]) for book in books)
     figure, grid = panels(
@@ -36,7 +37,7 @@ def ledger_figure(books: Sequence[Mapping[str, Any]], *, columns: int) -> Figure
     return figure
 
 
-def _waterfall(axes: Axes, book: Mapping[str, Any]) -> None:
+def _waterfall(axes: Axes, book: Book) -> None:
     rows, at = book["rows"], range(len(book["rows"]))
     ends = [row["start"] + row["value"] for row in rows]
     axes.barh(
@@ -68,7 +69,7 @@ def _waterfall(axes: Axes, book: Mapping[str, Any]) -> None:
     in_units(axes.xaxis, [*ends, *known], TITLES.get(book["name"], book["name"]), unit)
 
 
-def _colour(row: Mapping[str, Any], book: str) -> str:
+def _colour(row: BookRow, book: str) -> str:
     if row["kind"] == "total":
         return INK
     if book != "entropy":

@@ -21,7 +21,7 @@ from entropy_experiments.report.figures.style import (
     zero_line,
 )
 from entropy_experiments.report.linearity import Deltas, evaluations, measured_deltas
-from entropy_experiments.report.run_files import Files, files_of
+from entropy_experiments.study_files import Files, files_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from entropy_experiments.report.figures.ledger import ledger_figure
 from entropy_experiments.report.figures.samples import samples, samples_figure, samples_name
 from entropy_experiments.report.figures.style import image, paper_style
 from entropy_experiments.report.html.books import study_books
 from entropy_experiments.report.linearity import measured_deltas
-from entropy_experiments.report.run_files import Files
+from entropy_experiments.results import InfluenceResult
+from entropy_experiments.study_files import Files
 
 
-def study_plots(run: Files, summary: Mapping[str, Any]) -> dict[str, bytes]:
+def study_plots(run: Files, summary: InfluenceResult) -> dict[str, bytes]:
     """By file name, for each evaluation batch: its ledger, and single rollouts if measured."""
     out: dict[str, bytes] = {}
     with paper_style():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from entropy_experiments.report.figures.style import (
     ACCENT,
@@ -13,17 +12,19 @@ from entropy_experiments.report.figures.style import (
     legend_above,
     panels,
 )
-from entropy_experiments.report.trajectory_file import last_step
+from entropy_experiments.report.sections import Steps
+from entropy_experiments.report.trajectory import last_step, summed_changes
+from entropy_experiments.results import Change
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def trajectory_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
+def trajectory_figure(found: Steps, *, columns: int) -> Figure:
     """`found`: what `read_trajectory` gives. Rewards stand below, on the same steps."""
     steps = found["steps"]
-    rewards = [step["reward"] for step in steps]
-    both = all(reward is not None for reward in rewards)
+    rewards = [step["reward"] for step in steps if step["reward"] is not None]
+    both = len(rewards) == len(steps)
     figure, grid = panels(1 + both, columns=columns, height=1.6 if both else 2.5)
     axes = grid[0]
     at = [*(step["step"] for step in steps), last_step(found)]
@@ -35,14 +36,16 @@ def trajectory_figure(found: Mapping[str, Any], *, columns: int) -> Figure:
     axes.fill_between(where, low, high, color=LINE, linewidth=0)
     named = found.get("band", "fresh rollouts, 95 %")
     axes.plot(where, fresh, color=MUTED, linewidth=0.8, label=named)
-    for name, said, style, colour in (
+    lines: tuple[tuple[Change, str, str, str], ...] = (
         ("predicted", "predicted", "-", ACCENT),
         ("second_order", "second order", ":", ACCENT),
         ("measured", "measured", "--", DESTROY),
-    ):
-        if steps[-1].get(f"{name}_sum") is None:
-            continue
-        summed = [first, *(first + step[f"{name}_sum"]["value"] for step in steps)]
+    )
+    for name, said, style, colour in lines:
+        sums = summed_changes(found, name)
+        if sums is None:
+            continue  # the page says why
+        summed = [first, *(first + change for change in sums)]
         axes.plot(at, summed, style, color=colour, label=f"{said}, summed")
     axes.set_ylabel(f"entropy, nats per {found['unit']}")
     axes.set_ylim(bottom=0)

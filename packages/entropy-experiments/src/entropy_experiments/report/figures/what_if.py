@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from entropy_experiments.report.figures.style import (
     ACCENT,
@@ -14,6 +13,7 @@ from entropy_experiments.report.figures.style import (
     panels,
     whiskers,
 )
+from entropy_experiments.report.sections import WhatIfSection, answered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,20 +22,18 @@ ROW = 0.26
 LONGEST = 28
 
 
-def what_if_figure(found: Mapping[str, Any], *, columns: int) -> Figure | None:
+def what_if_figure(found: WhatIfSection, *, columns: int) -> Figure | None:
     """None: no question has an answer."""
-    asked = [one for one in found["asked"] if "prediction" in one]
+    asked = answered(found)
     if not asked:
         return None
-    names = ["as it was", *(_short(one["name"]) for one in asked)]
-    totals = [asked[0]["prediction"]["recorded"], *(one["prediction"]["total"] for one in asked)]
+    names = ["as it was", *(_short(one.name) for one in asked)]
+    totals = [asked[0].prediction["recorded"], *(one.prediction["total"] for one in asked)]
     figure, (axes,) = panels(1, columns=columns, height=0.85 + ROW * len(names))
     axes.axvline(totals[0], color=UNSURE, linewidth=0.8, linestyle=":", zorder=0.5)
     places = range(len(names))
     made = [(0, found["measured"])] + [
-        (place, one["confirmation"]["measured"])
-        for place, one in enumerate(asked, start=1)
-        if (one.get("confirmation") or {}).get("measured")
+        (place, one.measured) for place, one in enumerate(asked, start=1) if one.measured
     ]
     values = [one["value"] for _, one in made]
     bars = [one["interval"] for _, one in made]

@@ -6,9 +6,9 @@ study_plots(files, summary)    plots/<evaluation>_ledger.png, ..._grad_delta_sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from entropy_experiments.artifacts import write_whole
 from entropy_experiments.report.figures.curve import curve_figure
@@ -23,6 +23,7 @@ from entropy_experiments.report.figures.style import NEEDED, can_draw, image, pa
 from entropy_experiments.report.figures.trajectory import trajectory_figure
 from entropy_experiments.report.figures.what_if import what_if_figure
 from entropy_experiments.report.html.data import gather
+from entropy_experiments.report.sections import ReportData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,22 +59,22 @@ def write_figures(
     return out
 
 
-def figures_of(data: Mapping[str, Any], *, columns: int = 1) -> dict[str, Figure]:
+def figures_of(data: ReportData, *, columns: int = 1) -> dict[str, Figure]:
     """By name; a section that the run has no data for has none. Within `paper_style`."""
-    makers = {
-        "trajectory": lambda found: {"trajectory": trajectory_figure(found, columns=columns)},
-        "curve": lambda found: {"curve": curve_figure(found, data["unit"], columns=columns)},
-        "ledger": lambda found: {"ledger": ledger_figure(found["books"], columns=columns)},
-        "rollouts": lambda found: {"rollouts": rollouts_figure(found, columns=columns)},
-        "covariance": lambda found: {
-            "points": points_figure(found, columns=columns),
-            "cells": cells_figure(found["cells"], columns=columns),
-        },
-        "what_if": lambda found: {"what_if": what_if_figure(found, columns=columns)},
-        "matrix": lambda found: {"matrix": matrix_figure(found, columns=columns)},
-    }
-    out: dict[str, Figure] = {}
-    for name, make in makers.items():
-        if data.get(name):
-            out |= {key: figure for key, figure in make(data[name]).items() if figure is not None}
-    return out
+    out: dict[str, Figure | None] = {}
+    if run := data.get("trajectory"):
+        out["trajectory"] = trajectory_figure(run, columns=columns)
+    if over_eta := data.get("curve"):
+        out["curve"] = curve_figure(over_eta, data["unit"], columns=columns)
+    if ledger := data.get("ledger"):
+        out["ledger"] = ledger_figure(ledger["books"], columns=columns)
+    if by := data.get("rollouts"):
+        out["rollouts"] = rollouts_figure(by, columns=columns)
+    if pushed := data.get("covariance"):
+        out["points"] = points_figure(pushed, columns=columns)
+        out["cells"] = cells_figure(pushed["cells"], columns=columns)
+    if questions := data.get("what_if"):
+        out["what_if"] = what_if_figure(questions, columns=columns)
+    if pairs := data.get("matrix"):
+        out["matrix"] = matrix_figure(pairs, columns=columns)
+    return {name: figure for name, figure in out.items() if figure is not None}

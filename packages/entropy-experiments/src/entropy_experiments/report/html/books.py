@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 from entropy_experiments.report.amounts import contains_zero
 from entropy_experiments.report.influence_tables import LINE_NAMES
+from entropy_experiments.report.sections import (
+    Book,
+    BookLine,
+    BookRow,
+    Curve,
+    CurvePoint,
+    LedgerSection,
+    WeightsRow,
+)
+from entropy_experiments.results import AnyNumber, LedgerLine, Ledgers, MeasuredResult, SweepPoint
 
 TOLERANCE = 0.1
 """The straight line holds where curvature is within this part of it (estimate.curvature)."""
-WEIGHTS = ("ESS", "ESS_fraction", "k_hat", "w_max", "w_min", "kl", "clip_fraction")
-Numbers = Mapping[str, Any]
+Measured = AnyNumber | MeasuredResult | SweepPoint
+"""A measured change; a study keeps its weights beside the numbers, a log in `diagnostics`."""
 
 
 def book(
     name: str,
     unit: str,
-    lines: Mapping[str, Numbers],
-    predicted: Numbers,
-    curvature: Numbers | None,
-    measured: Numbers | None,
-    unexplained: Numbers | None,
-) -> dict[str, Any]:
+    lines: Mapping[str, AnyNumber | LedgerLine],
+    predicted: AnyNumber,
+    curvature: AnyNumber | None,
+    measured: AnyNumber | None,
+    unexplained: AnyNumber | None,
+) -> Book:
     """Rows from first to last; each begins where the one before ended, totals at 0."""
-    rows, at = [], 0.0
+    rows: list[BookRow] = []
+    at = 0.0
     for line, found in lines.items():
-        value = found.get("this_step", found.get("value"))
+        value = found["this_step"] if "this_step" in found else found["value"]
         rows.append(_row(LINE_NAMES.get(line, line), "line", at, value, found))
         at += value
     rows.append(_row("predicted", "total", 0.0, predicted["value"], predicted))
@@ -44,9 +55,9 @@ def book(
     return {"name": name, "unit": unit, "power": power, "rows": rows}
 
 
-def ledger(books: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def ledger(books: Sequence[Book]) -> LedgerSection:
     """Books side by side: `lines` has every line of any of them once, in their order."""
-    lines: list[dict[str, Any]] = []
+    lines: list[BookLine] = []
     for one in books:
         at = 0
         for row in one["rows"]:
@@ -59,18 +70,27 @@ def ledger(books: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"books": list(books), "lines": lines}
 
 
-def study_books(ledgers: Mapping[str, Any], unit: str) -> list[dict[str, Any]]:
+def study_books(ledgers: Ledgers, unit: str) -> list[Book]:
     """The books of a study's ledger: entropy and, where there is one, reward."""
-    out = []
-    for name, units in (("entropy", f"nats per {unit}"), ("reward", "expected reward")):
-        one = ledgers.get(name)
-        if one is not None:
-            parts = ("lines", "predicted", "curvature", "measured", "unexplained")
-            out.append({**book(name, units, *(one[p] for p in parts)), "notes": one["notes"]})
+    out: list[Book] = []
+    for name, units, one in (
+        ("entropy", f"nats per {unit}", ledgers["entropy"]),
+        ("reward", "expected reward", ledgers.get("reward")),
+    ):
+        if one is None:
+            continue
+        sums = (one["predicted"], one["curvature"], one["measured"], one["unexplained"])
+        out.append({**book(name, units, one["lines"], *sums), "notes": one["notes"]})
     return out
 
 
-def _row(name: str, kind: str, start: float, value: float, found: Numbers) -> dict[str, Any]:
+def _row(
+    name: str,
+    kind: Literal["line", "total", "rest"],
+    start: float,
+    value: float,
+    found: AnyNumber | LedgerLine,
+) -> BookRow:
     return {
         "name": name,
         "kind": kind,
@@ -84,17 +104,17 @@ def _row(name: str, kind: str, start: float, value: float, found: Numbers) -> di
 
 def curve(
     lr: float,
-    predicted: Numbers | None,
-    curvature: Numbers | None,
-    measured: Iterable[tuple[float, Numbers]],
+    predicted: AnyNumber | None,
+    curvature: AnyNumber | None,
+    measured: Iterable[tuple[float, Measured]],
     *,
     linear_range: float | None = None,
-) -> dict[str, Any]:
+) -> Curve:
     """Changes over the step size. Without `linear_range` it is found from the curvature.
 
     There is none for a slope whose own interval contains 0.
     """
-    points = [{"eta": eta, **_measured(found)} for eta, found in sorted(measured)]
+    points = [_point(eta, found) for eta, found in sorted(measured, key=_eta)]
     unsure = predicted is not None and contains_zero(predicted)
     if unsure:
         linear_range = None
@@ -114,16 +134,39 @@ def curve(
     }
 
 
-def _measured(found: Numbers) -> dict[str, Any]:
-    names = ("value", "stderr", "interval", "noise_floor", "trusted", "why_not")
-    return {name: found.get(name) for name in names}
+def _eta(measured: tuple[float, Measured]) -> float:
+    return measured[0]
 
 
-def weights(measured: Iterable[tuple[float, Numbers]]) -> list[dict[str, Any]]:
+def _point(eta: float, found: Measured) -> CurvePoint:
+    return {
+        "eta": eta,
+        "value": found["value"],
+        "stderr": found.get("stderr"),
+        "interval": found.get("interval"),
+        "noise_floor": found.get("noise_floor"),
+        "trusted": found.get("trusted"),
+        "why_not": found.get("why_not"),
+    }
+
+
+def weights(measured: Iterable[tuple[float, Measured]]) -> list[WeightsRow]:
     """What the importance weights were at every step size."""
-    rows = []
-    for eta, found in sorted(measured):
+    rows: list[WeightsRow] = []
+    for eta, found in sorted(measured, key=_eta):
         inside = found.get("diagnostics") or found
-        row = {"eta": eta, **{name: inside.get(name) for name in WEIGHTS}}
-        rows.append({**row, "trusted": found.get("trusted"), "why_not": found.get("why_not") or []})
+        rows.append(
+            {
+                "eta": eta,
+                "ESS": inside.get("ESS"),
+                "ESS_fraction": inside.get("ESS_fraction"),
+                "k_hat": inside.get("k_hat"),
+                "w_max": inside.get("w_max"),
+                "w_min": inside.get("w_min"),
+                "kl": inside.get("kl"),
+                "clip_fraction": inside.get("clip_fraction"),
+                "trusted": found.get("trusted"),
+                "why_not": found.get("why_not") or [],
+            }
+        )
     return rows

@@ -7,13 +7,14 @@ or green tell apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from entropy_experiments.report.html.influence_charts import by_rollout, cells, matrix, points
 from entropy_experiments.report.html.marks import (
     Figure,
+    Trace,
     across,
     band_of,
     edge,
@@ -24,7 +25,18 @@ from entropy_experiments.report.html.marks import (
     segment,
     upright,
 )
-from entropy_experiments.report.trajectory_file import last_step
+from entropy_experiments.report.sections import (
+    Book,
+    BookRow,
+    Curve,
+    CurvePoint,
+    ReportData,
+    Steps,
+    WhatIfSection,
+    answered,
+)
+from entropy_experiments.report.trajectory import last_step, summed_changes
+from entropy_experiments.results import Change
 
 WHISKERS = 150
 """Probed steps whose error bars are drawn at full weight."""
@@ -32,31 +44,30 @@ SAME_LEFT = {"l": 64}
 """Of drawings that stand above each other and share their steps."""
 
 
-def figures(data: Mapping[str, Any]) -> dict[str, Figure]:
+def figures(data: ReportData) -> dict[str, Figure]:
     """By name; a section without data has none."""
-    makers = {
-        "trajectory": lambda found: {
-            "trajectory": trajectory(found),
-            **rewards(found),
-            **probed_steps(found),
-        },
-        "curve": lambda found: {"curve": curve(found, data["unit"])},
-        "ledger": lambda found: {f"ledger_{b['name']}": waterfall(b) for b in found["books"]},
-        "rollouts": lambda found: {"rollouts": by_rollout(found)},
-        "covariance": lambda found: {"points": points(found), "cells": cells(found["cells"])},
-        "what_if": what_if,
-        "matrix": lambda found: {"matrix": matrix(found)},
-    }
     out: dict[str, Figure] = {}
-    for name, make in makers.items():
-        if data.get(name):
-            out |= make(data[name])
+    if run := data.get("trajectory"):
+        out |= {"trajectory": trajectory(run), **rewards(run), **probed_steps(run)}
+    if over_eta := data.get("curve"):
+        out["curve"] = curve(over_eta, data["unit"])
+    if ledger := data.get("ledger"):
+        out |= {f"ledger_{book['name']}": waterfall(book) for book in ledger["books"]}
+    if by := data.get("rollouts"):
+        out["rollouts"] = by_rollout(by)
+    if pushed := data.get("covariance"):
+        out |= {"points": points(pushed), "cells": cells(pushed["cells"])}
+    if questions := data.get("what_if"):
+        out |= what_if(questions)
+    if pairs := data.get("matrix"):
+        out["matrix"] = matrix(pairs)
     return out
 
 
-def curve(found: Mapping[str, Any], unit: str) -> Figure:
+def curve(found: Curve, unit: str) -> Figure:
     """Measured points with their intervals on the predicted line with its band."""
     lr, predicted, bend = found["lr"], found["predicted"], found["curvature"]
+    assert predicted is not None  # a curve is made of a prediction
     points = found["points"]
     reach = max([lr, *(point["eta"] for point in points)]) * 1.06
     grid = [reach * i / 40 for i in range(41)]
@@ -109,7 +120,7 @@ def curve(found: Mapping[str, Any], unit: str) -> Figure:
     )
 
 
-def _measured(points: Sequence[Mapping[str, Any]], name: str, colour: str, *, filled: bool) -> Any:
+def _measured(points: Sequence[CurvePoint], name: str, colour: str, *, filled: bool) -> Any:
     values = [p["value"] for p in points]
     ends = [p["interval"] or (p["value"], p["value"]) for p in points]
     return {
@@ -131,12 +142,12 @@ def _measured(points: Sequence[Mapping[str, Any]], name: str, colour: str, *, fi
     }
 
 
-def waterfall(book: Mapping[str, Any]) -> Figure:
+def waterfall(book: Book) -> Figure:
     """From zero to the prediction line by line, and on to the measurement."""
     rows = book["rows"]
     entropy = book["name"] == "entropy"
 
-    def colour(row: Mapping[str, Any]) -> str:
+    def colour(row: BookRow) -> str:
         if row["kind"] == "total":
             return "$ink"
         if not entropy:
@@ -195,14 +206,14 @@ def waterfall(book: Mapping[str, Any]) -> Figure:
     )
 
 
-def what_if(found: Mapping[str, Any]) -> dict[str, Figure]:
+def what_if(found: WhatIfSection) -> dict[str, Figure]:
     """The step as it was and every other step: predicted and, where made, measured."""
-    asked = [one for one in found["asked"] if "prediction" in one]
+    asked = answered(found)
     if not asked:
         return {}
     # plotly reads tags in its texts, and `drop=p<0.1` has the beginning of one.
-    names = ["the step as it was", *(escape(one["name"], quote=False) for one in asked)]
-    totals = [asked[0]["prediction"]["recorded"], *(one["prediction"]["total"] for one in asked)]
+    names = ["the step as it was", *(escape(one.name, quote=False) for one in asked)]
+    totals = [asked[0].prediction["recorded"], *(one.prediction["total"] for one in asked)]
     traces = [
         {
             "x": totals,
@@ -219,9 +230,7 @@ def what_if(found: Mapping[str, Any]) -> dict[str, Figure]:
         }
     ]
     made = [(names[0], found["measured"])] + [
-        (name, one["confirmation"]["measured"])
-        for name, one in zip(names[1:], asked)
-        if (one.get("confirmation") or {}).get("measured")
+        (name, one.measured) for name, one in zip(names[1:], asked) if one.measured
     ]
     if made:
         measured = [one for _, one in made]
@@ -257,7 +266,7 @@ def what_if(found: Mapping[str, Any]) -> dict[str, Figure]:
     return {"what_if": figure}
 
 
-def trajectory(found: Mapping[str, Any]) -> Figure:
+def trajectory(found: Steps) -> Figure:
     """Entropy of fresh rollouts, and both changes summed from the first checkpoint on."""
     steps = found["steps"]
     at = [*(step["step"] for step in steps), last_step(found)]
@@ -287,14 +296,16 @@ def trajectory(found: Mapping[str, Any]) -> Figure:
     if own:
         trace = line(*own, "training batch, as logged", "$create", width=1)
         traces.append({**trace, "opacity": 0.8})
-    for name, said, colour, dash in (
+    lines: tuple[tuple[Change, str, str, str], ...] = (
         ("predicted", "predicted", "$accent", "solid"),
         ("second_order", "predicted, second order", "$accent", "dash"),
         ("measured", "measured", "$ink", "dot"),
-    ):
-        if steps[-1].get(f"{name}_sum") is None:
+    )
+    for name, said, colour, dash in lines:
+        sums = summed_changes(found, name)
+        if sums is None:
             continue  # the page says why
-        summed = [first, *(first + step[f"{name}_sum"]["value"] for step in steps)]
+        summed = [first, *(first + change for change in sums)]
         traces.append(line(at, summed, f"{said}, summed", colour, dash=dash))
     return figure_of(
         traces,
@@ -311,12 +322,12 @@ def trajectory(found: Mapping[str, Any]) -> Figure:
     )
 
 
-def rewards(found: Mapping[str, Any]) -> dict[str, Figure]:
+def rewards(found: Steps) -> dict[str, Figure]:
     """The batches' mean rewards below the entropy, on the same steps."""
     at = _logged(found, "reward")
     if not at:
-        steps = [step for step in found["steps"] if step["reward"] is not None]
-        at = ([s["step"] for s in steps], [s["reward"] for s in steps]) if steps else None
+        known = [(s["step"], s["reward"]) for s in found["steps"] if s["reward"] is not None]
+        at = ([step for step, _ in known], [reward for _, reward in known]) if known else None
     if not at:
         return {}
     figure = figure_of(
@@ -329,20 +340,20 @@ def rewards(found: Mapping[str, Any]) -> dict[str, Figure]:
     return {"rewards": figure}
 
 
-def reach_of(found: Mapping[str, Any]) -> list[float]:
+def reach_of(found: Steps) -> list[float]:
     """The first and the last step that anything is known of."""
     known = [x for values in (found.get("logged") or {}).values() for x, _ in values]
     known += [found["steps"][0]["step"], last_step(found)]
     return [min(known), max(known)]
 
 
-def _logged(found: Mapping[str, Any], name: str) -> tuple[list[float], list[float]] | None:
+def _logged(found: Steps, name: str) -> tuple[list[float], list[float]] | None:
     """Steps and values that the trainer itself logged; None: nothing."""
     values = (found.get("logged") or {}).get(name)
     return ([x for x, _ in values], [y for _, y in values]) if values else None
 
 
-def probed_steps(found: Mapping[str, Any]) -> dict[str, Figure]:
+def probed_steps(found: Steps) -> dict[str, Figure]:
     """Every probed step of a training: its change, predicted and measured, with intervals."""
     rows = found.get("probed") or ()
     if not rows:
@@ -363,7 +374,7 @@ def probed_steps(found: Mapping[str, Any]) -> dict[str, Figure]:
                 continue
             values = [one["value"] for _, one in some]
             ends = [one["interval"] or (one["value"], one["value"]) for _, one in some]
-            trace: dict[str, Any] = {
+            trace: Trace = {
                 "x": [step + shift for step, _ in some],
                 "y": values,
                 "mode": "markers",

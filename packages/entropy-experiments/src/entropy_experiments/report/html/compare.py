@@ -1,18 +1,18 @@
-"""Runs side by side as one HTML page: the tables of `report.compare_tables`, and four drawings."""
+"""Runs side by side as one HTML page: the tables of `report.compare`, and four drawings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from entropy_experiments.report.compare import compare
-from entropy_experiments.report.compare_tables import tables
-from entropy_experiments.report.html.marks import Figure, across, figure_of, line
+from entropy_experiments.report.compare import PAIR, ComparedRun, Comparison, compare, tables
+from entropy_experiments.report.html.marks import Figure, Trace, across, figure_of, line
 from entropy_experiments.report.html.page import checked, drawn, written
 
-HUES = {"predicted": "$accent", "measured": "$ink", "fresh": "$muted"}
+Shown = Literal["predicted", "measured", "fresh"]
+HUES: dict[Shown, str] = {"predicted": "$accent", "measured": "$ink", "fresh": "$muted"}
 
 
 def write_comparison(runs: Sequence[str | Path], path: str | Path) -> Path:
@@ -21,7 +21,7 @@ def write_comparison(runs: Sequence[str | Path], path: str | Path) -> Path:
     return written(comparison_page(compare(runs)), Path(path))
 
 
-def comparison_page(found: Mapping[str, Any]) -> str:
+def comparison_page(found: Comparison) -> str:
     return drawn(
         "templates/compare.html.j2",
         comparison_figures(found),
@@ -31,7 +31,7 @@ def comparison_page(found: Mapping[str, Any]) -> str:
     )
 
 
-def comparison_figures(found: Mapping[str, Any]) -> dict[str, Figure]:
+def comparison_figures(found: Comparison) -> dict[str, Figure]:
     runs = found["runs"]
     out = {"changes": _changes(runs, found["unit"])}
     if found["validation"]:
@@ -43,24 +43,24 @@ def comparison_figures(found: Mapping[str, Any]) -> dict[str, Figure]:
     return out
 
 
-def _changes(runs: Sequence[Mapping[str, Any]], unit: str) -> Figure:
+def _changes(runs: Sequence[ComparedRun], unit: str) -> Figure:
     """Predicted and measured of each run, beside each other."""
     traces = []
     for place, name in enumerate(HUES):
-        some = [(at, row) for at, row in enumerate(runs) if row[name]]
+        some = [(at, row, one) for at, row in enumerate(runs) if (one := row[name])]
         if some:
             shift = (place - 1) * 0.12
-            bars = [row[name]["interval"] for _, row in some]
-            values = [row[name]["value"] for _, row in some]
+            bars = [one["interval"] for _, _, one in some]
+            values = [one["value"] for _, _, one in some]
             traces.append(
                 {
-                    "x": [at + shift for at, _ in some],
+                    "x": [at + shift for at, _, _ in some],
                     "y": values,
                     "error_y": _bars(values, bars, HUES[name]),
                     "mode": "markers",
                     "marker": {"color": HUES[name], "size": 8},
                     "name": f"{name}, 95 %",
-                    "text": [_text(row["label"]) for _, row in some],
+                    "text": [_text(row["label"]) for _, row, _ in some],
                     "hovertemplate": "%{text}: %{y:.3g}<extra>" + name + "</extra>",
                 }
             )
@@ -74,22 +74,22 @@ def _changes(runs: Sequence[Mapping[str, Any]], unit: str) -> Figure:
     )
 
 
-def _validation(runs: Sequence[Mapping[str, Any]], unit: str) -> Figure:
+def _validation(runs: Sequence[ComparedRun], unit: str) -> Figure:
     """Predicted against measured; on the line they agree."""
-    both = [row for row in runs if row["predicted"] and row["measured"]]
-    x, y = ([row[name]["value"] for row in both] for name in ("measured", "predicted"))
-    bars = [row[name]["interval"] or () for row in both for name in ("measured", "predicted")]
+    both = [(row, m, p) for row in runs if (p := row["predicted"]) and (m := row["measured"])]
+    x, y = [m["value"] for _, m, _ in both], [p["value"] for _, _, p in both]
+    bars = [one["interval"] or () for _, m, p in both for one in (m, p)]
     reach = [*x, *y, 0.0, *(end for bar in bars for end in bar)]
     low, high = min(reach), max(reach)
     colour = "$accent"
     trace = {
         "x": x,
         "y": y,
-        "error_x": _bars(x, [row["measured"]["interval"] for row in both], colour),
-        "error_y": _bars(y, [row["predicted"]["interval"] for row in both], colour),
+        "error_x": _bars(x, [m["interval"] for _, m, _ in both], colour),
+        "error_y": _bars(y, [p["interval"] for _, _, p in both], colour),
         "mode": "markers",
         "marker": {"color": colour, "size": 8},
-        "text": [_text(row["label"]) for row in both],
+        "text": [_text(row["label"]) for row, _, _ in both],
         "hovertemplate": "%{text}<br>measured %{x:.3g}, predicted %{y:.3g}<extra></extra>",
         "name": "runs",
         "showlegend": False,
@@ -104,14 +104,14 @@ def _validation(runs: Sequence[Mapping[str, Any]], unit: str) -> Figure:
     )
 
 
-def _scaling(runs: Sequence[Mapping[str, Any]]) -> Figure:
+def _scaling(runs: Sequence[ComparedRun]) -> Figure:
     """Standard errors over the number of evaluation prompts, both in powers."""
     traces, ends = [], []
-    for name in ("predicted", "measured"):
+    for name in PAIR:
         some = sorted(
-            (row["B_E"], row[name]["stderr"])
+            (size, stderr)
             for row in runs
-            if row["B_E"] and row[name] and row[name]["stderr"]
+            if (size := row["B_E"]) and (one := row[name]) and (stderr := one["stderr"])
         )
         if some:
             sizes, errors = zip(*some)
@@ -132,9 +132,9 @@ def _scaling(runs: Sequence[Mapping[str, Any]]) -> Figure:
     )
 
 
-def _weights(runs: Sequence[Mapping[str, Any]]) -> Figure:
+def _weights(runs: Sequence[ComparedRun]) -> Figure:
     """The effective share of the rollouts."""
-    share = [(row["weights"] or {}).get("ESS_fraction") for row in runs]
+    share = [None if (one := row["weights"]) is None else one["ESS_fraction"] for row in runs]
     trace = {
         "type": "bar",
         "x": list(range(len(runs))),
@@ -154,7 +154,7 @@ def _weights(runs: Sequence[Mapping[str, Any]]) -> Figure:
     )
 
 
-def _names(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _names(runs: Sequence[ComparedRun]) -> Trace:
     return {
         "tickvals": list(range(len(runs))),
         "ticktext": [_text(row["label"]) for row in runs],
@@ -168,7 +168,7 @@ def _text(label: str) -> str:
     return escape(label, quote=False)
 
 
-def _bars(values: Sequence[float], bars: Sequence[Any], colour: str) -> dict[str, Any]:
+def _bars(values: Sequence[float], bars: Sequence[Sequence[float] | None], colour: str) -> Trace:
     ends = [bar or (value, value) for value, bar in zip(values, bars)]
     return {
         "type": "data",

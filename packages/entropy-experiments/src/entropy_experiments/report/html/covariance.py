@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from entropy_experiments.report.html.words import signed
+from entropy_experiments.report.sections import CovarianceCells, CovarianceSection
 
 LARGEST, REST = 1_000, 1_500
 """Tokens drawn: those of most influence, and a random part of the others."""
@@ -21,7 +21,7 @@ PARTS = 3
 """Advantages of one sign are cut into so many parts of about equal size."""
 
 
-def covariance(columns: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
+def covariance(columns: Mapping[str, np.ndarray]) -> CovarianceSection | None:
     """None: no token has influence."""
     here_C = np.flatnonzero(columns["counted"].astype(bool) & (columns["influence"] != 0))
     if not len(here_C):
@@ -45,7 +45,7 @@ def _drawn(here_C: np.ndarray, influence_T: np.ndarray) -> np.ndarray:
     return np.sort(np.concatenate([by_size[:LARGEST], rest]))
 
 
-def _cells(p_C: np.ndarray, a_C: np.ndarray, influence_C: np.ndarray) -> dict[str, Any]:
+def _cells(p_C: np.ndarray, a_C: np.ndarray, influence_C: np.ndarray) -> CovarianceCells:
     edges = _advantage_edges(a_C)
     column_C = np.clip(np.searchsorted(PROBABILITY, p_C, side="right") - 1, 0, len(PROBABILITY) - 2)
     row_C = np.clip(np.searchsorted(edges, a_C, side="right") - 1, 0, len(edges) - 2)

@@ -1,4 +1,4 @@
-"""Everything a report shows, as one plain dict, from files alone.
+"""Everything a report shows, from files alone.
 
     gather(RUN)     RUN: a study's run directory, a log of `entropy-probe run`, what
                     `entropy-probe measure` wrote, a trajectory.json
@@ -8,27 +8,27 @@ A key per section. A section that the run has no data for is None, and `absent` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from entropy_experiments.report.html import words
 from entropy_experiments.report.html.from_log import log_data
 from entropy_experiments.report.html.from_measurements import measurements_data
 from entropy_experiments.report.html.from_study import study_data
 from entropy_experiments.report.html.token_views import MOST_TOKENS
-from entropy_experiments.report.log_files import newest_log
-from entropy_experiments.report.measurements import measurements_file
-from entropy_experiments.report.run_files import IDENTITY, MANIFEST
-from entropy_experiments.report.training_rows import read_training, training_file
-from entropy_experiments.report.trajectory_file import (
-    NAME,
-    best_prediction,
-    last_step,
+from entropy_experiments.report.sections import ReportData, RunKind, Steps
+from entropy_experiments.report.training import read_training, training_file
+from entropy_experiments.report.trajectory import best_prediction, last_step
+from entropy_experiments.results import (
+    Number,
+    measurements_file,
+    newest_log,
     read_trajectory,
 )
+from entropy_experiments.study_files import IDENTITY, MANIFEST
 
+NAME = "trajectory.json"
 EXPECTED = (
     "the folder of a study, of `run --out`, of `measure --out` or of a probed training, a log "
     f"(json or json.gz) or a {NAME}"
@@ -44,15 +44,15 @@ def gather(
     trajectory: str | Path | None = None,
     evaluation: str | None = None,
     most_tokens: int = MOST_TOKENS,
-) -> dict[str, Any]:
+) -> ReportData:
     """`evaluation`: of a study with several evaluation batches, the one to tell; default first."""
     kind, path = found_at(Path(run))
     with as_written(trajectory or path):
-        steps = None if trajectory is None else read_trajectory(trajectory)
+        steps: Steps | None = None if trajectory is None else read_trajectory(trajectory)
     with as_written(path):
         if kind in ("trajectory", "training"):
-            steps = (read_trajectory if kind == "trajectory" else read_training)(path)
-            out = _alone(path, steps, kind)
+            alone = read_trajectory(path) if kind == "trajectory" else read_training(path)
+            steps, out = alone, _alone(path, alone, kind)
         elif kind == "measure":
             out = measurements_data(path)
         elif kind == "influence":
@@ -65,7 +65,7 @@ def gather(
     return out
 
 
-def found_at(run: Path) -> tuple[str, Path]:
+def found_at(run: Path) -> tuple[RunKind, Path]:
     """What a file or folder is, and the file (of a study the folder) that has its numbers."""
     if not run.exists():
         raise FileNotFoundError(f"No {run}; expected {EXPECTED}.")
@@ -110,18 +110,17 @@ def as_written(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _alone(path: Path, steps: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _alone(path: Path, steps: Steps, kind: RunKind) -> ReportData:
     """A trajectory without a study."""
     first, end = steps["steps"][0], last_step(steps)
-    total = steps["total"]
+    total, level = steps["total"], first["level"]
     said = words.sentence(
         update=f"Training from step {first['step']} to step {end}",
         change=total["fresh"],
-        level=first["level"]["value"],
+        level=None if level is None else level["value"],
         unit=steps["unit"],
         predicted=None,
     )
-    sections = ("curve", "ledger", "weights", "rollouts", "texts", "covariance", "what_if")
     return {
         "kind": kind,
         "title": f"Entropy from step {first['step']} to {end}",
@@ -129,7 +128,7 @@ def _alone(path: Path, steps: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "source": path.name,
         "key": None,
         "unit": steps["unit"],
-        "level": first["level"],
+        "level": level,
         "predicted": best_prediction(total),
         "measured": total["measured"],
         "verdict": {
@@ -139,7 +138,13 @@ def _alone(path: Path, steps: Mapping[str, Any], kind: str) -> dict[str, Any]:
             "doubts": _doubts_of(steps),
             "text": [],
         },
-        **dict.fromkeys(sections),
+        "curve": None,
+        "ledger": None,
+        "weights": None,
+        "rollouts": None,
+        "texts": None,
+        "covariance": None,
+        "what_if": None,
         "matrix": None,
         "assumed": None,
         "environment": None,
@@ -148,9 +153,12 @@ def _alone(path: Path, steps: Mapping[str, Any], kind: str) -> dict[str, Any]:
     }
 
 
-def _doubts_of(steps: Mapping[str, Any]) -> list[str]:
+def _doubts_of(steps: Steps) -> list[str]:
     if "rows" not in steps:
-        return words.doubts_of(*steps["total"].values())
+        total = steps["total"]
+        return words.doubts_of(
+            total["predicted"], total.get("second_order"), total["measured"], total["fresh"]
+        )
     doubtful = _doubtful(steps)
     said = f"{doubtful} of {steps['rows']} probed steps are not trusted"
     reasons = [*steps["doubts"][:MOST_REASONS]]
@@ -159,34 +167,35 @@ def _doubts_of(steps: Mapping[str, Any]) -> list[str]:
     return [f"{said}: {'; '.join(reasons)}."] if doubtful else []
 
 
-def _doubtful(steps: Mapping[str, Any]) -> int:
+def _doubtful(steps: Steps) -> int:
     """Probed steps of a training that are not trusted."""
     return steps["rows"] - steps["trusted"] if "rows" in steps else 0
 
 
-def _sums_of(steps: Mapping[str, Any]) -> list[str]:
+def _sums_of(steps: Steps) -> list[str]:
     total, told = steps["total"], []
-    if total["predicted"] is None or total["measured"] is None:
-        told.append(f"No sums of single steps: {steps['not_summed']}.")
+    predicted, measured = total["predicted"], total["measured"]
+    if predicted is None or measured is None:
+        told.append(f"No sums of single steps: {steps.get('not_summed')}.")
     else:
         told.append(
             f"Summed over steps {steps['steps'][0]['step']} to {steps['steps'][-1]['step']}: "
-            f"predicted {_both_orders(total)}, measured "
-            f"{words.number(total['measured']['value'])}"
+            f"predicted {_both_orders(predicted, total.get('second_order'))}, measured "
+            f"{words.number(measured['value'])}"
             + (": not trusted, as some of these steps are not." if _doubtful(steps) else ".")
         )
     if "rows" in steps and steps["trusted"] == steps["rows"]:
         told.append(f"All {steps['rows']} probed steps are trusted.")
-    if steps.get("sampling"):
+    sampling = steps.get("sampling")
+    if sampling:
         told.append(
-            f"Entropies of single steps are of the {steps['policy']}; training samples with "
-            f"{', '.join(steps['sampling'])}."
+            f"Entropies of single steps are of the {steps.get('policy')}; training samples with "
+            f"{', '.join(sampling)}."
         )
     return told
 
 
-def _both_orders(total: Mapping[str, Any]) -> str:
-    first, second = total["predicted"], total.get("second_order")
+def _both_orders(first: Number, second: Number | None) -> str:
     if second is None:
         return words.number(first["value"])
     return (

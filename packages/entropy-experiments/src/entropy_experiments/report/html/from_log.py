@@ -4,22 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import yaml
 
 from entropy_experiments.config import renamed
 from entropy_experiments.report.html import books, words
-from entropy_experiments.report.log_files import read_log
+from entropy_experiments.report.sections import (
+    EnvironmentSection,
+    ReportData,
+    RolloutText,
+    TextsSection,
+    Verdict,
+    as_number,
+)
+from entropy_experiments.results import (
+    AnyNumber,
+    EstimateResult,
+    ProbeLog,
+    SweepPoint,
+    read_log,
+)
 
 LINES = ("momentum", "decay", "gradient")
 OF_STUDIES = ("influence by rollout", "probability and advantage", "what if", "the matrix")
 ONLY_STUDIES = "only a study has influences (entropy-probe influence)"
 UNKNOWN_UNIT = "token or sequence (the log does not say which)"
 NOT_A_NUMBER = "not a number"
+E = TypeVar("E", EstimateResult, SweepPoint)
 
 
-def log_data(path: str | Path) -> dict[str, Any]:
+def log_data(path: str | Path) -> ReportData:
+    """The sections that a log has."""
     path = Path(path)
     log = read_log(path)
     level, lr = log["level"], log["learning_rate"]
@@ -32,7 +48,7 @@ def log_data(path: str | Path) -> dict[str, Any]:
     points = log.get("sweep") or ()
     sweep = [(one["eta"], _whole(one)) for one in points if one["value"] is not None]
     absent: dict[str, str] = dict.fromkeys(OF_STUDIES, ONLY_STUDIES)
-    out: dict[str, Any] = {
+    out: ReportData = {
         "kind": "probe",
         "title": f"Entropy change at {log['checkpoint']}",
         "checkpoint": log["checkpoint"],
@@ -44,14 +60,22 @@ def log_data(path: str | Path) -> dict[str, Any]:
         "predicted": predicted,
         "measured": measured,
         "difference": _estimate(estimates, log, "difference"),
-        "sizes": {name: log[name] for name in ("B_E", "B_U")},
+        "sizes": {"B_E": log["B_E"], "B_U": log["B_U"]},
         "seconds": (log.get("timing") or {}).get("total"),
         "absent": absent,
         "others": [],
-        **dict.fromkeys(("rollouts", "covariance", "what_if", "matrix")),
+        "rollouts": None,
+        "covariance": None,
+        "what_if": None,
+        "matrix": None,
+        "verdict": _verdict(log, predicted, measured, estimates, unit),
+        "curve": None,
+        "weights": None,
+        "ledger": None,
+        "texts": None,
+        "assumed": None,
+        "environment": _environment(path, log, config),
     }
-    out["verdict"] = _verdict(log, predicted, measured, estimates, unit)
-    out["curve"] = out["weights"] = out["ledger"] = None
     if sweep and predicted is not None:
         reach = log.get("linear_range")
         out["curve"] = books.curve(lr, predicted, bend, sweep, linear_range=reach)
@@ -77,31 +101,35 @@ def log_data(path: str | Path) -> dict[str, Any]:
     if sweep:
         out["weights"] = books.weights(sweep)
     parts = {name: _estimate(estimates, {}, name) for name in LINES}
-    if predicted is not None and all(part is not None for part in parts.values()):
-        lines = {
-            ("this batch's gradient" if name == "gradient" else name): part
-            for name, part in parts.items()
-        }
+    lines = {
+        ("this batch's gradient" if name == "gradient" else name): part
+        for name, part in parts.items()
+        if part is not None
+    }
+    if predicted is not None and len(lines) == len(LINES):
         rest = None
         if measured is not None:
-            gap = measured["value"] - predicted["value"] - (bend or {"value": 0.0})["value"]
-            rest = {"value": gap}
+            curved = 0.0 if bend is None else bend["value"]
+            rest = as_number(measured["value"] - predicted["value"] - curved)
         whole = books.book("entropy", f"nats per {unit}", lines, predicted, bend, measured, rest)
         out["ledger"] = books.ledger([{**whole, "notes": []}])
     out["texts"] = _texts(log, absent)
-    out["assumed"] = None
     if "assumed" in log:
-        told = ("assumed", "not_verifiable", "notes")
-        out["assumed"] = {name: log[name] for name in told}
+        out["assumed"] = {
+            "assumed": log["assumed"],
+            "not_verifiable": log.get("not_verifiable", []),
+            "notes": log.get("notes", []),
+        }
     else:
         absent["what was assumed"] = (
             f"a {level} log does not say (detailed_logging.level: standard)"
         )
-    out["environment"] = _environment(path, log, config)
     return out
 
 
-def _estimate(estimates: Mapping[str, Any], log: Mapping[str, Any], name: str) -> Any:
+def _estimate(
+    estimates: Mapping[str, EstimateResult], log: ProbeLog | Mapping[str, float], name: str
+) -> AnyNumber | None:
     """With its interval where the log has it; None: the phase was skipped, or found no number."""
     if name in estimates:
         return None if estimates[name]["value"] is None else _whole(estimates[name])
@@ -109,13 +137,15 @@ def _estimate(estimates: Mapping[str, Any], log: Mapping[str, Any], name: str) -
     return None if value is None else {"value": value, "interval": None, "trusted": None}
 
 
-def _whole(estimate: Mapping[str, Any]) -> dict[str, Any]:
+def _whole(estimate: E) -> E:
     """An interval of which an end is no number is none."""
     bar = estimate.get("interval")
-    return {**estimate, "interval": None if bar is None or None in bar else bar}
+    estimate = estimate.copy()
+    estimate["interval"] = None if bar is None or None in bar else bar
+    return estimate
 
 
-def _why_null(log: Mapping[str, Any], name: str) -> str | None:
+def _why_null(log: ProbeLog, name: str) -> str | None:
     """The log's own reason for a null in the place of a number; None: the number was not asked."""
     if name not in log or log[name] is not None:
         return None
@@ -124,20 +154,20 @@ def _why_null(log: Mapping[str, Any], name: str) -> str | None:
 
 
 def _verdict(
-    log: Mapping[str, Any],
-    predicted: Any,
-    measured: Any,
-    estimates: Mapping[str, Any],
+    log: ProbeLog,
+    predicted: AnyNumber | None,
+    measured: AnyNumber | None,
+    estimates: Mapping[str, EstimateResult],
     unit: str,
-) -> dict[str, Any]:
+) -> Verdict:
     points = []
     gap = _estimate(estimates, {}, "difference")
     if gap is not None:
         points.append(words.gap(gap))
-    terms = [_estimate(estimates, {}, name) for name in ("direct", "state")]
-    if all(terms):
-        direct, state = (words.number(term["value"], 2) for term in terms)
-        points.append(f"{direct} by other choices in the same states, {state} by other states.")
+    direct, state = (_estimate(estimates, {}, name) for name in ("direct", "state"))
+    if direct is not None and state is not None:
+        here, elsewhere = (words.number(term["value"], 2) for term in (direct, state))
+        points.append(f"{here} by other choices in the same states, {elsewhere} by other states.")
     if "linear_range" in log and log["linear_range"] is not None:
         points.append(f"The straight line holds within 10 % up to eta {log['linear_range']:.2g}.")
     certificate = log.get("step_certificate")
@@ -150,7 +180,8 @@ def _verdict(
         )
         points.append(f"Step certificate {'passed' if certificate['passed'] else 'FAILED'}: {how}.")
     points += words.sampling_points(log.get("notes") or ())
-    known = [one["trusted"] for one in (predicted, measured) if one and one["trusted"] is not None]
+    trusts = [one.get("trusted") for one in (predicted, measured) if one is not None]
+    known = [trusted for trusted in trusts if trusted is not None]
     return {
         "sentence": words.of_probe(log, predicted, measured, unit),
         "points": points,
@@ -169,7 +200,7 @@ def log_report(path: str | Path) -> list[str]:
     return _report(log, _unit(log, _config(Path(path))))
 
 
-def _report(log: Mapping[str, Any], unit: str) -> list[str]:
+def _report(log: ProbeLog, unit: str) -> list[str]:
     estimates = log.get("estimates") or {}
     lines = [
         f"{words.made_by_training(log).rstrip(',')}, at learning rate {log['learning_rate']:.3g}:"
@@ -195,15 +226,17 @@ def _report(log: Mapping[str, Any], unit: str) -> list[str]:
     if weights:
         ess, largest = (words.fixed(weights[name], k) for name, k in (("ESS", 1), ("w_max", 2)))
         lines.append(
-            f"Importance weights: ESS {ess} of {weights['rollouts']} rollouts, largest {largest}"
+            f"Importance weights: ESS {ess} of {weights.get('rollouts')} rollouts, largest "
+            f"{largest}"
         )
-    if log.get("assumed"):
-        told = ", ".join(f"{name} = {value}" for name, value in log["assumed"].items())
+    assumed = log.get("assumed")
+    if assumed:
+        told = ", ".join(f"{name} = {value}" for name, value in assumed.items())
         lines.append(f"ASSUMED, not read from any file: {told}.")
     return lines
 
 
-def _texts(log: Mapping[str, Any], absent: dict[str, str]) -> dict[str, Any] | None:
+def _texts(log: ProbeLog, absent: dict[str, str]) -> TextsSection | None:
     """Rollouts as text; a log has no influences to colour them with."""
     found = log.get("update_rollouts")
     if not found:
@@ -212,19 +245,20 @@ def _texts(log: Mapping[str, Any], absent: dict[str, str]) -> dict[str, Any] | N
         )
         return None
     prompts: dict[str, int] = {}
-    rows = [
-        {
+    rows: list[RolloutText] = []
+    for i, rollout in enumerate(found):
+        row: RolloutText = {
             "i": i,
-            "n": row["tokens"],
-            "prompt": row["prompt_id"],
-            "p": prompts.setdefault(row["prompt"], len(prompts)),
-            "reward": row.get("reward"),
-            "advantage": row.get("advantage"),
-            "text": row["response"],
-            **({"truncated": True} if row["truncated"] else {}),
+            "n": rollout["tokens"],
+            "prompt": rollout["prompt_id"],
+            "p": prompts.setdefault(rollout["prompt"], len(prompts)),
+            "reward": rollout.get("reward"),
+            "advantage": rollout.get("advantage"),
+            "text": rollout["response"],
         }
-        for i, row in enumerate(found)
-    ]
+        if rollout["truncated"]:
+            row["truncated"] = True
+        rows.append(row)
     return {
         "prompts": list(prompts),
         "rollouts": rows,
@@ -240,7 +274,7 @@ def _config(path: Path) -> str | None:
     return beside.read_text(encoding="utf-8") if beside.is_file() else None
 
 
-def _unit(log: Mapping[str, Any], config: str | None) -> str:
+def _unit(log: ProbeLog, config: str | None) -> str:
     """Per what the log's numbers are. Of an earlier log, the configuration beside it says."""
     if "unit" in log:
         return log["unit"]
@@ -250,7 +284,7 @@ def _unit(log: Mapping[str, Any], config: str | None) -> str:
     return "token" if entropy.get("unit", "per_token") == "per_token" else "sequence"
 
 
-def _environment(path: Path, log: Mapping[str, Any], config: str | None) -> dict[str, Any]:
+def _environment(path: Path, log: ProbeLog, config: str | None) -> EnvironmentSection:
     provenance = log.get("provenance") or {}
     sizes = f"{log['B_E']} evaluation prompts, {log['B_U']} update prompts"
     return {

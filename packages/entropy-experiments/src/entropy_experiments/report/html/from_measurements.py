@@ -7,26 +7,38 @@ Prediction and curvature are told at the learning rate, where a report stands:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Literal
 
 import yaml
 
 from entropy_experiments.config import renamed
 from entropy_experiments.report.html import books, words
-from entropy_experiments.report.measurements import measurement_report, read_measurements
+from entropy_experiments.report.measurements import measurement_report
+from entropy_experiments.report.sections import EnvironmentSection, ReportData, Verdict, as_number
+from entropy_experiments.results import (
+    AnyNumber,
+    EstimateResult,
+    MeanPoint,
+    MeasuredPoint,
+    MeasurementsResult,
+    Number,
+    RepeatMean,
+    WeightsResult,
+    read_measurements,
+)
 
 ONLY_STUDIES = "only a study has it (entropy-probe influence)"
 ABSENT = (
     *("the ledger", "influence by rollout", "the update rollouts", "probability and advantage"),
     *("what if", "the matrix"),
 )
-Point = Mapping[str, Any]
 
 
-def measurements_data(path: Path) -> dict[str, Any]:
+def measurements_data(path: Path) -> ReportData:
+    """The sections that a file of measurements has."""
     found = read_measurements(path)
     lr, repeats = found["learning_rate"], found["repeats"]
     points = [
@@ -37,7 +49,7 @@ def measurements_data(path: Path) -> dict[str, Any]:
     predicted, bend = at.scaled("linear", lr / at.eta), at.curvature((lr / at.eta) ** 2)
     sweep = [(point.eta, point.measured) for point in points if point.measured is not None]
     measured = at.measured if at.eta == lr else None
-    gap = at.mean("differences", "linear") if at.eta == lr else None
+    gap = at.gap if at.eta == lr else None
     absent = dict.fromkeys(ABSENT, ONLY_STUDIES)
     if not sweep:
         absent["predicted and measured"] = "nothing was measured (experiment.compute_true: false)"
@@ -51,11 +63,11 @@ def measurements_data(path: Path) -> dict[str, Any]:
         "key": None,
         "lr": lr,
         "unit": found["unit"],
-        "level": {"value": fmean(one["H_orig"]["value"] for one in repeats), "interval": None},
+        "level": as_number(fmean(one["H_orig"]["value"] for one in repeats)),
         "predicted": predicted,
         "measured": measured,
         "difference": gap,
-        "sizes": {name: repeats[0][name] for name in ("B_E", "B_U")},
+        "sizes": {"B_E": repeats[0]["B_E"], "B_U": repeats[0]["B_U"]},
         "seconds": sum(one["seconds"] for one in repeats),
         "verdict": _verdict(found, at, predicted, measured, gap),
         "curve": books.curve(lr, predicted, bend, sweep) if sweep and predicted else None,
@@ -64,62 +76,94 @@ def measurements_data(path: Path) -> dict[str, Any]:
         "environment": _environment(found, path),
         "absent": absent,
         "others": [],
-        **dict.fromkeys(("ledger", "rollouts", "texts", "covariance", "what_if", "matrix")),
+        "ledger": None,
+        "rollouts": None,
+        "texts": None,
+        "covariance": None,
+        "what_if": None,
+        "matrix": None,
     }
+
+
+Name = Literal["measured", "linear", "linquad"]
+
+
+class MeasuredMean(Number):
+    """A measured change, with the weights of one of its repeats."""
+
+    diagnostics: WeightsResult
 
 
 class _Point:
     """One step size: the mean over the repeats, and what each of them had."""
 
-    def __init__(self, entry: Point, repeats: Sequence[Point]) -> None:
+    def __init__(self, entry: MeanPoint, repeats: Sequence[MeasuredPoint]) -> None:
         self.entry, self.repeats, self.eta = entry, repeats, entry["eta"]
 
-    def mean(self, *names: str) -> dict[str, Any] | None:
-        """As an estimate of a single run would be; trusted if every repeat is."""
-        found, each = self.entry, self.repeats
-        for name in names:
-            if name not in found:
-                return None
-            found, each = found[name], [one[name] for one in each]
-        floors = [one["noise_floor"] for one in each if one["noise_floor"] is not None]
+    def mean(self, name: Name) -> Number | None:
+        """As an estimate of a single run would be; None: it was not computed."""
+        mean = self.entry.get(name)
+        each = [found for one in self.repeats if (found := one.get(name)) is not None]
+        return None if mean is None else _as_estimate(mean, each)
+
+    @property
+    def gap(self) -> Number | None:
+        """The line minus the measured change, paired."""
+        mean = self.entry["differences"].get("linear")
+        if mean is None:
+            return None
+        each = [one["differences"]["linear"] for one in self.repeats if "differences" in one]
+        return _as_estimate(mean, each)
+
+    def scaled(self, name: Name, factor: float) -> Number | None:
+        mean = self.mean(name)
+        if mean is None or factor == 1:
+            return mean
+        ends, stderr = mean["interval"], mean.get("stderr")
         return {
-            "value": found["mean"],
-            "stderr": found["stderr"],
-            "interval": found["interval"],
-            "noise_floor": max(floors, default=None),
-            "trusted": found["trusted"] == found["repeats"],
-            "why_not": list(dict.fromkeys(why for one in each for why in one["why_not"])),
+            **mean,
+            "value": factor * mean["value"],
+            "stderr": None if stderr is None else abs(factor) * stderr,
+            "interval": None if ends is None else sorted(factor * end for end in ends),
         }
 
-    def scaled(self, name: str, factor: float) -> dict[str, Any] | None:
-        found = self.mean(name)
-        if found is None or factor == 1:
-            return found
-        ends = found["interval"]
-        ends = None if ends is None else sorted(factor * end for end in ends)
-        stderr = None if found["stderr"] is None else abs(factor) * found["stderr"]
-        return {**found, "value": factor * found["value"], "stderr": stderr, "interval": ends}
-
-    def curvature(self, factor: float) -> dict[str, Any] | None:
+    def curvature(self, factor: float) -> Number | None:
         """A difference of two means: of its error bar the file says nothing."""
         line, parabola = self.mean("linear"), self.mean("linquad")
         if line is None or parabola is None:
             return None
-        return {"value": factor * (parabola["value"] - line["value"]), "interval": None}
+        return as_number(factor * (parabola["value"] - line["value"]))
 
     @property
-    def measured(self) -> dict[str, Any] | None:
+    def measured(self) -> MeasuredMean | None:
         """With the weights of the repeat that has the fewest effective rollouts."""
-        found = self.mean("measured")
-        if found is None:
+        mean = self.mean("measured")
+        if mean is None:
             return None
-        worst = min(self.repeats, key=lambda one: one["diagnostics"]["ESS_fraction"])
-        return {**found, "diagnostics": worst["diagnostics"]}
+        weights = [one["diagnostics"] for one in self.repeats if "diagnostics" in one]
+        return {**mean, "diagnostics": min(weights, key=lambda one: one["ESS_fraction"])}
+
+
+def _as_estimate(mean: RepeatMean, each: Sequence[EstimateResult]) -> Number:
+    """Trusted if every repeat is; of noise floors the largest, of reasons each once."""
+    floors = [one["noise_floor"] for one in each if one["noise_floor"] is not None]
+    return {
+        "value": mean["mean"],
+        "stderr": mean["stderr"],
+        "interval": mean["interval"],
+        "noise_floor": max(floors, default=None),
+        "trusted": mean["trusted"] == mean["repeats"],
+        "why_not": list(dict.fromkeys(why for one in each for why in one["why_not"])),
+    }
 
 
 def _verdict(
-    found: Mapping[str, Any], at: _Point, predicted: Any, measured: Any, gap: Any
-) -> dict[str, Any]:
+    found: MeasurementsResult,
+    at: _Point,
+    predicted: AnyNumber | None,
+    measured: MeasuredMean | None,
+    gap: AnyNumber | None,
+) -> Verdict:
     repeats, lr = found["repeats"], found["learning_rate"]
     count, here = len(repeats), measured or at.measured or predicted or at.mean("linquad")
     real = repeats[0]["update"] == "recorded"
@@ -148,13 +192,13 @@ def _verdict(
     return {
         "sentence": said,
         "points": points,
-        "trusted": all(one["trusted"] for one in shown) if shown else None,
+        "trusted": all(one.get("trusted") for one in shown) if shown else None,
         "doubts": words.doubts_of(predicted, measured),
         "text": measurement_report(found),
     }
 
 
-def _environment(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _environment(found: MeasurementsResult, path: Path) -> EnvironmentSection:
     versions = {k: v for k, v in found["provenance"].items() if not isinstance(v, dict | list)}
     sizes = f"{found['repeats'][0]['B_E']} evaluation prompts, {found['repeats'][0]['B_U']} update"
     return {

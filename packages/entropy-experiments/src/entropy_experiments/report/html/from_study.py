@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,21 @@ from entropy_experiments.report.html.covariance import covariance
 from entropy_experiments.report.html.influence_charts import FULL
 from entropy_experiments.report.html.token_views import MOST_TOKENS, token_views
 from entropy_experiments.report.influence_tables import RELIABLE, influence_report
-from entropy_experiments.report.run_files import RunFiles, open_run
+from entropy_experiments.report.sections import (
+    CovarianceSection,
+    EnvironmentSection,
+    LedgerSection,
+    MatrixSection,
+    OtherBatch,
+    ReportData,
+    RolloutRow,
+    RolloutsSection,
+    TextsSection,
+    Verdict,
+    WhatIfSection,
+)
+from entropy_experiments.results import EvaluationBatch, InfluenceResult
+from entropy_experiments.study_files import RunFiles, open_run
 
 COLUMNS = (
     *("rollout", "prompt", "k", "logprob", "probability", "entropy", "advantage", "reward"),
@@ -29,56 +42,59 @@ EARLIER = "the run was written by an earlier version; run the study again to hav
 
 def study_data(
     folder: str | Path, *, evaluation: str | None = None, most_tokens: int = MOST_TOKENS
-) -> dict[str, Any]:
-    """A plain dict: a key per section, and `absent` with the reason for each that is missing."""
+) -> ReportData:
+    """The sections that a study has."""
     run = open_run(folder)
     summary = run.summary()
     found = _chosen(summary["evaluations"], evaluation, run.folder)
-    ledger, level = found["ledger"]["entropy"], found["level"]
+    ledger, lr = found["ledger"]["entropy"], summary["lr"]
     unit = (found.get("estimand") or {}).get("unit", "token")
-    out: dict[str, Any] = {
+    measured = [(float(eta), at["full"]) for eta, at in found["aggregate"].items()]
+    absent: dict[str, str] = {}
+    books_shown = _ledger(found, unit, absent)
+    texts, by_cell = _tokens(run, found, absent, most_tokens)
+    return {
         "kind": "influence",
         "title": f"Who moved the entropy at {summary['checkpoint']}",
         "checkpoint": summary["checkpoint"],
         "source": run.folder.name,
         "key": summary["key"],
-        "lr": summary["lr"],
+        "lr": lr,
         "unit": unit,
-        "level": level,
+        "level": found["level"],
         "predicted": ledger["predicted"],
         "measured": ledger["measured"],
         "difference": None,
         "sizes": {"B_E": found["prompts"], "B_U": summary["update"]["prompts"]},
         "seconds": sum(summary["timings"].values()),
-        "absent": {},
+        "absent": absent,
+        "verdict": _verdict(summary, found, unit),
+        "curve": books.curve(lr, ledger["predicted"], ledger["curvature"], measured),
+        "ledger": books_shown,
+        "weights": books.weights(measured),
+        "rollouts": _rollouts(found),
+        "texts": texts,
+        "covariance": by_cell,
+        "what_if": _what_if(found, absent),
+        "matrix": _matrix(run, found, summary, absent),
+        "others": [_other(one) for one in summary["evaluations"] if one is not found],
+        "assumed": {
+            "assumed": summary["assumed"],
+            "not_verifiable": summary["not_verifiable"],
+            "notes": [*summary["notes"], *found["notes"]],
+        },
+        "environment": _environment(run, summary, found),
     }
-    measured = [(float(eta), at["full"]) for eta, at in found["aggregate"].items()]
-    out["verdict"] = _verdict(summary, found, unit)
-    out["curve"] = books.curve(summary["lr"], ledger["predicted"], ledger["curvature"], measured)
-    out["ledger"] = _ledger(found, unit, out["absent"])
-    out["weights"] = books.weights(measured)
-    out["rollouts"] = _rollouts(found)
-    out |= _tokens(run, found, out["absent"], most_tokens)
-    out["what_if"] = _what_if(found, out["absent"])
-    out["matrix"] = _matrix(run, found, summary, out["absent"])
-    out["others"] = [_other(one) for one in summary["evaluations"] if one is not found]
-    out["assumed"] = {
-        "assumed": summary["assumed"],
-        "not_verifiable": summary["not_verifiable"],
-        "notes": [*summary["notes"], *found["notes"]],
-    }
-    out["environment"] = _environment(run, summary, found)
-    return out
 
 
-def _chosen(found: Sequence[dict[str, Any]], name: str | None, folder: Path) -> dict[str, Any]:
+def _chosen(found: Sequence[EvaluationBatch], name: str | None, folder: Path) -> EvaluationBatch:
     by_name = {one["name"]: one for one in found}
     if name is not None and name not in by_name:
         raise ValueError(f"No evaluation batch {name!r} in {folder}; it has {list(by_name)}.")
     return found[0] if name is None else by_name[name]
 
 
-def _verdict(summary: Mapping[str, Any], found: Mapping[str, Any], unit: str) -> dict[str, Any]:
+def _verdict(summary: InfluenceResult, found: EvaluationBatch, unit: str) -> Verdict:
     ledger, reward = found["ledger"]["entropy"], found["ledger"].get("reward")
     predicted, measured = ledger["predicted"], ledger["measured"]
     rest, points = ledger["unexplained"], []
@@ -120,7 +136,7 @@ def _verdict(summary: Mapping[str, Any], found: Mapping[str, Any], unit: str) ->
     }
 
 
-def _ledger(found: Mapping[str, Any], unit: str, absent: dict[str, str]) -> dict[str, Any]:
+def _ledger(found: EvaluationBatch, unit: str, absent: dict[str, str]) -> LedgerSection:
     if found["ledger"].get("reward") is None:
         absent["the reward's ledger"] = (
             "needs rewards of the evaluation rollouts and two or more per prompt (influence.reward)"
@@ -128,15 +144,15 @@ def _ledger(found: Mapping[str, Any], unit: str, absent: dict[str, str]) -> dict
     return books.ledger(books.study_books(found["ledger"], unit))
 
 
-def _rollouts(found: Mapping[str, Any]) -> dict[str, Any]:
+def _rollouts(found: EvaluationBatch) -> RolloutsSection:
     groups = found["groups"]["rollout"]
-    rows = [{"rollout": int(name), **group} for name, group in groups.items()]
+    rows: list[RolloutRow] = [{"rollout": int(name), **group} for name, group in groups.items()]
     return {"rows": sorted(rows, key=lambda row: row["value"])}
 
 
 def _tokens(
-    run: RunFiles, found: Mapping[str, Any], absent: dict[str, str], most: int
-) -> dict[str, Any]:
+    run: RunFiles, found: EvaluationBatch, absent: dict[str, str], most: int
+) -> tuple[TextsSection, CovarianceSection | None]:
     name = f"{found['name']}_tokens.parquet"
     table = run.table(name)
     columns = {c: table.column(c).to_numpy(zero_copy_only=False) for c in COLUMNS}
@@ -150,10 +166,10 @@ def _tokens(
     if by_cell is None:
         absent["probability and advantage"] = "no token of this batch has any influence"
     views = token_views(columns, pieces, texts, folds, most_tokens=most)
-    return {"texts": views, "covariance": by_cell}
+    return views, by_cell
 
 
-def _what_if(found: Mapping[str, Any], absent: dict[str, str]) -> dict[str, Any] | None:
+def _what_if(found: EvaluationBatch, absent: dict[str, str]) -> WhatIfSection | None:
     asked, without = found.get("what_if") or [], found.get("leave_one_out") or []
     budget = found.get("entropy_budget")
     if not asked and not without and budget is None:
@@ -164,8 +180,8 @@ def _what_if(found: Mapping[str, Any], absent: dict[str, str]) -> dict[str, Any]
 
 
 def _matrix(
-    run: RunFiles, found: Mapping[str, Any], summary: Mapping[str, Any], absent: dict[str, str]
-) -> dict[str, Any] | None:
+    run: RunFiles, found: EvaluationBatch, summary: InfluenceResult, absent: dict[str, str]
+) -> MatrixSection | None:
     name = f"{found['name']}_delta_matrix.npy"
     matrix_EN = run.array(name)
     if not np.isfinite(matrix_EN).all():
@@ -211,15 +227,22 @@ def _white(matrix_EN: np.ndarray, drawn: np.ndarray) -> str:
     return sentence
 
 
-def _other(found: Mapping[str, Any]) -> dict[str, Any]:
+def _other(found: EvaluationBatch) -> OtherBatch:
     ledger = found["ledger"]["entropy"]
-    keep = {name: found[name] for name in ("name", "kind", "rollouts", "prompts", "level")}
-    return {**keep, "predicted": ledger["predicted"], "measured": ledger["measured"]}
+    return {
+        "name": found["name"],
+        "kind": found["kind"],
+        "rollouts": found["rollouts"],
+        "prompts": found["prompts"],
+        "level": found["level"],
+        "predicted": ledger["predicted"],
+        "measured": ledger["measured"],
+    }
 
 
 def _environment(
-    run: RunFiles, summary: Mapping[str, Any], found: Mapping[str, Any]
-) -> dict[str, Any]:
+    run: RunFiles, summary: InfluenceResult, found: EvaluationBatch
+) -> EnvironmentSection:
     update = summary["update"]
     versions = {k: v for k, v in summary["provenance"].items() if not isinstance(v, dict)}
     return {

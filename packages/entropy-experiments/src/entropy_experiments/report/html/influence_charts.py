@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from entropy_experiments.report.html.marks import (
     Figure,
+    Trace,
     across,
     cell_text,
     figure_of,
@@ -14,6 +12,12 @@ from entropy_experiments.report.html.marks import (
     symmetric,
 )
 from entropy_experiments.report.html.words import plain, unit_of
+from entropy_experiments.report.sections import (
+    CovarianceCells,
+    CovarianceSection,
+    MatrixSection,
+    RolloutsSection,
+)
 
 WHISKERS = 150
 """Rollouts with error bars drawn; more would be a grey smear."""
@@ -22,33 +26,33 @@ FULL = 0.99
 DIVERGING = [[0, "$destroy"], [0.5, "$paper"], [1, "$create"]]
 
 
-def by_rollout(found: Mapping[str, Any]) -> Figure:
+def by_rollout(found: RolloutsSection) -> Figure:
     """Every update rollout, from most destroying to most creating."""
     rows = found["rows"]
     whiskers = len(rows) <= WHISKERS
     traces = []
     place = {row["rollout"]: at for at, row in enumerate(rows, start=1)}
     for name, colour, keep in (
-        ("lowers entropy", "$destroy", lambda row: row["stable"] and row["value"] < 0),
-        ("raises entropy", "$create", lambda row: row["stable"] and row["value"] > 0),
-        ("sign unsure", "$unsure", lambda row: not row["stable"]),
+        ("lowers entropy", "$destroy", lambda row: row.get("stable") and row["value"] < 0),
+        ("raises entropy", "$create", lambda row: row.get("stable") and row["value"] > 0),
+        ("sign unsure", "$unsure", lambda row: not row.get("stable")),
     ):
         some = [row for row in rows if keep(row)]
         if not some:
             continue
-        trace: dict[str, Any] = {
+        trace: Trace = {
             "x": [place[row["rollout"]] for row in some],
             "y": [row["value"] for row in some],
             "mode": "markers",
             "marker": {"color": colour, "size": 6 if len(rows) <= 600 else 4},
-            "customdata": [[row["rollout"], plain(row["stderr"], 1)] for row in some],
+            "customdata": [[row["rollout"], plain(row.get("stderr"), 1)] for row in some],
             "hovertemplate": "rollout %{customdata[0]}: %{y:.2e} ± %{customdata[1]}<extra></extra>",
             "name": name,
         }
         if whiskers:
             trace["error_y"] = {
                 "type": "data",
-                "array": [row["stderr"] or 0.0 for row in some],
+                "array": [row.get("stderr") or 0.0 for row in some],
                 "color": colour,
                 "thickness": 1,
                 "width": 0,
@@ -64,7 +68,7 @@ def by_rollout(found: Mapping[str, Any]) -> Figure:
     )
 
 
-def points(found: Mapping[str, Any]) -> Figure:
+def points(found: CovarianceSection) -> Figure:
     """Single tokens: influence against probability, by the advantage's sign."""
     at = found["points"]
     traces = []
@@ -101,7 +105,7 @@ def points(found: Mapping[str, Any]) -> Figure:
     )
 
 
-def cells(found: Mapping[str, Any]) -> Figure:
+def cells(found: CovarianceCells) -> Figure:
     """Sums over cells of probability and advantage."""
     shown = [
         [None if not count else value for value, count in zip(*row)]
@@ -151,7 +155,7 @@ def cells(found: Mapping[str, Any]) -> Figure:
     )
 
 
-def matrix(found: Mapping[str, Any]) -> Figure:
+def matrix(found: MatrixSection) -> Figure:
     """Contributions of pairs; rows and columns in order of their sums."""
     rows = len(found["values"])
     places = {"type": "category", "showgrid": False, "showticklabels": False, "ticks": ""}

@@ -9,6 +9,9 @@ from typing import Any
 from entropy_experiments.report.html.words import number, signed
 
 Figure = dict[str, Any]
+"""A plotly figure: plain JSON, whose keys are plotly's own."""
+Trace = Figure
+"""A part of one: a line, a shape, a note."""
 
 
 def figure_of(traces: list[Any], height: int, **layout: Any) -> Figure:
@@ -23,7 +26,7 @@ def line(
     *,
     dash: str = "solid",
     width: float = 2,
-) -> dict[str, Any]:
+) -> Trace:
     return {
         "x": list(x),
         "y": list(y),
@@ -34,11 +37,11 @@ def line(
     }
 
 
-def edge(colour: str) -> dict[str, Any]:
+def edge(colour: str) -> Trace:
     return {"color": colour, "width": 1.5}
 
 
-def band_of(axis: str, low: float, high: float, colour: str) -> dict[str, Any]:
+def band_of(axis: str, low: float, high: float, colour: str) -> Trace:
     other = "y" if axis == "x" else "x"
     return {
         "type": "rect",
@@ -53,21 +56,21 @@ def band_of(axis: str, low: float, high: float, colour: str) -> dict[str, Any]:
     }
 
 
-def segment(x0: float, y0: float, x1: float, y1: float) -> dict[str, Any]:
+def segment(x0: float, y0: float, x1: float, y1: float) -> Trace:
     return {"type": "line", "x0": x0, "y0": y0, "x1": x1, "y1": y1, "layer": "below"}
 
 
-def across(y: float) -> dict[str, Any]:
+def across(y: float) -> Trace:
     line = {"color": "$axis", "width": 1}
     return {**segment(0, y, 1, y), "xref": "paper", "line": line}
 
 
-def upright(x: float) -> dict[str, Any]:
+def upright(x: float) -> Trace:
     line = {"color": "$axis", "width": 1}
     return {**segment(x, 0, x, 1), "yref": "paper", "line": line}
 
 
-def note(x: float, y: float, text: str, anchor: str) -> dict[str, Any]:
+def note(x: float, y: float, text: str, anchor: str) -> Trace:
     return {
         "x": x,
         "y": y,

@@ -26,9 +26,11 @@ from entropy_experiments.report.html import words
 from entropy_experiments.report.html.charts import figures
 from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.glossary import TERMS, explained, term
+from entropy_experiments.report.html.marks import Figure
 from entropy_experiments.report.html.packing import Packed, packed
 from entropy_experiments.report.html.token_views import MOST_TOKENS
-from entropy_experiments.report.run_files import PAGE
+from entropy_experiments.report.sections import ReportData
+from entropy_experiments.study_files import PAGE
 
 DIGITS = 6
 """Significant digits of numbers in drawings."""
@@ -74,7 +76,7 @@ def write_report(
     return written(render(data, refresh=refresh), path)
 
 
-def place_links(data: dict[str, Any], run: Path, page: Path) -> None:
+def place_links(data: ReportData, run: Path, page: Path) -> None:
     """Where the ledgers of single steps are, as seen from the page."""
     for ledger in (data.get("trajectory") or {}).get("ledgers") or ():
         ledger["path"] = str(run / ledger["folder"])
@@ -112,7 +114,7 @@ def missing() -> str | None:
     return f"the HTML report needs {' and '.join(names)}, not installed here: {INSTALL}"
 
 
-def render(data: Mapping[str, Any], *, refresh: int | None = None) -> str:
+def render(data: ReportData, *, refresh: int | None = None) -> str:
     views = packed(embedded(slim(data["texts"]))) if data.get("texts") else None
     return drawn(
         "templates/report.html.j2",
@@ -124,7 +126,7 @@ def render(data: Mapping[str, Any], *, refresh: int | None = None) -> str:
     )
 
 
-def contents_of(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+def contents_of(data: ReportData) -> list[tuple[str, str]]:
     """(anchor, title) of every section that this report has, in their order."""
     probed = bool((data.get("trajectory") or {}).get("probed"))
     return [
@@ -134,7 +136,7 @@ def contents_of(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def drawn(name: str, charts: Mapping[str, Any], **context: Any) -> str:
+def drawn(name: str, charts: Mapping[str, Figure], **context: Any) -> str:
     """A page from a template of this folder, with its drawings and all that draws them inside."""
     from jinja2 import Environment, StrictUndefined
 

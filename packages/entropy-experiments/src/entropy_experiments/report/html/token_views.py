@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
+
+from entropy_experiments.report.sections import RolloutText, TextsSection
+from entropy_experiments.results import UpdateText
 
 MOST_TOKENS = 500_000
 """Beyond these, rollouts of least influence come without their tokens: a browser has limits."""
@@ -30,11 +32,11 @@ Columns = Mapping[str, np.ndarray]
 def token_views(
     columns: Columns,
     pieces: Sequence[str],
-    texts: Sequence[Mapping[str, Any]] | None,
+    texts: Sequence[UpdateText] | None,
     folds: int,
     *,
     most_tokens: int = MOST_TOKENS,
-) -> dict[str, Any]:
+) -> TextsSection:
     """`columns` are those of tokens.parquet, `texts` the rows of update_rollouts.json."""
     rollout_T = columns["rollout"]
     order = np.argsort(rollout_T, kind="stable")
@@ -54,25 +56,26 @@ def token_views(
     vocabulary: dict[str, int] = {}
     by_id = {row["rollout"]: row for row in texts or ()}
     prompts: dict[str, int] = {}
-    rows = []
+    rows: list[RolloutText] = []
     for at, (i, start, length) in enumerate(zip(ids.tolist(), starts, length_R.tolist())):
         here = order[start : start + length]
-        text = by_id.get(i, {})
+        text = by_id.get(i)
         counted = here[counted_T[here]]
-        row: dict[str, Any] = {
+        row: RolloutText = {
             "i": i,
             "n": length,
             "prompt": int(columns["prompt"][here[0]]),
-            "p": prompts.setdefault(text.get("prompt_text", ""), len(prompts)),
-            "reward": _number(columns["reward"][here[0]]),
+            "p": prompts.setdefault("" if text is None else text["prompt_text"], len(prompts)),
+            "reward": _number(float(columns["reward"][here[0]])),
             "advantage": _number(columns["advantage"][counted].mean() if len(counted) else None),
             "influence": float(total_R[at]),
         }
-        if text.get("truncated"):
+        if text is not None and text.get("truncated"):
             row["truncated"] = True
         if whole[at]:
-            if text.get("gaps"):
-                row["gaps"] = text["gaps"]
+            gaps = None if text is None else text.get("gaps")
+            if gaps:
+                row["gaps"] = gaps
             mine = [pieces[int(k)] for k in here]
             row["t"] = [vocabulary.setdefault(piece, len(vocabulary)) for piece in mine]
             row["l"], row["h"] = (whole_of[name][here].tolist() for name in ("logprob", "entropy"))
@@ -130,5 +133,5 @@ def _student(folds: int) -> float | None:
     return float(stdtrit(folds - 1, 0.975))
 
 
-def _number(x: Any) -> float | None:
+def _number(x: float | None) -> float | None:
     return None if x is None or math.isnan(x) else float(x)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-Numbers = Mapping[str, Any]
+from entropy_experiments.results import AnyNumber, InfluenceResult, ProbeLog, ProbeResult
+
 MINUS = "−"
 
 
 def sentence(
-    *, update: str, change: Numbers, level: float | None, unit: str, predicted: Numbers | None
+    *, update: str, change: AnyNumber, level: float | None, unit: str, predicted: AnyNumber | None
 ) -> str:
     """The verdict: what the update does to the entropy, how sure that is, what was predicted."""
     value, interval = change["value"], change.get("interval")
@@ -40,7 +40,10 @@ def sentence(
 
 
 def of_probe(
-    results: Mapping[str, Any], predicted: Numbers | None, measured: Numbers | None, unit: str
+    results: ProbeResult | ProbeLog,
+    predicted: AnyNumber | None,
+    measured: AnyNumber | None,
+    unit: str,
 ) -> str:
     """The verdict on what `entropy-probe run` found: of its results, or of a log of them."""
     change = measured or predicted
@@ -55,17 +58,17 @@ def of_probe(
     )
 
 
-def gap(found: Numbers) -> str:
+def gap(found: AnyNumber) -> str:
     return f"Predicted minus measured, paired: {with_bar(found, 2)}."
 
 
-def with_bar(found: Numbers, digits: int = 3) -> str:
+def with_bar(found: AnyNumber, digits: int = 3) -> str:
     """A value and, where there is one, its interval."""
     bar = found.get("interval")
     return number(found["value"], digits) + ("" if bar is None else f" (95 % {ends(bar)})")
 
 
-def made_by_training(results: Mapping[str, Any]) -> str:
+def made_by_training(results: ProbeResult | ProbeLog) -> str:
     """Which update `results`, of `entropy-probe run` or of a log of it, are about."""
     made, certificate = results.get("made_step") or {}, results.get("step_certificate") or {}
     return made_by(
@@ -77,7 +80,7 @@ def made_by_training(results: Mapping[str, Any]) -> str:
     )
 
 
-def made_by_study(summary: Mapping[str, Any]) -> str:
+def made_by_study(summary: InfluenceResult) -> str:
     """The same of an influence study: a recorded step that is apart is refused there, an imported
     one is hypothetical."""
     update = summary["update"]
@@ -143,7 +146,7 @@ def plain(x: float | None, digits: int = 3) -> str:
     return "–" if x is None else signed(f"{x:.{digits}g}")
 
 
-def ends(interval: Any, digits: int = 2) -> str:
+def ends(interval: Sequence[float] | None, digits: int = 2) -> str:
     if interval is None:
         return "no interval"
     return f"{number(interval[0], digits)} to {number(interval[1], digits)}"
@@ -162,7 +165,7 @@ def sampling_points(notes: Iterable[str]) -> list[str]:
     return [f"{note[0].upper()}{note[1:]}." for note in notes if note.startswith(SAMPLED)]
 
 
-def doubts_of(*estimates: Numbers | None) -> list[str]:
+def doubts_of(*estimates: AnyNumber | None) -> list[str]:
     """Why numbers are not trusted, each reason once."""
     found = (why for one in estimates if one is not None for why in one.get("why_not") or ())
     return list(dict.fromkeys(found))

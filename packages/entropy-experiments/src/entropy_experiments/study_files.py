@@ -11,29 +11,63 @@ that the manifest does not list (another study's, a drawing) is not part of the 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
+
+from entropy_experiments.artifacts import (
+    MANIFEST,
+    DamagedFileError,
+    FileFacts,
+    digest_of_json,
+    read_described,
+    read_json_object,
+)
+from entropy_experiments.results import INFLUENCE, InfluenceResult
 
 if TYPE_CHECKING:
     import pyarrow
 
-FORMAT = "entropy_experiments.influence"
-SCHEMA = 2
-"""2: measured changes are shared among evaluation rollouts as the first-order matrix is."""
-MANIFEST, IDENTITY = "manifest.json", "study.json"
+IDENTITY = "study.json"
 PAGE = "report.html"
 """What `entropy-probe report` leaves beside the data; no file of the study."""
-DESCRIBED = ("sha256", "bytes")
 
+ANOTHER = "Run the study again with --overwrite, or read it with the version that made it."
 AGAIN = "Run the same `entropy-probe influence` command again: finished stages are kept."
+
+
+class ArrayFacts(TypedDict):
+    """What an array of a study holds."""
+
+    description: str
+    shape: list[int]
+    units: str
+
+
+class StudyManifest(TypedDict):
+    """manifest.json of a study; its `digest` has been checked and taken off."""
+
+    format: str
+    schema: int
+    key: str
+    files: dict[str, FileFacts]
+    arrays: NotRequired[dict[str, ArrayFacts]]
+    stored: NotRequired[dict[str, StoredFacts]]
+    """What the files were made from: rollouts and stages. Earlier versions did not list it."""
+
+
+class StoredFacts(TypedDict, total=False):
+    """A file with its hash, or one that begins with its own."""
+
+    sha256: str
+    bytes: int
+    own_hash: bool
 
 
 class Files(ABC):
@@ -49,7 +83,7 @@ class Files(ABC):
     def read(self, name: str) -> bytes: ...
 
     @property
-    def arrays(self) -> Mapping[str, Any]:
+    def arrays(self) -> Mapping[str, ArrayFacts]:
         """What each array holds, where that was written down."""
         return {}
 
@@ -78,18 +112,18 @@ class Files(ABC):
         except (pyarrow.ArrowException, OSError) as error:
             raise self._damaged(name, "a parquet table", error) from error
 
-    def summary(self) -> dict[str, Any]:
-        return self.json("summary.json")
+    def summary(self) -> InfluenceResult:
+        """summary.json, in a version that is read here; one of another program is as it is."""
+        summary = self.json("summary.json")
+        if "format" in summary:
+            INFLUENCE.check(summary, self.folder / "summary.json", advice=ANOTHER)
+        return summary
 
     def _damaged(self, name: str, kind: str, error: Exception) -> ValueError:
         if isinstance(error, DamagedFileError):
             return error
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         return DamagedFileError(f"{self.folder / name} is not {kind} ({said}). {AGAIN}")
-
-
-class DamagedFileError(ValueError):
-    """A file that is not what the study wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +150,14 @@ class NewFiles(Files):
 
     folder: Path
     contents: Mapping[str, bytes]
-    described: Mapping[str, Any]
+    described: Mapping[str, ArrayFacts]
 
     @property
     def names(self) -> list[str]:
         return list(self.contents)
 
     @property
-    def arrays(self) -> Mapping[str, Any]:
+    def arrays(self) -> Mapping[str, ArrayFacts]:
         return self.described
 
     def read(self, name: str) -> bytes:
@@ -135,14 +169,14 @@ class RunFiles(Files):
     """A finished study's folder."""
 
     folder: Path
-    manifest: Mapping[str, Any]
+    manifest: StudyManifest
 
     @property
     def names(self) -> list[str]:
         return list(self.manifest["files"])
 
     @property
-    def arrays(self) -> Mapping[str, Any]:
+    def arrays(self) -> Mapping[str, ArrayFacts]:
         return self.manifest.get("arrays", {})
 
     def read(self, name: str) -> bytes:
@@ -150,16 +184,7 @@ class RunFiles(Files):
         path = self.folder / name
         if name not in self:
             raise FileNotFoundError(f"No {name} in {self.folder}: the study has no such file.")
-        if not path.is_file():
-            raise FileNotFoundError(f"No {name} in {self.folder}, which the study had. {AGAIN}")
-        data = path.read_bytes()
-        expected = {key: self.manifest["files"][name].get(key) for key in DESCRIBED}
-        if described(data) != expected:
-            raise DamagedFileError(
-                f"{path} is damaged or was changed: {len(data)} bytes, expected the "
-                f"{expected['bytes']} bytes whose hash is in {MANIFEST}. {AGAIN}"
-            )
-        return data
+        return read_described(path, self.manifest["files"][name], advice=AGAIN)
 
 
 def files_of(folder: str | Path) -> Files:
@@ -185,45 +210,28 @@ def open_run(folder: str | Path) -> RunFiles:
             f"No {MANIFEST} in {folder}; expected the run directory of a finished study, as "
             "`entropy-probe influence --out` makes it."
         )
-    if manifest.get("schema") != SCHEMA:
-        raise ValueError(
-            f"{folder / MANIFEST} has schema {manifest.get('schema')!r}, this version reads "
-            f"{SCHEMA}. Run the study again with --overwrite, or read it with the version that "
-            "made it."
-        )
+    INFLUENCE.check(manifest, folder / MANIFEST, advice=ANOTHER)
     return RunFiles(folder=folder, manifest=manifest)
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Path) -> StudyManifest | None:
     """manifest.json, checked; None if there is none."""
     path = folder / MANIFEST
-    if not path.is_file():
+    manifest = read_json_object(path, advice=f"Delete it. {AGAIN}")
+    if manifest is None:
         return None
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}). Delete it. {AGAIN}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if manifest.get("format") != INFLUENCE.name:
         raise ValueError(
-            f"{path} is not the manifest of an influence study; expected format {FORMAT!r}. "
-            "Give another folder."
+            f"{path} is not the manifest of an influence study; expected format "
+            f"{INFLUENCE.name!r}. Give another folder."
         )
-    said = found.pop("digest", None)  # studies of earlier versions have none
-    if said is not None and said != manifest_digest(found):
+    digest = manifest.pop("digest", None)  # studies of earlier versions have none
+    if digest is not None and digest != digest_of_json(manifest):
         raise DamagedFileError(
             f"{path} is damaged or was changed: it does not have the digest it says. Delete it. "
             f"{AGAIN}"
         )
-    files = found.get("files")
+    files = manifest.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise ValueError(f"{path} does not list the study's files. Delete it. {AGAIN}")
-    return found
-
-
-def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Of a manifest without its digest."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def described(data: bytes) -> dict[str, Any]:
-    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    return manifest  # pyright: ignore[reportReturnType]  # JSON, whose format was checked

@@ -9,27 +9,34 @@
 Three files: the log, a summary with the core numbers, and the exact config. The `log_*` switches
 only take away from what the level allows. Each file appears whole or not at all.
 
-A number that JSON cannot hold is null, and `nulls` says why (`log_json`).
+A number that JSON cannot hold is null, and `nulls` says why: by the field's name for what may lack,
+by its place for what should have been finite. Error bars have six digits, values all.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from entropy_experiments.artifacts import write_whole
 from entropy_experiments.config import Config, config_yaml
-from entropy_experiments.report.findings import Findings, results_of
-from entropy_experiments.report.log_files import SCHEMA, logs_below, newest_log, read_log
-from entropy_experiments.report.log_json import finite_only, log_text, short
-from entropy_experiments.report.messages import messages
+from entropy_experiments.findings import Findings, results_of
+from entropy_experiments.results import (
+    PROBE_LOG,
+    JSONObject,
+    LogRollout,
+    logs_below,
+    newest_log,
+    read_log,
+)
 from entropy_experiments.types import Rollouts, Scores
 
 __all__ = ["CORE", "LEVELS", "DetailedLogger", "newest_log", "read_log"]
@@ -45,6 +52,22 @@ CORE = (
     *("H_orig", "H_upd", "B_E", "B_U", "timing"),
 )
 
+ERROR_BARS = ("stderr", "interval", "bias", "noise_floor", "diagnostics")
+"""Of an estimate in a log: told to six digits."""
+NULLS = {
+    "stderr": "no error bar: a single unit of resampling, or a method without one",
+    "interval": "no error bar: a single unit of resampling, or a method without one",
+    "bias": "no error bar, hence no estimate of the bias",
+    "noise_floor": "rounding and repacking were not tried for this number",
+    "k_hat": "says nothing: fewer than 100 rollouts, weights nearly equal, or not weighted at all",
+    "samples_needed": "more than can be told: the policies are too far apart",
+    "linear_range": "infinite: no curvature; or the slope's own interval contains 0",
+    "git": "not run from a repository",
+}
+"""Why a field may be null."""
+PLACES = 20
+"""Numbers that should have been finite which `nulls` names one by one."""
+
 Decode = Callable[[list[int]], str]
 
 
@@ -55,7 +78,7 @@ class DetailedLogger:
         config: Its `detailed_logging` section says how much, and where.
 
     Examples:
-        >>> from entropy_experiments.report.logs import LEVELS
+        >>> from entropy_experiments.pipelines.probe_log import LEVELS
         >>> LEVELS
         ('minimal', 'standard', 'detailed', 'debug')
         >>> logger = DetailedLogger(parse_config({"detailed_logging": {"level": "minimal"}}))
@@ -82,7 +105,7 @@ class DetailedLogger:
         else:
             path = folder / f"{stem}.json"
             write_whole(path, text.encode())
-        core = {"schema": SCHEMA, **{k: v for k, v in results_of(found).items() if k in CORE}}
+        core = PROBE_LOG.stamp | {k: v for k, v in results_of(found).items() if k in CORE}
         summary = json.dumps(finite_only(core), indent=1, allow_nan=False)
         write_whole(folder / f"{stem}_summary.json", summary.encode())
         write_whole(folder / f"{stem}_config.yaml", self._config_text(found).encode())
@@ -95,15 +118,17 @@ class DetailedLogger:
         return finite_only(self._content(found, decode))
 
     def _content(self, found: Findings, decode: Decode) -> dict[str, Any]:
-        settings, results = self._settings, results_of(found)
+        settings = self._settings
+        results: JSONObject = dict(results_of(found))
         depth = LEVELS.index(settings.level)
-        head = {"schema": SCHEMA, "level": settings.level}
+        head = {**PROBE_LOG.stamp, "level": settings.level}
         if depth == 0:
-            return {**head, **{name: results[name] for name in CORE if name in results}}
+            return head | {name: results[name] for name in CORE if name in results}
         results["estimates"] = {n: short(e) for n, e in results["estimates"].items()}
         if "sweep" in results:
             results["sweep"] = [short(point) for point in results["sweep"]]
-        content = {**head, **results, "batches": _batches(found), "update_vector": _update(found)}
+        content = head | results | head
+        content |= {"batches": _batches(found), "update_vector": _update(found)}
         content["messages"] = messages(found)
         content["provenance"] = dict(found.provenance)
         if depth >= 2 and settings.log_sequences:
@@ -183,13 +208,13 @@ def _rewards(found: Findings) -> dict[str, Tensor]:
 
 def _rollouts(
     rollouts: Rollouts, scores: Scores, decode: Decode, tokens: bool, more: Mapping[str, Tensor]
-) -> list[dict[str, Any]]:
-    rows = []
+) -> list[LogRollout]:
+    rows: list[LogRollout] = []
     for i in range(len(rollouts)):
         inside_S = rollouts.response_NS[i]
         before_S = rollouts.attention_NS[i] & ~inside_S
         response = rollouts.tokens_NS[i][inside_S].tolist()
-        row: dict[str, Any] = {
+        row: JSONObject = {
             "prompt_id": int(rollouts.prompt_N[i]),
             "prompt": decode(rollouts.tokens_NS[i][before_S].tolist()),
             "response": decode(response),
@@ -203,7 +228,7 @@ def _rollouts(
             row["token_ids"] = response
             row["token_logprob"] = _rounded(scores.logprob_NS[i][inside_S])
             row["token_entropy"] = _rounded(scores.entropy_NS[i][inside_S])
-        rows.append(row)
+        rows.append(cast(LogRollout, row))  # which numbers there are depends on the batch
     return rows
 
 
@@ -272,3 +297,122 @@ def _rotate(directory: Path, most: int, *, keep: Path) -> None:
         stem = old.name.removesuffix(".gz").removesuffix(".json")
         for name in (old.name, *(f"{stem}_{end}" for end in BESIDE)):
             (old.parent / name).unlink(missing_ok=True)
+
+
+# What was done, a line each.
+
+
+def messages(found: Findings) -> list[str]:
+    """What a run did, in a line each; the screen shows them too."""
+    return [
+        _sampling_message(found),
+        _update_message(found),
+        *_clip_messages(found),
+        _timing_message(found),
+    ]
+
+
+def _sampling_message(found: Findings) -> str:
+    rollouts, batch = found.evaluation, found.update.rollouts
+    said = (
+        f"sampling: {len(rollouts)} evaluation rollouts, {rollouts.truncated_share:.0%} cut off at "
+        f"the length limit; update batch {'recorded' if found.real else 'drawn'}, {len(batch)} "
+        "rollouts"
+    )
+    if found.retries is None:
+        return said
+    again = "no group" if found.retries == 0 else f"{found.retries} group(s)"
+    return f"{said}, {again} drawn again for equal rewards"
+
+
+def _update_message(found: Findings) -> str:
+    stats = found.stats
+    parts = ", ".join(f"{name} {norm:.3g}" for name, norm in stats.part_norms.items())
+    clip = "not clipped" if stats.clip_factor == 1 else f"clipped to {stats.clipped_norm:.3g}"
+    if found.made.of_gradient:
+        clip = f"rebuilt from the batch; training's own, after clipping: {stats.clipped_norm:.3g}"
+    return (
+        f"update vector: gradient norm {stats.grad_norm:.3g} ({clip}), {stats.microbatches} "
+        f"microbatches; norms per unit learning rate: {parts}"
+    )
+
+
+def _clip_messages(found: Findings) -> list[str]:
+    """Etas at which the estimator clipped weights."""
+    clipped = {
+        eta: change.diagnostics["weights"].clip_fraction
+        for eta, change in sorted((found.measured or {}).items())
+    }
+    told = [f"{share:.1%} at eta {eta:g}" for eta, share in clipped.items() if share > 0]
+    return [f"estimator: log-weights clipped, {', '.join(told)}"] if told else []
+
+
+def _timing_message(found: Findings) -> str:
+    spent = ", ".join(f"{name} {took:.2g}" for name, took in found.timing.items())
+    return f"seconds: {spent}"
+
+
+# JSON: no NaN, a reason for every null, and short lines.
+
+
+def log_text(content: Mapping[str, Any]) -> str:
+    """A line per key, and per rollout or estimate: short, and still to be read."""
+    compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+    lines = []
+    for name, value in content.items():
+        told = compact(value)
+        if isinstance(value, list) and value and isinstance(value[0], dict | str):
+            told = "[\n" + ",\n".join(f"  {compact(inner)}" for inner in value) + "]"
+        elif isinstance(value, dict) and any(isinstance(v, dict) for v in value.values()):
+            inner = ",\n".join(f"  {compact(k)}:{compact(v)}" for k, v in value.items())
+            told = "{\n" + inner + "}"
+        lines.append(f" {compact(name)}:{told}")
+    return "{\n" + ",\n".join(lines) + "}\n"
+
+
+def short(estimate: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _six(v) if k in ERROR_BARS else v for k, v in estimate.items()}
+
+
+def _six(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _six(inner) for name, inner in value.items()}
+    return [_six(inner) for inner in value] if isinstance(value, list) else value
+
+
+def finite_only(content: dict[str, Any]) -> dict[str, Any]:
+    """With null for what is no number, and the reasons."""
+    places: dict[str, str] = {}
+    out = _without_nan(content, "", places)
+    lacking = dict.fromkeys(name for name in _null_names(out) if name in NULLS)
+    nulls = {name: NULLS[name] for name in lacking}
+    nulls |= dict(list(places.items())[:PLACES])
+    if len(places) > PLACES:
+        nulls["and elsewhere"] = f"{len(places) - PLACES} more numbers that are not finite"
+    return {**out, "nulls": nulls} if nulls else out
+
+
+def _without_nan(value: Any, place: str, places: dict[str, str]) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        places[place] = f"not finite: {value}"
+        return None
+    if isinstance(value, dict):
+        at = f"{place}." if place else ""
+        return {k: _without_nan(v, f"{at}{k}", places) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(v, f"{place}[{i}]", places) for i, v in enumerate(value)]
+    return value
+
+
+def _null_names(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if inner is None:
+                yield name
+            else:
+                yield from _null_names(inner)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for inner in value:
+            yield from _null_names(inner)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from entropy_experiments.attribution.eventual import eventual
+from entropy_experiments.results import PROBE, JSONObject, ProbeResult, finite, numbers, weights_of
 from entropy_experiments.types import Attribution, Estimate, Rollouts, Scores, UpdateBatch
 from entropy_experiments.types.direction import BASELINE_PARTS
 from entropy_experiments.update.adamw import UpdateStats
@@ -192,10 +192,11 @@ class Findings:
         return probe_html(results_of(self), self.level.estimand.unit)
 
 
-def results_of(found: Findings) -> dict[str, Any]:
+def results_of(found: Findings) -> ProbeResult:
     """The result keys of the documents, and `estimates` with all that belongs to each number."""
     rollouts, batch = found.evaluation, found.update
-    out: dict[str, Any] = {
+    out: JSONObject = {
+        **PROBE.stamp,
         "checkpoint": found.checkpoint,
         "learning_rate": found.lr,
         "unit": found.level.estimand.unit,
@@ -257,38 +258,4 @@ def results_of(found: Findings) -> dict[str, Any]:
             "relative_error": found.certificate.relative_error,
         }
     out["estimates"] = {name: numbers(e) for name, e in estimates.items() if e is not None}
-    return out
-
-
-def numbers(estimate: Estimate) -> dict[str, Any]:
-    """An estimate as JSON: never NaN, null where there is no such number."""
-    return {
-        "value": estimate.value,
-        "stderr": finite(estimate.stderr),
-        "interval": None if estimate.interval is None else list(estimate.interval),
-        "bias": finite(estimate.bias),
-        "noise_floor": finite(estimate.noise_floor),
-        "k_hat": finite(getattr(estimate.diagnostics.get("weights"), "k_hat", None)),
-        "trusted": estimate.trusted,
-        "why_not": list(estimate.why_not),
-    }
-
-
-def weights_of(change: Estimate) -> dict[str, Any]:
-    """The importance weights behind a measured change."""
-    weights = change.diagnostics["weights"]
-    return {
-        "ESS": weights.ess,
-        "ESS_fraction": weights.ess_fraction,
-        "w_max": weights.w_max,
-        "w_min": weights.w_min,
-        "clip_fraction": weights.clip_fraction,
-        "k_hat": finite(weights.k_hat),
-        "kl": weights.kl,
-        "samples_needed": finite(weights.samples_needed),
-    }
-
-
-def finite(x: float | None) -> float | None:
-    """JSON has no infinity and no NaN."""
-    return x if x is not None and math.isfinite(x) else None
+    return out  # pyright: ignore[reportReturnType]  # its keys come and go with the phases
