@@ -69,7 +69,7 @@ def test_the_text_tells_tasks_apart():
 def test_a_template_with_an_unknown_field_is_refused():
     demos = flip_task().demos
     assert describe(features(demos), demos, template="{demos} shown") == "3 shown"
-    with pytest.raises(ValueError, match=r"asks for 'answer'; expected fields of demos, input"):
+    with pytest.raises(ValueError, match=r"uses 'answer'; expected fields of demos, input"):
         describe(features(demos), demos, template="{answer}")
     with pytest.raises(ValueError, match="Correct the template"):
         describe(features(demos), demos, template="{}")

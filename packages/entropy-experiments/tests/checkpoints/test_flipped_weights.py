@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.load import load_checkpoint
-from entropy_experiments.checkpoints.training_record import GRADIENT_FILE, MADE_STEP, RECORD_FILE
+from entropy_experiments.checkpoints.recorded_step import GRADIENT_FILE, MADE_STEP
+from entropy_experiments.checkpoints.training_record import RECORD_FILE
 from entropy_experiments.cli import app
 
 pytestmark = pytest.mark.faults

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from entropy_experiments.checkpoints.training_record import MADE_STEP, read_recorded_step
+from entropy_experiments.checkpoints.recorded_step import MADE_STEP, read_recorded_step
 from online.test_trl_matrix import probed, trained
 from oracles.trl_matrix import CASES, STEP, STEPS
 

@@ -429,7 +429,7 @@ def test_a_local_base_is_found_from_any_folder_and_never_looked_for_on_the_hub(
 def test_a_relative_base_is_recorded_with_its_folder(tmp_path, monkeypatch):
     from types import SimpleNamespace
 
-    from entropy_experiments.checkpoints.training_record import base_location
+    from entropy_experiments.checkpoints.recorded_step import base_location
 
     (tmp_path / "base").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from entropy_experiments.checkpoints.dcp_state import holds_optimizer
 from entropy_experiments.input_files import expand_path, read_json_value, refuse_special_files
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def find_checkpoint(
         config = weights
     optimizer = _optimizer((named, root), weights, optimizer_path)
     if optimizer is None and stored is not None:
-        from entropy_experiments.checkpoints.dcp_state import holds_optimizer
+        from entropy_experiments.checkpoints.dcp_state import holds_optimizer  # needs torch
 
         optimizer = sharded if holds_optimizer(stored) else None
     # Of one DCP folder that is the whole checkpoint, the run's folder is not "beside".
@@ -484,6 +483,8 @@ def _shards(layout: Layout) -> Iterator[Path]:
 
 def _optimizers(layout: Layout, read: Path, named: Path | None) -> Iterator[Path]:
     if named is None:
+        from entropy_experiments.checkpoints.dcp_state import holds_optimizer  # needs torch
+
         if layout.sharded is not None and holds_optimizer(layout.stored):
             yield layout.sharded
         folders = (layout.weights, layout.root)

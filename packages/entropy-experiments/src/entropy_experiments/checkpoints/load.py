@@ -51,6 +51,7 @@ from entropy_experiments.checkpoints.layout import (
     unread_forms,
 )
 from entropy_experiments.checkpoints.optimizer_state import read_optimizer_state
+from entropy_experiments.checkpoints.recorded_step import MADE_STEP, refuse_other_base
 from entropy_experiments.checkpoints.stored_weights import (
     load_sharded_causal_lm,
     shapes_of,
@@ -58,12 +59,7 @@ from entropy_experiments.checkpoints.stored_weights import (
 )
 from entropy_experiments.checkpoints.torch_files import load_safely
 from entropy_experiments.checkpoints.training_facts import TrainingFacts, read_facts
-from entropy_experiments.checkpoints.training_record import (
-    MADE_STEP,
-    TrainingRecord,
-    read_record,
-    refuse_other_base,
-)
+from entropy_experiments.checkpoints.training_record import TrainingRecord, read_record
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.input_errors import short
 from entropy_experiments.models.precision import true_float64

@@ -40,19 +40,17 @@ from torch import Tensor
 
 from entropy_experiments.artifacts import sha256, write_whole
 from entropy_experiments.checkpoints.layout import find_checkpoint
-from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN, TrainingFacts
-from entropy_experiments.checkpoints.training_record import (
+from entropy_experiments.checkpoints.recorded_step import (
     FINGERPRINT_FILE,
     GRADIENT_FILE,
     MADE_STEP,
-    RECORD_FILE,
-    SCHEMA,
     RecordedStep,
     base_fingerprint,
     base_location,
     gradient_bytes,
-    read_record,
 )
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN, TrainingFacts
+from entropy_experiments.checkpoints.training_record import RECORD_FILE, SCHEMA, read_record
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.numerics.sketch import Fingerprint, sketch
 from entropy_experiments.online.evaluation_rollouts import chosen_rows

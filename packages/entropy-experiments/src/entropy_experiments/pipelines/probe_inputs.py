@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.checkpoints.load import Checkpoint
-from entropy_experiments.checkpoints.training_record import (
+from entropy_experiments.checkpoints.recorded_step import (
     MADE_STEP,
     RecordedStep,
     read_recorded_step,
