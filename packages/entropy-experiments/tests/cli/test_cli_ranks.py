@@ -182,13 +182,19 @@ class Disturbed:
         found = [path.name.split(".") for path in self.marks.glob(f"*.{mark}")]
         return sorted(rank for key, rank, _ in found if key not in stored)
 
+    def has_a_stage(self) -> bool:
+        try:
+            return any(self.out.rglob("*.stage"))
+        except FileNotFoundError:  # the folder was tried, and is made again when it is written to
+            return False
+
     def by(self, disturb: Callable[[subprocess.Popen], None]) -> tuple[int, str]:
         """Do it there; torchrun's exit code, and what all have said."""
         words = command("measure", *self.words, ranks=2)
         at = words.index("entropy_experiments.cli")
         words[at - 1 : at + 1] = [str(self.script)]
         with started(words, MARKS=str(self.marks)) as child:
-            wait(child, lambda: any(self.out.rglob("*.stage")))
+            wait(child, self.has_a_stage)
             assert child.poll() is None, child.stderr.read() if child.stderr else ""
             (self.marks / "slow").touch()
             wait(child, lambda: self.lost("asleep") == ["0", "1"])
