@@ -14,6 +14,7 @@ import gc
 import math
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import psutil
@@ -24,8 +25,10 @@ from transformers import TrainerCallback
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.config import load_preset
 from entropy_experiments.config.training_reading import replaced
+from entropy_experiments.online import trl
 from entropy_experiments.online.rows import read_rows
 from entropy_experiments.online.train import run
+from entropy_experiments.online.watch import Throttle
 
 pytestmark = pytest.mark.contract
 
@@ -67,11 +70,12 @@ def _metered(monkeypatch: pytest.MonkeyPatch) -> list[Meter]:
     def watchers(*args: Any, **options: Any) -> Any:
         probe, doctor, callbacks = original(*args, **options)
         assert probe is not None
-        probe._throttle_options["clock"] = time.process_time  # other people's work does not count
         meters.append(Meter(probe))
         return probe, doctor, [*callbacks, meters[0]]
 
     monkeypatch.setattr(run, "_watchers", watchers)
+    # Other people's work does not count.
+    monkeypatch.setattr(trl, "Throttle", partial(Throttle, clock=time.process_time))
     return meters
 
 
