@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -15,6 +16,11 @@ import tiers
 # pytest-xdist runs one process per core, and torch reads this when it is first imported; what a
 # test starts gets one thread as well.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and
+# interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

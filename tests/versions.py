@@ -31,7 +31,8 @@ from hollow_cuda import without_cuda
 Set = Literal["lowest", "newest"]
 
 HOME = ROOT / "build" / "versions"
-DOCTOR = ROOT / "packages" / "gradient-doctor"
+OTHERS = tuple(ROOT / "packages" / name for name in ("gradient-doctor", "arc-refine"))
+"""Plugins of `entropy-probe`: its options are tested with them."""
 LOG = ROOT / "LOG.md"
 EXTRAS = ("plot", "report", "trl")
 """What the demo and the callback need besides the package itself."""
@@ -130,7 +131,8 @@ def _install(python: Path, which: Set) -> None:
     constraints.write_text("\n".join(held) + "\n")
     tools = [str(one) for one in requirements() if one.name in TOOLS]
     package = f"{DISTRIBUTION}[{','.join(EXTRAS)}]"
-    _pip(python, "-c", str(constraints), *tools, "-e", str(DOCTOR), "-e", package)
+    editable = [word for path in (*map(str, OTHERS), package) for word in ("-e", path)]
+    _pip(python, "-c", str(constraints), *tools, *editable)
 
 
 def _pip(python: Path, *arguments: str) -> None:

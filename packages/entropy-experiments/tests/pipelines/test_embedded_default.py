@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+import transformers
 from recipes import embedded_default as recipe
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -86,6 +87,7 @@ def test_plain_auto_tokenizer_is_the_runs_own():
     assert (plain.pad_token_id, plain.eos_token_id) == (recipe.PAD, recipe.EOS)
 
 
+@pytest.mark.skipif(transformers.__version__.startswith("5.0."), reason="5.0 takes the folder's")
 def test_a_qwen2_folder_would_not_have_its_own_tokenizer(tmp_path):
     shutil.copytree(TRAJECTORY / "base", tmp_path / "base")
     file = tmp_path / "base" / "config.json"
