@@ -112,7 +112,8 @@ def environment(which: Set, python: str) -> Path:
 
 
 def _fingerprint(which: Set, python: str) -> str:
-    of = [which, _output(python, "-VV"), (DISTRIBUTION / "pyproject.toml").read_text()]
+    of = [which, _output(python, "-VV")]
+    of += [(folder / "pyproject.toml").read_text() for folder in (DISTRIBUTION, *OTHERS)]
     of += [Path(__file__).with_name("hollow_cuda.py").read_text()]
     # The newest of yesterday are not the newest of today.
     of += [date.today().isoformat()] if which == "newest" else []
