@@ -24,7 +24,7 @@ from entropy_experiments.config import (
     template_names,
 )
 from entropy_experiments.config.documents import ALIASES, RETIRED, SECTIONS
-from entropy_experiments.report.html.glossary import TERMS
+from entropy_experiments.report.html.page import TERMS
 from entropy_experiments.sampling.datasets import load_problems
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])

@@ -36,9 +36,12 @@ from entropy_experiments.config.training_reading import (
     replaced,
 )
 from entropy_experiments.online.rows import read_rows
-from entropy_experiments.online.train import doctor, summary
-from entropy_experiments.online.train.task import load_task, reward_functions
-from entropy_experiments.online.train.trainer import PartwiseGRPOTrainer
+from entropy_experiments.online.train import callbacks, summary
+from entropy_experiments.online.train.trainer import (
+    PartwiseGRPOTrainer,
+    load_task,
+    reward_functions,
+)
 from entropy_experiments.pipelines.training_facts import training_facts
 from entropy_experiments.sampling.rollout_files import load_update_batch
 
@@ -170,18 +173,18 @@ def test_the_probe_changes_no_weight(run, file, tmp_path):
 
 
 def test_without_the_doctors_package_training_goes_on_and_says_so(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(callbacks, "find_spec", lambda name: None)
     out = tmp_path / "run"
     done = invoke("--config", str(file), "--out", str(out), "--steps", "1", "--no-probe")
     assert done.exit_code == 0, done.stderr
-    assert doctor.NOT_INSTALLED in done.stderr
+    assert callbacks.NOT_INSTALLED in done.stderr
     told = json.loads((out / summary.SUMMARY_FILE).read_text())["doctor"]
     assert told == {"examined": False, "findings": 0, "worst": []}
     assert not (out / "doctor.json").exists()
 
 
 def test_a_doctor_that_should_end_a_training_must_be_there(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(callbacks, "find_spec", lambda name: None)
     words = ("--config", str(file), "--out", str(tmp_path / "run"), "--steps", "1")
     done = invoke(*words, "--set", "doctor.raise_on=error")
     assert done.exit_code == 2

@@ -21,9 +21,8 @@ from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines import evaluate as checkpoint_evaluation
 from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
-from entropy_experiments.pipelines.evaluation.measures import measures
-from entropy_experiments.pipelines.evaluation.request import EvaluationRequest
-from entropy_experiments.pipelines.evaluation.rollout_rows import rollout_rows
+from entropy_experiments.pipelines.evaluation_measures import measures, rollout_rows
+from entropy_experiments.pipelines.evaluation_request import EvaluationRequest
 from entropy_experiments.sampling.datasets import load_problems
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.sampling.rewards import build_reward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from entropy_experiments.pipelines.evaluation.measures import differences, measures
+from entropy_experiments.pipelines.evaluation_measures import differences, measures
 from entropy_experiments.report.evaluation_tables import evaluation_report
 from entropy_experiments.results import numbers
 

@@ -15,8 +15,7 @@ import torch
 from entropy_experiments.checkpoints.training_record import code_refused
 from entropy_experiments.online.record import recorded_rewards, reward_path
 from entropy_experiments.sampling.datasets import Problem
-from entropy_experiments.sampling.own_rewards import OwnReward, import_recorded_reward
-from entropy_experiments.sampling.rewards import build_reward
+from entropy_experiments.sampling.rewards import OwnReward, build_reward, import_recorded_reward
 from oracles.tiny_grpo import reward as of_a_module
 
 pytestmark = pytest.mark.faults

@@ -24,12 +24,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from entropy_experiments.checkpoints.layout import read_json
 from entropy_experiments.checkpoints.training_record import RECORD_FILE, read_record
 from entropy_experiments.config.fields import Names, Text
-from entropy_experiments.config.inputs import Data, Sampling, Update
-from entropy_experiments.config.nested import shown
+from entropy_experiments.config.keys import shown
 from entropy_experiments.config.reading import LARGEST_FILE
+from entropy_experiments.config.sections import Data, Sampling, Update
 from entropy_experiments.config.yaml_dialect import parse_text
-from entropy_experiments.input_errors import short
-from entropy_experiments.input_files import check_regular
+from entropy_experiments.input_errors import check_regular, short
 
 FACTS_FILE = "entropy_probe.json"
 TRL_FILES = ("trl.yaml", "trl_config.yaml", "grpo.yaml", "training.yaml", "train.yaml")

@@ -143,8 +143,8 @@ def _follow(run: Path, html: Path | None, asked: dict[str, Any], *, quiet: bool)
             f"--follow together with {', '.join(wrong)}: it redraws the HTML report of one probed "
             "training, and nothing else. Leave one out."
         )
-    from entropy_experiments.report.follow import EVERY, follow
     from entropy_experiments.report.html.page import checked, default_path, write_report
+    from entropy_experiments.report.training import EVERY, follow
 
     checked()
     page = default_path(run) if html is None else html

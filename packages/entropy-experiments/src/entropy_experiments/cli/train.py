@@ -106,8 +106,7 @@ def train(
         if rank == 0:
             try_folder(settings.output_dir)
 
-        from entropy_experiments.online.train.doctor import gradient_errors
-        from entropy_experiments.online.train.equal_rewards import EqualRewardsError
+        from entropy_experiments.online.train.callbacks import EqualRewardsError, gradient_errors
         from entropy_experiments.online.train.run import train as run
         from entropy_experiments.online.train.summary import summary_words
 

@@ -14,7 +14,7 @@ from entropy_experiments.config.fields import Section
 from entropy_experiments.config.model import Config, validated
 from entropy_experiments.config.problems import ConfigError
 from entropy_experiments.config.yaml_dialect import parse_text
-from entropy_experiments.input_files import check_regular, expand_path
+from entropy_experiments.input_errors import check_regular, expand_path
 
 DEFAULT_TEMPLATE = "quick_start.yaml"
 """What a command runs without --config, on the policy in the package."""

@@ -30,7 +30,7 @@ from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.checkpoints.training_facts import FACTS_FILE
 from entropy_experiments.config import Config, parse_config
-from entropy_experiments.config.estimates import BatchRequest
+from entropy_experiments.config.sections import BatchRequest
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import norm, shifted

@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.checkpoints.training_record import RECORDED
-from entropy_experiments.input_errors import library_errors, time_limit
-from entropy_experiments.input_files import read_jsonl
+from entropy_experiments.input_errors import library_errors, read_jsonl, time_limit
 from entropy_experiments.sampling.countdown import Countdown
 from entropy_experiments.sampling.countdown import problems as countdown_problems
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from entropy_experiments.artifacts import sweep_partials, write_whole
 from entropy_experiments.checkpoints.runs import checkpoints_by_step
-from entropy_experiments.config.nested import shown
+from entropy_experiments.config.keys import shown
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_reading import load_training, training_yaml
 

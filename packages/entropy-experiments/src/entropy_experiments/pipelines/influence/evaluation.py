@@ -1,6 +1,6 @@
 """The stages of one evaluation batch that others read: base, matrix, tokens, measured changes.
 
-`ledgers` and `questions` have the rest. A stage that reads another one has that one's key in its
+`questions` has the rest. A stage that reads another one has that one's key in its
 own.
 """
 

@@ -1,7 +1,14 @@
-"""The files of a finished study, as bytes: summary.json, arrays, token tables, drawings.
+"""The files of a finished study, as bytes: summary.json, arrays, token tables, texts, drawings.
 
 A study's results come from stages on disk, so files of a resumed study are those of one that was
 never disturbed. `docs` of each array (what, shape, units) go into the manifest.
+
+    pieces of rollout i, joined        = its response, decoded as a whole
+    update_rollouts.json               prompt, gaps and facts of every rollout
+
+A piece is what a token adds to the text before it. `decode` of a token alone is something else: a
+word without the space before it, half of a character. Such a half has an empty piece; the token
+that completes the character has all of it.
 """
 
 from __future__ import annotations
@@ -9,9 +16,10 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -23,12 +31,12 @@ from entropy_experiments.attribution.token_rows import token_rows
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
-from entropy_experiments.pipelines.influence.drawings import NOT_DRAWN, can_draw, study_drawings
 from entropy_experiments.pipelines.influence.questions import answer_or_error
 from entropy_experiments.pipelines.influence.results import EvaluationResults, StudyResults
 from entropy_experiments.pipelines.influence.store import Stage
 from entropy_experiments.pipelines.influence.summary_json import budget_json, fisher_json
-from entropy_experiments.pipelines.influence.texts import update_texts
+from entropy_experiments.report.figures.style import INSTALL, can_draw
+from entropy_experiments.report.figures.write import study_plots
 from entropy_experiments.results import (
     DIFFERENTIATED,
     INFLUENCE,
@@ -38,7 +46,8 @@ from entropy_experiments.results import (
     RankedToken,
     finite,
 )
-from entropy_experiments.study_files import ArrayFacts
+from entropy_experiments.study_files import ArrayFacts, NewFiles
+from entropy_experiments.types import UpdateBatch
 
 TABLE_FACTS = b"entropy_experiments.table"
 GROUPS: tuple[By, ...] = (
@@ -56,6 +65,10 @@ MOVED = 5
 """Evaluation rollouts whose log-prob changes summary.json tells; changes.json has all."""
 SPLIT = "split so that each entry's slope in eta is the first-order contribution"
 """How a measured change is shared among evaluation rollouts: F_ij of `attribution.finite`."""
+Decode = Callable[[list[int]], str]
+BROKEN = "\ufffd"
+"""How decoders write a character that is not complete yet."""
+NOT_DRAWN = f"plots/ is left out: matplotlib is not installed ({INSTALL})"
 
 
 class StudyFiles:
@@ -355,3 +368,79 @@ def _stack(tensors: Mapping[str, Any], part: str, rows: Sequence[int], eta: floa
 
 def _mean(reward_N: Any) -> float | None:
     return None if reward_N is None else float(reward_N.double().mean())
+
+
+def update_texts(batch: UpdateBatch, decode: Decode) -> tuple[list[dict[str, Any]], list[str]]:
+    """(a row per rollout, a piece per response token in order of rollout and position).
+
+    `gaps` of a rollout: text between response tokens that the policy did not write (tool output),
+    by the index of the response token that follows.
+    """
+    rollouts, decode = batch.rollouts, _remembering(decode)
+    rows, pieces = [], []
+    for i in range(len(rollouts)):
+        inside_S = rollouts.attention_NS[i]
+        ids = rollouts.tokens_NS[i][inside_S].tolist()
+        written = rollouts.response_NS[i][inside_S].tolist()
+        first = written.index(True) if any(written) else len(ids)
+        own: list[str] = []
+        gaps: dict[str, str] = {}
+        for piece, mine in zip(pieces_of(ids, first, decode), written[first:]):
+            if mine:
+                own.append(piece)
+            else:
+                gaps[str(len(own))] = gaps.get(str(len(own)), "") + piece
+        rows.append(
+            {
+                "rollout": i,
+                "prompt": int(rollouts.prompt_N[i]),
+                "prompt_text": decode(ids[:first]),
+                "reward": None if batch.reward_N is None else float(batch.reward_N[i]),
+                "truncated": bool(rollouts.truncated_N[i]),
+                "gaps": gaps,
+            }
+        )
+        pieces += own
+    return rows, pieces
+
+
+def pieces_of(ids: list[int], first: int, decode: Decode) -> list[str]:
+    """What each of ids[first:] adds to the text of those before it."""
+    out: list[str] = []
+    start, told = max(first - 1, 0), first  # ids[start:told] is context whose text is out already
+    for at in range(first, len(ids)):
+        before, text = decode(ids[start:told]), decode(ids[start : at + 1])
+        if text.endswith(BROKEN) and at + 1 < len(ids):
+            out.append("")
+            continue
+        # Some decoders rewrite what came before (a space before a comma); then the token alone.
+        out.append(text[len(before) :] if text.startswith(before) else decode(ids[told : at + 1]))
+        start, told = told, at + 1
+    return out
+
+
+def _remembering(decode: Decode) -> Decode:
+    """Short runs of tokens come back again and again."""
+    seen: dict[tuple[int, ...], str] = {}
+
+    def remembered(ids: list[int]) -> str:
+        key = tuple(ids)
+        if len(key) > 4:
+            return decode(ids)
+        if key not in seen:
+            seen[key] = decode(ids)
+        return seen[key]
+
+    return remembered
+
+
+def study_drawings(
+    folder: Path,
+    contents: Mapping[str, bytes],
+    arrays: Mapping[str, ArrayFacts],
+    summary: InfluenceResult,
+) -> dict[str, bytes]:
+    """PNG files by name, made from the study's other files; none without matplotlib."""
+    if not can_draw():
+        return {}
+    return study_plots(NewFiles(folder=folder, contents=contents, described=arrays), summary)

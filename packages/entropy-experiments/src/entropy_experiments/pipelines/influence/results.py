@@ -17,14 +17,14 @@ from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.attribution.matrix import InfluenceMatrix
 from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.config import Config
-from entropy_experiments.config.estimates import BatchRequest
+from entropy_experiments.config.sections import BatchRequest
 from entropy_experiments.numerics.derivatives import How
 from entropy_experiments.pipelines.influence.certified import still_open
 from entropy_experiments.pipelines.influence.evaluation import Evaluation, evaluations_of
-from entropy_experiments.pipelines.influence.ledgers import ledgers
 from entropy_experiments.pipelines.influence.questions import (
     answer_or_error,
     fisher,
+    ledgers,
     left_out,
     what_if,
 )
