@@ -224,7 +224,7 @@ class StepCertificateResult(TypedDict):
 
 
 class ProbeCore(Stamp):
-    """What every log level has; the numbers of a skipped phase are absent."""
+    """What results and logs share; numbers of a skipped phase, or of another level, are absent."""
 
     checkpoint: str
     learning_rate: float
@@ -238,6 +238,16 @@ class ProbeCore(Stamp):
     deltaH1: NotRequired[float]
     deltaH_true: NotRequired[float]
     H_upd: NotRequired[float]
+    avg_reward: NotRequired[float]
+    mode: NotRequired[str | None]
+    deltaH1_to_go: NotRequired[float]
+    curvature_term: NotRequired[float]
+    linear_range: NotRequired[float | None]
+    diagnostics: NotRequired[WeightsResult]
+    sweep: NotRequired[list[SweepPoint]]
+    difference: NotRequired[float]
+    made_step: NotRequired[MadeStep]
+    step_certificate: NotRequired[StepCertificateResult]
 
 
 class ProbeResult(ProbeCore):
@@ -250,16 +260,6 @@ class ProbeResult(ProbeCore):
     assumed: JSONObject
     not_verifiable: list[str]
     notes: list[str]
-    avg_reward: NotRequired[float]
-    mode: NotRequired[str | None]
-    deltaH1_to_go: NotRequired[float]
-    curvature_term: NotRequired[float]
-    linear_range: NotRequired[float | None]
-    diagnostics: NotRequired[WeightsResult]
-    sweep: NotRequired[list[SweepPoint]]
-    difference: NotRequired[float]
-    made_step: NotRequired[MadeStep]
-    step_certificate: NotRequired[StepCertificateResult]
     verdict: NotRequired[list[str]]
     log_path: NotRequired[str]
 
@@ -295,16 +295,6 @@ class ProbeLog(ProbeCore):
     assumed: NotRequired[JSONObject]
     not_verifiable: NotRequired[list[str]]
     notes: NotRequired[list[str]]
-    avg_reward: NotRequired[float]
-    mode: NotRequired[str | None]
-    deltaH1_to_go: NotRequired[float]
-    curvature_term: NotRequired[float]
-    linear_range: NotRequired[float | None]
-    diagnostics: NotRequired[WeightsResult]
-    sweep: NotRequired[list[SweepPoint]]
-    difference: NotRequired[float]
-    made_step: NotRequired[MadeStep]
-    step_certificate: NotRequired[StepCertificateResult]
     batches: NotRequired[JSONObject]
     update_vector: NotRequired[JSONObject]
     messages: NotRequired[list[str]]

@@ -96,6 +96,11 @@ def load_config(path: str | Path | None = None) -> Config:
     return validated(mapping, source=source, where=lines)
 
 
+def as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
+    """A configuration from any of its forms: a value, a dict, a file or a template's name."""
+    return load_config(config) if isinstance(config, str | Path) else parse_config(config or {})
+
+
 def template_names() -> tuple[str, ...]:
     folder = resources.files("entropy_experiments") / "configs"
     return tuple(sorted(file.name for file in folder.iterdir() if file.name.endswith(".yaml")))

@@ -29,7 +29,7 @@ from scipy.special import stdtrit
 
 from entropy_experiments.artifacts import digest_of, write_whole
 from entropy_experiments.checkpoints.runs import provenance
-from entropy_experiments.config import Config, load_config, parse_config
+from entropy_experiments.config import Config, as_config
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.curvature import curvature
 from entropy_experiments.estimate.first_order import first_order
@@ -142,11 +142,7 @@ class EntropyMeasurements:
     def __init__(
         self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
     ) -> None:
-        self.config: Config
-        if isinstance(config, str | Path):
-            self.config = load_config(config)
-        else:
-            self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self.config: Config = as_config(config)
         self._quiet = quiet
 
     def run_experiments(

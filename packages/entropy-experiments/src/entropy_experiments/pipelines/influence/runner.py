@@ -22,7 +22,7 @@ from typing import Any
 from entropy_experiments.artifacts import digest_of
 from entropy_experiments.attribution import whatif
 from entropy_experiments.checkpoints.runs import provenance
-from entropy_experiments.config import Config, load_config, parse_config
+from entropy_experiments.config import Config, as_config
 from entropy_experiments.config.sections import BatchRequest
 from entropy_experiments.config.sections import Workspace as WorkspaceSpec
 from entropy_experiments.distributed import current
@@ -146,11 +146,7 @@ class EntropyInfluenceRunner:
     def __init__(
         self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
     ) -> None:
-        self.config: Config
-        if isinstance(config, str | Path):
-            self.config = load_config(config)
-        else:
-            self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self.config: Config = as_config(config)
         self._quiet = quiet
 
     def run(
