@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -43,6 +43,7 @@ from entropy_experiments.online.train.trainer import (
     reward_functions,
 )
 from entropy_experiments.pipelines.training_facts import training_facts
+from entropy_experiments.results import DoctorSummary, TrainingResult, read_training_summary
 from entropy_experiments.sampling.rollout_files import load_update_batch
 
 pytestmark = pytest.mark.contract
@@ -112,7 +113,9 @@ def test_it_says_where_everything_is(run):
     shown = [line for line in result.stderr.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in shown] == ["1/4", "2/4", "3/4", "4/4"]
     assert all("predicted" in line and "measured" in line for line in shown)
-    found = json.loads((out / "train_summary.json").read_text())
+    found = read_training_summary(out)
+    assert found.keys() == get_type_hints(TrainingResult).keys()
+    assert found["doctor"].keys() == get_type_hints(DoctorSummary).keys()
     assert found["steps"] == found["steps_now"] == 4
     assert found["probe"]["off"] is None
     assert found["probe"]["probed_steps"] == 4

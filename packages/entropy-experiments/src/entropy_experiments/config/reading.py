@@ -98,6 +98,8 @@ def load_config(path: str | Path | None = None) -> Config:
 
 def as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
     """A configuration from any of its forms: a value, a dict, a file or a template's name."""
+    if isinstance(config, Config):
+        return config
     return load_config(config) if isinstance(config, str | Path) else parse_config(config or {})
 
 

@@ -61,7 +61,14 @@ from entropy_experiments.pipelines.evaluation_request import (
 )
 from entropy_experiments.pipelines.run_conditions import analysis_conditions, check_sharding, loaded
 from entropy_experiments.report.figures.style import NEEDED, can_draw
-from entropy_experiments.results import EVALUATION, EvaluationResult, JSONObject, numbers
+from entropy_experiments.results import (
+    EVALUATION,
+    EVALUATION_FILE,
+    CheckpointFacts,
+    EvaluationResult,
+    JSONObject,
+    numbers,
+)
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.sampling.rollout_files import RolloutStore
@@ -70,7 +77,7 @@ RESULTS = Path("results") / "evaluations"
 PLOT = "evaluation.png"
 Say = Callable[[str], None]
 AGAIN = "Delete it: what it speaks of is then done again."
-RESULT, SETTINGS, CHECKPOINTS, UNITS = "evaluation.json", "settings.json", "checkpoints", "units"
+SETTINGS, CHECKPOINTS, UNITS = "settings.json", "checkpoints", "units"
 
 
 def evaluate_checkpoints(
@@ -121,7 +128,7 @@ def evaluate_checkpoints(
     with analysis_conditions():
         pending = [one for one in asked.candidates if done[one.label] is None]
         if pending:
-            check_sharding(config, top_p=asked.law["top_p"])
+            check_sharding(config, top_p=asked.settings["top_p"])
         # What is wrong with the last one should not be told after hours of the others. Of a model
         # that is cut, every process would read the whole once more: its files have been looked at.
         for one in pending if len(pending) > 1 and config.checkpoint.sharding == "none" else ():
@@ -191,7 +198,7 @@ def _opened(
 
 def _evaluated(
     asked: Evaluation, candidate: Candidate, store: EvaluationStore, *, quiet: bool
-) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+) -> tuple[dict[str, list[Any]], CheckpointFacts]:
     """(rows, facts) of one checkpoint."""
     begun, settings = time.perf_counter(), asked.settings
     checkpoint, generator, problems = _opened(asked, candidate, quiet=quiet)
@@ -213,7 +220,7 @@ def _evaluated(
     )
     count = len(rollouts)
     label = {"checkpoint": [candidate.label] * count, "step": [checkpoint.step] * count}
-    facts = {
+    facts: CheckpointFacts = {
         "label": candidate.label,
         "step": checkpoint.step,
         "kind": checkpoint.kind,
@@ -228,19 +235,26 @@ def _evaluated(
 def _result(
     asked: Evaluation, store: EvaluationStore, done: dict[str, Finished]
 ) -> EvaluationResult:
-    options = {"samples": asked.settings["samples"], "ks": asked.request.k, "law": asked.law}
-    found = {label: measures(one.rows, **options) for label, one in done.items()}
+    found = {
+        label: measures(
+            one.rows,
+            samples=asked.settings["samples"],
+            ks=asked.request.k,
+            sampled=asked.sampled,
+        )
+        for label, one in done.items()
+    }
     first, *others = found
-    result: JSONObject = {
+    return {
         **EVALUATION.stamp,
         "folder": str(store.folder),
-        "settings": dict(asked.settings),
+        "settings": asked.settings,
         "k": list(asked.request.k),
         "notes": list(asked.notes),
         "provenance": provenance(),
         "checkpoints": [
             {
-                **{k: v for k, v in one.facts.items() if k not in ("key", "rows_sha256")},
+                **one.facts,
                 "rows": store.name_of(label),
                 "measures": {name: numbers(x) for name, x in found[label].items()},
                 "length_quantiles": length_quantiles(one.rows),
@@ -258,7 +272,6 @@ def _result(
             for label in others
         ],
     }
-    return cast(EvaluationResult, result)  # settings and facts are JSON of the request
 
 
 def _plotted(result: EvaluationResult, store: EvaluationStore, say: Say) -> str | None:
@@ -280,7 +293,7 @@ class Finished:
     """One checkpoint's rows and facts."""
 
     rows: Mapping[str, list[Any]]
-    facts: JSONObject
+    facts: CheckpointFacts
 
 
 class EvaluationStore:
@@ -313,7 +326,7 @@ class EvaluationStore:
         mine, path = _plain(settings), self.folder / SETTINGS
         (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         if read_json_object(path, advice=AGAIN) != mine:
-            (self.folder / RESULT).unlink(missing_ok=True)
+            (self.folder / EVALUATION_FILE).unlink(missing_ok=True)
             for old in sorted((self.folder / CHECKPOINTS).glob("*.json")):
                 old.unlink()
                 old.with_suffix(".parquet").unlink(missing_ok=True)
@@ -322,26 +335,26 @@ class EvaluationStore:
     def get(self, label: str, key: str) -> Finished | None:
         """What was finished under this very key; None: it has to be done (again)."""
         facts = read_json_object(self._path(label, "json"), advice=AGAIN)
-        if facts is None or facts.get("key") != key:
+        if facts is None or facts.pop("key", None) != key:
             return None
         path = self._path(label, "parquet")
         data = path.read_bytes() if path.is_file() else b""
-        if described(data)["sha256"] != facts.get("rows_sha256"):
+        if described(data)["sha256"] != facts.pop("rows_sha256", None):
             return None
-        return Finished(rows=_read(data), facts=facts)
+        return Finished(rows=_read(data), facts=cast(CheckpointFacts, facts))
 
     def put(
-        self, label: str, key: str, rows: Mapping[str, list[Any]], facts: JSONObject
+        self, label: str, key: str, rows: Mapping[str, list[Any]], facts: CheckpointFacts
     ) -> Finished:
         data = _parquet(rows)
         said = {**facts, "key": key, "rows_sha256": described(data)["sha256"]}
         write_whole(self._path(label, "parquet"), data)
         write_json(self._path(label, "json"), said)
         # As read, not as made: a resumed evaluation must say the same to the last bit.
-        return Finished(rows=_read(data), facts=json.loads(json.dumps(said)))
+        return Finished(rows=_read(data), facts=json.loads(json.dumps(facts)))
 
     def finish(self, result: EvaluationResult) -> None:
-        write_json(self.folder / RESULT, result)
+        write_json(self.folder / EVALUATION_FILE, result)
 
     def name_of(self, label: str) -> str:
         """The parquet file, as the result names it."""

@@ -12,6 +12,7 @@ else says that the law that was sampled is not the law that is scored.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from entropy_experiments.estimate.shares import (
     share_by_prompt,
 )
 from entropy_experiments.pipelines.probe_sampling import response_ids
+from entropy_experiments.results import HighEntropyToken
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.rewards import Reward, build_reward, final_answer
 from entropy_experiments.types import Estimand, Estimate, Rollouts, Scores
@@ -84,7 +86,7 @@ def _format(texts: list[str], asked: list[Problem]) -> list[float]:
 
 def high_entropy_tokens(
     rollouts: Rollouts, scores: Scores, decode: Callable[[list[int]], str]
-) -> list[dict[str, Any]]:
+) -> list[HighEntropyToken]:
     """Tokens drawn where the policy was least sure, by the mean entropy of the laws they are from.
 
     `share_of_entropy`: how much of the entropy of all responses their draws hold.
@@ -95,13 +97,21 @@ def high_entropy_tokens(
     found, index_T, count = torch.unique(token_T, return_inverse=True, return_counts=True)
     total = torch.zeros(len(found), dtype=torch.float64).index_add(0, index_T, entropy_T)
     whole = float(entropy_T.sum())
-    rows: list[Mapping[str, Any]] = [
-        {"id": i, "count": n, "mean_entropy": h / n, "share_of_entropy": h / whole if whole else 0}
+    means = [
+        (-h / n, i, n, h)
         for i, n, h in zip(found.tolist(), count.tolist(), total.tolist())
         if n >= LEAST_COUNT
     ]
-    rows.sort(key=lambda row: (-row["mean_entropy"], row["id"]))
-    return [{"token": decode([row["id"]]), **row} for row in rows[:TOP_TOKENS]]
+    return [
+        {
+            "token": decode([i]),
+            "id": i,
+            "count": n,
+            "mean_entropy": h / n,
+            "share_of_entropy": h / whole if whole else 0,
+        }
+        for _, i, n, h in sorted(means)[:TOP_TOKENS]
+    ]
 
 
 def check_reward(reward: Reward, problems: Sequence[Problem]) -> None:
@@ -115,11 +125,11 @@ def check_reward(reward: Reward, problems: Sequence[Problem]) -> None:
 
 
 def measures(
-    rows: Rows, *, samples: int, ks: Sequence[int], law: Mapping[str, Any]
+    rows: Rows, *, samples: int, ks: Sequence[int], sampled: Estimand
 ) -> dict[str, Estimate]:
-    """Estimates by name. `law`: temperature, top_p and horizon of what was sampled."""
-    of_rollouts = Estimand(quantity="reward", unit="sequence", **law)
-    of_tokens = Estimand(unit="token", **law)
+    """Estimates by name. `sampled`: temperature, top_p and horizon of the responses."""
+    of_rollouts = replace(sampled, quantity="reward", unit="sequence")
+    of_tokens = replace(sampled, unit="token")
 
     def by_prompt(name: str) -> Tensor:
         return torch.tensor(rows[name], dtype=torch.float64).view(-1, samples).sum(1)

@@ -24,6 +24,7 @@ from entropy_experiments.checkpoints.training_facts import FACTS_FILE
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.online.record import write_facts
 from entropy_experiments.online.trl import EntropyProbeCallback
+from entropy_experiments.results import DoctorSummary
 
 if TYPE_CHECKING:
     from gradient_doctor.hf import DoctorCallback
@@ -93,7 +94,7 @@ def doctor_paused(watcher: DoctorCallback | None) -> AbstractContextManager[Any]
     return nullcontext() if doctor is None else doctor.session.pause()
 
 
-def doctor_summary(doctor: DoctorCallback | None) -> dict[str, Any]:
+def doctor_summary(doctor: DoctorCallback | None) -> DoctorSummary:
     """For the summary: whether gradients were examined, how many warnings and errors, and which."""
     if doctor is None:
         return {"examined": False, "findings": 0, "worst": []}
