@@ -74,7 +74,7 @@ def test_files(evaluated):
         (written["checkpoints"][0], EvaluatedCheckpoint),
         (written["checkpoints"][0]["high_entropy_tokens"][0], HighEntropyToken),
     ):
-        assert of.__required_keys__ <= value.keys() <= get_type_hints(of).keys()
+        assert {*value, "sharding"} == {*get_type_hints(of), "sharding"}  # of a model that is cut
     assert (folder / result["plot"]).read_bytes().startswith(b"\x89PNG")
     assert (folder / result["plot"]).stat().st_size > 10_000
     assert not list(folder.rglob("*.partial"))
