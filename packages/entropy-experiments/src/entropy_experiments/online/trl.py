@@ -71,6 +71,7 @@ from entropy_experiments.online.trl_trainer import (
     without_autocast,
 )
 from entropy_experiments.online.watch import LOG, PATIENCE, ROWS, Throttle, Watch
+from entropy_experiments.results import TrainingRow
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.types import Rollouts
 from entropy_experiments.types.estimate import MIN_PROMPTS
@@ -212,7 +213,7 @@ class EntropyProbeCallback(TrainerCallback):
         return self
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[TrainingRow]:
         """What was found so far, one row per probed step (rank 0)."""
         return [] if self._watch is None else self._watch.rows
 
@@ -450,7 +451,7 @@ class EntropyProbeCallback(TrainerCallback):
         prompts = EvaluationPrompts(trainer, self.prompts, self.seed, generator.longest_prompt)
         return Fresh(make_draw(generator, prompts, group=self.group, ranks=ranks), uses=self.uses)
 
-    def _publish(self, row: Mapping[str, Any]) -> None:
+    def _publish(self, row: TrainingRow) -> None:
         self._log(metrics_of(row))
 
     def _log(self, metrics: Mapping[str, float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NotRequired, TypedDict, final
 
-from entropy_experiments.results.schema import EstimateResult, JSONObject, Stamp
+from entropy_experiments.results.schema import EstimateResult, JSONObject, MeasuredResult, Stamp
 
 
 class LedgerLine(TypedDict):
@@ -107,6 +107,7 @@ class ConfirmationAnswer(TypedDict):
     beyond_linear: NotRequired[bool | None]
     confirmed: NotRequired[bool | None]
     text: NotRequired[str]
+    clip_c: NotRequired[float | None]
 
 
 Confirmation = ConfirmationAnswer | Unanswered
@@ -138,6 +139,8 @@ class LeftOutAnswer(TypedDict):
     measured: EstimateResult
     difference: EstimateResult
     influence: float
+    label: NotRequired[str]
+    clip_factor: NotRequired[float]
 
 
 @final
@@ -211,6 +214,18 @@ class TableFacts(TypedDict, total=False):
     share_K: list[float]
 
 
+class AggregateResult(TypedDict):
+    """The change at one step size: measured along the whole step and its baseline, and summed."""
+
+    full: MeasuredResult
+    baseline: MeasuredResult
+    first_order: float
+    first_order_baseline: float
+    first_order_gradient: float
+    grad_sum_measured: float | None
+    reconstruction_error: float | None
+
+
 class EvaluationBatch(TypedDict):
     """One evaluation batch of a study."""
 
@@ -220,7 +235,7 @@ class EvaluationBatch(TypedDict):
     prompts: int
     tokens: int
     level: EstimateResult
-    aggregate: dict[str, JSONObject]
+    aggregate: dict[str, AggregateResult]
     ledger: Ledgers
     groups: dict[str, dict[str, GroupResult]]
     ranked: dict[str, list[RankedToken]]
@@ -243,8 +258,22 @@ class EvaluationBatch(TypedDict):
 
 
 class Certified(TypedDict, total=False):
+    """How far the rebuilt step is from the one that training made; empty: nobody made it."""
+
+    gradient_distance: float | None
+    step_distance: float
     unchecked: str
-    step_distance: float | None
+    another_step: str
+
+
+class StepResult(TypedDict):
+    """The rebuilt step."""
+
+    norms: dict[str, float]
+    loss: float
+    precision: dict[str, str]
+    clip_factor: float
+    certified: NotRequired[Certified]
 
 
 class UpdateResult(TypedDict):
@@ -280,7 +309,7 @@ class InfluenceResult(Stamp):
     clip_c: float | None
     plan: JSONObject
     update: UpdateResult
-    aggregate: dict[str, JSONObject]
+    aggregate: dict[str, AggregateResult]
     ledger: LedgerResult
     evaluations: list[EvaluationBatch]
     notes: list[str]
@@ -295,6 +324,9 @@ class UpdateText(TypedDict):
     """A row of update_rollouts.json."""
 
     rollout: int
+    prompt: int
     prompt_text: str
+    reward: float | None
     truncated: NotRequired[bool]
-    gaps: NotRequired[list[int]]
+    gaps: NotRequired[dict[str, str]]
+    """Text that the policy did not write, by the index of the response token that follows."""

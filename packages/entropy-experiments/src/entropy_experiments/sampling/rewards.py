@@ -42,7 +42,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from entropy_experiments.checkpoints.training_record import module_is_file
+from entropy_experiments.checkpoints.training_record import RewardSource, module_is_file
 from entropy_experiments.input_errors import (
     TimeLimitError,
     can_interrupt,
@@ -145,7 +145,7 @@ def build_reward(
     functions: Sequence[str],
     weights: Sequence[float] | None = None,
     *,
-    sources: Sequence[Mapping[str, Any]] | None = None,
+    sources: Sequence[RewardSource] | None = None,
     seconds: float = SECONDS,
 ) -> Reward:
     """A reward from names (see the module's docstring); weights are 1 unless given.
@@ -421,8 +421,10 @@ def import_reward(name: str, *, seconds: float = SECONDS) -> OwnReward:
     return OwnReward(name=name, function=_callable(module, function, name), seconds=seconds)
 
 
-def import_recorded_reward(source: Mapping[str, Any], *, seconds: float = SECONDS) -> OwnReward:
+def import_recorded_reward(source: RewardSource, *, seconds: float = SECONDS) -> OwnReward:
     """A function of a training record, which was looked at before: `training_record`."""
+    assert "file" in source  # one without file and function is refused there
+    assert "function" in source
     name, file, module = source["name"], Path(source["file"]), source.get("module")
     with users_code(
         f"The run's reward {name!r} in {file}",

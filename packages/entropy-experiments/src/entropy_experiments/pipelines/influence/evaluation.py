@@ -35,7 +35,7 @@ from entropy_experiments.pipelines.influence.packing import (
 from entropy_experiments.pipelines.influence.stages import Study, rollouts_digest
 from entropy_experiments.pipelines.influence.store import Stage, digest_of_tensors
 from entropy_experiments.pipelines.influence.summary_json import changes
-from entropy_experiments.results import numbers
+from entropy_experiments.results import EstimateResult, numbers
 from entropy_experiments.types import Scores
 
 AT_ONCE = 4
@@ -92,7 +92,7 @@ class Evaluation:
         return unpack_scores(self._base)
 
     @property
-    def level(self) -> dict[str, Any]:
+    def level(self) -> EstimateResult:
         return self._base.facts["level"]
 
     @property

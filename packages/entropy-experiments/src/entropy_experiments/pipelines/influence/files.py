@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
+from torch import Tensor
 
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.groups import By, Most, grouped, ranked
@@ -34,16 +35,24 @@ from entropy_experiments.distributed import current
 from entropy_experiments.pipelines.influence.questions import answer_or_error
 from entropy_experiments.pipelines.influence.results import EvaluationResults, StudyResults
 from entropy_experiments.pipelines.influence.store import Stage
-from entropy_experiments.pipelines.influence.summary_json import budget_json, fisher_json
+from entropy_experiments.pipelines.influence.summary_json import (
+    budget_json,
+    fisher_json,
+    moved_rollouts,
+)
 from entropy_experiments.report.figures.style import INSTALL, can_draw
 from entropy_experiments.report.figures.write import study_plots
 from entropy_experiments.results import (
     DIFFERENTIATED,
     INFLUENCE,
+    AggregateResult,
     EvaluationBatch,
+    FisherResult,
+    GroupResult,
     InfluenceResult,
     JSONObject,
     RankedToken,
+    UpdateText,
     finite,
 )
 from entropy_experiments.study_files import ArrayFacts, NewFiles
@@ -93,7 +102,7 @@ class StudyFiles:
         return self.files, self.arrays, summary
 
     @cached_property
-    def _texts(self) -> tuple[list[dict[str, Any]], list[str]]:
+    def _texts(self) -> tuple[list[UpdateText], list[str]]:
         return update_texts(self.results.batch, self.results.decode)
 
     def _array(self, name: str, values: np.ndarray, what: str, units: str = "nats") -> None:
@@ -217,7 +226,7 @@ class StudyFiles:
             text = json.dumps(said, indent=1, allow_nan=False)
             self.files[f"{name}_grad_eta/{end}.json"] = text.encode()
 
-    def _fisher(self, one: EvaluationResults) -> Mapping[str, Any] | None:
+    def _fisher(self, one: EvaluationResults) -> FisherResult | None:
         stage = one.fisher
         if not isinstance(stage, Stage):
             return stage
@@ -233,11 +242,10 @@ class StudyFiles:
             self._array(f"{folder}/{name}.npy", values_EN, f"{what} [evaluation, update]", units)
         what = f"measured change of S_i along the gradient part of the step at eta {eta:g}"
         self._array(f"{folder}/measured.npy", stage.tensors["measured_E"].numpy(), what)
-        facts = fisher_json(stage)
-        rows = facts.pop("rollouts")
+        rows = moved_rollouts(stage)
         self.files[f"{folder}/changes.json"] = json.dumps(rows, indent=1).encode()
         moved = sorted(rows, key=lambda row: -abs(row["measured"]))[:MOVED]
-        return {**facts, "moved": moved}
+        return fisher_json(stage, moved)
 
     def _table(self, one: EvaluationResults) -> None:
         import pyarrow
@@ -257,15 +265,14 @@ class StudyFiles:
         if one is self.results.evaluations[0]:
             self.files["tokens.parquet"] = buffer.getvalue()
 
-    def _aggregate(self, one: EvaluationResults, eta: float) -> dict[str, Any]:
+    def _aggregate(self, one: EvaluationResults, eta: float) -> AggregateResult:
         tokens, scale = one.tokens, eta / self.results.direction.lr
-        out: dict[str, Any] = {
-            part: one.changes.facts[f"{part}|{eta!r}"] for part in (FULL, BASELINE)
-        }
-        baseline = sum(tokens.baseline.values())
-        out |= {
+        full, baseline = (one.changes.facts[f"{part}|{eta!r}"] for part in (FULL, BASELINE))
+        out: AggregateResult = {
+            "full": full,
+            "baseline": baseline,
             "first_order": scale * tokens.total,
-            "first_order_baseline": scale * baseline,
+            "first_order_baseline": scale * sum(tokens.baseline.values()),
             "first_order_gradient": scale * tokens.gradient,
             "grad_sum_measured": None,
             "reconstruction_error": None,
@@ -274,7 +281,7 @@ class StudyFiles:
         if len(rows) == len(tokens.rollout_N) and eta in self.results.per_sequence_etas:
             summed = math.fsum(singles.facts[f"grad|{row}|{eta!r}"]["value"] for row in rows)
             out["grad_sum_measured"] = summed
-            out["reconstruction_error"] = out[FULL]["value"] - out[BASELINE]["value"] - summed
+            out["reconstruction_error"] = full["value"] - baseline["value"] - summed
         return out
 
     def _ranked(self, one: EvaluationResults, most: Most) -> list[RankedToken]:
@@ -352,32 +359,36 @@ class StudyFiles:
         return cast(InfluenceResult, result)
 
 
-def _groups(one: EvaluationResults) -> dict[str, Any]:
+def _groups(one: EvaluationResults) -> dict[str, dict[str, GroupResult]]:
     """Every grouping that this batch allows."""
     scored = one.tokens.batch.reward_N is not None
     return {
-        by: {label: asdict(group) for label, group in grouped(one.tokens, by).items()}
+        by: {
+            label: cast(GroupResult, asdict(group))
+            for label, group in grouped(one.tokens, by).items()
+        }
         for by in GROUPS
         if by != "correctness" or scored
     }
 
 
-def _stack(tensors: Mapping[str, Any], part: str, rows: Sequence[int], eta: float) -> np.ndarray:
+def _stack(tensors: Mapping[str, Tensor], part: str, rows: Sequence[int], eta: float) -> np.ndarray:
     return np.stack([tensors[f"{part}|{row}|{eta!r}"].numpy() for row in rows], axis=1)
 
 
-def _mean(reward_N: Any) -> float | None:
+def _mean(reward_N: Tensor | None) -> float | None:
     return None if reward_N is None else float(reward_N.double().mean())
 
 
-def update_texts(batch: UpdateBatch, decode: Decode) -> tuple[list[dict[str, Any]], list[str]]:
+def update_texts(batch: UpdateBatch, decode: Decode) -> tuple[list[UpdateText], list[str]]:
     """(a row per rollout, a piece per response token in order of rollout and position).
 
     `gaps` of a rollout: text between response tokens that the policy did not write (tool output),
     by the index of the response token that follows.
     """
     rollouts, decode = batch.rollouts, _remembering(decode)
-    rows, pieces = [], []
+    rows: list[UpdateText] = []
+    pieces: list[str] = []
     for i in range(len(rollouts)):
         inside_S = rollouts.attention_NS[i]
         ids = rollouts.tokens_NS[i][inside_S].tolist()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.fisher import (
@@ -34,13 +34,21 @@ from entropy_experiments.pipelines.influence.summary_json import (
     ledger_json,
     prediction_json,
 )
-from entropy_experiments.results import numbers
+from entropy_experiments.results import (
+    ConfirmationAnswer,
+    Ledgers,
+    LeftOut,
+    LeftOutAnswer,
+    Unanswered,
+    WhatIf,
+    numbers,
+)
 from entropy_experiments.sampling.advantages import advantages_by_prompt
 
 
-def ledgers(evaluation: Evaluation) -> dict[str, Any]:
+def ledgers(evaluation: Evaluation) -> Ledgers:
     """JSON of both; the reward's is None where E has no rewards."""
-    both = {"entropy": entropy_stage(evaluation).facts["ledger"], "reward": None}
+    both: Ledgers = {"entropy": entropy_stage(evaluation).facts["ledger"], "reward": None}
     if evaluation.study.asked.reward and evaluation.batch.reward_N is not None:
         both["reward"] = reward_stage(evaluation).facts["ledger"]
     return both
@@ -88,7 +96,7 @@ def reward_stage(evaluation: Evaluation) -> Stage:
 Answer = TypeVar("Answer")
 
 
-def answer_or_error(answer: Callable[[], Answer]) -> Answer | dict[str, str]:
+def answer_or_error(answer: Callable[[], Answer]) -> Answer | Unanswered:
     """A question that has no answer says why, and costs the study nothing else."""
     try:
         return answer()
@@ -96,7 +104,15 @@ def answer_or_error(answer: Callable[[], Answer]) -> Answer | dict[str, str]:
         return {"error": str(error)}
 
 
-def left_out(evaluation: Evaluation, row: int) -> dict[str, Any]:
+def left_out_or_error(evaluation: Evaluation, row: int) -> LeftOut:
+    """`left_out`, or why the step cannot be made without this rollout."""
+    try:
+        return left_out(evaluation, row)
+    except ValueError as error:
+        return {"rollout": row, "error": str(error)}
+
+
+def left_out(evaluation: Evaluation, row: int) -> LeftOutAnswer:
     """The step without one rollout, nothing frozen: predicted, against the whole step."""
     study, probe = evaluation.study, evaluation.probe
 
@@ -142,27 +158,27 @@ def left_out(evaluation: Evaluation, row: int) -> dict[str, Any]:
         )
 
     key = ["without", row, study.mode, probe.facts["advantage"], evaluation.tokens_key]
-    return dict(evaluation.stage(f"without_{row:03d}", key, 9, compute).facts)
+    stage = evaluation.stage(f"without_{row:03d}", key, 9, compute)
+    return cast(LeftOutAnswer, stage.facts)
 
 
-def what_if(evaluation: Evaluation, text: str) -> dict[str, Any]:
+def what_if(evaluation: Evaluation, text: str) -> WhatIf:
     """A counterfactual step: predicted from the token table and, where asked, confirmed."""
-
-    def answer() -> dict[str, Any]:
+    try:
         prediction = whatif.repredict(evaluation.tokens, text)
-        confirmation = None
-        if evaluation.study.asked.confirm:
-            confirmation = answer_or_error(lambda: confirmed(evaluation, text))
-        return {
-            "name": prediction.name,
-            "prediction": prediction_json(prediction),
-            "confirmation": confirmation,
-        }
+    except ValueError as error:
+        return {"name": text, "error": str(error)}
+    confirmation = None
+    if evaluation.study.asked.confirm:
+        confirmation = answer_or_error(lambda: confirmed(evaluation, text))
+    return {
+        "name": prediction.name,
+        "prediction": prediction_json(prediction),
+        "confirmation": confirmation,
+    }
 
-    return {"name": text, **answer_or_error(answer)}
 
-
-def confirmed(evaluation: Evaluation, text: str) -> dict[str, Any]:
+def confirmed(evaluation: Evaluation, text: str) -> ConfirmationAnswer:
     """The counterfactual step made in full, and measured; its weights are never clipped."""
     study = evaluation.study
 
@@ -184,7 +200,7 @@ def confirmed(evaluation: Evaluation, text: str) -> dict[str, Any]:
         return Stage(facts={**confirmation_json(confirmation), "clip_c": None})
 
     key = ["confirm", text, study.mode, evaluation.tokens_key]
-    return dict(evaluation.stage("confirm", key, 30, compute).facts)
+    return cast(ConfirmationAnswer, evaluation.stage("confirm", key, 30, compute).facts)
 
 
 def fisher(evaluation: Evaluation) -> Stage:

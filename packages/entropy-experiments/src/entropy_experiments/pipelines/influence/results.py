@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -25,11 +25,19 @@ from entropy_experiments.pipelines.influence.questions import (
     answer_or_error,
     fisher,
     ledgers,
-    left_out,
+    left_out_or_error,
     what_if,
 )
 from entropy_experiments.pipelines.influence.stages import Study
 from entropy_experiments.pipelines.influence.store import Stage
+from entropy_experiments.results import (
+    EstimateResult,
+    Ledgers,
+    LeftOut,
+    StepResult,
+    Unanswered,
+    WhatIf,
+)
 from entropy_experiments.types import Direction, Estimand, Rollouts, UpdateBatch
 from entropy_experiments.update.objective import Objective
 
@@ -44,8 +52,8 @@ class EvaluationResults:
     rollouts: Rollouts
     reward_N: Tensor | None
     notes: tuple[str, ...]
-    level: Mapping[str, Any]
-    """JSON of the entropy before the step."""
+    level: EstimateResult
+    """The entropy before the step."""
     matrix: InfluenceMatrix
     tokens: TokenInfluence
     changes: Stage
@@ -54,11 +62,11 @@ class EvaluationResults:
     """Update rollouts that `rollout_changes` is about."""
     rollout_changes: Stage
     """Measured along single rollouts: `grad|row|eta` and `both|row|eta`."""
-    ledgers: Mapping[str, Any]
-    """JSON: "entropy" and "reward" (None: no rewards)."""
-    left_out: Sequence[Mapping[str, Any]] = ()
-    what_if: Sequence[Mapping[str, Any]] = ()
-    fisher: Stage | Mapping[str, Any] | None = None
+    ledgers: Ledgers
+    """The reward's is None where there are no rewards."""
+    left_out: Sequence[LeftOut] = ()
+    what_if: Sequence[WhatIf] = ()
+    fisher: Stage | Unanswered | None = None
     """The kernel and its changes; why there are none ("error"); None: nobody asked."""
 
 
@@ -79,8 +87,7 @@ class StudyResults:
     """Training made this step of the batch."""
     objective: Objective
     direction: Direction
-    step_json: Mapping[str, Any]
-    """JSON of the step: norms, loss, precision, clip factor, and `certified` where it was."""
+    step_json: StepResult
     momentum_decay: float
     coupled_decay: bool
     estimand: Estimand
@@ -100,8 +107,8 @@ class StudyResults:
 def study_results(study: Study) -> StudyResults:
     """Computes every stage that is not stored yet."""
     evaluations = tuple(_evaluation_results(one) for one in evaluations_of(study))
-    probe, facts = study.probe, study.step_stage.facts
-    certified = facts.get("certified", {})
+    probe, step = study.probe, cast(StepResult, study.step_stage.facts)
+    certified = step.get("certified", {})
     momentum_decay, coupled_decay = momentum_of(probe.optimizer)
     return StudyResults(
         folder=study.store.folder.parent,
@@ -114,7 +121,7 @@ def study_results(study: Study) -> StudyResults:
         real=probe.real,
         objective=study.objective,
         direction=study.direction,
-        step_json=facts,
+        step_json=step,
         momentum_decay=momentum_decay,
         coupled_decay=coupled_decay,
         estimand=study.estimand,
@@ -148,10 +155,7 @@ def _evaluation_results(evaluation: Evaluation) -> EvaluationResults:
         measured_rows=evaluation.measured_rows,
         rollout_changes=evaluation.singles,
         ledgers=both,
-        left_out=[
-            {"rollout": row, **answer_or_error(lambda row=row: left_out(evaluation, row))}
-            for row in options.leave_one_out
-        ],
+        left_out=[left_out_or_error(evaluation, row) for row in options.leave_one_out],
         what_if=[what_if(evaluation, text) for text in options.what_if],
         fisher=answer_or_error(lambda: fisher(evaluation)) if options.fisher else None,
     )

@@ -267,7 +267,7 @@ class Study:
         def compute() -> Stage:
             rebuilt, gradient = rebuild_step(self.step)
             certified = certified_step(self.probe, rebuilt.direction, gradient)
-            return pack_step(rebuilt, {"certified": certified})
+            return pack_step(rebuilt, certified)
 
         return self.stage("step", digest_of(self.key), self.cost / 2, compute)
 
