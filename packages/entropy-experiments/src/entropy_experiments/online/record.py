@@ -49,7 +49,7 @@ from entropy_experiments.checkpoints.recorded_step import (
     base_location,
     gradient_bytes,
 )
-from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN, TrainingFacts
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN, FactsFile
 from entropy_experiments.checkpoints.training_record import (
     RECORD_FILE,
     SCHEMA,
@@ -103,7 +103,7 @@ class BatchMeta(TypedDict):
 class Recorder:
     """`gradient`: keep the gradient itself beside checkpoints; None: where it is small enough."""
 
-    def __init__(self, folder: Path, facts: TrainingFacts, *, gradient: bool | None = None) -> None:
+    def __init__(self, folder: Path, facts: FactsFile, *, gradient: bool | None = None) -> None:
         refuse_unknown(facts)
         self.folder, self.facts, self.gradient = folder, facts, gradient
         self._beside: tuple[int, Path, str] | None = None
@@ -301,7 +301,7 @@ def _by_function(parts: list[dict[str, Any]], trainer: Any) -> dict[str, list[fl
     }
 
 
-def refuse_unknown(facts: TrainingFacts) -> None:
+def refuse_unknown(facts: Mapping[str, object]) -> None:
     """A name that the offline commands would refuse, before it is in every checkpoint."""
     for name in facts:
         if name not in KNOWN:
@@ -310,14 +310,14 @@ def refuse_unknown(facts: TrainingFacts) -> None:
             raise ValueError(f"facts has {name!r}.{hint} Expected names among {', '.join(KNOWN)}.")
 
 
-def facts_of(trainer: Any, own_facts: TrainingFacts) -> dict[str, Any]:
+def facts_of(trainer: Any, own_facts: FactsFile) -> FactsFile:
     read = training_facts(trainer)
-    if read["loss"] not in get_args(Loss):
-        del read["loss"]  # the record names it among what is not followed
+    if read.get("loss") not in get_args(Loss):
+        read.pop("loss", None)  # the record names it among what is not followed
     return {**read, **own_facts}
 
 
-def write_facts(folder: Path, trainer: Any, own_facts: TrainingFacts) -> None:
+def write_facts(folder: Path, trainer: Any, own_facts: FactsFile) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(facts_of(trainer, own_facts), indent=1, sort_keys=True) + "\n"
     write_whole(folder / FACTS_FILE, text.encode())

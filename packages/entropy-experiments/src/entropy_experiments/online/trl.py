@@ -20,11 +20,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from entropy_experiments.checkpoints.training_facts import FactsFile
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.models.scoring import SequenceProcessor
@@ -138,7 +139,7 @@ class EntropyProbeCallback(TrainerCallback):
     parts: bool
     seed: int
     order: int
-    facts: dict[str, Any]
+    facts: FactsFile
     ledger_every: int | None
     noise_scale: bool
     noise_window: int | None
@@ -187,7 +188,7 @@ class EntropyProbeCallback(TrainerCallback):
             raise ValueError(
                 f"noise_window is {noise_window}; expected at least {MIN_STEPS} steps, or None."
             )
-        self.facts = dict(facts or {})
+        self.facts = cast(FactsFile, dict(facts or {}))
         refuse_unknown(self.facts)
         self._recorder = (
             None if record is None else Recorder(Path(record), self.facts, gradient=record_gradient)

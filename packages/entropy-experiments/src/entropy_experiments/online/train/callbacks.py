@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from entropy_experiments.checkpoints.training_facts import FACTS_FILE
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE, FactsFile
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.online.record import write_facts
 from entropy_experiments.online.trl import EntropyProbeCallback
@@ -187,8 +187,8 @@ class TaskFacts(TrainerCallback):
     Also makes the checkpoint before the first step.
     """
 
-    def __init__(self, facts: Mapping[str, Any], *, save_first: bool) -> None:
-        self.facts, self.save_first = dict(facts), save_first
+    def __init__(self, facts: FactsFile, *, save_first: bool) -> None:
+        self.facts, self.save_first = facts.copy(), save_first
         self.trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -37,6 +37,7 @@ from entropy_experiments.checkpoints.base import (
     smollm2_gguf,
 )
 from entropy_experiments.checkpoints.runs import EMBEDDED, embedded_trajectory
+from entropy_experiments.checkpoints.training_facts import FactsFile
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_batch import BatchPlan
 from entropy_experiments.sampling.datasets import Problem, load_problems
@@ -298,9 +299,9 @@ class Task:
 
         return iter(sorted(places, key=key))
 
-    def facts(self, config: TrainingConfig) -> dict[str, Any]:
+    def facts(self, config: TrainingConfig) -> FactsFile:
         """What `entropy_probe.json` says of the task."""
-        facts: dict[str, Any] = {"dataset_name": config.dataset_name}
+        facts: FactsFile = {"dataset_name": config.dataset_name}
         notes = []
         if config.dataset_path is not None:
             facts["dataset_path"] = _absolute(config.dataset_path)
@@ -318,7 +319,9 @@ class Task:
                 facts["reward_weights"] = list(self.weights)
         if config.chat_template:
             notes.append("prompts were in the chat template: set batch_config.chat_template: true")
-        return {**facts, "note": notes} if notes else facts
+        if notes:
+            facts["note"] = notes
+        return facts
 
 
 def load_task(config: TrainingConfig, plan: BatchPlan, *, tokenizer: Any = None) -> Task:
