@@ -35,7 +35,6 @@ RECORD_FILE = "entropy_probe_record.json"
 SCHEMA = 1
 RECORDED = "recorded"
 """Name of the dataset whose problems are the run's own prompts."""
-SETS = ("train", "eval")
 LONGEST_LINE = 1 << 20
 REQUIRED = ("schema", "trainer", "options", "unfollowed", "sampling", "rewards", "prompts")
 

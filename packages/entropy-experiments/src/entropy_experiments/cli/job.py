@@ -64,24 +64,6 @@ def speaks() -> bool:
     return not is_multi_process() or ranks_of_job()[0] == 0
 
 
-def environment_without_torchrun() -> dict[str, str]:
-    """The environment without torchrun's words, for a program that is no part of this job.
-
-    By them, a library inside it would wait for the other ranks, or have one thread only: torchrun
-    gives its processes OMP_NUM_THREADS=1 where nobody has set it.
-    """
-    if not is_multi_process():
-        return dict(os.environ)
-    begins, ends = ("MASTER_", "TORCHELASTIC_"), ("RANK", "WORLD_SIZE")
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(begins)
-        and not name.endswith(ends)
-        and (name, value) != ("OMP_NUM_THREADS", "1")
-    }
-
-
 @contextmanager
 def shared_ending(
     *,
