@@ -21,7 +21,7 @@ from entropy_experiments.artifacts import try_file, try_folder
 from entropy_experiments.checkpoints.adapter import check_adapter_config, check_patterns
 from entropy_experiments.checkpoints.sizes import check_config_file, check_size
 from entropy_experiments.cli import app
-from entropy_experiments.cli.endings import ending, signals_interrupt
+from entropy_experiments.cli.job import ending, signals_interrupt
 from entropy_experiments.config import ConfigError, parse_training
 from entropy_experiments.config.training_batch import batch_plan
 from entropy_experiments.input_errors import (

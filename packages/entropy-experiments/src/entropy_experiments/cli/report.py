@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.job import ending
 from entropy_experiments.cli.options import AsJson, Debug, Quiet, print_results
 
 if TYPE_CHECKING:

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from entropy_experiments.artifacts import try_folder
-from entropy_experiments.cli.endings import FINDINGS, ending, signals_interrupt
-from entropy_experiments.cli.job import is_multi_process, on_threads, speaks
+from entropy_experiments.cli.job import (
+    FINDINGS,
+    ending,
+    is_multi_process,
+    on_threads,
+    signals_interrupt,
+    speaks,
+)
 from entropy_experiments.cli.options import (
     AsJson,
     Debug,
