@@ -32,8 +32,11 @@ from entropy_experiments.attribution.token_rows import token_rows
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
-from entropy_experiments.pipelines.influence.questions import answer_or_error
-from entropy_experiments.pipelines.influence.results import EvaluationResults, StudyResults
+from entropy_experiments.pipelines.influence.results import (
+    EvaluationResults,
+    StudyResults,
+    answer_or_error,
+)
 from entropy_experiments.pipelines.influence.store import Stage
 from entropy_experiments.pipelines.influence.summary_json import (
     budget_json,
