@@ -62,8 +62,7 @@ def one_run(kind: str, *, steps: int, length: int, prompts: int, folder: Path) -
     from entropy_experiments.config import load_preset
     from entropy_experiments.config.training_batch import batch_plan
     from entropy_experiments.config.training_reading import replaced
-    from entropy_experiments.online.train.task import load_task
-    from entropy_experiments.online.train.trainer import build_trainer, load_policy
+    from entropy_experiments.online.train.trainer import build_trainer, load_policy, load_task
     from entropy_experiments.online.trl import EntropyProbeCallback
 
     torch.set_num_threads(1)

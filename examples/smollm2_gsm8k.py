@@ -27,7 +27,7 @@ from entropy_experiments.checkpoints.base import (
     smollm2_gguf,
 )
 from entropy_experiments.config import Config, parse_config
-from entropy_experiments.input_files import read_jsonl
+from entropy_experiments.input_errors import read_jsonl
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 from entropy_experiments.sampling.datasets import GSM8K_LINE, gsm8k_answer, r1_prompt
 

@@ -38,7 +38,7 @@ from entropy_experiments.config import load_preset
 from entropy_experiments.config.training_reading import replaced
 from entropy_experiments.online.record import UPDATE
 from entropy_experiments.online.train.run import RECORD, train
-from entropy_experiments.online.train.task import Task
+from entropy_experiments.online.train.trainer import Task
 from entropy_experiments.sampling import countdown
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.rollout_files import load_update_batch, save_update_batch

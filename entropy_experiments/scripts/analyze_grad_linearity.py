@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.job import ending
 from entropy_experiments.report.linearity import analyze_grad_linearity
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.job import ending
 from entropy_experiments.report.figures.samples import plot_grad_delta_samples
 
 

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.job import ending
 from entropy_experiments.entropy_influence import EntropyInfluencePlan, EntropyInfluenceRunner
 from entropy_experiments.fisher_kernel import BatchRequest, WorkspaceSpec
 from entropy_experiments.pipelines.probe_sampling import open_checkpoint

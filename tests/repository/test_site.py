@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from checkout import DISTRIBUTION, DOCS, PACKAGE, ROOT
-from entropy_experiments.cli import app, endings
+from entropy_experiments.cli import app, job
 from entropy_experiments.config import (
     every_key,
     known_fields,
@@ -24,7 +24,7 @@ from entropy_experiments.config import (
     template_names,
 )
 from entropy_experiments.config.documents import ALIASES, RETIRED, SECTIONS
-from entropy_experiments.report.html.glossary import TERMS
+from entropy_experiments.report.html.page import TERMS
 from entropy_experiments.sampling.datasets import load_problems
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
@@ -173,8 +173,8 @@ def test_extras_of_the_install_page_are_those_of_the_package():
 
 def test_exit_codes_of_the_page():
     rows = re.findall(r"^\| (\d+) \|", (DOCS / "reference" / "commands.md").read_text(), re.M)
-    known = {0, 3, endings.UNEXPECTED, endings.BAD_INPUT, endings.INTERRUPTED}
-    known |= {endings.TERMINATED, endings.HUNG_UP}
+    known = {0, 3, job.UNEXPECTED, job.BAD_INPUT, job.INTERRUPTED}
+    known |= {job.TERMINATED, job.HUNG_UP}
     assert set(map(int, rows)) == known
 
 

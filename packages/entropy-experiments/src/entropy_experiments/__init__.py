@@ -34,7 +34,7 @@ _HOME: dict[str, str] = {
     "load_rollouts": "sampling.rollout_files",
     "load_update_batch": "sampling.rollout_files",
     "parse_config": "config",
-    "EvaluationRequest": "pipelines.evaluation.request",
+    "EvaluationRequest": "pipelines.evaluation_request",
     "embedded_trajectory": "checkpoints.runs",
     "evaluate_checkpoints": "pipelines.evaluate",
     "probe_trajectory": "pipelines.trajectory",

@@ -17,7 +17,7 @@ from entropy_experiments.online.loop import LoopProbe
 from entropy_experiments.online.noise_scale import NoiseScale
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
-from entropy_experiments.pipelines.evaluation.request import EvaluationRequest
+from entropy_experiments.pipelines.evaluation_request import EvaluationRequest
 from entropy_experiments.pipelines.influence.runner import (
     BatchRequest,
     EntropyInfluencePlan,

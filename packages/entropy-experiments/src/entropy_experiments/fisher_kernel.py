@@ -1,6 +1,6 @@
 """Document 004's `fisher_kernel`: what a study is asked for, and the kernel itself.
 
-`WorkspaceSpec` and `BatchRequest` live in `config.estimates`, the kernel in `attribution.fisher`.
+`WorkspaceSpec` and `BatchRequest` live in `config.sections`, the kernel in `attribution.fisher`.
 """
 
 from entropy_experiments.attribution.fisher import (
@@ -10,8 +10,8 @@ from entropy_experiments.attribution.fisher import (
     fisher_kernel,
     top_contributors,
 )
-from entropy_experiments.config.estimates import BatchKind, BatchRequest
-from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
+from entropy_experiments.config.sections import BatchKind, BatchRequest
+from entropy_experiments.config.sections import Workspace as WorkspaceSpec
 from entropy_experiments.pipelines.influence.runner import EntropyInfluencePlan
 
 __all__ = [

@@ -13,8 +13,7 @@ from entropy_experiments.checkpoints.adapter import check_adapter_config, check_
 from entropy_experiments.checkpoints.layout import read_json
 from entropy_experiments.config import ConfigError, parse_config, parse_training
 from entropy_experiments.config.yaml_dialect import parse_text, parse_value
-from entropy_experiments.input_errors import printable
-from entropy_experiments.input_files import read_jsonl
+from entropy_experiments.input_errors import printable, read_jsonl
 from entropy_experiments.sampling.datasets import load_problems
 from entropy_experiments.sampling.importers import from_jsonl
 from oracles.tiny_models import tiny_tokenizer

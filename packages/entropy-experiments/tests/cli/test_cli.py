@@ -130,7 +130,7 @@ def test_every_verb_can_be_read_by_machines_and_be_quiet():
 
 
 def test_exit_codes_are_told_in_help_and_in_the_documents():
-    from entropy_experiments.cli.endings import EXIT_CODES
+    from entropy_experiments.cli.job import EXIT_CODES
 
     said = invoke("--help").stdout.split("Exit codes:")[1]
     table = (ROOT / "docs" / "reference" / "commands.md").read_text().split("## Exit codes")[1]

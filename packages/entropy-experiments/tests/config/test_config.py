@@ -33,7 +33,7 @@ from entropy_experiments.config.documents import (
     RETIRED,
     document_keys,
 )
-from entropy_experiments.config.nested import look
+from entropy_experiments.config.keys import look
 
 pytestmark = pytest.mark.contract
 

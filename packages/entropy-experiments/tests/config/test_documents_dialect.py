@@ -26,7 +26,7 @@ from entropy_experiments.config import (
     template_text,
 )
 from entropy_experiments.config.documents import ALIASES, FIELDS
-from entropy_experiments.config.nested import copied, look, put
+from entropy_experiments.config.keys import copied, look, put
 
 pytestmark = pytest.mark.contract
 

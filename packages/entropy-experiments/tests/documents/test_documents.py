@@ -32,7 +32,7 @@ from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.runs import default_checkpoint
 from entropy_experiments.config import load_config, parse_config
 from entropy_experiments.config.training_reading import load_training
-from entropy_experiments.pipelines.influence.clock import Clock
+from entropy_experiments.pipelines.influence.stages import Clock
 from oracles.tiny_models import save_tiny_checkpoint, tiny_rollouts
 
 pytestmark = pytest.mark.contract

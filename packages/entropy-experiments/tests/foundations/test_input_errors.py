@@ -21,20 +21,22 @@ from entropy_experiments.artifacts import try_file, try_folder
 from entropy_experiments.checkpoints.adapter import check_adapter_config, check_patterns
 from entropy_experiments.checkpoints.sizes import check_config_file, check_size
 from entropy_experiments.cli import app
-from entropy_experiments.cli.endings import ending, signals_interrupt
+from entropy_experiments.cli.job import ending, signals_interrupt
 from entropy_experiments.config import ConfigError, parse_training
 from entropy_experiments.config.training_batch import batch_plan
 from entropy_experiments.input_errors import (
     InputError,
     TimeLimitError,
+    check_regular,
+    expand_path,
     library_errors,
     message,
+    parse_json,
     printable,
     time_limit,
     users_code,
     words_of_os_error,
 )
-from entropy_experiments.input_files import check_regular, expand_path, parse_json
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.torchrun import ranks_of_job
 
@@ -70,9 +72,9 @@ def test_what_a_line_of_ours_raises_passes():
     def bug():
         return {}["ours"]
 
-    from entropy_experiments import input_files
+    from entropy_experiments import input_errors
 
-    ours = type(bug)(bug.__code__.replace(co_filename=input_files.__file__), {})
+    ours = type(bug)(bug.__code__.replace(co_filename=input_errors.__file__), {})
     with pytest.raises(KeyError, match="ours"), library_errors("The file is odd", "Mend it."):
         ours()
 
@@ -433,7 +435,7 @@ class State:
 
 def equal_rewards(shares):
     """A callback that has seen steps with these shares of groups without spread."""
-    from entropy_experiments.online.train.equal_rewards import EqualRewards
+    from entropy_experiments.online.train.callbacks import EqualRewards
 
     watcher, control = EqualRewards(["mine"], group=8), State()
     watcher.on_train_begin(None, State(), control)
@@ -444,7 +446,7 @@ def equal_rewards(shares):
 
 
 def test_five_steps_of_equal_rewards_end_a_training():
-    from entropy_experiments.online.train.equal_rewards import EqualRewardsError
+    from entropy_experiments.online.train.callbacks import EqualRewardsError
 
     watcher, control = equal_rewards([1.0] * 5)
     assert control.should_training_stop
@@ -454,7 +456,7 @@ def test_five_steps_of_equal_rewards_end_a_training():
 
 def test_equal_rewards_are_counted_on_after_a_resume():
     """Two steps, a kill, three steps: ended like five in one process."""
-    from entropy_experiments.online.train.equal_rewards import EqualRewards, EqualRewardsError
+    from entropy_experiments.online.train.callbacks import EqualRewards, EqualRewardsError
 
     control, kept = State(), {}
     for part, steps in ((0, 2), (2, 3)):

@@ -16,9 +16,11 @@ from entropy_experiments.results import (
     Schema,
     newest_log,
     numbers,
+    read_evaluation,
     read_log,
     read_measurements,
     read_rows,
+    read_training_summary,
     read_trajectory,
 )
 from entropy_experiments.types import Estimand, Estimate
@@ -75,11 +77,44 @@ def test_readers_refuse_a_newer_version_by_file(tmp_path: Path):
     path.write_text(f"{json.dumps(good)}\n{json.dumps(newer)}\n")
     with pytest.raises(ValueError, match=r"Line 2 of .*rows\.jsonl .* schema 2; .* upgrade"):
         read_rows(path)
-    for read, name in ((read_measurements, "MEASUREMENTS"), (read_trajectory, "TRAJECTORY")):
+    for read, name in (
+        (read_measurements, "MEASUREMENTS"),
+        (read_trajectory, "TRAJECTORY"),
+        (read_evaluation, "EVALUATION"),
+        (read_training_summary, "TRAINING"),
+    ):
         stamp = {**SCHEMAS[name].stamp, "schema": 99, "steps": [{}]}
         path.write_text(json.dumps(stamp))
         with pytest.raises(ValueError, match=r"schema 99; .* upgrade"):
             read(path)
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "what"),
+    [
+        (read_evaluation, "evaluation.json", "evaluation"),
+        (read_training_summary, "train_summary.json", "summary of a training"),
+    ],
+)
+def test_evaluations_and_trainings_are_read_by_folder_or_refused(tmp_path: Path, read, name, what):
+    path = tmp_path / name
+    with pytest.raises(FileNotFoundError, match=rf"No file .*{name}; expected the {name} of"):
+        read(tmp_path)
+    schema = SCHEMAS["EVALUATION" if read is read_evaluation else "TRAINING"]
+    path.write_text(json.dumps({**schema.stamp, "steps": 4}))
+    assert read(tmp_path) == read(path) == {**schema.stamp, "steps": 4}
+    path.write_text('{"format": ')
+    with pytest.raises(ValueError, match=rf"{name} is not JSON .*\. R"):
+        read(path)
+    for other in ("[]", '{"format": "other"}'):
+        path.write_text(other)
+        with pytest.raises(ValueError, match=rf"{name} is no {what}; expected format"):
+            read(tmp_path)
+
+
+def test_a_training_summary_from_before_it_had_a_name_is_read(tmp_path: Path):
+    (tmp_path / "train_summary.json").write_text('{"steps": 7}')
+    assert read_training_summary(tmp_path)["steps"] == 7
 
 
 def test_a_row_under_way_is_not_read_and_a_torn_one_is_named(tmp_path: Path):

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from entropy_experiments.models import scoring, segments, shared_prompts
+from entropy_experiments.models import scoring, shared_prompts
 from entropy_experiments.models.precision import true_float64
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.segments import Segments
-from entropy_experiments.models.shared_prompts import Rows, shared_rows
+from entropy_experiments.models.shared_prompts import Rows, Segments, shared_rows
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
 from models.test_scoring import direction, made
 from models.test_shared_prompts import groups
@@ -62,11 +61,11 @@ def taken(monkeypatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("call", [0, segments.CALL])
+@pytest.mark.parametrize("call", [0, shared_prompts.CALL])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_are_those_of_rows_alone(name, sizes, call, taken, monkeypatch):
-    monkeypatch.setattr(segments, "CALL", call)
+    monkeypatch.setattr(shared_prompts, "CALL", call)
     policy, rollouts = exact(name), groups(sizes=SIZES[sizes])
     assert policy.shares_prompts
     taken.clear()
@@ -149,15 +148,15 @@ def test_rows_are_chosen_for_the_attention_that_they_get(monkeypatch):
 def test_responses_that_see_each_other_are_noticed(monkeypatch):
     """The teeth of all of the above: a part whose keys are those of the next response."""
     policy, rollouts = exact("gpt2"), groups()
-    part = segments._part
+    part = shared_prompts._part
 
     def another(responses, width):
         right = part(responses, width)
-        return segments.Part(
+        return shared_prompts.Part(
             query_ML=right.query_ML, key_MK=right.key_MK.roll(1, 0), looks_MLK=right.looks_MLK
         )
 
-    monkeypatch.setattr(segments, "_part", another)
+    monkeypatch.setattr(shared_prompts, "_part", another)
     with torch.no_grad():
         wrong = policy.score(policy.params, rollouts)
         right = policy.without_sharing().score(policy.params, rollouts)
@@ -208,12 +207,12 @@ def drawn(rows: Rows, *heads_and_sizes: tuple[int, int]) -> list[Tensor]:
 attend = nn.functional.scaled_dot_product_attention
 
 
-@pytest.mark.parametrize("call", [0, segments.CALL])
+@pytest.mark.parametrize("call", [0, shared_prompts.CALL])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("grad", [False, True])
 def test_it_is_the_attention_of_the_square(sizes, grad, call, monkeypatch):
     """Fewer heads of keys, a width of values of their own, another scale."""
-    monkeypatch.setattr(segments, "CALL", call)
+    monkeypatch.setattr(shared_prompts, "CALL", call)
     rows = rows_of(sizes)
     query, key, value = drawn(rows, (6, 4), (3, 4), (3, 5))
     options = {"scale": 0.3, "enable_gqa": True}

@@ -9,8 +9,7 @@ import torch
 
 from entropy_experiments.models import scoring, shared_prompts
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.segments import Segments
-from entropy_experiments.models.shared_prompts import KNOWN, shared_rows
+from entropy_experiments.models.shared_prompts import KNOWN, Segments, shared_rows
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
 from entropy_experiments.types import Rollouts, Scores
 from models.test_scoring import MODELS, assert_scores, direction, made, one_at_a_time

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -36,10 +36,14 @@ from entropy_experiments.config.training_reading import (
     replaced,
 )
 from entropy_experiments.online.rows import read_rows
-from entropy_experiments.online.train import doctor, summary
-from entropy_experiments.online.train.task import load_task, reward_functions
-from entropy_experiments.online.train.trainer import PartwiseGRPOTrainer
+from entropy_experiments.online.train import callbacks, summary
+from entropy_experiments.online.train.trainer import (
+    PartwiseGRPOTrainer,
+    load_task,
+    reward_functions,
+)
 from entropy_experiments.pipelines.training_facts import training_facts
+from entropy_experiments.results import DoctorSummary, TrainingResult, read_training_summary
 from entropy_experiments.sampling.rollout_files import load_update_batch
 
 pytestmark = pytest.mark.contract
@@ -109,7 +113,9 @@ def test_it_says_where_everything_is(run):
     shown = [line for line in result.stderr.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in shown] == ["1/4", "2/4", "3/4", "4/4"]
     assert all("predicted" in line and "measured" in line for line in shown)
-    found = json.loads((out / "train_summary.json").read_text())
+    found = read_training_summary(out)
+    assert found.keys() == get_type_hints(TrainingResult).keys()
+    assert found["doctor"].keys() == get_type_hints(DoctorSummary).keys()
     assert found["steps"] == found["steps_now"] == 4
     assert found["probe"]["off"] is None
     assert found["probe"]["probed_steps"] == 4
@@ -170,18 +176,18 @@ def test_the_probe_changes_no_weight(run, file, tmp_path):
 
 
 def test_without_the_doctors_package_training_goes_on_and_says_so(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(callbacks, "find_spec", lambda name: None)
     out = tmp_path / "run"
     done = invoke("--config", str(file), "--out", str(out), "--steps", "1", "--no-probe")
     assert done.exit_code == 0, done.stderr
-    assert doctor.NOT_INSTALLED in done.stderr
+    assert callbacks.NOT_INSTALLED in done.stderr
     told = json.loads((out / summary.SUMMARY_FILE).read_text())["doctor"]
     assert told == {"examined": False, "findings": 0, "worst": []}
     assert not (out / "doctor.json").exists()
 
 
 def test_a_doctor_that_should_end_a_training_must_be_there(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(callbacks, "find_spec", lambda name: None)
     words = ("--config", str(file), "--out", str(tmp_path / "run"), "--steps", "1")
     done = invoke(*words, "--set", "doctor.raise_on=error")
     assert done.exit_code == 2

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import get_type_hints
 
 import pyarrow.parquet
 import pytest
@@ -21,12 +22,19 @@ from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines import evaluate as checkpoint_evaluation
 from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
-from entropy_experiments.pipelines.evaluation.measures import measures
-from entropy_experiments.pipelines.evaluation.request import EvaluationRequest
-from entropy_experiments.pipelines.evaluation.rollout_rows import rollout_rows
+from entropy_experiments.pipelines.evaluation_measures import measures, rollout_rows
+from entropy_experiments.pipelines.evaluation_request import EvaluationRequest
+from entropy_experiments.results import (
+    EvaluatedCheckpoint,
+    EvaluationResult,
+    EvaluationSettings,
+    HighEntropyToken,
+    read_evaluation,
+)
 from entropy_experiments.sampling.datasets import load_problems
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.sampling.rewards import build_reward
+from entropy_experiments.types import Estimand
 from oracles.tiny_models import save_tiny_checkpoint
 from tolerances import assert_exact
 
@@ -58,7 +66,15 @@ def evaluated(tmp_path_factory):
 
 def test_files(evaluated):
     folder, result = evaluated
-    assert json.loads((folder / "evaluation.json").read_text()) == json.loads(json.dumps(result))
+    written = read_evaluation(folder)
+    assert written == json.loads(json.dumps(result))
+    for value, of in (
+        (written, EvaluationResult),
+        (written["settings"], EvaluationSettings),
+        (written["checkpoints"][0], EvaluatedCheckpoint),
+        (written["checkpoints"][0]["high_entropy_tokens"][0], HighEntropyToken),
+    ):
+        assert {*value, "sharding"} == {*get_type_hints(of), "sharding"}  # of a model that is cut
     assert (folder / result["plot"]).read_bytes().startswith(b"\x89PNG")
     assert (folder / result["plot"]).stat().st_size > 10_000
     assert not list(folder.rglob("*.partial"))
@@ -136,7 +152,7 @@ def test_the_command_draws_what_the_sampler_draws(evaluated, drawn):
 
 
 def test_surprisal_agrees_with_entropy_and_the_check_has_teeth(drawn):
-    options = {"samples": SAMPLES, "ks": (1,), "law": {}}
+    options = {"samples": SAMPLES, "ks": (1,), "sampled": Estimand()}
     for temperature, agrees in ((1.0, True), (2.0, False)):
         found = measures(rows_of(drawn, temperature), **options)["surprisal_minus_entropy"]
         assert found.covers(0) == agrees

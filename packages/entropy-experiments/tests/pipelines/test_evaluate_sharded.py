@@ -14,7 +14,7 @@ from entropy_experiments.checkpoints.runs import embedded_trajectory
 from entropy_experiments.config import Config, parse_config
 from entropy_experiments.distributed import Ranks, across
 from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
-from entropy_experiments.pipelines.evaluation.request import EvaluationRequest, prepared
+from entropy_experiments.pipelines.evaluation_request import EvaluationRequest, prepared
 from entropy_experiments.pipelines.run_conditions import check_sharding
 from tolerances import EXACT
 

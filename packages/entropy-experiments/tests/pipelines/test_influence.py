@@ -27,8 +27,7 @@ from entropy_experiments.config import ConfigError, load_config, parse_config
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import shifted
-from entropy_experiments.pipelines.influence.clock import in_words
-from entropy_experiments.pipelines.influence.stages import Study
+from entropy_experiments.pipelines.influence.stages import Study, in_words
 from entropy_experiments.pipelines.influence.store import RunDirectory, Stage, StageStore
 from entropy_experiments.pipelines.influence.summary_json import ledger_json
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
@@ -664,8 +663,8 @@ def test_a_question_without_an_answer_costs_no_study(study, tmp_path, monkeypatc
 
 
 def test_keys_know_what_their_stages_read(study, tmp_path):
-    from entropy_experiments.pipelines.influence import ledgers, questions
-    from entropy_experiments.pipelines.influence.evaluation import evaluations_of
+    from entropy_experiments.pipelines.influence import results as answers
+    from entropy_experiments.pipelines.influence.stages import evaluations_of
 
     _, _, inputs = study
 
@@ -688,9 +687,9 @@ def test_keys_know_what_their_stages_read(study, tmp_path):
         found.stage = remember
         for stage in (
             *(lambda: found.matrix, lambda: found.tokens, lambda: found.whole),
-            *(lambda: ledgers.entropy_stage(found), lambda: ledgers.reward_stage(found)),
-            *(lambda: questions.left_out(found, 1), lambda: questions.fisher(found)),
-            lambda: questions.confirmed(found, "drop=negative"),
+            *(lambda: answers.entropy_stage(found), lambda: answers.reward_stage(found)),
+            *(lambda: answers.left_out(found, 1), lambda: answers.fisher(found)),
+            lambda: answers.confirmed(found, "drop=negative"),
         ):
             with pytest.raises(KeyError):
                 stage()

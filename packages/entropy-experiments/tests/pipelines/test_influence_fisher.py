@@ -149,7 +149,7 @@ def test_what_a_later_command_removes_is_told(study, tmp_path, capsys):
 
 def test_an_optimizer_that_maximizes_has_no_kernel(study, tmp_path, monkeypatch):
     """The rest of the study is there."""
-    from entropy_experiments.pipelines.influence import questions
+    from entropy_experiments.pipelines.influence import results as answers
 
     folder, _, _ = study
     copy = tmp_path / "copy"
@@ -160,8 +160,8 @@ def test_an_optimizer_that_maximizes_has_no_kernel(study, tmp_path, monkeypatch)
     def negative(p):
         return check({name: -value for name, value in p.items()})
 
-    check = questions.check_cosine
-    monkeypatch.setattr(questions, "check_cosine", negative)
+    check = answers.check_cosine
+    monkeypatch.setattr(answers, "check_cosine", negative)
     asked = plan(copy, fisher=True)
     summary = EntropyInfluenceRunner(settings_in(copy), quiet=True).run(asked)
     told = summary["evaluations"][0]["fisher"]

@@ -22,7 +22,7 @@ from entropy_experiments.config import load_config
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 from entropy_experiments.pipelines.training_facts import with_learning_rate
 from entropy_experiments.sampling.datasets import load_problems
-from entropy_experiments.sampling.progress import Progress, ProgressBar
+from entropy_experiments.sampling.units import Progress, ProgressBar
 from entropy_experiments.types import OptimizerState
 from entropy_experiments.types.direction import AdamGroup
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from entropy_experiments.pipelines.evaluation.measures import differences, measures
+from entropy_experiments.pipelines.evaluation_measures import differences, measures
 from entropy_experiments.report.evaluation_tables import evaluation_report
 from entropy_experiments.results import numbers
+from entropy_experiments.types import Estimand
 
 pytestmark = pytest.mark.naive
 
 SAMPLES, PROMPTS = 2, 8
-LAW = {"temperature": 1.0, "top_p": 1.0, "horizon": 8}
+SAMPLED = Estimand(temperature=1.0, top_p=1.0, horizon=8)
 
 
 def rows(rewards):
@@ -31,7 +32,10 @@ def rows(rewards):
 
 
 def report(*by_checkpoint):
-    found = [measures(rows(rewards), samples=SAMPLES, ks=[1], law=LAW) for rewards in by_checkpoint]
+    found = [
+        measures(rows(rewards), samples=SAMPLES, ks=[1], sampled=SAMPLED)
+        for rewards in by_checkpoint
+    ]
     checkpoints = [
         {
             "label": f"step {i}",

@@ -21,16 +21,23 @@ from typer.testing import CliRunner
 
 from entropy_experiments.cli import app
 from entropy_experiments.config import load_config
-from entropy_experiments.pipelines.influence.texts import pieces_of
+from entropy_experiments.pipelines.influence.files import pieces_of
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 from entropy_experiments.pipelines.probe_log import read_log
 from entropy_experiments.pipelines.trajectory import write_trajectory
 from entropy_experiments.report.html import page
 from entropy_experiments.report.html.charts import figures
 from entropy_experiments.report.html.data import gather
-from entropy_experiments.report.html.glossary import TERMS, explained
-from entropy_experiments.report.html.packing import packed, unpacked
-from entropy_experiments.report.html.page import embedded, render, slim, write_report
+from entropy_experiments.report.html.page import (
+    TERMS,
+    embedded,
+    explained,
+    packed,
+    render,
+    slim,
+    unpacked,
+    write_report,
+)
 from entropy_experiments.results import read_trajectory
 from entropy_experiments.types import Estimand, Estimate
 from oracles.report_runs import HOSTILE, changed, hostile_run, large_run, read, rows_of

@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from entropy_experiments import EntropyInfluenceRunner
-from entropy_experiments.pipelines.influence import drawings
+from entropy_experiments.pipelines.influence import files
 from entropy_experiments.report.figures import style
-from entropy_experiments.report.figures.ledger import ledger_figure
+from entropy_experiments.report.figures.charts import ledger_figure
 from entropy_experiments.report.figures.samples import plot_grad_delta_samples
-from entropy_experiments.report.figures.study import study_plots
+from entropy_experiments.report.figures.write import study_plots
 from entropy_experiments.report.html.books import study_books
 from entropy_experiments.study_files import open_run
 from oracles.small_study import EVERYTHING, plan, settings_in
@@ -55,7 +55,7 @@ def test_drawn_anywhere_the_bytes_are_the_same(study):
 import matplotlib
 matplotlib.rcParams.update({{"font.size": 31, "lines.linewidth": 9, "savefig.dpi": 7}})
 from pathlib import Path
-from entropy_experiments.report.figures.study import study_plots
+from entropy_experiments.report.figures.write import study_plots
 from entropy_experiments.study_files import open_run
 import sys
 run = open_run({str(folder)!r})
@@ -97,7 +97,7 @@ def test_not_asked_for_nothing_is_drawn(copy, monkeypatch):
     def refuse(*_):
         raise AssertionError("something was drawn")
 
-    monkeypatch.setattr(drawings, "study_plots", refuse)
+    monkeypatch.setattr(files, "study_plots", refuse)
     summary = EntropyInfluenceRunner(settings_in(copy), quiet=True).run(plan(copy))
     assert not [note for note in summary["notes"] if "plots" in note]
     assert not (copy / "plots").exists()

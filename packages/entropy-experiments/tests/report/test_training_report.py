@@ -11,10 +11,10 @@ from entropy_experiments.cli import app
 from entropy_experiments.online.rows import read_rows
 from entropy_experiments.report.compare import compare
 from entropy_experiments.report.figures.write import write_figures
-from entropy_experiments.report.follow import follow
 from entropy_experiments.report.html.charts import figures
 from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.page import render, write_report
+from entropy_experiments.report.training import follow
 from oracles.report_runs import read
 
 pytestmark = pytest.mark.contract

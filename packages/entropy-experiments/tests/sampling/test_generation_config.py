@@ -17,7 +17,7 @@ from entropy_experiments.checkpoints.layout import find_checkpoint
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.stored_weights import load_sharded_causal_lm
 from entropy_experiments.config import parse_config
-from entropy_experiments.pipelines.evaluation.request import _candidate
+from entropy_experiments.pipelines.evaluation_request import _candidate
 from entropy_experiments.sampling.generate import end_tokens
 from oracles.dcp_pieces import save_dcp
 from oracles.tiny_models import EOS, TinyCheckpoint, save_tiny_checkpoint, tiny_model

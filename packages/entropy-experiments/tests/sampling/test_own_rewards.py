@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from entropy_experiments.checkpoints.training_record import code_refused
-from entropy_experiments.online.record import recorded_rewards, reward_path
+from entropy_experiments.online.record import recorded_rewards, reward_source
 from entropy_experiments.sampling.datasets import Problem
-from entropy_experiments.sampling.own_rewards import OwnReward, import_recorded_reward
-from entropy_experiments.sampling.rewards import build_reward
+from entropy_experiments.sampling.rewards import OwnReward, build_reward, import_recorded_reward
 from oracles.tiny_grpo import reward as of_a_module
 
 pytestmark = pytest.mark.faults
@@ -219,18 +218,16 @@ def test_a_file_that_cannot_be_imported(tmp_path):
 
 
 def test_a_function_of_a_module_can_be_found_again():
-    found = reward_path(of_a_module)
+    found = reward_source("reward", of_a_module)
     assert found["module"] == "oracles.tiny_grpo"
     assert found["function"] == "reward"
     assert Path(found["file"]).name == "tiny_grpo.py"
-    assert code_refused({"name": "reward", **found}, ()) == ""
-    assert "has changed since training" in code_refused(
-        {"name": "reward", **found, "sha256": "0"}, ()
-    )
+    assert code_refused(found, ()) == ""
+    assert "has changed since training" in code_refused({**found, "sha256": "0"}, ())
     inside = (Path(found["file"]).parent,)
-    assert "lies in the run's own folder" in code_refused({"name": "reward", **found}, inside)
+    assert "lies in the run's own folder" in code_refused(found, inside)
     gone = {**found, "file": "/no/such.py"}
-    assert "is not on this machine" in code_refused({"name": "r", **gone}, ())
+    assert "is not on this machine" in code_refused(gone, ())
 
 
 def test_what_cannot_be_imported_says_why():
@@ -243,9 +240,9 @@ def test_what_cannot_be_imported_says_why():
         (partial(of_a_module, extra=1), "is a partial"),
         (torch.nn.Linear(1, 1), "is a Linear"),
     ):
-        found = reward_path(function)
+        found = reward_source("f", function)
         assert why in found["why_not"]
-        assert why in code_refused({"name": "f", **found}, ())
+        assert why in code_refused(found, ())
 
 
 def _of_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> dict[str, Any]:
@@ -255,7 +252,7 @@ def _of_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> di
     space: dict[str, Any] = {"__name__": "__main__", "__file__": str(script)}
     exec(compile(text.partition("# end")[0], str(script), "exec"), space)
     monkeypatch.setattr(sys.modules["__main__"], "score", space["score"], raising=False)
-    return reward_path(space["score"])
+    return reward_source("score", space["score"])
 
 
 def test_a_script_that_would_train_again_is_not_imported(tmp_path, monkeypatch):

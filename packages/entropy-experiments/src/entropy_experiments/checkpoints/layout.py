@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from entropy_experiments.input_files import expand_path, read_json_value, refuse_special_files
+from entropy_experiments.input_errors import expand_path, read_json_value, refuse_special_files
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -58,7 +58,7 @@ from entropy_experiments.checkpoints.stored_weights import (
     take_base,
 )
 from entropy_experiments.checkpoints.torch_files import load_safely
-from entropy_experiments.checkpoints.training_facts import TrainingFacts, read_facts
+from entropy_experiments.checkpoints.training_facts import ReadFacts, read_facts
 from entropy_experiments.checkpoints.training_record import TrainingRecord, read_record
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.input_errors import short
@@ -91,7 +91,7 @@ class Checkpoint:
     optimizer: OptimizerState | None
     lr: float | None
     """The stored rate of the *next* step; 0 after the last step of a schedule."""
-    facts: TrainingFacts
+    facts: ReadFacts
     fact_sources: Mapping[str, str]
     coverage: Mapping[str, Any]
     not_verifiable: tuple[str, ...]
@@ -223,7 +223,7 @@ def _lora(
     backbone: str | None,
     dtype: str,
     device_map: Any,
-    facts: TrainingFacts,
+    facts: ReadFacts,
     *,
     quantise: bool,
     record: TrainingRecord | None,
@@ -275,7 +275,7 @@ def _full(
     backbone: str | None,
     dtype: str,
     device_map: Any,
-    facts: TrainingFacts,
+    facts: ReadFacts,
 ) -> tuple[Any, Base | None, str, tuple[str, ...]]:
     check_index(layout, check_safetensors(layout.files))
     for file in layout.files if layout.sharded is None else ():
@@ -386,9 +386,7 @@ def _device_map(device_map: Any) -> Any:
     return device_map
 
 
-def _quantization(
-    base: Base, facts: TrainingFacts, device_map: Any, quantise: bool
-) -> tuple[Any, str]:
+def _quantization(base: Base, facts: ReadFacts, device_map: Any, quantise: bool) -> tuple[Any, str]:
     """Settings for a 4- or 8-bit base where training had one and this machine can; and words."""
     config = model_config(base.location, revision=base.revision, words=base.words)
     stored = getattr(config, "quantization_config", None)

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from entropy_experiments.checkpoints.dcp_state import read_sharded_optimizer, without_wrapper_names
 from entropy_experiments.checkpoints.layout import PARAM_NAMES
 from entropy_experiments.checkpoints.torch_files import load_safely
-from entropy_experiments.input_errors import short
-from entropy_experiments.input_files import read_json_value
+from entropy_experiments.input_errors import read_json_value, short
 from entropy_experiments.types import AdamGroup, OptimizerState, SGDGroup
 
 MOMENTS = {

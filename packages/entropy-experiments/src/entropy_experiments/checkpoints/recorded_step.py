@@ -24,6 +24,7 @@ from torch import Tensor
 
 from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.layout import read_json
+from entropy_experiments.checkpoints.training_record import BaseFingerprint, BaseLocation
 from entropy_experiments.numerics.sketch import BUCKETS, Fingerprint, sketch
 from entropy_experiments.types import Params
 
@@ -130,7 +131,7 @@ def gradient_bytes(gradient: Params) -> bytes:
     return dump_tensors({n: g.detach().cpu().contiguous() for n, g in gradient.items()})
 
 
-def base_fingerprint(model: Any) -> dict[str, Any] | None:
+def base_fingerprint(model: Any) -> BaseFingerprint | None:
     """Of the frozen weights, by an even sample of each; None: nothing is frozen, or quantised."""
     frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     if not frozen or not all(p.is_floating_point() for p in frozen.values()):
@@ -138,7 +139,7 @@ def base_fingerprint(model: Any) -> dict[str, Any] | None:
     return {"elements": sum(p.numel() for p in frozen.values()), "sketch": _sampled(frozen)}
 
 
-def base_location(model: Any) -> dict[str, str | None] | None:
+def base_location(model: Any) -> BaseLocation | None:
     """Where the base below an adapter was: the name that it was loaded by and, if that was a local
     folder, which one. None: there is no adapter, or the base has no name."""
     configs = getattr(model, "peft_config", None)
@@ -160,7 +161,7 @@ def _sampled(frozen: Mapping[str, Tensor]) -> list[float]:
     return sketch(sampled).tolist()
 
 
-def refuse_other_base(model: Any, recorded: Mapping[str, Any], words: str) -> str | None:
+def refuse_other_base(model: Any, recorded: BaseFingerprint, words: str) -> str | None:
     """Why the base cannot be compared; an error if it is another than training's."""
     fingerprint = base_fingerprint(model)
     if fingerprint is None or fingerprint["elements"] != recorded["elements"]:

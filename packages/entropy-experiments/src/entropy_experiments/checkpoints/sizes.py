@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from entropy_experiments.input_errors import InputError
-from entropy_experiments.input_files import read_json_value
+from entropy_experiments.input_errors import InputError, read_json_value
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
 MOST_LABELS = 100_000

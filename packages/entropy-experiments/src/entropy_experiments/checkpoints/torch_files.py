@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from entropy_experiments.input_errors import words_of
-from entropy_experiments.input_files import check_regular
+from entropy_experiments.input_errors import check_regular, words_of
 
 ZIP = b"PK\x03\x04"
 

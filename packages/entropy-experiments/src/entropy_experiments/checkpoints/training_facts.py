@@ -17,57 +17,61 @@ import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from entropy_experiments.checkpoints.layout import read_json
 from entropy_experiments.checkpoints.training_record import RECORD_FILE, read_record
 from entropy_experiments.config.fields import Names, Text
-from entropy_experiments.config.inputs import Data, Sampling, Update
-from entropy_experiments.config.nested import shown
+from entropy_experiments.config.keys import shown
 from entropy_experiments.config.reading import LARGEST_FILE
+from entropy_experiments.config.sections import Data, Sampling, Update
 from entropy_experiments.config.yaml_dialect import parse_text
-from entropy_experiments.input_errors import short
-from entropy_experiments.input_files import check_regular
+from entropy_experiments.input_errors import check_regular, short
 
 FACTS_FILE = "entropy_probe.json"
 TRL_FILES = ("trl.yaml", "trl_config.yaml", "grpo.yaml", "training.yaml", "train.yaml")
 
-TrainingFacts = Mapping[str, Any]
-"""Values by name; `KNOWN` lists the names."""
-KNOWN = (
-    "loss",
-    "advantage",
-    "clip_low",
-    "clip_high",
-    "ratio",
-    "beta",
-    "kl_ratio",
-    "entropy_coef",
-    "delta",
-    "sapo_positive",
-    "sapo_negative",
-    "max_grad_norm",
-    "max_completion_length",
-    "num_iterations",
-    "lr",
-    "amp_dtype",
-    "temperature",
-    "top_p",
-    "stop",
-    "dataset_name",
-    "dataset_path",
-    "split",
-    "B_U",
-    "G",
-    "reward_functions",
-    "reward_weights",
-    "load_in_4bit",
-    "load_in_8bit",
-    "note",
-)
+ReadFacts = Mapping[str, Any]
+"""What the files beside a checkpoint say, by name: those of `FactsFile`, and more of a record."""
 
+
+class FactsFile(TypedDict, total=False):
+    """`entropy_probe.json`, key by key."""
+
+    loss: str
+    advantage: str
+    clip_low: float
+    clip_high: float
+    ratio: str
+    beta: float
+    kl_ratio: bool
+    entropy_coef: float
+    delta: float
+    sapo_positive: float
+    sapo_negative: float
+    max_grad_norm: float
+    max_completion_length: int
+    num_iterations: int
+    lr: float
+    amp_dtype: str
+    temperature: float
+    top_p: float
+    stop: list[str]
+    dataset_name: str
+    dataset_path: str
+    split: str
+    B_U: int
+    G: int
+    reward_functions: list[str]
+    reward_weights: list[float]
+    load_in_4bit: bool
+    load_in_8bit: bool
+    note: list[str]
+
+
+KNOWN = tuple(FactsFile.__annotations__)
 
 DATASETS = ("gsm8k_r1_template", "gsm8k", "jsonl", "countdown", "countdown_r1_template")
 GYM = "reasoning_gym:"

@@ -26,7 +26,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict, cast
 
 from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.layout import read_json
@@ -35,15 +35,76 @@ RECORD_FILE = "entropy_probe_record.json"
 SCHEMA = 1
 RECORDED = "recorded"
 """Name of the dataset whose problems are the run's own prompts."""
-SETS = ("train", "eval")
 LONGEST_LINE = 1 << 20
 REQUIRED = ("schema", "trainer", "options", "unfollowed", "sampling", "rewards", "prompts")
+
+
+class RewardSource(TypedDict):
+    """Where a reward function can be imported from, or `why_not`."""
+
+    name: str
+    module: NotRequired[str | None]
+    """None: a script, which is read from its file."""
+    function: NotRequired[str]
+    file: NotRequired[str]
+    sha256: NotRequired[str]
+    why_not: NotRequired[str]
+
+
+class RecordedRewards(TypedDict):
+    """Functions in the trainer's order, and their weights."""
+
+    functions: list[RewardSource]
+    weights: list[float]
+
+
+class PromptSet(TypedDict):
+    """A file of prompts: `rows` of the `of` rows that the dataset has."""
+
+    rows: int
+    of: int
+    sha256: str
+
+
+class RecordedPrompts(TypedDict):
+    sets: dict[str, PromptSet]
+    dropped: list[str]
+    """Columns that JSON cannot hold."""
+    messages: NotRequired[bool]
+    """Whether prompts are conversations, put in the chat template."""
+    why_not: NotRequired[str]
+    folder: NotRequired[str]
+
+
+class BaseFingerprint(TypedDict):
+    elements: int
+    sketch: list[float]
+
+
+class BaseLocation(TypedDict):
+    name: str
+    folder: str | None
+
+
+class RecordContent(TypedDict):
+    """The file, key by key; the module docstring says what each is."""
+
+    schema: int
+    trainer: dict[str, str]
+    options: dict[str, Any]
+    unfollowed: list[str]
+    sampling: list[str]
+    rewards: RecordedRewards
+    prompts: RecordedPrompts
+    base: NotRequired[BaseFingerprint | None]
+    base_location: NotRequired[BaseLocation | None]
+    files: NotRequired[Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecord:
     path: Path
-    content: Mapping[str, Any]
+    content: RecordContent
 
     @property
     def unfollowed(self) -> tuple[str, ...]:
@@ -58,13 +119,14 @@ class TrainingRecord:
         return self.content.get("files") or {}
 
     @property
-    def base(self) -> Mapping[str, Any] | None:
+    def base(self) -> BaseFingerprint | None:
         return self.content.get("base")
 
     @property
     def base_folder(self) -> Path | None:
         """The local folder that training had the base from; None: a name on a hub, or unknown."""
-        folder = (self.content.get("base_location") or {}).get("folder")
+        location = self.content.get("base_location")
+        folder = None if location is None else location.get("folder")
         return None if folder is None else Path(str(folder))
 
     @property
@@ -78,7 +140,7 @@ class TrainingRecord:
         return None if folder is None else folder.parent / f"step_{step}"
 
     @property
-    def sets(self) -> Mapping[str, Mapping[str, Any]]:
+    def sets(self) -> Mapping[str, PromptSet]:
         return self.content["prompts"].get("sets") or {}
 
     @property
@@ -192,14 +254,14 @@ def read_record(folders: tuple[Path, ...]) -> TrainingRecord | None:
             f"{SCHEMA}, as EntropyProbeCallback(record=...) writes it. Restore it, or delete it to "
             "go on without the record."
         )
-    return TrainingRecord(path=path, content=content)
+    return TrainingRecord(path=path, content=cast(RecordContent, content))
 
 
-def code_refused(reward: Mapping[str, Any], run: tuple[Path, ...]) -> str:
+def code_refused(reward: RewardSource, run: tuple[Path, ...]) -> str:
     """Why this recorded function cannot be called here; empty: it can."""
     name = reward.get("name")
-    if reward.get("why_not"):
-        return f"reward function {name!r}: {reward['why_not']}"
+    if why_not := reward.get("why_not"):
+        return f"reward function {name!r}: {why_not}"
     file = Path(str(reward.get("file")))
     if not file.is_file():
         return f"reward function {name!r}: its file {file} is not on this machine"

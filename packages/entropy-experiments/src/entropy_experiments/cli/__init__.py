@@ -3,7 +3,7 @@
 Nothing heavy is imported until a verb has read its configuration: help answers at once, and a
 mistake in a file is reported before torch is loaded.
 
-Exit codes are in `endings`, and in docs/reference/commands.md for readers.
+Exit codes are in `job`, and in docs/reference/commands.md for readers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from entropy_experiments.cli import (
     run,
     train,
 )
-from entropy_experiments.cli.endings import EXIT_CODES, FINDINGS, PACKAGE, ending
+from entropy_experiments.cli.job import EXIT_CODES, FINDINGS, PACKAGE, ending
 from entropy_experiments.cli.plugins import mount_plugins
 from entropy_experiments.input_errors import message
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.job import ending
 from entropy_experiments.cli.options import AsJson, Debug, Overrides, Quiet, print_results
 from entropy_experiments.input_errors import printable
 

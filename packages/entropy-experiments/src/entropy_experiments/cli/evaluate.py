@@ -112,7 +112,7 @@ def evaluate(
         ks = None if k is None else _numbers(k)
 
         from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
-        from entropy_experiments.pipelines.evaluation.request import EvaluationRequest
+        from entropy_experiments.pipelines.evaluation_request import EvaluationRequest
         from entropy_experiments.report.evaluation_tables import evaluation_report
 
         request = EvaluationRequest(

@@ -1,21 +1,28 @@
-"""A command that torchrun has started several times: one job, one voice, one end.
+"""How a command ends: exit codes and messages; alone, or as one job of several processes.
+
+A ValueError (or MemoryError) that this package raised itself is about the user's input, and its
+message says what to do: no traceback, exit code 2. The same from inside a library is our bug:
+traceback, exit code 1.
 
     torchrun --nproc-per-node 2 -m entropy_experiments.cli run
 
-Every process runs the whole command; the loops inside are dealt out (`distributed`). Rank 0
-alone prints and writes. What goes wrong on one rank ends all of them: the lowest rank that failed
-gives the message, the others leave without a word once it has been given. A rank that is ended by
-SIGTERM, because another is lost, stores its current unit first (`sampling.finishing`).
+Under torchrun every process runs the whole command; the loops inside are dealt out (`distributed`).
+Rank 0 alone prints and writes. What goes wrong on one rank ends all of them: the lowest rank that
+failed gives the message, the others leave without a word once it has been given. A rank that is
+ended by SIGTERM, because another is lost, stores its current unit first (`sampling.finishing`).
 
 What has nothing to deal out (ONE_PROCESS) is done by rank 0 alone; the others leave at once.
 
-Without torchrun nothing here happens, and torch is not imported.
+Without torchrun nothing of this happens, and torch is not imported.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import (
     AbstractContextManager,
@@ -27,28 +34,124 @@ from contextlib import (
 )
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from entropy_experiments.cli.endings import (
-    INTERRUPTED,
-    TERMINATED,
-    UNEXPECTED,
-    ending,
-    signals_interrupt,
-)
-from entropy_experiments.input_errors import library_errors
+import entropy_experiments
+from entropy_experiments.input_errors import library_errors, message, printable, words_of_os_error
+from entropy_experiments.sampling.finishing import TERMINATED
 from entropy_experiments.torchrun import ranks_of_job, variable
 
 if TYPE_CHECKING:
     from entropy_experiments.distributed import Ranks
 
+
+DONE, UNEXPECTED, BAD_INPUT, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
+HUNG_UP = 128 + signal.SIGHUP
+EXIT_CODES = {
+    DONE: "done",
+    UNEXPECTED: "an unexpected error, with its traceback; doctor: the script crashed",
+    BAD_INPUT: "bad input: the message says what to change",
+    FINDINGS: "doctor: findings of warning or above; arc, train: no gradient where one must be",
+    HUNG_UP: "ended by SIGHUP (the terminal closed): run the same command to resume",
+    INTERRUPTED: "interrupted: the message says what is saved and how to resume",
+    TERMINATED: "ended by SIGTERM: current work is saved; run the same command to resume",
+}
+"""Of every verb; docs/reference/commands.md says more."""
+PACKAGE = Path(entropy_experiments.__file__).parent
 LAST_WORDS = timedelta(seconds=5)
 """For the message of the rank that failed: torchrun ends the others with the first that leaves."""
 ONE_PROCESS = ("report", "config", "arc")
 """Verbs that rank 0 runs alone."""
 STORED = "Ended by SIGTERM. Current work is saved; run the same command to resume."
+
+
+class EndedBySignal(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: what Ctrl-C does, by a scheduler or a terminal that was closed."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.name = number, signal.Signals(number).name
+        super().__init__(self.name)
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP interrupt as Ctrl-C does, unless somebody handles them already.
+
+    For a process alone: a rank that waits for another one would not come to a handler of Python's
+    (`sampling.finishing`).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: Any) -> None:
+        raise EndedBySignal(number)
+
+    # nohup ignores SIGHUP, and it stays ignored.
+    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def ending(
+    *,
+    debug: bool,
+    interrupted: Callable[[], str] = lambda: "Interrupted.",
+    packages: tuple[Path, ...] = (PACKAGE,),
+) -> Iterator[None]:
+    """Exceptions become messages and exit codes. `interrupted` says what Ctrl-C leaves behind.
+
+    `packages`: folders of the code whose errors are about the input.
+    """
+    try:
+        yield
+    except EndedBySignal as end:
+        message_text = interrupted().removeprefix("Interrupted").lstrip()
+        typer.echo(
+            printable(
+                f"\nEnded by {end.name}{'' if message_text[:1] in '.' else ' '}{message_text}"
+            ),
+            err=True,
+        )
+        raise typer.Exit(128 + end.number) from None
+    except KeyboardInterrupt:
+        typer.echo(printable(f"\n{interrupted()}"), err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        raise
+    except (ValueError, MemoryError, OSError) as failure:
+        ours = _ours(failure, packages)
+        if debug or not ours:
+            _unexpected(failure)
+            raise typer.Exit(BAD_INPUT if ours else UNEXPECTED) from None
+        message_text = words_of_os_error(failure) if isinstance(failure, OSError) else failure
+        typer.echo(f"Error: {message(message_text)}", err=True)
+        raise typer.Exit(BAD_INPUT) from None
+    except typer.Exit:
+        raise
+    except Exception as failure:
+        _unexpected(failure)
+        raise typer.Exit(UNEXPECTED) from None
+
+
+def _ours(failure: BaseException, packages: tuple[Path, ...]) -> bool:
+    """About the input: about a file, or raised by a line of these packages."""
+    if isinstance(failure, OSError):
+        return True
+    frames = traceback.extract_tb(failure.__traceback__)
+    return bool(frames) and any(Path(frames[-1].filename).is_relative_to(p) for p in packages)
+
+
+def _unexpected(failure: BaseException) -> None:
+    traceback.print_exception(failure, file=sys.stderr)
 
 
 def is_multi_process() -> bool:
@@ -62,24 +165,6 @@ def is_multi_process() -> bool:
 def speaks() -> bool:
     """Whether this process prints and writes, as the environment has it: alone, or rank 0."""
     return not is_multi_process() or ranks_of_job()[0] == 0
-
-
-def environment_without_torchrun() -> dict[str, str]:
-    """The environment without torchrun's words, for a program that is no part of this job.
-
-    By them, a library inside it would wait for the other ranks, or have one thread only: torchrun
-    gives its processes OMP_NUM_THREADS=1 where nobody has set it.
-    """
-    if not is_multi_process():
-        return dict(os.environ)
-    begins, ends = ("MASTER_", "TORCHELASTIC_"), ("RANK", "WORLD_SIZE")
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(begins)
-        and not name.endswith(ends)
-        and (name, value) != ("OMP_NUM_THREADS", "1")
-    }
 
 
 @contextmanager

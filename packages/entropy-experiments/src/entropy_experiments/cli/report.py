@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from entropy_experiments.cli.endings import ending
+from entropy_experiments.cli.job import ending
 from entropy_experiments.cli.options import AsJson, Debug, Quiet, print_results
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ def _follow(run: Path, html: Path | None, asked: dict[str, Any], *, quiet: bool)
             f"--follow together with {', '.join(wrong)}: it redraws the HTML report of one probed "
             "training, and nothing else. Leave one out."
         )
-    from entropy_experiments.report.follow import EVERY, follow
     from entropy_experiments.report.html.page import checked, default_path, write_report
+    from entropy_experiments.report.training import EVERY, follow
 
     checked()
     page = default_path(run) if html is None else html

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from entropy_experiments.artifacts import try_folder
-from entropy_experiments.cli.endings import FINDINGS, ending, signals_interrupt
-from entropy_experiments.cli.job import is_multi_process, on_threads, speaks
+from entropy_experiments.cli.job import (
+    FINDINGS,
+    ending,
+    is_multi_process,
+    on_threads,
+    signals_interrupt,
+    speaks,
+)
 from entropy_experiments.cli.options import (
     AsJson,
     Debug,
@@ -106,8 +112,7 @@ def train(
         if rank == 0:
             try_folder(settings.output_dir)
 
-        from entropy_experiments.online.train.doctor import gradient_errors
-        from entropy_experiments.online.train.equal_rewards import EqualRewardsError
+        from entropy_experiments.online.train.callbacks import EqualRewardsError, gradient_errors
         from entropy_experiments.online.train.run import train as run
         from entropy_experiments.online.train.summary import summary_words
 

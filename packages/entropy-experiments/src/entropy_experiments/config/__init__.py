@@ -5,14 +5,15 @@ the line and the dotted key, before torch is imported.
 """
 
 from entropy_experiments.config.documents import renamed
+from entropy_experiments.config.keys import every_key
 from entropy_experiments.config.model import Config, json_schema, known_fields
-from entropy_experiments.config.nested import every_key
 from entropy_experiments.config.problems import ConfigError
 from entropy_experiments.config.reading import (
     DEFAULT_TEMPLATE,
     DOCUMENTS_TEMPLATES,
     FULL_TEMPLATE,
     TRAINING_TEMPLATES,
+    as_config,
     config_yaml,
     documented_yaml,
     load_config,
@@ -39,6 +40,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "TrainingConfig",
+    "as_config",
     "config_yaml",
     "documented_yaml",
     "every_key",

@@ -21,9 +21,19 @@ from typing import Any, Literal
 from pydantic import ValidationError, model_validator
 
 from entropy_experiments.config.fields import Section
-from entropy_experiments.config.nested import MISSING, copied, every_key, look, put, remove, shown
+from entropy_experiments.config.keys import (
+    MISSING,
+    Alias,
+    Resolved,
+    copied,
+    every_key,
+    look,
+    put,
+    remove,
+    shown,
+    unify,
+)
 from entropy_experiments.config.problems import EXPECTED, MOST, described, nearest
-from entropy_experiments.config.spellings import Alias, Resolved, unify
 
 FIELDS: dict[str, str] = {
     "checkpoint.checkpoint_path": "checkpoint.path",

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import PrivateAttr, ValidationError, model_validator
 
-from entropy_experiments.config import estimates, inputs, outputs
+from entropy_experiments.config import sections
 from entropy_experiments.config.documents import (
     SECTIONS,
     as_documents,
@@ -24,7 +24,7 @@ from entropy_experiments.config.documents import (
     translation,
 )
 from entropy_experiments.config.fields import Section
-from entropy_experiments.config.nested import MISSING, copied, look, put, remove
+from entropy_experiments.config.keys import MISSING, copied, look, put, remove
 from entropy_experiments.config.problems import DEEPEST, ConfigError, described, nearest
 from entropy_experiments.config.yaml_dialect import parse_value
 
@@ -43,16 +43,16 @@ class Config(Section):
         True
     """
 
-    checkpoint: inputs.Checkpoint = inputs.Checkpoint()
-    data: inputs.Data = inputs.Data()
-    sampling: inputs.Sampling = inputs.Sampling()
-    update: inputs.Update = inputs.Update()
-    entropy: estimates.Entropy = estimates.Entropy()
-    predict: estimates.Predict = estimates.Predict()
-    measure: estimates.Measure = estimates.Measure()
-    influence: estimates.Influence = estimates.Influence()
-    memory: estimates.Memory = estimates.Memory()
-    output: outputs.Output = outputs.Output()
+    checkpoint: sections.Checkpoint = sections.Checkpoint()
+    data: sections.Data = sections.Data()
+    sampling: sections.Sampling = sections.Sampling()
+    update: sections.Update = sections.Update()
+    entropy: sections.Entropy = sections.Entropy()
+    predict: sections.Predict = sections.Predict()
+    measure: sections.Measure = sections.Measure()
+    influence: sections.Influence = sections.Influence()
+    memory: sections.Memory = sections.Memory()
+    output: sections.Output = sections.Output()
 
     # What the user wrote; None for a Config made without `parse_config`.
     _given: dict[str, Any] | None = PrivateAttr(default=None)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from entropy_experiments.config.nested import every_key, look, shown
+from entropy_experiments.config.keys import every_key, look, shown
 
 if TYPE_CHECKING:
     from pydantic import ValidationError

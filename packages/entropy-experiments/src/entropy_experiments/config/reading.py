@@ -14,7 +14,7 @@ from entropy_experiments.config.fields import Section
 from entropy_experiments.config.model import Config, validated
 from entropy_experiments.config.problems import ConfigError
 from entropy_experiments.config.yaml_dialect import parse_text
-from entropy_experiments.input_files import check_regular, expand_path
+from entropy_experiments.input_errors import check_regular, expand_path
 
 DEFAULT_TEMPLATE = "quick_start.yaml"
 """What a command runs without --config, on the policy in the package."""
@@ -94,6 +94,13 @@ def load_config(path: str | Path | None = None) -> Config:
         raise ConfigError(source, [f"is for training. Run it: entropy-probe train --config {path}"])
     mapping, lines = parse_text(text, source=source)
     return validated(mapping, source=source, where=lines)
+
+
+def as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
+    """A configuration from any of its forms: a value, a dict, a file or a template's name."""
+    if isinstance(config, Config):
+        return config
+    return load_config(config) if isinstance(config, str | Path) else parse_config(config or {})
 
 
 def template_names() -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from entropy_experiments.config.fields import (
     Some,
     Text,
 )
-from entropy_experiments.config.inputs import FUNCTION
+from entropy_experiments.config.sections import FUNCTION
 
 MOST_PROBLEMS = 100_000
 """As many as are made or read at once (tasks.datasets)."""

@@ -12,11 +12,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from entropy_experiments.config.documents import BARE_NAMES, FIELDS
+from entropy_experiments.config.keys import (
+    MISSING,
+    Alias,
+    Resolved,
+    copied,
+    look,
+    put,
+    remove,
+    shown,
+    unify,
+)
 from entropy_experiments.config.model import known_fields, validated
-from entropy_experiments.config.nested import MISSING, copied, look, put, remove, shown
 from entropy_experiments.config.problems import DEEPEST, MOST, ConfigError, described, nearest
 from entropy_experiments.config.reading import TRAINING_TEMPLATES, plain_yaml, read_text
-from entropy_experiments.config.spellings import Alias, Resolved, unify
 from entropy_experiments.config.training import Probe, TrainingConfig
 from entropy_experiments.config.yaml_dialect import parse_text, parse_value
 

@@ -5,7 +5,7 @@ has the positions that it has alone (`positions`). Rollouts of one prompt may sh
 (`shared_prompts`). That the model's own call gives the same is tried at construction (`trials`).
 
 Attention that is differentiated runs through torch's MATH kernel: fused kernels have neither
-forward mode nor a double backward. Shared rows go by `segments`, except where an ordinary graph is
+forward mode nor a double backward. Shared rows go by segments, except where an ordinary graph is
 recorded. Eager attention casts its softmax to fp32, which ends fp64.
 
 The model is never changed: parameters travel through `call_with`, and training mode, which

@@ -14,7 +14,7 @@ was found is in `probe.rows` and, as JSON lines, in the file that `out` names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from entropy_experiments.online.probe import (
     named_gradients,
 )
 from entropy_experiments.online.watch import PATIENCE, Throttle, Watch
+from entropy_experiments.results import TrainingRow
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.types import Rollouts
 
@@ -107,7 +108,7 @@ class LoopProbe:
         parts: bool = True,
         order: int = 1,
         out: str | Path | None = None,
-        on_row: Callable[[Mapping[str, Any]], None] = lambda _: None,
+        on_row: Callable[[TrainingRow], None] = lambda _: None,
         seed: int = 0,
     ) -> None:
         if evaluation is None and (tokenizer is None or not prompts or max_new_tokens is None):
@@ -158,7 +159,7 @@ class LoopProbe:
         self._watch.set_up(build, None if out is None else Path(out))
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[TrainingRow]:
         return self._watch.rows
 
     @property

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import isfinite, sqrt
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from scipy.special import stdtrit
@@ -71,6 +71,28 @@ class StepMean:
         return self.interval is not None and self.interval[0] <= truth <= self.interval[1]
 
 
+class MeanResult(TypedDict):
+    """A `StepMean` as JSON."""
+
+    value: float
+    stderr: float | None
+    interval: list[float] | None
+
+
+class NoiseScaleResult(TypedDict):
+    """A `NoiseScaleEstimate` as JSON."""
+
+    metric: Metric
+    signal: MeanResult
+    noise: MeanResult
+    critical_batch: float | None
+    critical_batch_interval: list[float] | None
+    why_not: list[str]
+    steps: int
+    skipped: int
+    samples: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class NoiseScaleEstimate:
     metric: Metric
@@ -90,10 +112,10 @@ class NoiseScaleEstimate:
     samples: float
     """Per step, in the mean: the batch that the critical one is to be compared with."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> NoiseScaleResult:
         """For JSON: null where there is no number, never an infinity."""
 
-        def mean(of_steps: StepMean) -> dict[str, Any]:
+        def mean(of_steps: StepMean) -> MeanResult:
             bar = None if of_steps.interval is None else list(of_steps.interval)
             return {"value": of_steps.value, "stderr": of_steps.stderr, "interval": bar}
 

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NotRequired, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -49,8 +49,17 @@ from entropy_experiments.checkpoints.recorded_step import (
     base_location,
     gradient_bytes,
 )
-from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN, TrainingFacts
-from entropy_experiments.checkpoints.training_record import RECORD_FILE, SCHEMA, read_record
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN, FactsFile
+from entropy_experiments.checkpoints.training_record import (
+    RECORD_FILE,
+    SCHEMA,
+    PromptSet,
+    RecordContent,
+    RecordedPrompts,
+    RecordedRewards,
+    RewardSource,
+    read_record,
+)
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.numerics.sketch import Fingerprint, sketch
 from entropy_experiments.online.evaluation_rollouts import chosen_rows
@@ -84,17 +93,24 @@ GRADIENT_ELEMENTS = 20_000_000
 """A gradient of no more than this (80 MB in fp32) is kept beside a checkpoint by default."""
 
 
+class BatchMeta(TypedDict):
+    """Which step a stored batch belongs to; beside a checkpoint, the sha256 of its weights."""
+
+    step: int
+    weights: NotRequired[str]
+
+
 class Recorder:
     """`gradient`: keep the gradient itself beside checkpoints; None: where it is small enough."""
 
-    def __init__(self, folder: Path, facts: TrainingFacts, *, gradient: bool | None = None) -> None:
+    def __init__(self, folder: Path, facts: FactsFile, *, gradient: bool | None = None) -> None:
         refuse_unknown(facts)
         self.folder, self.facts, self.gradient = folder, facts, gradient
         self._beside: tuple[int, Path, str] | None = None
         """(step, checkpoint, its weights), what the step at hand is made from."""
         self._resumed: Path | None = None
         """The checkpoint that training was resumed from, until its batch is replaced."""
-        self._record: dict[str, Any] | None = None
+        self._record: RecordContent | None = None
         self._before: Tensor | None = None
         """Sketch of the parameters before the step at hand."""
         self._pending: tuple[RecordedStep, str | None] | None = None
@@ -139,8 +155,9 @@ class Recorder:
         if self._resumed is not None:
             self._describe_again(trainer, self._resumed)
         more = {"divisor": token_divisor(trainer), "rewards": _by_function(parts, trainer)}
+        more = {name: value for name, value in more.items() if value is not None}
         for place, meta in self._places(step):
-            save_update_batch(place / UPDATE, batch, meta={**meta, **_without_none(more)})
+            save_update_batch(place / UPDATE, batch, meta={**meta, **more})
         present = {name: g.detach() for name, g in gradient.items() if g is not None}
         if not all(bool(g.isfinite().all()) for g in present.values()):
             self._before = self._pending = None  # what it does to the weights is not kept
@@ -232,8 +249,8 @@ class Recorder:
         weights = find_checkpoint(checkpoint).files[0]
         self._beside = (step, checkpoint, sha256(weights))
 
-    def _places(self, step: int) -> list[tuple[Path, dict[str, Any]]]:
-        places: list[tuple[Path, dict[str, Any]]] = [(self.folder / f"step_{step}", {"step": step})]
+    def _places(self, step: int) -> list[tuple[Path, BatchMeta]]:
+        places: list[tuple[Path, BatchMeta]] = [(self.folder / f"step_{step}", {"step": step})]
         if self._beside is not None and self._beside[0] == step:
             _, checkpoint, weights = self._beside
             places.append((checkpoint, {"step": step, "weights": weights}))
@@ -242,7 +259,7 @@ class Recorder:
     def _write_record(self, folder: Path, *, files: Mapping[str, str] | None = None) -> None:
         if self._record is None:  # `begin` failed, and the probe is off
             return
-        prompts = {**self._record["prompts"]}
+        prompts = self._record["prompts"].copy()
         if prompts["sets"]:
             prompts["folder"] = os.path.relpath(self.folder / PROMPTS, folder)
         content = {**self._record, "prompts": prompts, **({"files": files} if files else {})}
@@ -272,11 +289,7 @@ def _hashes(checkpoint: Path) -> dict[str, str]:
     }
 
 
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _by_function(parts: list[dict[str, Any]], trainer: Any) -> dict[str, Any] | None:
+def _by_function(parts: list[dict[str, Any]], trainer: Any) -> dict[str, list[float | None]] | None:
     """Each reward function's values, in the batch's order; None where it had no opinion."""
     if any(part.get(BY_FUNCTION) is None for part in parts):
         return None
@@ -288,7 +301,7 @@ def _by_function(parts: list[dict[str, Any]], trainer: Any) -> dict[str, Any] | 
     }
 
 
-def refuse_unknown(facts: TrainingFacts) -> None:
+def refuse_unknown(facts: Mapping[str, object]) -> None:
     """A name that the offline commands would refuse, before it is in every checkpoint."""
     for name in facts:
         if name not in KNOWN:
@@ -297,26 +310,25 @@ def refuse_unknown(facts: TrainingFacts) -> None:
             raise ValueError(f"facts has {name!r}.{hint} Expected names among {', '.join(KNOWN)}.")
 
 
-def facts_of(trainer: Any, own_facts: TrainingFacts) -> dict[str, Any]:
+def facts_of(trainer: Any, own_facts: FactsFile) -> FactsFile:
     read = training_facts(trainer)
-    if read["loss"] not in get_args(Loss):
-        del read["loss"]  # the record names it among what is not followed
+    if read.get("loss") not in get_args(Loss):
+        read.pop("loss", None)  # the record names it among what is not followed
     return {**read, **own_facts}
 
 
-def write_facts(folder: Path, trainer: Any, own_facts: TrainingFacts) -> None:
+def write_facts(folder: Path, trainer: Any, own_facts: FactsFile) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(facts_of(trainer, own_facts), indent=1, sort_keys=True) + "\n"
     write_whole(folder / FACTS_FILE, text.encode())
 
 
-def write_prompts(folder: Path, trainer: Any) -> dict[str, Any]:
-    """The record's entry: {"sets": {name: {rows, of, sha256}}, "dropped": [columns],
-    "messages": whether prompts are conversations, put in the chat template}."""
+def write_prompts(folder: Path, trainer: Any) -> RecordedPrompts:
+    """Training's prompts as files; the record's entry."""
     data = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
     if isinstance(data["eval"], dict):  # several evaluation sets: the first, as the probe does
         data["eval"] = next(iter(data["eval"].values()), None)
-    sets: dict[str, Any] = {}
+    sets: dict[str, PromptSet] = {}
     dropped: set[str] = set()
     for name, rows in data.items():
         if rows is None or not hasattr(rows, "__len__"):
@@ -328,7 +340,7 @@ def write_prompts(folder: Path, trainer: Any) -> dict[str, Any]:
         digest = hashlib.sha256(content).hexdigest()
         sets[name] = {"rows": len(lines), "of": len(rows), "sha256": digest}
     messages = [_asks_in_messages(rows) for name, rows in data.items() if name in sets]
-    entry: dict[str, Any] = {
+    entry: RecordedPrompts = {
         "sets": sets,
         "dropped": sorted(dropped),
         "messages": any(messages),
@@ -365,16 +377,15 @@ def _make_folder(folder: Path) -> Path:
     return folder
 
 
-def recorded_rewards(trainer: Any) -> dict[str, Any]:
-    """The record's entry: functions in the trainer's order, and their weights."""
+def recorded_rewards(trainer: Any) -> RecordedRewards:
+    """The record's entry."""
     names: list[str] = list(getattr(trainer, "reward_func_names", ()))
     functions = list(trainer.reward_funcs)
     names = _distinct(names or [getattr(f, "__name__", type(f).__name__) for f in functions])
     weights = getattr(trainer, "reward_weights", None)
     return {
         "functions": [
-            {"name": name, **reward_path(function)}
-            for name, function in zip(names, functions, strict=True)
+            reward_source(name, function) for name, function in zip(names, functions, strict=True)
         ],
         "weights": [1.0] * len(names) if weights is None else [float(w) for w in weights],
     }
@@ -388,36 +399,41 @@ def _distinct(names: list[str]) -> list[str]:
     ]
 
 
-def reward_path(function: Any) -> dict[str, Any]:
-    """module, function, file and sha256; or `why_not`."""
+def reward_source(label: str, function: Any) -> RewardSource:
+    """Where `function`, which training calls `label`, can be imported from; or why it cannot."""
+
+    def not_importable(why: str) -> RewardSource:
+        return {"name": label, "why_not": why}
+
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not (inspect.isfunction(function) or inspect.iscoroutinefunction(function)):
         kind = type(function).__name__
-        return _unknown(f"it is a {kind}, and only a function of a module can be imported again")
+        return not_importable(
+            f"it is a {kind}, and only a function of a module can be imported again"
+        )
     if module is None or name is None or "<" in name or "." in name:
-        return _unknown(f"{name} is not defined at the top of a module, so nothing can import it")
+        return not_importable(
+            f"{name} is not defined at the top of a module, so nothing can import it"
+        )
     if getattr(sys.modules.get(module), name, None) is not function:
-        return _unknown(f"{module} has another object under the name {name}")
+        return not_importable(f"{module} has another object under the name {name}")
     source = inspect.getsourcefile(function)
     if source is None or not Path(source).is_file():
-        return _unknown(f"{module} has no source file")
+        return not_importable(f"{module} has no source file")
     file = Path(source).resolve()
     if module == SCRIPT and (statement := _acts(file)):
-        return _unknown(
+        return not_importable(
             f"it is defined in the script {file.name}, and importing that would run its line "
             f"{statement}; put it into a module of its own, or the rest of the script under "
             "`if __name__ == '__main__':`"
         )
     return {
+        "name": label,
         "module": None if module == SCRIPT else module,
         "function": name,
         "file": str(file),
         "sha256": sha256(file),
     }
-
-
-def _unknown(why: str) -> dict[str, Any]:
-    return {"why_not": why}
 
 
 def _acts(file: Path) -> int | None:

@@ -11,10 +11,10 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from entropy_experiments.online.probe import NEVER_MADE, StepMeasurement
-from entropy_experiments.results import TRAINING_ROW, read_rows
+from entropy_experiments.results import TRAINING_ROW, JSONObject, TrainingRow, read_rows
 from entropy_experiments.types import Estimate
 
 PREFIX = "entropy_probe/"
@@ -35,13 +35,13 @@ def row_of(
     probed_steps: int,
     overhead: float,
     sampling: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> TrainingRow:
     """All that is known of one step; `step` is the trainer's own count before it.
 
     `sampling`: options by which training samples from another distribution than the policy's.
     """
     prediction, weights = found.prediction, found.change.diagnostics["weights"]
-    row: dict[str, Any] = {
+    row: JSONObject = {
         **TRAINING_ROW.stamp,
         "step": step,
         "policy": prediction.entropy.estimand.policy,
@@ -77,14 +77,14 @@ def row_of(
         "overhead": overhead,
         "why_not": list(found.why_not),
     }
-    return _without_nan(row, _reasons(found))
+    return cast(TrainingRow, _without_nan(row, _reasons(found)))
 
 
-def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
+def metrics_of(row: TrainingRow) -> dict[str, float]:
     """The numbers of a row under the names that trackers get."""
     known = {
         name: float(value)
-        for name, value in row.items()
+        for name, value in cast(JSONObject, row).items()
         if name not in (*NOT_PLOTTED, *TRAINING_ROW.stamp) and value is not None
     }
     return {
@@ -105,7 +105,7 @@ class RowFile:
             if end < len(whole):
                 os.truncate(path, end)
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, object]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
@@ -157,7 +157,7 @@ def _reasons(found: StepMeasurement) -> dict[str, str]:
     return reasons
 
 
-def _without_nan(row: dict[str, Any], reasons: Mapping[str, str]) -> dict[str, Any]:
+def _without_nan(row: JSONObject, reasons: Mapping[str, str]) -> JSONObject:
     missing = {}
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):

@@ -28,9 +28,9 @@ from entropy_experiments.artifacts import digest_of
 from entropy_experiments.attribution.analyze import StepAnalysis, StepOptions, analyze_step
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.checkpoints.runs import provenance
-from entropy_experiments.checkpoints.training_facts import FACTS_FILE
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE, FactsFile
 from entropy_experiments.config import Config, parse_config
-from entropy_experiments.config.estimates import BatchRequest
+from entropy_experiments.config.sections import BatchRequest
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import norm, shifted
@@ -118,7 +118,7 @@ def write_ledger(
     predicted: float,
     step: int,
     microbatch: int,
-    facts: Mapping[str, Any],
+    facts: FactsFile,
     divisor: float | None = None,
 ) -> Path:
     """The run directory of the step that `optimizer` is about to make."""

@@ -20,11 +20,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from entropy_experiments.checkpoints.training_facts import FactsFile
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.models.scoring import SequenceProcessor
@@ -71,6 +72,7 @@ from entropy_experiments.online.trl_trainer import (
     without_autocast,
 )
 from entropy_experiments.online.watch import LOG, PATIENCE, ROWS, Throttle, Watch
+from entropy_experiments.results import TrainingRow
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.types import Rollouts
 from entropy_experiments.types.estimate import MIN_PROMPTS
@@ -137,7 +139,7 @@ class EntropyProbeCallback(TrainerCallback):
     parts: bool
     seed: int
     order: int
-    facts: dict[str, Any]
+    facts: FactsFile
     ledger_every: int | None
     noise_scale: bool
     noise_window: int | None
@@ -186,7 +188,7 @@ class EntropyProbeCallback(TrainerCallback):
             raise ValueError(
                 f"noise_window is {noise_window}; expected at least {MIN_STEPS} steps, or None."
             )
-        self.facts = dict(facts or {})
+        self.facts = cast(FactsFile, dict(facts or {}))
         refuse_unknown(self.facts)
         self._recorder = (
             None if record is None else Recorder(Path(record), self.facts, gradient=record_gradient)
@@ -212,7 +214,7 @@ class EntropyProbeCallback(TrainerCallback):
         return self
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[TrainingRow]:
         """What was found so far, one row per probed step (rank 0)."""
         return [] if self._watch is None else self._watch.rows
 
@@ -450,7 +452,7 @@ class EntropyProbeCallback(TrainerCallback):
         prompts = EvaluationPrompts(trainer, self.prompts, self.seed, generator.longest_prompt)
         return Fresh(make_draw(generator, prompts, group=self.group, ranks=ranks), uses=self.uses)
 
-    def _publish(self, row: Mapping[str, Any]) -> None:
+    def _publish(self, row: TrainingRow) -> None:
         self._log(metrics_of(row))
 
     def _log(self, metrics: Mapping[str, float]) -> None:

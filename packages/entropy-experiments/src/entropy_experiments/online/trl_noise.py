@@ -22,13 +22,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from entropy_experiments.distributed import Ranks
-from entropy_experiments.online.noise_scale import METRICS, NoiseScale, adam_preconditioner
+from entropy_experiments.online.noise_scale import NoiseScale, NoiseScaleResult, adam_preconditioner
 from entropy_experiments.online.rows import PREFIX, RowFile
 from entropy_experiments.online.trl_trainer import used_now
 from entropy_experiments.online.watch import LOG
@@ -49,6 +49,16 @@ def refuse_scaled(args: Any) -> None:
             "noise_scale with fp16: gradients pass multiplied by a scale that changes. Expected "
             "bf16 or full precision. Leave noise_scale out."
         )
+
+
+class NoiseRow(TypedDict):
+    """A row of the file: the noise scale so far, in both metrics; adam's needs a step of Adam."""
+
+    schema: int
+    step: int
+    shared_pairs: float | None
+    raw: NoiseScaleResult
+    adam: NoiseScaleResult | None
 
 
 class StepNoise:
@@ -102,7 +112,7 @@ class StepNoise:
         if self._listening and self._ranks.size == 1:
             self.noise.end_microbatch(prompts)
 
-    def close(self, step: int, prompts: float) -> dict[str, Any] | None:
+    def close(self, step: int, prompts: float) -> NoiseRow | None:
         """The step's last pass has ended, of `prompts` prompts (several ranks: all of its passes).
 
         A row for the file; None: a gradient was not finite, or this is not rank 0.
@@ -121,10 +131,13 @@ class StepNoise:
         counted = self.noise.close_step(distributed=self._ranks.size > 1)
         if not counted or self._ranks.rank:
             return None
-        row: dict[str, Any] = {"schema": SCHEMA, "step": step, "shared_pairs": self.shared}
-        for metric in METRICS:
-            available = metric == "raw" or self.noise.adam_steps
-            row[metric] = self.noise.estimate(metric).as_dict() if available else None
+        row: NoiseRow = {
+            "schema": SCHEMA,
+            "step": step,
+            "shared_pairs": self.shared,
+            "raw": self.noise.estimate("raw").as_dict(),
+            "adam": self.noise.estimate("adam").as_dict() if self.noise.adam_steps else None,
+        }
         if self._file is not None:
             self._file.add(row)
         return row
@@ -147,14 +160,13 @@ class StepNoise:
         self._hooks = []
 
 
-def noise_metrics(row: Mapping[str, Any]) -> dict[str, float]:
+def noise_metrics(row: NoiseRow) -> dict[str, float]:
     """The numbers of a row under the names that trackers get; what is not known is left out.
 
     critical_batch_size is the noise scale in the metric of the optimizer's own step.
     """
     out: dict[str, float | None] = {"noise_scale_shared_pairs": row["shared_pairs"]}
-    for metric, end in (("raw", ""), ("adam", "_adam")):
-        estimate = row[metric]
+    for estimate, end in ((row["raw"], ""), (row["adam"], "_adam")):
         if estimate is None:
             continue
         low, high = estimate["critical_batch_interval"] or (None, None)

@@ -47,7 +47,7 @@ def recorded_options(args: Any) -> dict[str, Any]:
     return {name: value if _plain(value) else str(value) for name, value in values.items()}
 
 
-def recorded_trainer(trainer: Any) -> dict[str, Any]:
+def recorded_trainer(trainer: Any) -> dict[str, str]:
     kind = type(trainer)
     return {
         "class": kind.__name__,

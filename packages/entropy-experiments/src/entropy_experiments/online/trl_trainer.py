@@ -19,15 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from entropy_experiments.checkpoints.training_facts import FactsFile
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.online.evaluation_rollouts import chosen_rows
 from entropy_experiments.online.trl_options import entropy_coef, is_rloo
+from entropy_experiments.results import JSONObject
 from entropy_experiments.sampling.advantages import weighted_rewards
 from entropy_experiments.sampling.importers import (
     BY_FUNCTION,
@@ -267,7 +269,8 @@ def other_rollouts(trainer: Any, ranks: Ranks) -> Rollouts:
 def own_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -> OwnBatch:
     """The step's own rollouts and the loss they make. Their policy is the one in training, unless
     they are learned from a second time: then the ratio's denominator tells who drew them."""
-    batch, facts = update_batch(trainer, ranks, captures), training_facts(trainer)
+    batch = update_batch(trainer, ranks, captures)
+    facts: JSONObject = dict(training_facts(trainer))
     # RLOO has one log-prob per response, which tells nothing about single tokens.
     drawn_NS = None if is_rloo(trainer) else batch.old_logprob_NS
     rollouts = replace(batch.rollouts, behaviour_logprob_NS=drawn_NS)
@@ -297,11 +300,11 @@ def _everyones(
     return [part for parts in ranks.all_gather(mine) for part in parts]
 
 
-def training_facts(trainer: Any) -> dict[str, Any]:
+def training_facts(trainer: Any) -> FactsFile:
     """What decides a step and is in no checkpoint: the contents of entropy_probe.json."""
     args = trainer.args
-    facts: dict[str, Any] = {
-        **(_rloo_facts(args) if is_rloo(trainer) else _grpo_facts(args)),
+    facts: FactsFile = {
+        **(_rloo_facts() if is_rloo(trainer) else _grpo_facts(args)),
         "clip_low": args.epsilon,
         "clip_high": args.epsilon if args.epsilon_high is None else args.epsilon_high,
         "entropy_coef": entropy_coef(trainer),
@@ -317,7 +320,7 @@ def training_facts(trainer: Any) -> dict[str, Any]:
         * args.gradient_accumulation_steps
         // args.num_generations,
     }
-    return {name: value for name, value in facts.items() if value is not None}
+    return cast(FactsFile, {name: x for name, x in facts.items() if x is not None})
 
 
 def computed_in(trainer: Any) -> str:
@@ -329,7 +332,7 @@ def computed_in(trainer: Any) -> str:
     return str(next(coarse, torch.float32)).removeprefix("torch.")
 
 
-def _grpo_facts(args: Any) -> dict[str, Any]:
+def _grpo_facts(args: Any) -> FactsFile:
     return {
         "loss": args.loss_type,
         "advantage": {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards),
@@ -342,7 +345,7 @@ def _grpo_facts(args: Any) -> dict[str, Any]:
     }
 
 
-def _rloo_facts(args: Any) -> dict[str, Any]:
+def _rloo_facts() -> FactsFile:
     """Its KL term is in the reward, and so in the advantages."""
     return {"loss": "rloo", "advantage": "none", "ratio": "sequence", "beta": 0.0}
 

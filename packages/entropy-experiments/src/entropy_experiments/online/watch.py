@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from entropy_experiments.distributed import ALONE, RankError, Ranks, announced
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.online.probe import OnlineProbe, check_counts
 from entropy_experiments.online.rows import RowFile, probed_before, row_of
+from entropy_experiments.results import TrainingRow
 
 LOG = logging.getLogger("entropy_experiments.online")
 
@@ -166,7 +167,7 @@ class Watch:
     def __init__(self, *, throttle: Throttle, ranks: Ranks = ALONE) -> None:
         self.ranks, self.throttle = ranks, throttle
         self.guard = Guard(ranks, on_failure=self.forget)
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[TrainingRow] = []
         """One per probed step (rank 0)."""
         self.sampling: tuple[str, ...] = ()
         """Options that make training's sampling distribution another than the policy probed."""
@@ -238,7 +239,7 @@ class Watch:
     def after(
         self,
         step: int,
-        publish: Callable[[Mapping[str, Any]], None] = lambda _: None,
+        publish: Callable[[TrainingRow], None] = lambda _: None,
         *,
         scaler: bool = False,
     ) -> None:

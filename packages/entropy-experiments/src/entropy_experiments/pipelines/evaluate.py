@@ -4,6 +4,15 @@ Each checkpoint answers the same prompts with the same seeds. A checkpoint that 
 disk, rollouts of one under way too, so a killed evaluation continues where it was. Nothing is
 loaded until every checkpoint's files, the task and its rewards have been looked at.
 
+    evaluation.json           the whole result; written last
+    settings.json             what the folder's numbers have in common
+    checkpoints/LABEL.parquet a row per rollout
+    checkpoints/LABEL.json    written after it: key, hash of the parquet file, tokens, facts
+    units/                    drawn rollouts of a checkpoint under way
+
+A checkpoint is finished if its JSON has the key of what is asked (settings and the hashes of its
+files) and its parquet file has the hash that the JSON says.
+
 A model cut over the processes (`checkpoint.sharding`) draws and scores like a whole one, with all
 processes in step.
 """
@@ -11,14 +20,23 @@ processes in step.
 from __future__ import annotations
 
 import gc
+import io
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from entropy_experiments.artifacts import write_whole
+from entropy_experiments.artifacts import (
+    described,
+    differing_keys,
+    read_json_object,
+    write_json,
+    write_whole,
+)
 from entropy_experiments.checkpoints.load import Checkpoint, load_checkpoint
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import Config, parse_config
@@ -26,31 +44,31 @@ from entropy_experiments.distributed import current
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.models.sharded import ShardedPolicy
-from entropy_experiments.pipelines.evaluation.measures import (
+from entropy_experiments.pipelines.evaluation_measures import (
+    check_reward,
     differences,
+    high_entropy_tokens,
     length_quantiles,
     measures,
+    rollout_rows,
 )
-from entropy_experiments.pipelines.evaluation.request import (
+from entropy_experiments.pipelines.evaluation_request import (
     Candidate,
     Evaluation,
     EvaluationRequest,
     digest,
     prepared,
 )
-from entropy_experiments.pipelines.evaluation.rollout_rows import (
-    check_reward,
-    high_entropy_tokens,
-    rollout_rows,
-)
-from entropy_experiments.pipelines.evaluation.store import (
-    UNITS,
-    EvaluationStore,
-    Finished,
-)
 from entropy_experiments.pipelines.run_conditions import analysis_conditions, check_sharding, loaded
 from entropy_experiments.report.figures.style import NEEDED, can_draw
-from entropy_experiments.results import EVALUATION, EvaluationResult, JSONObject, numbers
+from entropy_experiments.results import (
+    EVALUATION,
+    EVALUATION_FILE,
+    CheckpointFacts,
+    EvaluationResult,
+    JSONObject,
+    numbers,
+)
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.sampling.rollout_files import RolloutStore
@@ -58,6 +76,8 @@ from entropy_experiments.sampling.rollout_files import RolloutStore
 RESULTS = Path("results") / "evaluations"
 PLOT = "evaluation.png"
 Say = Callable[[str], None]
+AGAIN = "Delete it: what it speaks of is then done again."
+SETTINGS, CHECKPOINTS, UNITS = "settings.json", "checkpoints", "units"
 
 
 def evaluate_checkpoints(
@@ -108,7 +128,7 @@ def evaluate_checkpoints(
     with analysis_conditions():
         pending = [one for one in asked.candidates if done[one.label] is None]
         if pending:
-            check_sharding(config, top_p=asked.law["top_p"])
+            check_sharding(config, top_p=asked.settings["top_p"])
         # What is wrong with the last one should not be told after hours of the others. Of a model
         # that is cut, every process would read the whole once more: its files have been looked at.
         for one in pending if len(pending) > 1 and config.checkpoint.sharding == "none" else ():
@@ -178,7 +198,7 @@ def _opened(
 
 def _evaluated(
     asked: Evaluation, candidate: Candidate, store: EvaluationStore, *, quiet: bool
-) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+) -> tuple[dict[str, list[Any]], CheckpointFacts]:
     """(rows, facts) of one checkpoint."""
     begun, settings = time.perf_counter(), asked.settings
     checkpoint, generator, problems = _opened(asked, candidate, quiet=quiet)
@@ -200,7 +220,7 @@ def _evaluated(
     )
     count = len(rollouts)
     label = {"checkpoint": [candidate.label] * count, "step": [checkpoint.step] * count}
-    facts = {
+    facts: CheckpointFacts = {
         "label": candidate.label,
         "step": checkpoint.step,
         "kind": checkpoint.kind,
@@ -215,19 +235,26 @@ def _evaluated(
 def _result(
     asked: Evaluation, store: EvaluationStore, done: dict[str, Finished]
 ) -> EvaluationResult:
-    options = {"samples": asked.settings["samples"], "ks": asked.request.k, "law": asked.law}
-    found = {label: measures(one.rows, **options) for label, one in done.items()}
+    found = {
+        label: measures(
+            one.rows,
+            samples=asked.settings["samples"],
+            ks=asked.request.k,
+            sampled=asked.sampled,
+        )
+        for label, one in done.items()
+    }
     first, *others = found
-    result: JSONObject = {
+    return {
         **EVALUATION.stamp,
         "folder": str(store.folder),
-        "settings": dict(asked.settings),
+        "settings": asked.settings,
         "k": list(asked.request.k),
         "notes": list(asked.notes),
         "provenance": provenance(),
         "checkpoints": [
             {
-                **{k: v for k, v in one.facts.items() if k not in ("key", "rows_sha256")},
+                **one.facts,
                 "rows": store.name_of(label),
                 "measures": {name: numbers(x) for name, x in found[label].items()},
                 "length_quantiles": length_quantiles(one.rows),
@@ -245,7 +272,6 @@ def _result(
             for label in others
         ],
     }
-    return cast(EvaluationResult, result)  # settings and facts are JSON of the request
 
 
 def _plotted(result: EvaluationResult, store: EvaluationStore, say: Say) -> str | None:
@@ -260,3 +286,99 @@ def _plotted(result: EvaluationResult, store: EvaluationStore, say: Say) -> str 
 
 def _on_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Finished:
+    """One checkpoint's rows and facts."""
+
+    rows: Mapping[str, list[Any]]
+    facts: CheckpointFacts
+
+
+class EvaluationStore:
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def refuse_others(self, settings: Mapping[str, object], keys: Mapping[str, str]) -> None:
+        """Numbers of other settings do not belong here, nor of others under the same label."""
+        mine, theirs = _plain(settings), read_json_object(self.folder / SETTINGS, advice=AGAIN)
+        if theirs is not None and theirs != mine:
+            names = differing_keys(mine, theirs)
+            raise ValueError(
+                f"{self.folder} holds an evaluation with other settings ({', '.join(names)}). Give "
+                "another --out, or replace it with --overwrite."
+            )
+        if theirs is None and self.folder.is_dir() and any(self.folder.iterdir()):
+            raise ValueError(
+                f"{self.folder} is not empty, and holds no evaluation. Give another --out."
+            )
+        for label, key in keys.items():
+            facts = read_json_object(self._path(label, "json"), advice=AGAIN)
+            if facts is not None and facts.get("key") != key:
+                raise ValueError(
+                    f"{self.folder} holds another {label}, with other weights. Give another --out, "
+                    "or replace it with --overwrite."
+                )
+
+    def bind(self, settings: Mapping[str, object]) -> None:
+        """From here on the folder is about these settings."""
+        mine, path = _plain(settings), self.folder / SETTINGS
+        (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        if read_json_object(path, advice=AGAIN) != mine:
+            (self.folder / EVALUATION_FILE).unlink(missing_ok=True)
+            for old in sorted((self.folder / CHECKPOINTS).glob("*.json")):
+                old.unlink()
+                old.with_suffix(".parquet").unlink(missing_ok=True)
+            write_json(path, mine)
+
+    def get(self, label: str, key: str) -> Finished | None:
+        """What was finished under this very key; None: it has to be done (again)."""
+        facts = read_json_object(self._path(label, "json"), advice=AGAIN)
+        if facts is None or facts.pop("key", None) != key:
+            return None
+        path = self._path(label, "parquet")
+        data = path.read_bytes() if path.is_file() else b""
+        if described(data)["sha256"] != facts.pop("rows_sha256", None):
+            return None
+        return Finished(rows=_read(data), facts=cast(CheckpointFacts, facts))
+
+    def put(
+        self, label: str, key: str, rows: Mapping[str, list[Any]], facts: CheckpointFacts
+    ) -> Finished:
+        data = _parquet(rows)
+        said = {**facts, "key": key, "rows_sha256": described(data)["sha256"]}
+        write_whole(self._path(label, "parquet"), data)
+        write_json(self._path(label, "json"), said)
+        # As read, not as made: a resumed evaluation must say the same to the last bit.
+        return Finished(rows=_read(data), facts=json.loads(json.dumps(facts)))
+
+    def finish(self, result: EvaluationResult) -> None:
+        write_json(self.folder / EVALUATION_FILE, result)
+
+    def name_of(self, label: str) -> str:
+        """The parquet file, as the result names it."""
+        return f"{CHECKPOINTS}/{label}.parquet"
+
+    def _path(self, label: str, suffix: str) -> Path:
+        return self.folder / CHECKPOINTS / f"{label}.{suffix}"
+
+
+def _plain(settings: Mapping[str, object]) -> JSONObject:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(dict(settings)))
+
+
+def _parquet(rows: Mapping[str, list[Any]]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(dict(rows)), buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+def _read(data: bytes) -> dict[str, list[Any]]:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(io.BytesIO(data)).to_pydict()

@@ -23,13 +23,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from scipy.special import stdtrit
 
 from entropy_experiments.artifacts import digest_of, write_whole
 from entropy_experiments.checkpoints.runs import provenance
-from entropy_experiments.config import Config, load_config, parse_config
+from entropy_experiments.config import Config, as_config
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.curvature import curvature
 from entropy_experiments.estimate.first_order import first_order
@@ -43,12 +43,24 @@ from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint, content
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.measurements import measurement_report
 from entropy_experiments.report.notebook import Measurements
-from entropy_experiments.results import MEASUREMENTS, numbers, weights_of
+from entropy_experiments.results import (
+    MEASUREMENTS,
+    EstimateResult,
+    MeanPoint,
+    MeasuredPoint,
+    MeasurementsResult,
+    Repeat,
+    RepeatMean,
+    numbers,
+    weights_of,
+)
 from entropy_experiments.types import Estimate
 from entropy_experiments.types.estimate import CONFIDENCE, combine
 
 __all__ = ["EntropyMeasurements", "ExperimentPlan", "measurement_report"]
 
+MeasuredName = Literal["measured", "linear", "linquad"]
+NAMES: tuple[MeasuredName, ...] = get_args(MeasuredName)
 NOT_RESULTS = ("detailed_logging", "output", "rollouts", "training", "influence", "experiment")
 """Sections that change no number of an experiment, or are in its plan."""
 
@@ -142,11 +154,7 @@ class EntropyMeasurements:
     def __init__(
         self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
     ) -> None:
-        self.config: Config
-        if isinstance(config, str | Path):
-            self.config = load_config(config)
-        else:
-            self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self.config: Config = as_config(config)
         self._quiet = quiet
 
     def run_experiments(
@@ -166,17 +174,19 @@ class EntropyMeasurements:
             base_key = self._key(plan, etas, probed)
             self.config.rollout_folder.mkdir(parents=True, exist_ok=True)
             store = StageStore(self.config.rollout_folder / "measurements")
-            repeats, started, computed = [], time.monotonic(), 0
+            repeats: list[Repeat] = []
+            started, computed = time.monotonic(), 0
             for index in range(plan.repeats):
                 seed = self.config.sampling.seed + index
                 key = digest_of(base_key, seed)
                 fresh = not store.holds("repeat", key)
                 stage = store.once("repeat", key, lambda: self._repeat(plan, etas, seed, probed))
-                repeats.append({**stage.facts, "seconds": stage.seconds})
+                repeats.append(cast(Repeat, {**stage.facts, "seconds": stage.seconds}))
                 computed += fresh
                 self._tell(index + 1, plan.repeats, computed, time.monotonic() - started)
         per_token = self.config.entropy.unit == "per_token"
-        results = {
+        path = self._results_path(probed.checkpoint.name, digest_of(base_key, plan.repeats))
+        results: MeasurementsResult = {
             **MEASUREMENTS.stamp,
             "unit": "token" if per_token else "sequence",
             "checkpoint": probed.checkpoint.name,
@@ -186,9 +196,8 @@ class EntropyMeasurements:
             "summary": _summary(repeats),
             "config": self.config.documents(),
             "provenance": {**provenance(), "files": dict(probed.checkpoint.hashes)},
+            "results_path": str(path),
         }
-        path = self._results_path(probed.checkpoint.name, digest_of(base_key, plan.repeats))
-        results["results_path"] = str(path)
         encoded = json.dumps(results, indent=1, allow_nan=False).encode()
 
         def write() -> None:
@@ -256,7 +265,7 @@ class EntropyMeasurements:
 
 def _points(
     inputs: ProbeInputs, plan: ExperimentPlan, etas: Sequence[float]
-) -> tuple[list[dict[str, Any]], Estimate]:
+) -> tuple[list[MeasuredPoint], Estimate]:
     """One entry per eta, and the entropy before the step."""
     policy, rollouts = inputs.policy, inputs.evaluation
     if plan.compute_linquad and not inputs.bends:
@@ -294,15 +303,17 @@ def _point(
     changes: Mapping[Case, Estimate],
     own: float | None,
     level: Estimate,
-) -> dict[str, Any]:
-    found: dict[str, Estimate] = {}
+) -> MeasuredPoint:
+    found: dict[MeasuredName, Estimate] = {}
     if plan.compute_true:
         found["measured"] = changes[Case("step", eta, own)]
     if plan.compute_linear and slope is not None:
         found["linear"] = within_entropy(eta * slope, level)
     if slope is not None and bend is not None:
         found["linquad"] = within_entropy(combine([(eta, slope), (eta**2 / 2, bend)]), level)
-    out: dict[str, Any] = {"eta": eta, **{name: numbers(e) for name, e in found.items()}}
+    out: MeasuredPoint = {"eta": eta}
+    for name, estimate in found.items():
+        out[name] = numbers(estimate)
     if "measured" in found:
         out["diagnostics"] = weights_of(found["measured"])
         out["differences"] = {
@@ -311,7 +322,7 @@ def _point(
             if name in found
         }
         out["clips"] = {
-            _clip_name(case.clip): numbers(change) | {"diagnostics": weights_of(change)}
+            _clip_name(case.clip): {**numbers(change), "diagnostics": weights_of(change)}
             for case, change in changes.items()
             if case.eta == eta and case.clip != own
         }
@@ -322,27 +333,32 @@ def _clip_name(clip: float | None) -> str:
     return "none" if clip is None else f"{clip:g}"
 
 
-def _summary(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _summary(repeats: Sequence[Repeat]) -> list[MeanPoint]:
     """By eta: mean and spread over the repeats, of the numbers and of their differences."""
-    out = []
+    out: list[MeanPoint] = []
     for i, first in enumerate(repeats[0]["points"]):
         points = [repeat["points"][i] for repeat in repeats]
-        names = [name for name in ("measured", "linear", "linquad") if name in first]
-        entry = {"eta": first["eta"]}
-        entry |= {name: _over([point[name] for point in points]) for name in names}
-        entry["differences"] = {
-            name: _over([point["differences"][name] for point in points])
-            for name in first.get("differences", {})
+        entry = {
+            "eta": first["eta"],
+            **{
+                name: _over(estimates)
+                for name in NAMES
+                if (estimates := [e for point in points if (e := point.get(name)) is not None])
+            },
+            "differences": {
+                name: _over([point.get("differences", {})[name] for point in points])
+                for name in first.get("differences", {})
+            },
+            "clips": {
+                name: _over([point.get("clips", {})[name] for point in points])
+                for name in first.get("clips", {})
+            },
         }
-        entry["clips"] = {
-            name: _over([point["clips"][name] for point in points])
-            for name in first.get("clips", {})
-        }
-        out.append(entry)
+        out.append(cast(MeanPoint, entry))
     return out
 
 
-def _over(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _over(found: Sequence[EstimateResult]) -> RepeatMean:
     """Mean over repeats; with one repeat, that repeat's own error bar."""
     values, repeats = [estimate["value"] for estimate in found], len(found)
     trusted = sum(estimate["trusted"] for estimate in found)

@@ -31,8 +31,15 @@ from entropy_experiments.config import Config, config_yaml
 from entropy_experiments.findings import Findings, results_of
 from entropy_experiments.results import (
     PROBE_LOG,
+    EstimateResult,
     JSONObject,
+    LogBatches,
     LogRollout,
+    ProbeLog,
+    RawResult,
+    RawTensor,
+    Spread,
+    UpdateVectorResult,
     logs_below,
     newest_log,
     read_log,
@@ -113,11 +120,11 @@ class DetailedLogger:
             _rotate(Path(settings.folder), settings.max_logs, keep=path)
         return path
 
-    def content(self, found: Findings, decode: Decode) -> dict[str, Any]:
+    def content(self, found: Findings, decode: Decode) -> ProbeLog:
         """What the log holds at the level asked for: JSON values, none of them NaN."""
-        return finite_only(self._content(found, decode))
+        return cast(ProbeLog, finite_only(self._content(found, decode)))
 
-    def _content(self, found: Findings, decode: Decode) -> dict[str, Any]:
+    def _content(self, found: Findings, decode: Decode) -> JSONObject:
         settings = self._settings
         results: JSONObject = dict(results_of(found))
         depth = LEVELS.index(settings.level)
@@ -150,10 +157,10 @@ class DetailedLogger:
         )
 
 
-def _batches(found: Findings) -> dict[str, Any]:
+def _batches(found: Findings) -> LogBatches:
     batch = found.update
     inside_NS = batch.rollouts.response_NS
-    out = {
+    out: LogBatches = {
         "evaluation": {
             "rollouts": len(found.evaluation),
             "length": _spread(found.evaluation.tokens_N),
@@ -173,7 +180,7 @@ def _batches(found: Findings) -> dict[str, Any]:
     return out
 
 
-def _update(found: Findings) -> dict[str, Any]:
+def _update(found: Findings) -> UpdateVectorResult:
     stats = found.stats
     return {
         "loss": stats.loss,
@@ -232,7 +239,7 @@ def _rollouts(
     return rows
 
 
-def _raw(found: Findings) -> dict[str, Any]:
+def _raw(found: Findings) -> RawResult:
     """The arrays behind the numbers, padding and all, in every digit."""
     gradient = found.stats.found.gradient
     size = sum(g.numel() for g in gradient.values())
@@ -249,13 +256,13 @@ def _raw(found: Findings) -> dict[str, Any]:
     }
 
 
-def _tensors(rollouts: Rollouts, scores: Scores) -> dict[str, Any]:
+def _tensors(rollouts: Rollouts, scores: Scores) -> dict[str, RawTensor]:
     names = ("tokens_NS", "attention_NS", "response_NS", "prompt_N", "weight_N")
     out = {name: _raw_tensor(getattr(rollouts, name)) for name in names}
     return out | {name: _raw_tensor(x_NS) for name, x_NS in scores._asdict().items()}
 
 
-def _raw_tensor(x: Tensor) -> dict[str, Any]:
+def _raw_tensor(x: Tensor) -> RawTensor:
     # A mask as 0 and 1: shorter than false and true.
     values = x.int() if x.dtype == torch.bool else x
     kind = str(x.dtype).removeprefix("torch.")
@@ -266,7 +273,7 @@ def _rounded(x: Tensor) -> list[float]:
     return [float(f"{value:.7g}") for value in x.tolist()]
 
 
-def _spread(x: Tensor) -> dict[str, float]:
+def _spread(x: Tensor) -> Spread:
     x = x.double()
     spread = float(x.std()) if x.numel() > 1 else 0.0
     return {
@@ -355,7 +362,7 @@ def _timing_message(found: Findings) -> str:
 # JSON: no NaN, a reason for every null, and short lines.
 
 
-def log_text(content: Mapping[str, Any]) -> str:
+def log_text(content: ProbeLog) -> str:
     """A line per key, and per rollout or estimate: short, and still to be read."""
     compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     lines = []
@@ -370,7 +377,7 @@ def log_text(content: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "}\n"
 
 
-def short(estimate: Mapping[str, Any]) -> dict[str, Any]:
+def short(estimate: EstimateResult) -> JSONObject:
     return {k: _six(v) if k in ERROR_BARS else v for k, v in estimate.items()}
 
 
@@ -382,7 +389,7 @@ def _six(value: Any) -> Any:
     return [_six(inner) for inner in value] if isinstance(value, list) else value
 
 
-def finite_only(content: dict[str, Any]) -> dict[str, Any]:
+def finite_only(content: JSONObject) -> JSONObject:
     """With null for what is no number, and the reasons."""
     places: dict[str, str] = {}
     out = _without_nan(content, "", places)

@@ -171,7 +171,7 @@ class RolloutText(TypedDict):
     truncated: NotRequired[bool]
     text: NotRequired[str]
     influence: NotRequired[float]
-    gaps: NotRequired[list[int]]
+    gaps: NotRequired[dict[str, str]]
     t: NotRequired[list[int]]
     l: NotRequired[list[int]]  # noqa: E741  # short: a page has a hundred thousand
     h: NotRequired[list[int]]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib import import_module
@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_experiments.checkpoints.training_record import RECORDED
-from entropy_experiments.input_errors import library_errors, time_limit
-from entropy_experiments.input_files import read_jsonl
+from entropy_experiments.input_errors import library_errors, read_jsonl, time_limit
 from entropy_experiments.sampling.countdown import Countdown
 from entropy_experiments.sampling.countdown import problems as countdown_problems
 
@@ -137,23 +136,6 @@ def _unknown(name: str) -> ValueError:
         "batch_config.dataset_name and .dataset_path); of `entropy-probe evaluate`: --task "
         "questions.jsonl."
     )
-
-
-def split_problems(
-    problems: Sequence[Problem], *, evaluation: int, update: int
-) -> tuple[list[Problem], list[Problem]]:
-    """(E, U pool) without a common prompt: E takes `evaluation`, the pool all others.
-
-    The pool must have at least `update`; what it has beyond serves as replacements.
-    """
-    distinct = list(_distinct(problems))
-    if len(distinct) < evaluation + update:
-        raise ValueError(
-            f"The dataset has {len(distinct)} different prompts; {evaluation} for evaluation and "
-            f"{update} for the update are needed, and no prompt may be in both. Lower "
-            "batch_config.B_E or B_U, or give a larger dataset."
-        )
-    return distinct[:evaluation], distinct[evaluation:]
 
 
 def without(problems: Iterable[Problem], used: Iterable[Problem]) -> list[Problem]:

@@ -36,10 +36,9 @@ from entropy_experiments.models.sharded import ShardedPolicy
 from entropy_experiments.sampling.advantages import Scale, group_advantages
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.decode import Draw, Drawn, LastLogits, Step, decode, draw_here
-from entropy_experiments.sampling.progress import Meter, ProgressBar, ProgressCallback
 from entropy_experiments.sampling.rewards import Reward, RewardResult
 from entropy_experiments.sampling.rollout_files import RolloutStore
-from entropy_experiments.sampling.units import dealt_units
+from entropy_experiments.sampling.units import Meter, ProgressBar, ProgressCallback, dealt_units
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 SEVERAL, UNITS = 32, 4

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entropy_experiments.input_errors import short
-from entropy_experiments.input_files import read_jsonl
+from entropy_experiments.input_errors import read_jsonl, short
 from entropy_experiments.sampling.advantages import Scale, group_advantages, weighted_rewards
 from entropy_experiments.types import Rollouts, UpdateBatch
 

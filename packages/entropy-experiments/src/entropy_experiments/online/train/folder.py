@@ -14,13 +14,13 @@ from typing import Any
 
 from entropy_experiments.artifacts import sweep_partials, write_whole
 from entropy_experiments.checkpoints.runs import checkpoints_by_step
-from entropy_experiments.config.nested import shown
+from entropy_experiments.config.keys import shown
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_reading import load_training, training_yaml
+from entropy_experiments.results import read_training_summary
 
 CONFIG_FILE = "entropy_probe_train.yaml"
 STATE_FILE = "trainer_state.json"
-SUMMARY_FILE = "train_summary.json"
 DOCTOR_FILE = "doctor.json"
 MAY_DIFFER = {
     "output_dir",
@@ -82,8 +82,7 @@ def steps_made(checkpoint: Path) -> int:
 def ended(out: Path, steps: int) -> bool:
     """Whether a run of so many steps has written its summary, hence all that comes before it."""
     try:
-        summary = json.loads((out / SUMMARY_FILE).read_text("utf-8"))
-        return int(summary["steps"]) >= steps
+        return int(read_training_summary(out)["steps"]) >= steps
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

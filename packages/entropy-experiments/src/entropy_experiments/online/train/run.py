@@ -26,19 +26,17 @@ from entropy_experiments.config.training_batch import (
 from entropy_experiments.models.call_conditions import eval_mode
 from entropy_experiments.models.trials import passing_tokens
 from entropy_experiments.online.train.callbacks import (
+    NOT_INSTALLED,
+    EqualRewards,
     ProgressLines,
     TaskFacts,
     UnwatchedProbe,
-)
-from entropy_experiments.online.train.doctor import (
-    NOT_INSTALLED,
-    examining,
+    doctor_callback,
+    doctor_installed,
+    doctor_paused,
+    doctor_summary,
     gradient_errors,
-    installed,
-    looking_away,
-    summary_of,
 )
-from entropy_experiments.online.train.equal_rewards import EqualRewards
 from entropy_experiments.online.train.folder import (
     DOCTOR_FILE,
     clear_remains,
@@ -52,11 +50,12 @@ from entropy_experiments.online.train.folder import (
     write_config,
 )
 from entropy_experiments.online.train.summary import nothing_to_do, run_summary, write_summary
-from entropy_experiments.online.train.task import Task, load_task
 from entropy_experiments.online.train.trainer import (
     PartwiseGRPOTrainer,
+    Task,
     build_trainer,
     load_policy,
+    load_task,
 )
 from entropy_experiments.results import TrainingResult, TrainingUnchanged
 from entropy_experiments.threads import choose_threads, chosen_threads
@@ -98,7 +97,7 @@ def train(
         callbacks.append(equal)
     trainer = _built(config, plan, task, policy, out, callbacks)
     equal.trainer = trainer
-    trainer.unwatched = lambda: looking_away(doctor)
+    trainer.unwatched = lambda: doctor_paused(doctor)
     if rank == 0:
         write_config(out, config)
     with chosen_threads():
@@ -117,7 +116,7 @@ def train(
         trainer,
         out,
         probe=probe,
-        doctor=summary_of(doctor),
+        doctor=doctor_summary(doctor),
         resumed_from=checkpoint,
         seconds=time.monotonic() - began,
         loss=float(result.training_loss) if steps_now else None,
@@ -166,7 +165,7 @@ def _watchers(
         )
         callbacks.append(probe)
     callbacks.append(TaskFacts(facts, save_first=config.save_first))
-    doctor = examining(config, out / DOCTOR_FILE)
+    doctor = doctor_callback(config, out / DOCTOR_FILE)
     if doctor is not None:
         callbacks.append(doctor)
         if probe is not None:
@@ -208,7 +207,7 @@ def _opening(
         f"{len(task.held_out)} more for the probe; rewards {', '.join(task.functions)}",
         plan_line(config, plan),
     ]
-    if config.doctor.enabled and not installed():
+    if config.doctor.enabled and not doctor_installed():
         told.append(NOT_INSTALLED)
     if checkpoint is not None:
         told.append(f"continuing from {checkpoint}")

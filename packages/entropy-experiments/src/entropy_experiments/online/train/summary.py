@@ -12,13 +12,20 @@ from entropy_experiments.online.record import UPDATE
 from entropy_experiments.online.step_ledger import LEDGERS
 from entropy_experiments.online.train.folder import (
     CONFIG_FILE,
-    SUMMARY_FILE,
     steps_made,
     whole,
 )
 from entropy_experiments.online.trl import ROWS
 from entropy_experiments.online.trl_noise import NOISE_ROWS
-from entropy_experiments.results import TRAINING, Ends, TrainingResult, TrainingUnchanged, read_rows
+from entropy_experiments.results import (
+    SUMMARY_FILE,
+    TRAINING,
+    DoctorSummary,
+    Ends,
+    TrainingResult,
+    TrainingUnchanged,
+    read_rows,
+)
 
 EDGE = 5
 """Rows at either end whose mean is shown: single rows are noisy."""
@@ -29,7 +36,7 @@ def run_summary(
     out: Path,
     *,
     probe: Any,
-    doctor: Mapping[str, Any],
+    doctor: DoctorSummary,
     resumed_from: Path | None,
     seconds: float,
     loss: float | None,
@@ -56,7 +63,7 @@ def run_summary(
         "checkpoints": [str(path) for path in kept],
         "replayable": str(recorded[-1]) if recorded else None,
         "config": str(out / CONFIG_FILE),
-        "doctor": dict(doctor),
+        "doctor": doctor,
         "probe": None,
     }
     if probe is not None:

@@ -1,18 +1,26 @@
-"""The trainer: TRL's GRPOTrainer with document 001's two sizes that TRL has no name for.
+"""The trainer and its task: TRL's GRPOTrainer, the prompts of every step, the reward functions.
+
+The trainer has document 001's two sizes that TRL has no name for:
 
     rollout_batch_size   generation of a step's responses in parts
     tf_micro_batch       sequences per forward pass without gradient
 
 Both change memory and speed. The first also changes which random numbers a response gets.
+
+The prompts of a whole run are one list, as long as the run, in an order that follows from the seed:
+TRL walks through it once. So a resumed run finds its place by counting, and a longer run begins
+like a shorter one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +37,11 @@ from entropy_experiments.checkpoints.base import (
     smollm2_gguf,
 )
 from entropy_experiments.checkpoints.runs import EMBEDDED, embedded_trajectory
+from entropy_experiments.checkpoints.training_facts import FactsFile
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_batch import BatchPlan
-from entropy_experiments.online.train.task import Task, reward_functions, trl_datasets
+from entropy_experiments.sampling.datasets import Problem, load_problems
+from entropy_experiments.sampling.rewards import build_reward, default_functions
 
 try:
     from trl.trainer.grpo_config import GRPOConfig
@@ -70,6 +80,9 @@ SAME_NAMES = (
     "run_name",
     "gradient_checkpointing",
 )
+MOST_MADE = 4096
+"""Problems that are made here, unless dataset_size says more; then they come again."""
+ENDLESS = ("countdown", "reasoning_gym:")
 
 
 class PartwiseGRPOTrainer(GRPOTrainer):
@@ -259,3 +272,122 @@ def build_trainer(
         trainer.generated_at_once = config.rollout_batch_size * config.num_generations
     trainer.scored_at_once = config.tf_micro_batch
     return trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    training: tuple[Problem, ...]
+    """Different problems, in the order of their first appearance."""
+    held_out: tuple[Problem, ...]
+    functions: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    seed: int
+
+    def sequence(self, prompts: int) -> list[int]:
+        """Places in `training` of the prompts of a run, one after the other."""
+        rounds = chain.from_iterable(self._round(n) for n in count())
+        return list(islice(rounds, prompts))
+
+    def _round(self, number: int) -> Iterator[int]:
+        places = range(len(self.training))
+        if not number:  # they come in the order of the seed already
+            return iter(places)
+
+        def key(place: int) -> bytes:
+            name = f"{self.seed} {number} {self.training[place].id}"
+            return hashlib.sha256(name.encode()).digest()
+
+        return iter(sorted(places, key=key))
+
+    def facts(self, config: TrainingConfig) -> FactsFile:
+        """What `entropy_probe.json` says of the task."""
+        facts: FactsFile = {"dataset_name": config.dataset_name}
+        notes = []
+        if config.dataset_path is not None:
+            facts["dataset_path"] = _absolute(config.dataset_path)
+        if config.split is not None:
+            facts["split"] = config.split
+        code = [name for name in self.functions if ":" in name]
+        if code:  # a file beside a checkpoint cannot have code imported
+            notes.append(
+                f"training was rewarded by {', '.join(self.functions)}; reward.functions must name "
+                "code of one's own"
+            )
+        else:
+            facts["reward_functions"] = list(self.functions)
+            if self.weights is not None:
+                facts["reward_weights"] = list(self.weights)
+        if config.chat_template:
+            notes.append("prompts were in the chat template: set batch_config.chat_template: true")
+        if notes:
+            facts["note"] = notes
+        return facts
+
+
+def load_task(config: TrainingConfig, plan: BatchPlan, *, tokenizer: Any = None) -> Task:
+    needed = plan.prompts_per_generation * plan.generations(config.max_steps)
+    size = config.dataset_size
+    asked = None if size is None else size + config.eval_prompts
+    if asked is None and config.dataset_name.startswith(ENDLESS):
+        asked = min(needed, MOST_MADE) + config.eval_prompts
+    found = load_problems(
+        config.dataset_name,
+        path=config.dataset_path,
+        split=config.split,
+        count=asked,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        chat=config.chat_template,
+    )
+    least = config.eval_prompts + plan.prompts_per_generation
+    if len(found) < least:
+        raise ValueError(
+            f"{config.dataset_name} has {len(found)} different problems; {config.eval_prompts} "
+            f"for the probe (eval_prompts) and {plan.prompts_per_generation} for one generation "
+            "are needed. Lower eval_prompts or buffer_size, or give a larger dataset."
+        )
+    functions = config.reward_functions or default_functions(config.dataset_name)
+    build_reward(functions, config.reward_weights)  # an unknown one is refused now
+    return Task(
+        training=tuple(found[config.eval_prompts :]),
+        held_out=tuple(found[: config.eval_prompts]),
+        functions=tuple(functions),
+        weights=config.reward_weights,
+        seed=config.seed,
+    )
+
+
+def reward_functions(task: Task) -> list[Callable[..., list[float]]]:
+    """One for each name, as TRL calls them; it weighs and adds them up."""
+    return [_reward(name, task.training) for name in task.functions]
+
+
+def _reward(name: str, problems: Sequence[Problem]) -> Callable[..., list[float]]:
+    reward = build_reward((name,))
+
+    def score(completions: list[str], problem: list[int], **_: Any) -> list[float]:
+        asked = [problems[place] for place in problem]
+        return reward(completions, asked).total_N.tolist()
+
+    score.__name__ = name  # TRL logs it under this name
+    return score
+
+
+def trl_datasets(task: Task, *, prompts: int) -> tuple[Any, Any]:
+    """(training, evaluation) as TRL reads them; the second None if nothing is held out."""
+    from datasets import Dataset
+
+    asked = task.sequence(prompts)
+    training = Dataset.from_dict(
+        {"prompt": [task.training[place].prompt for place in asked], "problem": asked}
+    )
+    if not task.held_out:
+        return training, None
+    return training, Dataset.from_dict({"prompt": [p.prompt for p in task.held_out]})
+
+
+def _absolute(path: str) -> str:
+    """The offline commands may be run from elsewhere."""
+    from pathlib import Path
+
+    return str(Path(path).absolute())

@@ -4,7 +4,8 @@ Prompts of E are never prompts of U, nor of another drawn E: the update moves it
 The one exception is asked for by name, `kind: update`, and says so in its notes. As in the probe,
 E is drawn before U, since prompts that U tries and drops for equal rewards must not fill E.
 
-E's rewards are its own: of its own responses, by the functions that training used.
+E's rewards are its own: of its own responses, by the functions that training used. The update batch
+as a workspace sets sizes, and is kept in a folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.interventions import Objected
 from entropy_experiments.config import Config
-from entropy_experiments.config.estimates import BatchRequest, Workspace
+from entropy_experiments.config.sections import BatchRequest, Workspace
 from entropy_experiments.distributed import current
 from entropy_experiments.pipelines import probe_inputs
 from entropy_experiments.pipelines.influence.requests import (
@@ -39,7 +40,7 @@ from entropy_experiments.pipelines.influence.rollout_sources import (
     Made,
     rewards_fit,
 )
-from entropy_experiments.pipelines.influence.workspace import save_workspace, workspace_sizes
+from entropy_experiments.pipelines.influence.store import batch_digest
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs, timed
 from entropy_experiments.pipelines.probe_sampling import (
     OpenCheckpoint,
@@ -52,7 +53,12 @@ from entropy_experiments.pipelines.probe_sampling import (
 from entropy_experiments.pipelines.training_facts import reward_of
 from entropy_experiments.sampling.datasets import Problem, load_problems
 from entropy_experiments.sampling.rewards import Reward
-from entropy_experiments.sampling.rollout_files import save_rollouts
+from entropy_experiments.sampling.rollout_files import (
+    MANIFEST,
+    load_update_batch,
+    save_rollouts,
+    save_update_batch,
+)
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 
@@ -416,3 +422,50 @@ def _custom(params: Any) -> list[Problem]:
         )
         for prompt, answer, fact in zip(params.prompts, answers, facts, strict=True)
     ]
+
+
+def workspace_sizes(config: Config) -> Config:
+    """Sizes of a workspace that is drawn are those of batch_config."""
+    params = workspace_params(config.influence.update_batch)
+    changes: dict[str, Any] = {}
+    if isinstance(params, WorkspaceUpdate | WorkspaceDrawn):
+        changes["data.update_prompts"] = params.prompts
+    if isinstance(params, WorkspaceUpdate):
+        changes["data.update_rollouts"] = params.batch
+    if isinstance(params, WorkspaceDrawn):
+        changes["data.update_split"] = params.split or config.data.evaluation_split
+    changes["data.responses_per_prompt"] = getattr(params, "group", None)
+    changes = {key: value for key, value in changes.items() if value is not None}
+    return config.replaced(changes, where="influence.workspace.params") if changes else config
+
+
+def save_workspace(asked: Workspace, made: Made, probed: OpenCheckpoint, model: str) -> None:
+    """Into save_path, once: a rerun changes nothing, and another batch is refused."""
+    if asked.save_path is None or asked.save_path == asked.load_path:
+        return
+    folder = Path(asked.save_path)
+    meta = {
+        "model": model,
+        "kind": asked.kind,
+        "params": asked.params,
+        "dataset": probed.facts["dataset_name"],
+        "real": made.real,
+        "bound": made.bound,
+    }
+    if not (folder / MANIFEST).is_file():
+        save_update_batch(folder, made.batch, meta=meta)
+        return
+    theirs, said = load_update_batch(folder)
+    if said == meta and _same(theirs, made.batch):
+        return
+    raise ValueError(
+        f"influence.workspace.save_path: {folder} holds another update batch (fingerprint "
+        f"{theirs.rollouts.fingerprint[:12]}... there, {made.batch.rollouts.fingerprint[:12]}"
+        "... here, or other advantages, log-probs or settings). Give another folder, or delete "
+        "that one."
+    )
+
+
+def _same(one: UpdateBatch, other: UpdateBatch) -> bool:
+    ours, theirs = (batch.rollouts.fingerprint for batch in (one, other))
+    return ours == theirs and batch_digest(one) == batch_digest(other)

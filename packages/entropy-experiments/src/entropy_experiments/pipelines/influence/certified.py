@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.optimizer_state import ORDER_NOTE
@@ -18,6 +17,7 @@ from entropy_experiments.checkpoints.runs import next_checkpoint
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs
 from entropy_experiments.pipelines.run_conditions import own_device
+from entropy_experiments.results import Certified
 from entropy_experiments.types import Direction, Params
 from entropy_experiments.update.certificate import (
     APART,
@@ -31,7 +31,7 @@ SAME_STEP = 1e-4
 """Relative distance below which a rebuilt step has every moment at its own parameter."""
 
 
-def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -> dict[str, Any]:
+def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -> Certified:
     """JSON: `step_distance` relative to the step made, or `unchecked`, why it is not known.
 
     `another_step` says that an imported batch makes another step than training's.
@@ -41,7 +41,7 @@ def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -
     if probe.checkpoint.recorded is None:  # a batch of training that was recorded elsewhere
         return {}
     gradient_distance = probe.gradient_distance(gradient)
-    distances: dict[str, Any] = {"gradient_distance": gradient_distance}
+    distances: Certified = {"gradient_distance": gradient_distance}
     certificate, absent = certificate_of(probe, direction)
     apart = None
     if certificate is not None and certificate.apart:
@@ -57,7 +57,9 @@ def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -
         distances["step_distance"] = certificate.relative_error
     else:
         distances["unchecked"] = absent
-    return {**distances, "another_step": apart} if apart is not None else distances
+    if apart is not None:
+        distances["another_step"] = apart
+    return distances
 
 
 def _refused(what: str, probe: ProbeInputs) -> ValueError:

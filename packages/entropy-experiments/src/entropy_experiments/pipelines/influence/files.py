@@ -1,7 +1,14 @@
-"""The files of a finished study, as bytes: summary.json, arrays, token tables, drawings.
+"""The files of a finished study, as bytes: summary.json, arrays, token tables, texts, drawings.
 
 A study's results come from stages on disk, so files of a resumed study are those of one that was
 never disturbed. `docs` of each array (what, shape, units) go into the manifest.
+
+    pieces of rollout i, joined        = its response, decoded as a whole
+    update_rollouts.json               prompt, gaps and facts of every rollout
+
+A piece is what a token adds to the text before it. `decode` of a token alone is something else: a
+word without the space before it, half of a character. Such a half has an empty piece; the token
+that completes the character has all of it.
 """
 
 from __future__ import annotations
@@ -9,12 +16,14 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from typing import Any, cast
+from pathlib import Path
+from typing import cast
 
 import numpy as np
+from torch import Tensor
 
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.groups import By, Most, grouped, ranked
@@ -23,22 +32,34 @@ from entropy_experiments.attribution.token_rows import token_rows
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
-from entropy_experiments.pipelines.influence.drawings import NOT_DRAWN, can_draw, study_drawings
-from entropy_experiments.pipelines.influence.questions import answer_or_error
-from entropy_experiments.pipelines.influence.results import EvaluationResults, StudyResults
+from entropy_experiments.pipelines.influence.results import (
+    EvaluationResults,
+    StudyResults,
+    answer_or_error,
+)
 from entropy_experiments.pipelines.influence.store import Stage
-from entropy_experiments.pipelines.influence.summary_json import budget_json, fisher_json
-from entropy_experiments.pipelines.influence.texts import update_texts
+from entropy_experiments.pipelines.influence.summary_json import (
+    budget_json,
+    fisher_json,
+    moved_rollouts,
+)
+from entropy_experiments.report.figures.style import INSTALL, can_draw
+from entropy_experiments.report.figures.write import study_plots
 from entropy_experiments.results import (
     DIFFERENTIATED,
     INFLUENCE,
+    AggregateResult,
     EvaluationBatch,
+    FisherResult,
+    GroupResult,
     InfluenceResult,
     JSONObject,
     RankedToken,
+    UpdateText,
     finite,
 )
-from entropy_experiments.study_files import ArrayFacts
+from entropy_experiments.study_files import ArrayFacts, NewFiles
+from entropy_experiments.types import UpdateBatch
 
 TABLE_FACTS = b"entropy_experiments.table"
 GROUPS: tuple[By, ...] = (
@@ -56,6 +77,10 @@ MOVED = 5
 """Evaluation rollouts whose log-prob changes summary.json tells; changes.json has all."""
 SPLIT = "split so that each entry's slope in eta is the first-order contribution"
 """How a measured change is shared among evaluation rollouts: F_ij of `attribution.finite`."""
+Decode = Callable[[list[int]], str]
+BROKEN = "\ufffd"
+"""How decoders write a character that is not complete yet."""
+NOT_DRAWN = f"plots/ is left out: matplotlib is not installed ({INSTALL})"
 
 
 class StudyFiles:
@@ -80,7 +105,7 @@ class StudyFiles:
         return self.files, self.arrays, summary
 
     @cached_property
-    def _texts(self) -> tuple[list[dict[str, Any]], list[str]]:
+    def _texts(self) -> tuple[list[UpdateText], list[str]]:
         return update_texts(self.results.batch, self.results.decode)
 
     def _array(self, name: str, values: np.ndarray, what: str, units: str = "nats") -> None:
@@ -204,7 +229,7 @@ class StudyFiles:
             text = json.dumps(said, indent=1, allow_nan=False)
             self.files[f"{name}_grad_eta/{end}.json"] = text.encode()
 
-    def _fisher(self, one: EvaluationResults) -> Mapping[str, Any] | None:
+    def _fisher(self, one: EvaluationResults) -> FisherResult | None:
         stage = one.fisher
         if not isinstance(stage, Stage):
             return stage
@@ -220,11 +245,10 @@ class StudyFiles:
             self._array(f"{folder}/{name}.npy", values_EN, f"{what} [evaluation, update]", units)
         what = f"measured change of S_i along the gradient part of the step at eta {eta:g}"
         self._array(f"{folder}/measured.npy", stage.tensors["measured_E"].numpy(), what)
-        facts = fisher_json(stage)
-        rows = facts.pop("rollouts")
+        rows = moved_rollouts(stage)
         self.files[f"{folder}/changes.json"] = json.dumps(rows, indent=1).encode()
         moved = sorted(rows, key=lambda row: -abs(row["measured"]))[:MOVED]
-        return {**facts, "moved": moved}
+        return fisher_json(stage, moved)
 
     def _table(self, one: EvaluationResults) -> None:
         import pyarrow
@@ -244,15 +268,14 @@ class StudyFiles:
         if one is self.results.evaluations[0]:
             self.files["tokens.parquet"] = buffer.getvalue()
 
-    def _aggregate(self, one: EvaluationResults, eta: float) -> dict[str, Any]:
+    def _aggregate(self, one: EvaluationResults, eta: float) -> AggregateResult:
         tokens, scale = one.tokens, eta / self.results.direction.lr
-        out: dict[str, Any] = {
-            part: one.changes.facts[f"{part}|{eta!r}"] for part in (FULL, BASELINE)
-        }
-        baseline = sum(tokens.baseline.values())
-        out |= {
+        full, baseline = (one.changes.facts[f"{part}|{eta!r}"] for part in (FULL, BASELINE))
+        out: AggregateResult = {
+            "full": full,
+            "baseline": baseline,
             "first_order": scale * tokens.total,
-            "first_order_baseline": scale * baseline,
+            "first_order_baseline": scale * sum(tokens.baseline.values()),
             "first_order_gradient": scale * tokens.gradient,
             "grad_sum_measured": None,
             "reconstruction_error": None,
@@ -261,7 +284,7 @@ class StudyFiles:
         if len(rows) == len(tokens.rollout_N) and eta in self.results.per_sequence_etas:
             summed = math.fsum(singles.facts[f"grad|{row}|{eta!r}"]["value"] for row in rows)
             out["grad_sum_measured"] = summed
-            out["reconstruction_error"] = out[FULL]["value"] - out[BASELINE]["value"] - summed
+            out["reconstruction_error"] = full["value"] - baseline["value"] - summed
         return out
 
     def _ranked(self, one: EvaluationResults, most: Most) -> list[RankedToken]:
@@ -339,19 +362,99 @@ class StudyFiles:
         return cast(InfluenceResult, result)
 
 
-def _groups(one: EvaluationResults) -> dict[str, Any]:
+def _groups(one: EvaluationResults) -> dict[str, dict[str, GroupResult]]:
     """Every grouping that this batch allows."""
     scored = one.tokens.batch.reward_N is not None
     return {
-        by: {label: asdict(group) for label, group in grouped(one.tokens, by).items()}
+        by: {
+            label: cast(GroupResult, asdict(group))
+            for label, group in grouped(one.tokens, by).items()
+        }
         for by in GROUPS
         if by != "correctness" or scored
     }
 
 
-def _stack(tensors: Mapping[str, Any], part: str, rows: Sequence[int], eta: float) -> np.ndarray:
+def _stack(tensors: Mapping[str, Tensor], part: str, rows: Sequence[int], eta: float) -> np.ndarray:
     return np.stack([tensors[f"{part}|{row}|{eta!r}"].numpy() for row in rows], axis=1)
 
 
-def _mean(reward_N: Any) -> float | None:
+def _mean(reward_N: Tensor | None) -> float | None:
     return None if reward_N is None else float(reward_N.double().mean())
+
+
+def update_texts(batch: UpdateBatch, decode: Decode) -> tuple[list[UpdateText], list[str]]:
+    """(a row per rollout, a piece per response token in order of rollout and position).
+
+    `gaps` of a rollout: text between response tokens that the policy did not write (tool output),
+    by the index of the response token that follows.
+    """
+    rollouts, decode = batch.rollouts, _remembering(decode)
+    rows: list[UpdateText] = []
+    pieces: list[str] = []
+    for i in range(len(rollouts)):
+        inside_S = rollouts.attention_NS[i]
+        ids = rollouts.tokens_NS[i][inside_S].tolist()
+        written = rollouts.response_NS[i][inside_S].tolist()
+        first = written.index(True) if any(written) else len(ids)
+        own: list[str] = []
+        gaps: dict[str, str] = {}
+        for piece, mine in zip(pieces_of(ids, first, decode), written[first:]):
+            if mine:
+                own.append(piece)
+            else:
+                gaps[str(len(own))] = gaps.get(str(len(own)), "") + piece
+        rows.append(
+            {
+                "rollout": i,
+                "prompt": int(rollouts.prompt_N[i]),
+                "prompt_text": decode(ids[:first]),
+                "reward": None if batch.reward_N is None else float(batch.reward_N[i]),
+                "truncated": bool(rollouts.truncated_N[i]),
+                "gaps": gaps,
+            }
+        )
+        pieces += own
+    return rows, pieces
+
+
+def pieces_of(ids: list[int], first: int, decode: Decode) -> list[str]:
+    """What each of ids[first:] adds to the text of those before it."""
+    out: list[str] = []
+    start, told = max(first - 1, 0), first  # ids[start:told] is context whose text is out already
+    for at in range(first, len(ids)):
+        before, text = decode(ids[start:told]), decode(ids[start : at + 1])
+        if text.endswith(BROKEN) and at + 1 < len(ids):
+            out.append("")
+            continue
+        # Some decoders rewrite what came before (a space before a comma); then the token alone.
+        out.append(text[len(before) :] if text.startswith(before) else decode(ids[told : at + 1]))
+        start, told = told, at + 1
+    return out
+
+
+def _remembering(decode: Decode) -> Decode:
+    """Short runs of tokens come back again and again."""
+    seen: dict[tuple[int, ...], str] = {}
+
+    def remembered(ids: list[int]) -> str:
+        key = tuple(ids)
+        if len(key) > 4:
+            return decode(ids)
+        if key not in seen:
+            seen[key] = decode(ids)
+        return seen[key]
+
+    return remembered
+
+
+def study_drawings(
+    folder: Path,
+    contents: Mapping[str, bytes],
+    arrays: Mapping[str, ArrayFacts],
+    summary: InfluenceResult,
+) -> dict[str, bytes]:
+    """PNG files by name, made from the study's other files; none without matplotlib."""
+    if not can_draw():
+        return {}
+    return study_plots(NewFiles(folder=folder, contents=contents, described=arrays), summary)

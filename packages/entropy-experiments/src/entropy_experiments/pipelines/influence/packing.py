@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from entropy_experiments.attribution.step import RebuiltStep
 from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.numerics.weights import WeightDiagnostics
 from entropy_experiments.pipelines.influence.store import Stage
+from entropy_experiments.results import Certified, StepResult
 from entropy_experiments.types import (
     Direction,
     Estimand,
@@ -53,7 +53,7 @@ def unpacked(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, dict[
     return out
 
 
-def step_json(rebuilt: RebuiltStep) -> dict[str, Any]:
+def step_json(rebuilt: RebuiltStep) -> StepResult:
     """JSON of a step: what summary.json says of it."""
     return {
         "norms": dict(rebuilt.norms),
@@ -63,14 +63,14 @@ def step_json(rebuilt: RebuiltStep) -> dict[str, Any]:
     }
 
 
-def pack_step(rebuilt: RebuiltStep, facts: Mapping[str, Any]) -> Stage:
+def pack_step(rebuilt: RebuiltStep, certified: Certified) -> Stage:
     direction = rebuilt.direction
     assert direction.preconditioner is not None  # an AdamW step has one
     groups = {**direction.parts, "preconditioner": direction.preconditioner}
     return Stage(
         facts={
             **step_json(rebuilt),
-            **facts,
+            "certified": certified,
             "parts": list(direction.parts),
             "lr": direction.lr,
         },

@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from entropy_experiments.config import ConfigError
-from entropy_experiments.config.estimates import BatchRequest, Index, Workspace
 from entropy_experiments.config.fields import Count, Many, Path, Section, Some, Text
 from entropy_experiments.config.problems import describe
+from entropy_experiments.config.sections import BatchRequest, Index, Workspace
 
 Group = Annotated[int, Field(ge=2)]
 GROUP = 2

@@ -5,6 +5,9 @@
 
 The run directory is found by what was asked: the same plan for the same checkpoint gives the same
 folder, a study that was killed goes on from its last finished stage, and a finished one is read.
+
+The folder has the last command's answers. An answer that was there and is not asked for again is
+gone from summary.json, and the HTML report that showed it is gone too; stages are kept.
 """
 
 from __future__ import annotations
@@ -19,13 +22,12 @@ from typing import Any
 from entropy_experiments.artifacts import digest_of
 from entropy_experiments.attribution import whatif
 from entropy_experiments.checkpoints.runs import provenance
-from entropy_experiments.config import Config, load_config, parse_config
-from entropy_experiments.config.estimates import BatchRequest
-from entropy_experiments.config.estimates import Workspace as WorkspaceSpec
+from entropy_experiments.config import Config, as_config
+from entropy_experiments.config.sections import BatchRequest
+from entropy_experiments.config.sections import Workspace as WorkspaceSpec
 from entropy_experiments.distributed import current
 from entropy_experiments.pipelines.influence.batches import check_requests, gather_study
 from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFiles
-from entropy_experiments.pipelines.influence.removed import told_removed
 from entropy_experiments.pipelines.influence.results import study_results
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
 from entropy_experiments.pipelines.influence.store import RunDirectory, open_run
@@ -35,6 +37,7 @@ from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.figures.style import can_draw
 from entropy_experiments.report.notebook import InfluenceSummary, WhatIfAnswers
 from entropy_experiments.results import INFLUENCE, InfluenceResult
+from entropy_experiments.study_files import PAGE
 
 __all__ = [
     "BatchRequest",
@@ -143,11 +146,7 @@ class EntropyInfluenceRunner:
     def __init__(
         self, config: Config | Mapping[str, Any] | str | Path | None = None, *, quiet: bool = False
     ) -> None:
-        self.config: Config
-        if isinstance(config, str | Path):
-            self.config = load_config(config)
-        else:
-            self.config = config if isinstance(config, Config) else parse_config(config or {})
+        self.config: Config = as_config(config)
         self._quiet = quiet
 
     def run(
@@ -205,7 +204,7 @@ class EntropyInfluenceRunner:
                 before = run.answers()
                 gone = run.write(files, key, arrays)
                 if say is not None:
-                    for line in told_removed(before, summary, gone, run.folder):
+                    for line in removal_notes(before, summary, gone, run.folder):
                         say(line)
 
             ranks.broadcast_from_zero(write)
@@ -311,3 +310,40 @@ def _study_key(config: Config, probed: OpenCheckpoint) -> str:
         dict(checkpoint.hashes),
         contents(config, probed, named),
     )
+
+
+def removal_notes(
+    before: InfluenceResult | None, after: InfluenceResult, gone: Sequence[str], folder: Path
+) -> list[str]:
+    """`before`, `after`: summary.json; `gone`: files that were deleted. Empty: nothing was lost."""
+    had, has = [] if before is None else _answers(before), _answers(after)
+    lost = list(dict.fromkeys(answer[0] for answer in had if answer not in has))
+    lines = []
+    if lost:
+        lines.append(
+            f"{folder} answers the last command: answers of an earlier one, not asked for again, "
+            f"were removed ({', '.join(lost)}). To have them back, add these to the command; "
+            "what was computed for them is kept."
+        )
+    if PAGE in gone:
+        lines.append(
+            f"{folder / PAGE} showed the earlier answers and was removed. Write it again: "
+            f"entropy-probe report {folder}"
+        )
+    return lines
+
+
+def _answers(summary: InfluenceResult) -> list[tuple[str, str]]:
+    """Each answer that a summary has: the option that asks for it, and of what."""
+    found: list[tuple[str, str]] = []
+    for evaluation in summary.get("evaluations", ()):
+        asked = evaluation.get("what_if") or ()
+        found += [(f"--what-if '{one['name']}'", "") for one in asked]
+        made = (one for one in asked if one.get("confirmation") is not None)
+        found += [("--confirm", one["name"]) for one in made]
+        if evaluation.get("fisher") is not None:
+            found.append(("--fisher", ""))
+        budget = evaluation.get("entropy_budget")
+        if budget is not None:
+            found.append((f"--entropy-budget {budget['budget']:g}", ""))
+    return found

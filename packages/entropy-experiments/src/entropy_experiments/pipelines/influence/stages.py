@@ -14,13 +14,18 @@
     fisher          the kernel of every pair of rollouts, and the log-prob changes it predicts
 
 Later stages read earlier ones from disk, whether this process computed them or another did.
+
+Progress is a bar on a terminal, else lines. Time left = (rollouts still to pass through the model)
+x (seconds per rollout so far). A stage that was found on disk counts with the seconds that it took
+when it was made.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,26 +35,41 @@ from entropy_experiments.artifacts import digest_of
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.attribution.interventions import Place, Reweighted
+from entropy_experiments.attribution.matrix import InfluenceMatrix
 from entropy_experiments.attribution.step import (
+    FULL,
     LineColumns,
     RebuiltStep,
     StepInputs,
     StepOptions,
     line_columns,
+    measure_rollouts,
+    measure_step,
+    most_influential,
+    pair_matrix,
     rebuild_step,
+    score_evaluation,
+    token_influences,
 )
 from entropy_experiments.attribution.terms import line_directions, rollouts_by_line
+from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.estimate.modes import Used, used_forward_mode
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.numerics.derivatives import How
-from entropy_experiments.pipelines.influence.batches import StudyInputs
+from entropy_experiments.pipelines.influence.batches import EvaluationBatch, StudyInputs
 from entropy_experiments.pipelines.influence.certified import certified_step
-from entropy_experiments.pipelines.influence.clock import Clock
 from entropy_experiments.pipelines.influence.packing import (
+    pack_estimate,
+    pack_matrix,
+    pack_scores,
     pack_step,
+    pack_tokens,
     packed,
+    unpack_matrix,
+    unpack_scores,
     unpack_step,
+    unpack_tokens,
     unpacked,
 )
 from entropy_experiments.pipelines.influence.store import (
@@ -58,13 +78,95 @@ from entropy_experiments.pipelines.influence.store import (
     batch_digest,
     digest_of_tensors,
 )
-from entropy_experiments.results import INFLUENCE
+from entropy_experiments.pipelines.influence.summary_json import changes
+from entropy_experiments.results import INFLUENCE, EstimateResult, numbers
 from entropy_experiments.types import (
     Direction,
     Estimand,
     Params,
     Rollouts,
+    Scores,
 )
+
+WORDS = {
+    "step": "the optimizer step",
+    "lines": "the step by lines of the ledger",
+    "base": "entropy before the step",
+    "matrix": "every pair of rollouts",
+    "tokens": "influence of every token",
+    "measured": "changes measured along the step",
+    "ledger": "ledger of the entropy",
+    "reward": "ledger of the reward",
+    "rollouts": "changes measured along single rollouts, part {}",
+    "without": "the step without rollout {}",
+    "confirm": "a what-if's step, made and measured",
+    "fisher": "Fisher kernel",
+}
+_NAME = re.compile(r"(?:(eval_\d+)_)?([a-z]+)(?:_(\d+))?")
+AT_ONCE = 4
+"""Update rollouts whose directions are measured in one stage: what a kill can cost."""
+
+
+def in_words(name: str) -> str:
+    """A stage's name as people would say it: eval_00_rollouts_01, measured along ..., part 2."""
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    batch, kind, number = match.groups()
+    assert kind in WORDS, name
+    # Parts are counted from 1; rollouts have their own numbers, which begin with 0.
+    said = WORDS[kind].format(int(number or 0) + (kind == "rollouts"))
+    return said if batch is None else f"{batch}, {said}"
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """Says what is done and how long the rest may take, by the passes that stages cost."""
+
+    say: Callable[[str], None] | None
+    total: float = 0.0
+    """Rollouts that all planned stages pass through the model, forward and back."""
+    done: float = 0.0
+    seconds: float = 0.0
+    _bar: Any = None
+    _task: Any = None
+
+    def tell(self, name: str, cost: float, seconds: float, *, found: bool) -> None:
+        self.done += cost
+        self.seconds += seconds
+        if self.say is None:
+            return
+        left = max(self.total - self.done, 0.0) * self.seconds / self.done if self.done else 0.0
+        rest = f", about {left:.0f} s left" if left >= 1 else ""
+        what = "kept from before" if found else f"{seconds:.1f} s"
+        share = min(self.done / max(self.total, 1), 1)
+        if not sys.stderr.isatty():
+            self.say(f"{in_words(name)}: {what} ({share:.0%}{rest})")
+            return
+        if self._bar is None:
+            self._bar, self._task = _open_bar()
+        self._bar.update(
+            self._task, completed=share, description=f"{in_words(name)}: {what}", rest=rest
+        )
+
+    def close(self) -> None:
+        """Leave the terminal as it was; the last state of the bar stays on it."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _open_bar() -> tuple[Any, Any]:
+    from rich import progress as rich
+    from rich.console import Console
+
+    bar = rich.Progress(
+        rich.BarColumn(),
+        rich.TaskProgressColumn(),
+        rich.TextColumn("{task.description}{task.fields[rest]}", markup=False),
+        console=Console(stderr=True),
+    )
+    bar.start()
+    return bar, bar.add_task("", total=1.0, rest="")
 
 
 class Study:
@@ -185,7 +287,7 @@ class Study:
         def compute() -> Stage:
             rebuilt, gradient = rebuild_step(self.step)
             certified = certified_step(self.probe, rebuilt.direction, gradient)
-            return pack_step(rebuilt, {"certified": certified})
+            return pack_step(rebuilt, certified)
 
         return self.stage("step", digest_of(self.key), self.cost / 2, compute)
 
@@ -263,3 +365,181 @@ def rollouts_digest(rollouts: Rollouts) -> str:
 
 def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+class Evaluation:
+    """One evaluation batch of a study."""
+
+    def __init__(self, study: Study, batch: EvaluationBatch) -> None:
+        self.study, self.batch = study, batch
+        self.name, self.rollouts = batch.name, batch.rollouts
+        self.probe = study.inputs.of(batch)
+
+    @cached_property
+    def key(self) -> str:
+        rewards = digest_of_tensors({"reward": self.batch.reward_N})
+        return digest_of(self.study.key, rollouts_digest(self.rollouts), rewards)
+
+    @property
+    def cost(self) -> float:
+        """Rollouts through the model: a forward is 1, a backward or a derivative 2 more."""
+        n_e, n_u, asked = len(self.rollouts), len(self.probe.update.rollouts), self.study.asked
+        etas = len(self.study.etas)
+        rows = asked.measured_rollouts
+        measured_rows = len(rows) if isinstance(rows, tuple) else min(rows, n_u)
+        singles = 2 * measured_rows * len(self.study.per_sequence_etas)
+        rewards = 30 if self.batch.reward_N is not None and asked.reward else 0
+        confirmed = 30 * len(asked.what_if) if asked.confirm else 0
+        kernel = 6 if asked.fisher else 0
+        passes = 1 + 6 + 2 * etas + 12 + 15 + rewards + singles + confirmed + kernel
+        update = 3 * self.batch.folds + 3 + 3 * len(asked.leave_one_out) + kernel
+        if asked.confirm:
+            update += 3 * len(asked.what_if)
+        return float(passes * n_e + update * n_u)
+
+    def stage(
+        self, name: str, key: Sequence[Any], passes: float, compute: Callable[[], Stage]
+    ) -> Stage:
+        full = digest_of(self.key, *key)
+        return self.study.stage(f"{self.name}_{name}", full, passes * len(self.rollouts), compute)
+
+    @cached_property
+    def _base(self) -> Stage:
+        def compute() -> Stage:
+            step = self.study.step
+            base = score_evaluation(step.policy, self.rollouts, step.estimator)
+            return Stage(facts={"level": numbers(base.level)}, tensors=pack_scores(base.scores))
+
+        return self.stage("base", ["base"], 1, compute)
+
+    @cached_property
+    def base(self) -> Scores:
+        return unpack_scores(self._base)
+
+    @property
+    def level(self) -> EstimateResult:
+        return self._base.facts["level"]
+
+    @property
+    def matrix_key(self) -> list[Any]:
+        return ["matrix", self.study.asked.gradient_block_mb, self.batch.folds]
+
+    @property
+    def tokens_key(self) -> list[Any]:
+        return ["tokens", self.study.mode, *self.matrix_key]
+
+    @property
+    def measured_key(self) -> list[Any]:
+        return ["measured", self.whole_etas]
+
+    @cached_property
+    def tokens(self) -> TokenInfluence:
+        study = self.study
+
+        def compute() -> Stage:
+            tokens = token_influences(
+                study.step,
+                study.rebuilt,
+                self.rollouts,
+                self.base,
+                self.matrix,
+                folds=self.batch.folds,
+            )
+            return pack_tokens(tokens)
+
+        update = 3 * self.batch.folds * len(self.probe.update.rollouts) / len(self.rollouts)
+        stage = self.stage("tokens", self.tokens_key, update, compute)
+        return unpack_tokens(
+            stage, self.probe.update, study.objective, study.direction, study.estimand
+        )
+
+    @cached_property
+    def matrix(self) -> InfluenceMatrix:
+        study = self.study
+
+        def compute() -> Stage:
+            matrix = pair_matrix(
+                study.step,
+                study.rebuilt,
+                self.rollouts,
+                self.base,
+                study.columns,
+                folds=self.batch.folds,
+            )
+            return pack_matrix(matrix)
+
+        update = 3 * len(self.probe.update.rollouts) / len(self.rollouts)
+        stage = self.stage("matrix", self.matrix_key, 6 + update, compute)
+        return unpack_matrix(stage, self.rollouts, study.estimand, study.direction.lr, study.device)
+
+    @property
+    def whole_etas(self) -> tuple[float, ...]:
+        study = self.study
+        return tuple(dict.fromkeys((*study.etas, *study.per_sequence_etas, study.direction.lr)))
+
+    @cached_property
+    def whole(self) -> Stage:
+        """Measured along the step and along its baseline: `full|eta` and `baseline|eta`.
+
+        The step's own change, at the learning rate, is kept whole: the ledger explains it.
+        """
+        study, etas = self.study, self.whole_etas
+
+        def compute() -> Stage:
+            measured = measure_step(study.step, study.rebuilt, self.rollouts, self.base, etas)
+            kept, own = changes(measured), pack_estimate(measured[FULL, study.direction.lr])
+            return Stage(facts={**kept.facts, **own.facts}, tensors={**kept.tensors, **own.tensors})
+
+        return self.stage("measured", self.measured_key, 2 * len(etas) + 6, compute)
+
+    @cached_property
+    def measured_rows(self) -> list[int]:
+        """Update rollouts whose own directions are measured, in order."""
+        rows = self.study.asked.measured_rollouts
+        return sorted(set(rows)) if isinstance(rows, tuple) else most_influential(self.tokens, rows)
+
+    @cached_property
+    def singles(self) -> Stage:
+        """Measured along each chosen rollout: `grad|row|eta`, `both|row|eta` (with baseline)."""
+        rows, facts, tensors, seconds = self.measured_rows, {}, {}, 0.0
+        for start in range(0, len(rows), AT_ONCE):
+            found = self._single_stage(start // AT_ONCE, rows[start : start + AT_ONCE])
+            facts |= found.facts
+            tensors |= found.tensors
+            seconds += found.seconds
+        return Stage(facts=facts, tensors=tensors, seconds=seconds)
+
+    def _single_stage(self, number: int, rows: list[int]) -> Stage:
+        study, etas = self.study, self.single_etas
+
+        def compute() -> Stage:
+            measured = measure_rollouts(
+                study.step,
+                study.rebuilt,
+                self.rollouts,
+                self.base,
+                self.tokens.coefficient,
+                rows,
+                etas,
+                noise_floor=self.noise_floor,
+            )
+            return changes(measured)
+
+        key = ["rollouts", rows, etas]
+        return self.stage(f"rollouts_{number:02d}", key, 2 * len(rows) * len(etas), compute)
+
+    @property
+    def single_etas(self) -> tuple[float, ...]:
+        reference = (self.study.etas[0],) if self.study.asked.measured_matrix else ()
+        return tuple(dict.fromkeys((*self.study.per_sequence_etas, *reference)))
+
+    @property
+    def noise_floor(self) -> float | None:
+        return self.whole.facts[f"full|{self.study.direction.lr!r}"]["noise_floor"]
+
+
+def evaluations_of(study: Study) -> list[Evaluation]:
+    """Every evaluation batch, and the clock told what all of them cost."""
+    found = [Evaluation(study, batch) for batch in study.inputs.evaluations]
+    study.clock.total = study.cost + sum(evaluation.cost for evaluation in found)
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -11,7 +10,17 @@ from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.fisher import top_contributors
 from entropy_experiments.attribution.ledger import Ledger
 from entropy_experiments.pipelines.influence.store import Stage
-from entropy_experiments.results import finite, numbers, weights_of
+from entropy_experiments.results import (
+    BudgetAnswer,
+    ConfirmationAnswer,
+    FisherAnswer,
+    LedgerResult,
+    MovedRollout,
+    WhatIfPrediction,
+    finite,
+    numbers,
+    weights_of,
+)
 from entropy_experiments.types import Estimate
 
 CONTRIBUTORS = 5
@@ -30,7 +39,7 @@ def changes(measured: Mapping[tuple[str, float], Estimate]) -> Stage:
     )
 
 
-def ledger_json(found: Ledger) -> dict[str, Any]:
+def ledger_json(found: Ledger) -> LedgerResult:
     return {
         "quantity": found.quantity,
         "lines": {
@@ -55,32 +64,41 @@ def ledger_json(found: Ledger) -> dict[str, Any]:
     }
 
 
-def fisher_json(stage: Stage) -> dict[str, Any]:
+def moved_rollouts(stage: Stage) -> list[MovedRollout]:
     """Of every evaluation rollout the change predicted and measured, and who made most of it."""
+    share_EN, measured_E = stage.tensors["contribution_EN"], stage.tensors["measured_E"]
+    predicted_E = share_EN.sum(1)
+    return [
+        {
+            "rollout": i,
+            "predicted": float(predicted_E[i]),
+            "measured": float(measured_E[i]),
+            "contributors": [
+                {"rollout": one.rollout, "value": one.value}
+                for one in top_contributors(share_EN[i], CONTRIBUTORS)
+            ],
+        }
+        for i in range(len(measured_E))
+    ]
+
+
+def fisher_json(stage: Stage, moved: list[MovedRollout]) -> FisherAnswer:
+    """How well the kernel predicts log-prob changes; `moved`: the rollouts to name."""
     share_EN, measured_E = stage.tensors["contribution_EN"], stage.tensors["measured_E"]
     predicted_E = share_EN.sum(1)
     size, gap = (float(x_E.norm()) for x_E in (measured_E, predicted_E - measured_E))
     both = torch.stack([predicted_E, measured_E])
     varied = len(measured_E) > 1 and bool((both.std(1) > 0).all())
     return {
-        **stage.facts,
+        "eta": stage.facts["eta"],
+        "centred": stage.facts["centred"],
         "correlation": float(torch.corrcoef(both)[0, 1]) if varied else None,
         "relative_gap": gap / size if size else None,
-        "rollouts": [
-            {
-                "rollout": i,
-                "predicted": float(predicted_E[i]),
-                "measured": float(measured_E[i]),
-                "contributors": [
-                    one._asdict() for one in top_contributors(share_EN[i], CONTRIBUTORS)
-                ],
-            }
-            for i in range(len(measured_E))
-        ],
+        "moved": moved,
     }
 
 
-def prediction_json(found: whatif.Prediction) -> dict[str, Any]:
+def prediction_json(found: whatif.Prediction) -> WhatIfPrediction:
     return {
         "total": found.total,
         "change": found.change,
@@ -95,7 +113,7 @@ def prediction_json(found: whatif.Prediction) -> dict[str, Any]:
     }
 
 
-def confirmation_json(found: whatif.Confirmation) -> dict[str, Any]:
+def confirmation_json(found: whatif.Confirmation) -> ConfirmationAnswer:
     return {
         "frozen": numbers(found.frozen),
         "recomputed": numbers(found.recomputed),
@@ -115,7 +133,7 @@ def confirmation_json(found: whatif.Confirmation) -> dict[str, Any]:
     }
 
 
-def budget_json(ledger: Mapping[str, Any], lr: float, budget: float) -> dict[str, Any]:
+def budget_json(ledger: LedgerResult, lr: float, budget: float) -> BudgetAnswer:
     """The learning rate that changes the entropy by so much, from a ledger's numbers."""
     slope = ledger["predicted"]["value"] / lr
     bend = None if ledger["curvature"] is None else 2 * ledger["curvature"]["value"] / lr**2

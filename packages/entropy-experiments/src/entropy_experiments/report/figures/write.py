@@ -11,22 +11,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from entropy_experiments.artifacts import write_whole
-from entropy_experiments.report.figures.curve import curve_figure
+from entropy_experiments.report.figures.charts import (
+    curve_figure,
+    ledger_figure,
+    trajectory_figure,
+    what_if_figure,
+)
 from entropy_experiments.report.figures.influence import (
     cells_figure,
     matrix_figure,
     points_figure,
     rollouts_figure,
 )
-from entropy_experiments.report.figures.ledger import ledger_figure
+from entropy_experiments.report.figures.samples import samples, samples_figure, samples_name
 from entropy_experiments.report.figures.style import NEEDED, can_draw, image, paper_style
-from entropy_experiments.report.figures.trajectory import trajectory_figure
-from entropy_experiments.report.figures.what_if import what_if_figure
+from entropy_experiments.report.html.books import study_books
 from entropy_experiments.report.html.data import gather
+from entropy_experiments.report.linearity import measured_deltas
 from entropy_experiments.report.sections import ReportData
+from entropy_experiments.results import InfluenceResult
+from entropy_experiments.study_files import Files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 SUFFIXES = (".pdf", ".png")
 
@@ -78,3 +86,17 @@ def figures_of(data: ReportData, *, columns: int = 1) -> dict[str, Figure]:
     if pairs := data.get("matrix"):
         out["matrix"] = matrix_figure(pairs, columns=columns)
     return {name: figure for name, figure in out.items() if figure is not None}
+
+
+def study_plots(run: Files, summary: InfluenceResult) -> dict[str, bytes]:
+    """By file name, for each evaluation batch: its ledger, and single rollouts if measured."""
+    out: dict[str, bytes] = {}
+    with paper_style():
+        for told in summary["evaluations"]:
+            name = told["name"]
+            unit = (told.get("estimand") or {}).get("unit", "token")
+            books = study_books(told["ledger"], unit)
+            out[f"plots/{name}_ledger.png"] = image(ledger_figure(books, columns=2))
+            if measured_deltas(run, name, "grad"):
+                out[samples_name(name)] = image(samples_figure(samples(run, name)))
+    return out

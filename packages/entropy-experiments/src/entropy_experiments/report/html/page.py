@@ -1,9 +1,15 @@
 """One self-contained HTML file: styles, scripts, data and plotly inside, nothing from elsewhere.
 
 Rollouts are hostile text. They reach the page in two ways only: through the template, escaped, or
-as packed JSON (`packing`: it holds no `<`), from which report.js makes text nodes. The page's own
+as packed JSON (`packed`: it holds no `<`), from which report.js makes text nodes. The page's own
 Content-Security-Policy allows two scripts, by their hashes, and no request: report.js, and plotly,
 which that one unpacks.
+
+Large texts are deflated, seven bits of them in each character. plotly.js is 4.8 MB and deflates to
+1.5. HTML holds text, of which UTF-8 makes one byte only for the 128 characters of ASCII: seven bits
+are the most that a byte of a page can carry (base64: six). Three characters would not come through:
+NUL and CR, which a parser changes, and `<`, which could end the element. They are written as the
+character 256 further on, with the same low seven bits.
 """
 
 from __future__ import annotations
@@ -13,21 +19,23 @@ import hashlib
 import json
 import math
 import os
+import re
+import zlib
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
+
+import numpy as np
 
 from entropy_experiments.artifacts import write_whole
 from entropy_experiments.report.html import words
 from entropy_experiments.report.html.charts import figures
 from entropy_experiments.report.html.data import gather
-from entropy_experiments.report.html.glossary import TERMS, explained, term
 from entropy_experiments.report.html.marks import Figure
-from entropy_experiments.report.html.packing import Packed, packed
 from entropy_experiments.report.html.token_views import MOST_TOKENS
 from entropy_experiments.report.sections import ReportData
 from entropy_experiments.study_files import PAGE
@@ -53,6 +61,49 @@ SECTIONS = (
 )
 """Anchor, the key of the data that it shows, title in the contents."""
 INSTALL = "pip install 'entropy-experiments[report]'"
+_MOVED = {code: chr(256 + code) for code in (0, 13, ord("<"))}
+TERMS = {
+    "entropy": "How undecided the policy is about its next token, in nats; 0: always the same one.",
+    "nats": "Units of entropy with the natural logarithm; 1 nat is 1.44 bits.",
+    "predicted": "Learning rate times the slope of the entropy along the step, before it is made.",
+    "second order": "The prediction with the curvature's term: right for larger steps.",
+    "measured": "Entropy after the step less before it, on the same rollouts, reweighted.",
+    "fresh": "Measured on new rollouts of each policy, which prediction and measurement never saw.",
+    "95 %": "Interval that holds the true value in 95 of 100 repetitions; by prompt.",
+    "s.e.": "Standard error: the interval's half width over about two.",
+    "trusted": "No check found a reason for doubt: weights, noise floor, prompts, the step itself.",
+    "not trusted": "A check found a reason for doubt; it is written beside the number.",
+    "momentum": "What earlier batches still do to this step, through Adam's first moment.",
+    "weight decay": "The pull of every parameter towards zero.",
+    "decay": "The pull of every parameter towards zero.",
+    "curvature": "How the slope itself changes along the step: the second-order term.",
+    "unexplained": "Measured less all lines: higher orders and noise.",
+    "eventual": "With the momentum that this batch leaves to later steps.",
+    "influence": "A share of the predicted change: what one token or rollout adds to it.",
+    "advantage": "How much better than its group a response was; its sign is the push's.",
+    "reward": "The mean reward of a step's rollouts.",
+    "noise floor": "Change that repacking the same rollouts shows; what is smaller is not real.",
+    "η": "Step size: the learning rate that the direction is multiplied by.",
+    "effective rollouts": "How many equally weighted rollouts the weighted ones are worth (ESS).",
+    "ESS": "How many equally weighted rollouts the weighted ones are worth.",
+    "k-hat": "Tail of the importance weights; above 0.7 a few rollouts decide everything.",
+    "KL": "How far the policy after the step is from the one before, in nats per response.",
+    "clipped": "Share of the weights that were cut at their bound.",
+    "importance weights": "How much likelier the new policy makes each rollout than the old one.",
+    "hypothetical": "A step on rollouts drawn here; training made another one.",
+    "certificate": "The rebuilt step compared with the weights that training really saved.",
+    "ledger": "The change as a sum of lines, each with its cause.",
+    "evaluation rollouts": "Rollouts that judge the step; the step does not learn from them.",
+    "update rollouts": "Rollouts that the step learns from.",
+    "reliability": "Correlation of single tokens' influence between two halves of the prompts.",
+    "cancellation": "Sum of the parts' sizes over the size of their sum.",
+}
+"""In the order of the page's own glossary."""
+_FIND = re.compile(
+    "|".join(rf"(?<!\w){re.escape(term)}(?!\w)" for term in sorted(TERMS, key=len, reverse=True)),
+    re.IGNORECASE,
+)
+_KEY = {term.lower(): term for term in TERMS}
 
 
 def write_report(
@@ -217,3 +268,50 @@ def _packed_plotly() -> Packed:
 
 def _hash(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+class Packed(NamedTuple):
+    size: int
+    """Bytes of the deflated text; what follows them in the last character is nothing."""
+    text: str
+
+
+def packed(text: str) -> Packed:
+    squeeze = zlib.compressobj(9, zlib.DEFLATED, -15)
+    data = squeeze.compress(text.encode("utf-8", errors="replace")) + squeeze.flush()
+    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8))
+    bits = np.append(bits, np.zeros(-len(bits) % 7, dtype=np.uint8)).reshape(-1, 7)
+    codes = np.packbits(np.pad(bits, ((0, 0), (1, 0))), axis=1).tobytes()
+    return Packed(len(data), codes.decode("ascii").translate(_MOVED))
+
+
+def unpacked(text: str, size: int) -> str:
+    """As report.js reads it."""
+    codes = np.array([ord(character) & 127 for character in text], dtype=np.uint8)
+    bits = np.unpackbits(codes[:, None], axis=1)[:, 1:].reshape(-1)
+    data = np.packbits(bits).tobytes()[:size]
+    return zlib.decompress(data, -15).decode("utf-8")
+
+
+def explained(text: Any) -> Any:
+    """A sentence, escaped, with each term's first occurrence marked for pointing at."""
+    from markupsafe import Markup, escape
+
+    out, at, seen = Markup(""), 0, set()
+    plain = str(text)
+    for match in _FIND.finditer(plain):
+        key = _KEY[match[0].lower()]
+        if key in seen:
+            continue
+        seen.add(key)
+        out += escape(plain[at : match.start()]) + term(key, match[0])
+        at = match.end()
+    return out + escape(plain[at:])
+
+
+def term(key: str, shown: str | None = None) -> Any:
+    """One term, to be pointed at."""
+    from markupsafe import Markup
+
+    element = Markup('<span class="term" tabindex="0" title="{}">{}</span>')
+    return element.format(TERMS[key], shown or key)

@@ -43,8 +43,10 @@ from entropy_experiments.pipelines.training_facts import (
     reward_of,
     training_facts,
 )
+from entropy_experiments.results import EvaluationSettings
 from entropy_experiments.sampling.datasets import MADE, MADE_SPLITS, Problem, load_problems
 from entropy_experiments.sampling.rewards import Reward, build_reward, default_functions
+from entropy_experiments.types import Estimand
 
 SCHEMA = 2
 """Of rows and settings: numbers of another one are made again."""
@@ -136,7 +138,7 @@ class Evaluation:
     facts: TrainingFacts
     problems: tuple[Problem, ...]
     reward: Reward
-    settings: Mapping[str, Any]
+    settings: EvaluationSettings
     """What decides the numbers besides the checkpoint."""
     candidates: tuple[Candidate, ...]
     notes: tuple[str, ...]
@@ -146,9 +148,12 @@ class Evaluation:
         return self.settings["max_new_tokens"]
 
     @property
-    def law(self) -> dict[str, Any]:
-        names = ("temperature", "top_p")
-        return {**{name: self.settings[name] for name in names}, "horizon": self.horizon}
+    def sampled(self) -> Estimand:
+        """The distribution that responses are drawn from."""
+        settings = self.settings
+        return Estimand(
+            temperature=settings["temperature"], top_p=settings["top_p"], horizon=self.horizon
+        )
 
     def key(self, candidate: Candidate) -> str:
         return digest({"settings": self.settings, "files": dict(candidate.files)})
@@ -182,13 +187,15 @@ def prepared(
     if request.rewards is None and own(facts):
         reward = reward_of(facts, config)
         names = tuple(reward.functions)
-        code: dict[str, Any] = {one["name"]: one["sha256"] for one in facts["reward_sources"]}
+        code: dict[str, str | None] = {
+            one["name"]: one["sha256"] for one in facts["reward_sources"]
+        }
     else:
         names = request.rewards or default_functions(facts["dataset_name"])
         reward = build_reward(names, seconds=config.data.reward_seconds)
         code = {name: _code(name) for name in names}
     generation = config.sampling
-    settings = {
+    settings: EvaluationSettings = {
         "schema": SCHEMA,
         "dataset": facts["dataset_name"],
         "split": _split(config, facts),

@@ -1,1 +1,0 @@
-"""Checkpoints on a task: pass rate, pass@k, format, length, entropy."""
