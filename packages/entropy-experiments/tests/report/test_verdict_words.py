@@ -98,7 +98,7 @@ def test_the_curve_has_a_linear_range_where_its_slope_is_known(interval, reach):
 def test_a_wide_interval_decides_nothing():
     said = words(-0.013, -0.01, 0.005)
     assert said.startswith("cannot be told from the measurement, nor shown to agree within 10%")
-    assert "batch_config.B_E" in said
+    assert "data.evaluation_prompts" in said
 
 
 def test_a_step_too_long_for_a_straight_line_does_not_agree():

@@ -141,13 +141,12 @@ class TrainingRecord:
                 raise FileNotFoundError(
                     f"{self.path} says that the run's prompts are in {file}, and there is no such "
                     "file. Copy the record's folder with the checkpoints, or name other prompts: "
-                    "batch_config.dataset_name and batch_config.dataset_path."
+                    "data.dataset and data.file."
                 )
             if sha256(file) != entry["sha256"]:
                 raise ValueError(
                     f"{file} is not the file that training recorded (its sha256 is another). Copy "
-                    "it again, or name other prompts: batch_config.dataset_name and "
-                    "batch_config.dataset_path."
+                    "it again, or name other prompts: data.dataset and data.file."
                 )
 
     def covers(self, file: Path) -> bool:

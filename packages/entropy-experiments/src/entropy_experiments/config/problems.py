@@ -148,7 +148,7 @@ def nearest(key: str, fields: Mapping[str, Any], *, listed: Mapping[str, Any] | 
 
 
 def _key(loc: tuple[int | str, ...]) -> tuple[str, str]:
-    """`("estimator", "eta_list", 2)` is ("estimator.eta_list", "[2]")."""
+    """`("measure", "learning_rates", 2)` is ("measure.learning_rates", "[2]")."""
     names = [part for part in loc if isinstance(part, str)]
     place = next((i for i, part in enumerate(loc) if isinstance(part, int)), len(loc))
     item = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc[place:])

@@ -61,7 +61,7 @@ class ExperimentPlan:
         compute_true: The measured change.
         compute_linear: The first-order prediction.
         compute_linquad: The prediction with curvature.
-        eta_list: Step sizes; None: those of the config's estimator section.
+        eta_list: Step sizes; None: measure.learning_rates of the config.
         repeats: Fresh batches.
         clip_overrides: Measure under each of these bounds on |log-weight| besides the config's own.
 
@@ -83,8 +83,9 @@ class ExperimentPlan:
     def __post_init__(self) -> None:
         if not (self.compute_true or self.compute_linear or self.compute_linquad):
             raise ValueError(
-                "The plan computes nothing; expected at least one of compute_true, compute_linear "
-                "and compute_linquad to be true."
+                "The plan computes nothing; expected at least one of compute_true "
+                "(measure.measured), compute_linear (measure.first_order) and compute_linquad "
+                "(measure.second_order) to be true."
             )
         if self.repeats < 1:
             raise ValueError(f"repeats is {self.repeats}; expected 1 or more.")
@@ -102,7 +103,7 @@ class ExperimentPlan:
 
     @classmethod
     def of(cls, config: Config) -> ExperimentPlan:
-        """The `experiment` section of a configuration."""
+        """What the `measure` section of a configuration says."""
         asked = config.measure
         return cls(
             compute_true=asked.measured,
@@ -133,7 +134,7 @@ class EntropyMeasurements:
         quiet: Nothing on standard error.
 
     Examples:
-        >>> measurements = EntropyMeasurements({"estimator": {"eta_list": [1e-3]}}, quiet=True)
+        >>> measurements = EntropyMeasurements({"measure": {"learning_rates": [1e-3]}}, quiet=True)
         >>> results = measurements.run_experiments(ExperimentPlan(repeats=3))  # doctest: +SKIP
         >>> isinstance(measurements.config, Config)
         True
@@ -156,9 +157,9 @@ class EntropyMeasurements:
         plan = plan or ExperimentPlan.of(self.config)
         if plan.repeats > 1 and self.config.sampling.load is not None:
             raise ValueError(
-                f"experiment.repeats is {plan.repeats} with rollouts.load "
+                f"measure.repeats is {plan.repeats} with sampling.load "
                 f"{self.config.sampling.load}: every repeat would have the same rollouts. Leave "
-                "rollouts.load out, or set experiment.repeats: 1."
+                "sampling.load out, or set measure.repeats: 1."
             )
         with analysis_conditions():
             probed = open_checkpoint(self.config, checkpoint_path, may_shard=True)
@@ -261,10 +262,10 @@ def _points(
     policy, rollouts = inputs.policy, inputs.evaluation
     if plan.compute_linquad and not inputs.bends:
         raise ValueError(
-            "compute_linquad is true with approx_delta_h.method "
+            "measure.second_order is true with predict.method "
             f"{inputs.config.predict.method!r} (used: {inputs.mode!r}) and top_p "
             f"{policy.top_p:g}; a curvature needs a forward method and the full softmax. Use "
-            "method: auto and top_p: 1, or experiment.compute_linquad: false."
+            "method: auto and top_p: 1, or measure.second_order: false."
         )
     direction, _ = inputs.step()
     options = inputs.estimator

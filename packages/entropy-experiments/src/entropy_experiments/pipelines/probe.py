@@ -47,7 +47,7 @@ class OfflineEntropyProbe:
         quiet: Nothing on standard error.
 
     Examples:
-        >>> probe = OfflineEntropyProbe({"generation": {"max_new_tokens": 8}}, quiet=True)
+        >>> probe = OfflineEntropyProbe({"sampling": {"max_new_tokens": 8}}, quiet=True)
         >>> results = probe.run_mixed_probe("runs/grpo/checkpoint-340")  # doctest: +SKIP
         >>> print("\n".join(results["verdict"]))  # doctest: +SKIP
         >>> isinstance(probe.config, Config)

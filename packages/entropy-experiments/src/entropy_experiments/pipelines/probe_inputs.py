@@ -311,7 +311,7 @@ def recorded_evaluation(config: Config, checkpoint: Checkpoint) -> Rollouts | No
         folder = checkpoint.recorded.parent / "evaluation"
     if folder is None or not folder.is_dir():
         raise FileNotFoundError(
-            f"batch_config.evaluation is recorded, and there are no rollouts in {folder} (only "
+            f"data.evaluation_rollouts is recorded, and there are no rollouts in {folder} (only "
             "steps that were probed have them). Leave it out, so that new ones are drawn."
         )
     rollouts, meta = load_rollouts(folder)
@@ -319,7 +319,7 @@ def recorded_evaluation(config: Config, checkpoint: Checkpoint) -> Rollouts | No
     if at is not None and at not in checkpoint.hashes.values():
         raise ValueError(
             f"The evaluation rollouts in {folder} were recorded at weights {at[:12]}..., and "
-            f"{checkpoint.path} has others. Leave batch_config.evaluation out."
+            f"{checkpoint.path} has others. Leave data.evaluation_rollouts out."
         )
     return rollouts
 
@@ -328,7 +328,7 @@ def refuse_shared(prompts: set[PromptIds]) -> None:
     if prompts:
         raise ValueError(
             f"{len(prompts)} prompts are in both batches; expected disjoint ones: an update moves "
-            "its own prompts most. Leave rollouts.load out, so that new evaluation rollouts are "
+            "its own prompts most. Leave sampling.load out, so that new evaluation rollouts are "
             "drawn."
         )
 
@@ -413,7 +413,7 @@ def made_already(
     if config.data.update_rollouts == "recorded":
         raise FileNotFoundError(
             f"No recorded update batch beside {checkpoint.path}; expected a folder update_batch/. "
-            "Record training, or let the probe draw one: update.batch: drawn."
+            "Record training, or let the probe draw one: data.update_rollouts: drawn."
         )
     saved = sampler.saved_update()
     return None if saved is None else (saved[0], False, saved[1])
@@ -433,13 +433,13 @@ def refuse_foreign(
     if at is not None and not isinstance(at, str):
         raise ValueError(
             f"The update batch in {where} names weights {at!r}; expected their sha256 as text. "
-            "Restore its manifest, or set update.batch: drawn."
+            "Restore its manifest, or set data.update_rollouts: drawn."
         )
     if at is not None and at not in checkpoint.hashes.values():
         raise ValueError(
             f"The update batch in {where} was recorded at weights {at[:12]}... (step "
             f"{meta.get('step')}); {checkpoint.path} has others. Put each batch beside the "
-            "checkpoint it was drawn from, or set update.batch: drawn."
+            "checkpoint it was drawn from, or set data.update_rollouts: drawn."
         )
     rows = checkpoint.model.get_input_embeddings().weight.shape[0]
     highest = int(batch.rollouts.tokens_NS.max())

@@ -75,13 +75,13 @@ class DetailedLogger:
     """Writes the log of a probe; `write` returns the log's path.
 
     Args:
-        config: Its `detailed_logging` section says how much, and where.
+        config: Its `output` section says how much, and where.
 
     Examples:
         >>> from entropy_experiments.pipelines.probe_log import LEVELS
         >>> LEVELS
         ('minimal', 'standard', 'detailed', 'debug')
-        >>> logger = DetailedLogger(parse_config({"detailed_logging": {"level": "minimal"}}))
+        >>> logger = DetailedLogger(parse_config({"output": {"level": "minimal"}}))
     """
 
     def __init__(self, config: Config) -> None:

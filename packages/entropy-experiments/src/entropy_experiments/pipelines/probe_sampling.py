@@ -193,7 +193,7 @@ class Sampler:
         return max(MIN_RECORDED, min(asked, self.facts.values.get("B_U") or asked))
 
     def evaluation(self, avoid: set[PromptIds], *, leave: int = 0) -> Rollouts:
-        """B_E prompts with one response each, none of them a prompt of `avoid`.
+        """Evaluation prompts with one response each, none of them a prompt of `avoid`.
 
         `leave`: so many prompts of a recorded run are left for the update batch, if it has few.
         """
@@ -224,7 +224,7 @@ class Sampler:
         return leave if sets[0] == sets[1] else 0
 
     def saved_update(self) -> tuple[UpdateBatch, list[str]] | None:
-        """The update batch in rollouts.load, if there is one."""
+        """The update batch in sampling.load, if there is one."""
         if self._loaded is None or not (self._loaded / "update").is_dir():
             return None
         folder = self._loaded / "update"
@@ -233,7 +233,7 @@ class Sampler:
         return _own(batch), [f"update rollouts reused from {folder}"]
 
     def update(self, avoid: set[PromptIds]) -> tuple[UpdateBatch, list[str]]:
-        """B_U prompts with G responses each, none of `avoid`, and what is to be said about them."""
+        """Update prompts with their responses, none of `avoid`; and what to note about them."""
         asked, facts = self.config.data, self.facts
         most = asked.update_prompts * (1 + asked.max_resamples)
         pool = self.problems("update", asked.update_split, asked.update_prompts, avoid, most=most)
@@ -254,11 +254,13 @@ class Sampler:
             current().broadcast_from_zero(
                 lambda: save_update_batch(folder, drawn.batch, meta=self.meta)
             )
-        used = {"B_U": count, "G": asked.responses_per_prompt}
+        used = {
+            "B_U": ("data.update_prompts", count),
+            "G": ("data.responses_per_prompt", asked.responses_per_prompt),
+        }
         other = [
-            f"training had {name} = {facts.values[name]}; the drawn batch has {value} "
-            f"(batch_config.{name})"
-            for name, value in used.items()
+            f"training had {key} = {facts.values[name]}; the drawn batch has {value}"
+            for name, (key, value) in used.items()
             if facts.values.get(name, value) != value
         ]
         return _own(drawn.batch), [*drawn.notes, *other]
@@ -298,11 +300,10 @@ class Sampler:
         unlike = (p for p in found if self.generator.prompt_ids(p) not in avoid)
         fresh = list(islice(unlike, most + (leave if recorded else 0)))
         fresh = fresh[: min(most, max(MIN_RECORDED, len(fresh) - leave))] if recorded else fresh
-        named = "B_E" if role == "evaluation" else "B_U"
         if recorded and MIN_RECORDED <= len(fresh) < least:
             self.notes.append(
                 f"the run has {len(fresh)} prompts for the {role} batch, and all are used "
-                f"(batch_config.{named} is {least}"
+                f"(data.{role}_prompts is {least}"
                 + (f"; {leave} are left for the update batch)" if leave else ")")
             )
             return fresh
@@ -310,7 +311,7 @@ class Sampler:
             raise ValueError(
                 f"{self.facts['dataset_name']} has {len(fresh)} problems left for the {role} "
                 f"batch; {least} are needed, none of them shared by the two batches. Lower "
-                "batch_config.B_E or batch_config.B_U, or give a larger batch_config.dataset_path."
+                "data.evaluation_prompts or data.update_prompts, or give a larger data.file."
             )
         return fresh
 
@@ -331,7 +332,7 @@ class Sampler:
             raise ValueError(
                 f"The rollouts in {folder} do not say what drew them, as imported ones do not; "
                 "expected rollouts that this program drew for the checkpoint and settings at hand. "
-                "Leave rollouts.load out to draw new ones. Imported evaluation rollouts go to "
+                "Leave sampling.load out to draw new ones. Imported evaluation rollouts go to "
                 "`entropy-probe influence` as kind: from_file, an imported update batch into the "
                 "checkpoint's own folder as update_batch."
             )
@@ -341,7 +342,7 @@ class Sampler:
             keys = sorted(k for k in ours if theirs.get(k) != ours[k])
             raise ValueError(
                 f"The rollouts in {folder} were drawn with another {', '.join(keys)}; expected "
-                "rollouts of the checkpoint and settings at hand. Leave rollouts.load out to draw "
+                "rollouts of the checkpoint and settings at hand. Leave sampling.load out to draw "
                 "new ones."
             )
 

@@ -125,7 +125,7 @@ def compare(runs: Sequence[str | Path]) -> Comparison:
         if data["unit"] != first["unit"]:
             raise ValueError(
                 f"{paths[0]} is in nats per {first['unit']}, {path} in nats per {data['unit']} "
-                "(approx_delta_h.normalize). Compare runs in one unit."
+                "(entropy.unit). Compare runs in one unit."
             )
     if first["unit"] == UNKNOWN_UNIT:
         raise ValueError(

@@ -230,7 +230,7 @@ def _trust(evaluation: EvaluationBatch) -> list[str]:
         if tokens is None or tokens < RELIABLE:
             lines.append(
                 "  Another sample of E would rank other tokens: read the groups, or raise "
-                "batch_config.B_E."
+                "data.evaluation_prompts."
             )
     ledger = _entropy(evaluation)
     sums = (None, None, None)

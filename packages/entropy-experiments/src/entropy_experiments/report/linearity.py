@@ -127,7 +127,7 @@ def fitted(deltas: Deltas) -> LineFit:
         raise ValueError(
             f"Rollout {deltas.rollout} of {deltas.evaluation} was measured at one step size "
             f"({eta[0]:g}); a line needs two or more. Run the study with several "
-            "influence.per_sequence_etas."
+            "influence.rollout_learning_rates."
         )
     slope, intercept = (float(x) for x in np.polyfit(eta, change, 1))
     residual = change - (intercept + slope * eta)
@@ -307,7 +307,7 @@ def _first_order(run: Files, evaluation: str, reference_eta: float | None) -> np
             f"No {name} in {run.folder}; expected the [N_E, N_U] matrix of the study."
         )
     changes_U = _column_sums(run, name)
-    if _is_measured(run, name):  # influence.finite: true
+    if _is_measured(run, name):  # influence.measured_matrix: true
         return np.full_like(changes_U, np.nan)
     return changes_U / (reference_eta or _reference_eta(run))
 

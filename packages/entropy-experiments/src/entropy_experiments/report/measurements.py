@@ -34,7 +34,7 @@ def measurement_report(results: MeasurementsResult | JSONObject) -> list[str]:
             f"    measured, clip {clip}{_shown(found)}" for clip, found in entry["clips"].items()
         ]
     if count == 1 and plan["repeats"] == 1:
-        lines.append("One repeat: intervals are over its prompts. experiment.repeats draws more.")
+        lines.append("One repeat: intervals are over its prompts. measure.repeats draws more.")
     lines.append(f"Saved: {results['results_path']}")
     return lines
 

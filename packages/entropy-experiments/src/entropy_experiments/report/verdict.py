@@ -134,13 +134,13 @@ def _comparison(found: Findings) -> list[str]:
         lines.append(f"  so the prediction {_agreement(found)}")
     if found.bend is None and found.predicted is not None:
         lines.append(
-            "  no curvature, hence no linear range (approx_delta_h.curvature: false, method: "
+            "  no curvature, hence no linear range (predict.curvature: false, method: "
             "reverse and top_p below 1 have none)"
         )
     if found.predicted is None:
-        lines.append("  the prediction was skipped (probe_rework.compute_delta_h1: false)")
+        lines.append("  the prediction was skipped (predict.enabled: false)")
     if found.change is None:
-        lines.append("  the measurement was skipped (importance.enabled: false)")
+        lines.append("  the measurement was skipped (measure.enabled: false)")
     return lines
 
 
@@ -183,7 +183,7 @@ def _agreement(found: Findings) -> str:
         return (
             "cannot be told from the measurement, nor shown to agree within "
             f"{AGREEMENT:.0%}: the paired interval is too wide. More evaluation rollouts "
-            "(batch_config.B_E) would decide"
+            "(data.evaluation_prompts) would decide"
         )
     if found.bend is None:
         return off

@@ -70,7 +70,7 @@ class OwnReward:
 
     def _in_time(self, call: Callable[[], Any], count: int) -> Any:
         what = f"Reward {self.name!r}, for {count} completions,"
-        advice = "Is it waiting for something? Raise reward.seconds if it needs longer."
+        advice = "Is it waiting for something? Raise data.reward_seconds if it needs longer."
         if can_interrupt():
             with time_limit(self.seconds, what, advice):
                 return call()
@@ -112,7 +112,7 @@ def import_recorded_reward(source: Mapping[str, Any], *, seconds: float = SECOND
     name, file, module = source["name"], Path(source["file"]), source.get("module")
     with users_code(
         f"The run's reward {name!r} in {file}",
-        "Run from the folder that training ran in, or name another: reward.functions.",
+        "Run from the folder that training ran in, or name another: data.reward_functions.",
         failed="cannot be imported",
     ):
         same = module is not None and module_is_file(module, file)

@@ -132,19 +132,21 @@ def build_reward(
     """
     if isinstance(functions, str) or not functions:
         raise ValueError(
-            f"reward.functions is {functions!r}; expected a list with at least one of "
+            f"data.reward_functions is {functions!r}; expected a list with at least one of "
             f"{', '.join(NAMED)} or module:function."
         )
     if len(set(functions)) < len(functions):
-        raise ValueError(f"reward.functions {list(functions)} names one twice; use its weight.")
+        raise ValueError(
+            f"data.reward_functions {list(functions)} names one twice; use its weight."
+        )
     chosen = tuple(1.0 for _ in functions) if weights is None else tuple(map(float, weights))
     if len(chosen) != len(functions):
         raise ValueError(
-            f"reward.weights has {len(chosen)} entries for {len(functions)} functions; expected "
-            "one each."
+            f"data.reward_weights has {len(chosen)} entries for {len(functions)} functions; "
+            "expected one each."
         )
     if not all(map(math.isfinite, chosen)):
-        raise ValueError(f"reward.weights is {list(chosen)}; expected finite numbers.")
+        raise ValueError(f"data.reward_weights is {list(chosen)}; expected finite numbers.")
     by_name: dict[str, RewardFunction | OwnReward] = {}
     for i, name in enumerate(functions):
         if sources is not None:

@@ -59,15 +59,15 @@ class Task:
         code = [name for name in self.functions if ":" in name]
         if code:  # a file beside a checkpoint cannot have code imported
             notes.append(
-                f"training was rewarded by {', '.join(self.functions)}; reward.functions must name "
-                "code of one's own"
+                f"training was rewarded by {', '.join(self.functions)}; data.reward_functions "
+                "must name code of one's own"
             )
         else:
             facts["reward_functions"] = list(self.functions)
             if self.weights is not None:
                 facts["reward_weights"] = list(self.weights)
         if config.chat_template:
-            notes.append("prompts were in the chat template: set batch_config.chat_template: true")
+            notes.append("prompts were in the chat template: set data.chat_template: true")
         return {**facts, "note": notes} if notes else facts
 
 

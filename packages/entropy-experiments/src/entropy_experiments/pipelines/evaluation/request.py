@@ -54,9 +54,9 @@ KEY_OF = {
     "dataset_name": "--task NAME_OR_JSONL",
     "dataset_path": "--data FILE",
     "split": "--split NAME",
-    "temperature": "--set generation.temperature=1.0",
-    "max_completion_length": "--set generation.max_new_tokens=256",
-    "stop": '--set "generation.stop=[...]"',
+    "temperature": "--set sampling.temperature=1.0",
+    "max_completion_length": "--set sampling.max_new_tokens=256",
+    "stop": '--set "sampling.stop=[...]"',
 }
 DEFAULT_PROMPTS = 64
 DEFAULT_COUNT = 4
@@ -187,7 +187,7 @@ def prepared(
         names = request.rewards or default_functions(facts["dataset_name"])
         reward = build_reward(names, seconds=config.data.reward_seconds)
         code = {name: _code(name) for name in names}
-    generation = config.sampling
+    sampling = config.sampling
     settings = {
         "schema": SCHEMA,
         "dataset": facts["dataset_name"],
@@ -199,8 +199,8 @@ def prepared(
         "chat_template": facts.chat,
         "temperature": facts["temperature"],
         "top_p": facts["top_p"],
-        "max_new_tokens": generation.max_new_tokens or facts["max_completion_length"],
-        "stop": list(generation.stop or facts.values.get("stop") or ()),
+        "max_new_tokens": sampling.max_new_tokens or facts["max_completion_length"],
+        "stop": list(sampling.stop or facts.values.get("stop") or ()),
         "rewards": code,
         "threshold": request.threshold,
         "dtype": config.checkpoint.dtype,

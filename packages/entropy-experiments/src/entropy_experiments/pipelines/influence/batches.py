@@ -89,11 +89,11 @@ def check_requests(config: Config) -> None:
     workspace_params(asked.update_batch)
     if not asked.evaluation_batches:
         raise ValueError(
-            "influence.evaluation_requests is empty; expected at least one {kind, params}: without "
+            "influence.evaluation_batches is empty; expected at least one {kind, params}: without "
             "evaluation rollouts there is no entropy to explain."
         )
     for i, request in enumerate(asked.evaluation_batches):
-        evaluation_params(request, f"influence.evaluation_requests[{i}]")
+        evaluation_params(request, f"influence.evaluation_batches[{i}]")
 
 
 def gather_study(config: Config, probed: OpenCheckpoint, *, quiet: bool = True) -> StudyInputs:
@@ -195,9 +195,9 @@ class _Maker:
     def _workspace(self, asked: Workspace) -> Made | None:
         """The update batch; None: it is to be drawn, after E."""
         if asked.load_path is not None:
-            return self.given.folder(Path(asked.load_path), "influence.workspace.load_path")
+            return self.given.folder(Path(asked.load_path), "influence.update_batch.load_path")
         params = workspace_params(asked)
-        where = "influence.workspace.params"
+        where = "influence.update_batch.params"
         if isinstance(params, WorkspaceUpdate):
             made = probe_inputs.made_already(self.config, self.probed.checkpoint, self.sampler)
             if made is None:
@@ -229,7 +229,7 @@ class _Maker:
         return Made(batch=batch, notes=drawn.notes)
 
     def _evaluation(self, i: int, request: BatchRequest, avoid: set[PromptIds]) -> EvaluationBatch:
-        where = f"influence.evaluation_requests[{i}].params"
+        where = f"influence.evaluation_batches[{i}].params"
         params = evaluation_params(request, where.removesuffix(".params"))
         name = f"eval_{i:02d}"
         if isinstance(params, Sequences | File):
@@ -245,7 +245,7 @@ class _Maker:
             if self.config.sampling.load is not None:
                 rollouts = self.sampler.evaluation(avoid)
                 note = f"evaluation rollouts reused from {self.config.sampling.load}, unscored"
-                self._refuse_shared(avoid, rollouts, "rollouts.load")
+                self._refuse_shared(avoid, rollouts, "sampling.load")
                 return EvaluationBatch(
                     name=name, request=request, rollouts=rollouts, reward_N=None, notes=(note,)
                 )
@@ -329,7 +329,7 @@ class _Maker:
 
     def _own_prompts(self, i: int, request: BatchRequest, batch: UpdateBatch) -> EvaluationBatch:
         """The update's own rollouts, or fresh answers to its prompts."""
-        where = f"influence.evaluation_requests[{i}]"
+        where = f"influence.evaluation_batches[{i}]"
         params = evaluation_params(request, where)
         assert isinstance(params, EvaluationUpdate)
         if params.fresh:

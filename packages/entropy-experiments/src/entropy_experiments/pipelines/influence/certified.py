@@ -65,7 +65,7 @@ def _refused(what: str, probe: ProbeInputs) -> ValueError:
     return ValueError(
         f"{what} ({reasons}). Its split into rollouts and tokens would be of a step that nobody "
         "made. `entropy-probe run` analyses the whole step, by the gradient that training "
-        "recorded; update.batch: drawn splits a hypothetical one."
+        "recorded; data.update_rollouts: drawn splits a hypothetical one."
     )
 
 

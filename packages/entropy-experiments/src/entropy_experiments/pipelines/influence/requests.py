@@ -115,7 +115,7 @@ def evaluation_params(request: BatchRequest, where: str) -> Any:
     return _checked(EVALUATION[request.kind], request.kind, request.params, where)
 
 
-def workspace_params(workspace: Workspace, where: str = "influence.workspace") -> Any:
+def workspace_params(workspace: Workspace, where: str = "influence.update_batch") -> Any:
     return _checked(WORKSPACE[workspace.kind], workspace.kind, workspace.params, where)
 
 

@@ -80,7 +80,7 @@ class Given:
         path = Path(params.path)
         if not path.is_dir():
             return self._imported(self._dump(params), str(path), real=True)
-        return self.folder(path, "influence.workspace.params.path")
+        return self.folder(path, "influence.update_batch.params.path")
 
     def _imported(self, found: Imported, where: str, *, real: bool = False) -> Made:
         if found.batch is None:

@@ -279,11 +279,15 @@ def what_if_from(
 def _check_etas(etas: Sequence[float], per_sequence_etas: Sequence[float]) -> None:
     """Files are named by eta to six digits, and both lists name files of the same folders."""
     union = list(dict.fromkeys((*etas, *per_sequence_etas)))
-    lists = {"etas": etas, "per_sequence_etas": per_sequence_etas}
-    for name, found in {**lists, "etas with per_sequence_etas": union}.items():
+    lists = {
+        "influence.learning_rates": etas,
+        "influence.rollout_learning_rates": per_sequence_etas,
+        "influence.learning_rates with influence.rollout_learning_rates": union,
+    }
+    for name, found in lists.items():
         if len({f"{eta:g}" for eta in found}) < len(found):
             raise ValueError(
-                f"influence.{name} is {list(found)}; expected step sizes that differ in their "
+                f"{name} is {list(found)}; expected step sizes that differ in their "
                 "first six digits, which name the files. Give each once."
             )
 

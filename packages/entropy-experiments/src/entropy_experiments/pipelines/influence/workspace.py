@@ -24,7 +24,7 @@ from entropy_experiments.types import UpdateBatch
 
 
 def workspace_sizes(config: Config) -> Config:
-    """Sizes of a workspace that is drawn are those of batch_config."""
+    """The configuration with the sizes that influence.update_batch sets for a drawn batch."""
     params = workspace_params(config.influence.update_batch)
     changes: dict[str, Any] = {}
     if isinstance(params, WorkspaceUpdate | WorkspaceDrawn):
@@ -35,7 +35,7 @@ def workspace_sizes(config: Config) -> Config:
         changes["data.update_split"] = params.split or config.data.evaluation_split
     changes["data.responses_per_prompt"] = getattr(params, "group", None)
     changes = {key: value for key, value in changes.items() if value is not None}
-    return config.replaced(changes, where="influence.workspace.params") if changes else config
+    return config.replaced(changes, where="influence.update_batch.params") if changes else config
 
 
 def save_workspace(asked: Workspace, made: Made, probed: OpenCheckpoint, model: str) -> None:
@@ -58,7 +58,7 @@ def save_workspace(asked: Workspace, made: Made, probed: OpenCheckpoint, model: 
     if said == meta and _same(theirs, made.batch):
         return
     raise ValueError(
-        f"influence.workspace.save_path: {folder} holds another update batch (fingerprint "
+        f"influence.update_batch.save_path: {folder} holds another update batch (fingerprint "
         f"{theirs.rollouts.fingerprint[:12]}... there, {made.batch.rollouts.fingerprint[:12]}"
         "... here, or other advantages, log-probs or settings). Give another folder, or delete "
         "that one."

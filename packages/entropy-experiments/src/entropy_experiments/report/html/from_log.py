@@ -80,18 +80,16 @@ def log_data(path: str | Path) -> ReportData:
         reach = log.get("linear_range")
         out["curve"] = books.curve(lr, predicted, bend, sweep, linear_range=reach)
     elif level == "minimal":
-        absent["step sizes, ledger and weights"] = (
-            "a minimal log has none (detailed_logging.level: standard)"
-        )
+        absent["step sizes, ledger and weights"] = "a minimal log has none (output.level: standard)"
     elif predicted is None:
         absent["predicted and measured"] = _why_null(log, "deltaH1") or (
-            "the prediction was skipped (probe_rework.compute_delta_h1: false)"
+            "the prediction was skipped (predict.enabled: false)"
         )
     else:
         absent["predicted and measured"] = _why_null(log, "deltaH_true") or (
             "no step size has a number"
             if "deltaH_true" in log
-            else "nothing was measured (importance.enabled: false)"
+            else "nothing was measured (measure.enabled: false)"
         )
     if len(points) > len(sweep):
         absent["some step sizes"] = (
@@ -121,9 +119,7 @@ def log_data(path: str | Path) -> ReportData:
             "notes": log.get("notes", []),
         }
     else:
-        absent["what was assumed"] = (
-            f"a {level} log does not say (detailed_logging.level: standard)"
-        )
+        absent["what was assumed"] = f"a {level} log does not say (output.level: standard)"
     return out
 
 
@@ -241,7 +237,7 @@ def _texts(log: ProbeLog, absent: dict[str, str]) -> TextsSection | None:
     found = log.get("update_rollouts")
     if not found:
         absent["the update rollouts"] = (
-            f"a {log['level']} log has no texts (detailed_logging.level: detailed)"
+            f"a {log['level']} log has no texts (output.level: detailed)"
         )
         return None
     prompts: dict[str, int] = {}

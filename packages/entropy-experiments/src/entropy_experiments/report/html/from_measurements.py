@@ -52,9 +52,9 @@ def measurements_data(path: Path) -> ReportData:
     gap = at.gap if at.eta == lr else None
     absent = dict.fromkeys(ABSENT, ONLY_STUDIES)
     if not sweep:
-        absent["predicted and measured"] = "nothing was measured (experiment.compute_true: false)"
+        absent["predicted and measured"] = "nothing was measured (measure.measured: false)"
     elif predicted is None:
-        absent["predicted and measured"] = "no line was computed (experiment.compute_linear: false)"
+        absent["predicted and measured"] = "no line was computed (measure.first_order: false)"
     return {
         "kind": "measure",
         "title": f"Entropy change at {found['checkpoint']}, over fresh batches",
@@ -184,7 +184,7 @@ def _verdict(
         "rollouts."
         if count > 1
         else f"One repeat of {repeats[0]['B_E']} prompts, whose own intervals these are "
-        "(experiment.repeats draws more)."
+        "(measure.repeats draws more)."
     ]
     if gap is not None:
         points.append(words.gap(gap))

@@ -185,7 +185,9 @@ def _matrix(
     name = f"{found['name']}_delta_matrix.npy"
     matrix_EN = run.array(name)
     if not np.isfinite(matrix_EN).all():
-        absent["the matrix"] = "single rollouts were measured (influence.finite), not every pair"
+        absent["the matrix"] = (
+            "single rollouts were measured (influence.measured_matrix), not every pair"
+        )
         return None
     rows_E = np.argsort(matrix_EN.sum(1), kind="stable")
     columns_N = np.argsort(matrix_EN.sum(0), kind="stable")
