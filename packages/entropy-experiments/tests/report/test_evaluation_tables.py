@@ -11,7 +11,7 @@ from entropy_experiments.results import numbers
 pytestmark = pytest.mark.naive
 
 SAMPLES, PROMPTS = 2, 8
-LAW = {"temperature": 1.0, "top_p": 1.0, "horizon": 8}
+SAMPLED = {"temperature": 1.0, "top_p": 1.0, "horizon": 8}
 
 
 def rows(rewards):
@@ -31,7 +31,10 @@ def rows(rewards):
 
 
 def report(*by_checkpoint):
-    found = [measures(rows(rewards), samples=SAMPLES, ks=[1], law=LAW) for rewards in by_checkpoint]
+    found = [
+        measures(rows(rewards), samples=SAMPLES, ks=[1], sampled=SAMPLED)
+        for rewards in by_checkpoint
+    ]
     checkpoints = [
         {
             "label": f"step {i}",

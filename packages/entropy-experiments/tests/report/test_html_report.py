@@ -439,7 +439,7 @@ def test_a_trajectory_is_told_alone_and_beside_a_study(run, tmp_path):
 def test_the_command_writes_beside_the_data_and_says_where(run, tmp_path):
     answer = CliRunner().invoke(app, ["report", str(run)])
     assert answer.exit_code == 0, answer.output
-    assert "Who moved it, to first order" in answer.output  # the words stay
+    assert "What changed it, to first order" in answer.output  # the words stay
     assert answer.output.splitlines()[-1] == f"Report: {run / 'report.html'}"
     text = (run / "report.html").read_text()
     (run / "report.html").unlink()

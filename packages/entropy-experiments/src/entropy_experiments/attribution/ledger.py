@@ -131,7 +131,7 @@ def entropy_ledger(
     measured: Estimate | None = None,
     **keywords: Unpack[SlopeKeywords],
 ) -> Ledger:
-    """Who moved the entropy of `policy`, which `trained` saw as the loss does.
+    """What changed the entropy of `policy`, which `trained` saw as the loss does.
 
     `momentum_decay` is b1, and `coupled_decay` says that weight decay is added to the gradient;
     `eventual.momentum_of` reads both from an optimizer. What is at hand need not be computed
@@ -195,7 +195,7 @@ def reward_ledger(
     measured: Estimate | None = None,
     **keywords: Unpack[RewardKeywords],
 ) -> Ledger:
-    """Who moved the expected reward; `reward_N` are the rewards of the evaluation rollouts.
+    """What changed the expected reward; `reward_N` are the rewards of the evaluation rollouts.
 
     Options as in `entropy_ledger`. A reward has one form (snis) and one unit (the response).
     `score_slopes`, D S of every evaluation rollout along each line's direction, spare the passes

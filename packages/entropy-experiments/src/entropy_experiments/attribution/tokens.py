@@ -306,7 +306,7 @@ def _check_support(trained: Policy, how: How) -> None:
     if how == "central" and trained.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {trained.top_p:g}: a difference would step over changes "
-            "of the truncated law's support. Use mode='jvp', which keeps the support."
+            "of the truncated distribution's support. Use mode='jvp', which keeps the support."
         )
 
 

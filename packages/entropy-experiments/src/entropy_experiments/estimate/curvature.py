@@ -108,7 +108,7 @@ def curvature(
     how = used_forward_mode(policy, rollouts, options.mode)
     if policy.top_p < 1:
         raise ValueError(
-            f"Curvature of a top_p = {policy.top_p:g} law: the differences it is made of would "
+            f"Curvature at top_p = {policy.top_p:g}: the differences it is made of would "
             "step over changes of the support. It is defined for the full softmax, top_p = 1."
         )
     estimand = options.estimand(policy)

@@ -178,7 +178,7 @@ def _slopes(
     if mode == "central" and policy.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {policy.top_p:g}: a difference would step over changes "
-            "of the truncated law's support. Use mode='jvp', which keeps the support."
+            "of the truncated distribution's support. Use mode='jvp', which keeps the support."
         )
     led = mode in ("reverse", "central")
     if base is None and (rollouts.behaviour_logprob_NS is not None or led):

@@ -246,7 +246,7 @@ def check_scores(scores: Scores, part: Rollouts, rows_N: Tensor, columns: slice)
                 f"Policy.score gave {name} = {float(value_NS[row, column])} for rollout "
                 f"{int(rows_N[row])}, position {column + (columns.start or 0)} (token "
                 f"{int(part.tokens_NS[row, column])}). Expected finite values: the logits are NaN "
-                "or infinite, or the token is outside the policy's top_p law."
+                "or infinite, or the token is outside the policy's top_p support."
             )
     return scores
 

@@ -130,7 +130,7 @@ def reward_slope(
     if how == "central" and policy.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {policy.top_p:g}: a difference would step over changes "
-            "of the truncated law's support. Use mode='jvp', which keeps the support."
+            "of the truncated distribution's support. Use mode='jvp', which keeps the support."
         )
     estimand = reward_estimand(policy, prompts=options.prompts, horizon=options.horizon)
     v = direction.total
@@ -287,7 +287,7 @@ def reward_change(
         raise ValueError(f"eta is {eta}; expected a finite number.")
     if rollouts.behaviour_logprob_NS is not None and policy.top_p < 1:
         raise ValueError(
-            "Rollouts with behaviour_logprob_NS under a top_p law: their support may differ from "
+            "Rollouts with behaviour_logprob_NS under top_p < 1: their support may differ from "
             "the policy's, and no weight repairs that. Draw them from the policy itself."
         )
     estimand = reward_estimand(policy, prompts=options.prompts, horizon=options.horizon)

@@ -108,7 +108,7 @@ def evaluate_checkpoints(
     with analysis_conditions():
         pending = [one for one in asked.candidates if done[one.label] is None]
         if pending:
-            check_sharding(config, top_p=asked.law["top_p"])
+            check_sharding(config, top_p=asked.distribution["top_p"])
         # What is wrong with the last one should not be told after hours of the others. Of a model
         # that is cut, every process would read the whole once more: its files have been looked at.
         for one in pending if len(pending) > 1 and config.checkpoint.sharding == "none" else ():
@@ -215,7 +215,11 @@ def _evaluated(
 def _result(
     asked: Evaluation, store: EvaluationStore, done: dict[str, Finished]
 ) -> EvaluationResult:
-    options = {"samples": asked.settings["samples"], "ks": asked.request.k, "law": asked.law}
+    options = {
+        "samples": asked.settings["samples"],
+        "ks": asked.request.k,
+        "sampled": asked.distribution,
+    }
     found = {label: measures(one.rows, **options) for label, one in done.items()}
     first, *others = found
     result: JSONObject = {

@@ -107,7 +107,7 @@ class ProbeInputs:
 
     @property
     def bends(self) -> bool:
-        """Whether a curvature is defined for the way of differentiating and the law."""
+        """Whether a curvature is defined for the way of differentiating and the top_p."""
         return self.mode != "reverse" and self.policy.top_p == 1
 
     @property

@@ -46,7 +46,7 @@ def loaded(
 
 
 def check_sharding(config: Config, *, top_p: float) -> None:
-    """Refuse a cut model in one process, and of a truncated law."""
+    """Refuse a cut model in one process, and of a truncated distribution."""
     sharding = config.checkpoint.sharding
     if sharding == "none":
         return

@@ -16,10 +16,10 @@ def evaluation_report(result: EvaluationResult) -> list[str]:
     """Lines: what was asked, a row per checkpoint, changes from the first, tokens in doubt."""
     settings = result["settings"]
     split = f", split {settings['split']}" if settings["split"] else ""
-    law = f"temperature {settings['temperature']:g}, top_p {settings['top_p']:g}"
+    distribution = f"temperature {settings['temperature']:g}, top_p {settings['top_p']:g}"
     lines = [
         f"{settings['dataset']}{split}: {settings['prompts']} prompts, {settings['samples']} "
-        f"responses each, {law}, at most {settings['max_new_tokens']} tokens, seed "
+        f"responses each, {distribution}, at most {settings['max_new_tokens']} tokens, seed "
         f"{settings['seed']}",
         f"A response passes with {' and '.join(settings['rewards'])} at least 1. Intervals: "
         "95 %, by prompt.",
@@ -114,7 +114,7 @@ def _tokens(result: EvaluationResult) -> list[str]:
 
 
 def _agreement(result: EvaluationResult) -> list[str]:
-    """Surprisal and entropy are equal in the mean where the law sampled is the law scored."""
+    """Surprisal and entropy have one mean where the distribution sampled is the one scored."""
     gaps = {
         one["label"]: one["measures"]["surprisal_minus_entropy"] for one in result["checkpoints"]
     }
@@ -128,7 +128,7 @@ def _agreement(result: EvaluationResult) -> list[str]:
     if off:
         lines.append(
             f"  {', '.join(off)}: not 0. That is chance one time in 20 (checkpoints share their "
-            "seeds, and so their luck); far from 0, the law sampled is not the law scored."
+            "seeds, and so their luck); far from 0, the distribution sampled is not the one scored."
         )
     return lines
 

@@ -1,4 +1,4 @@
-"""An influence study in words: who moved the entropy, what it bought, what else could have been.
+"""An influence study in words: what changed the entropy, what it bought, what else could have been.
 
 `influence_report` makes lines for a terminal of the dict that is in summary.json, and of nothing
 else: a finished study can be told again without a model. A section whose key is absent is left
@@ -158,7 +158,7 @@ def _ledger(evaluation: EvaluationBatch) -> list[str]:
     heads = [columns + (f" {'share':>{SHARE}}" if shares else ""), columns][: len(books)]
     titles = [f"  {title:^{len(head)}}" for (title, _), head in zip(books, heads, strict=True)]
     lines = [
-        "Who moved it, to first order (eventual: with the momentum it leaves to later steps"
+        "What changed it, to first order (eventual: with the momentum it leaves to later steps"
         + ("; share: of the predicted entropy change):" if shares else "):"),
         (f"  {'':{NAME}}" + "".join(titles)).rstrip(),
         f"  {'':{NAME}}" + "".join(f"  {head}" for head in heads),
@@ -213,11 +213,9 @@ def _trust(evaluation: EvaluationBatch) -> list[str]:
     lines = []
     if "cancellation" in evaluation:
         ratio = evaluation["cancellation"]["ratio"]
-        size = (
-            "nothing but themselves: their sum is 0" if ratio is None else f"{ratio:.3g} times it"
-        )
+        size = "not defined: their sum is 0" if ratio is None else f"{ratio:.3g}"
         lines.append(
-            f"Cancellation: beside the size of their sum, the parts' sizes add up to {size}."
+            f"Cancellation: sum of |parts| / |total| = {size}."
             + (" Shares are withheld: they would mean nothing." if _withheld(evaluation) else "")
         )
     if "reliability" in evaluation:

@@ -66,7 +66,7 @@ class InfluenceSummary(dict[str, Any]):
 
 
 class Ledger(dict[str, Any]):
-    """Who moved the entropy, line by line."""
+    """What changed the entropy, line by line."""
 
     def _repr_html_(self) -> str:
         return ledger_html(cast(LedgerResult, self))

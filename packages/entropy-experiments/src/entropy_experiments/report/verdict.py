@@ -211,8 +211,9 @@ def _origin(found: Findings) -> list[str]:
         f"  state   {spoken(state)}: other states visited{_share(state, total)}",
         f"  momentum {lines['momentum'].value:+.4g}, weight decay {lines['decay'].value:+.4g}, "
         f"this batch's gradient {lines['gradient'].value:+.4g}",
-        f"  baseline (momentum and decay) share of this step: {_ratio(baseline, total)}; eventual "
-        f"(momentum is earlier batches' share): {_ratio(*in_the_end, digits=1)}",
+        f"  baseline (momentum and decay) share of this step: {_ratio(baseline, total)}; "
+        f"long-run share: {_ratio(*in_the_end, digits=1)} (momentum is credited to the batches it "
+        "came from)",
         f"  this batch in the end, through the momentum it leaves: {spoken(eventual)}"
         f"{_early(found)}",
     ]
@@ -278,9 +279,8 @@ def _ratio(part: Estimate, total: Estimate, digits: int = 0) -> str:
     if not total.value:
         return "no share of 0"
     share = part.value / total.value
-    return (
-        f"{share:.{digits}%}" if not digits or abs(share) >= 0.5 * 0.1 ** (digits + 2) else "none"
-    )
+    visible = not digits or abs(share) >= 0.5 * 0.1 ** (digits + 2)
+    return f"{share:.{digits}%}" if visible else "0%"
 
 
 def _lost(change: Estimate) -> bool:

@@ -375,7 +375,7 @@ class RolloutStore:
     """Finished units of sampling, one file each, for one model and one set of settings.
 
     `bind` names both. A folder bound to something else is refused, not mixed: rollouts of two
-    policies in one batch would look like one policy with a strange law.
+    policies in one batch would look like one policy with a strange distribution.
     """
 
     IDENTITY = "store.json"

@@ -5,8 +5,8 @@ says, and whoever has the file can make the numbers again. Rows of a prompt stan
 `samples` of each.
 
 On a policy's own responses E[surprisal] = E[entropy]: each token's expected surprisal is the
-entropy of the law it was drawn from. So `surprisal_minus_entropy` is 0 but for chance; anything
-else says that the law that was sampled is not the law that is scored.
+entropy of the distribution it was drawn from. So `surprisal_minus_entropy` is 0 but for chance;
+anything else says that the distribution sampled is not the one that is scored.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Rows = Mapping[str, Sequence[Any]]
 
 
 def measures(
-    rows: Rows, *, samples: int, ks: Sequence[int], law: Mapping[str, Any]
+    rows: Rows, *, samples: int, ks: Sequence[int], sampled: Mapping[str, Any]
 ) -> dict[str, Estimate]:
-    """Estimates by name. `law`: temperature, top_p and horizon of what was sampled."""
-    of_rollouts = Estimand(quantity="reward", unit="sequence", **law)
-    of_tokens = Estimand(unit="token", **law)
+    """Estimates by name. `sampled`: temperature, top_p and horizon of what was sampled."""
+    of_rollouts = Estimand(quantity="reward", unit="sequence", **sampled)
+    of_tokens = Estimand(unit="token", **sampled)
 
     def by_prompt(name: str) -> Tensor:
         return torch.tensor(rows[name], dtype=torch.float64).view(-1, samples).sum(1)

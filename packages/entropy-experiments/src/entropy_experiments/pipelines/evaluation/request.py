@@ -1,8 +1,8 @@
 """What is asked of an evaluation, checked as far as files tell before anything is loaded.
 
-All checkpoints get the same prompts, the same seeds and the same law (temperature, top_p, length
-limit), so that differences between them are paired. What the checkpoints' own files say about task
-and law must therefore agree, unless the command or the config says it.
+All checkpoints get the same prompts, the same seeds and the same distribution (temperature, top_p,
+length limit), so that differences between them are paired. What the checkpoints' own files say
+about task and distribution must therefore agree, unless the command or the config says it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Evaluation:
         return self.settings["max_new_tokens"]
 
     @property
-    def law(self) -> dict[str, Any]:
+    def distribution(self) -> dict[str, Any]:
         names = ("temperature", "top_p")
         return {**{name: self.settings[name] for name in names}, "horizon": self.horizon}
 
@@ -331,7 +331,7 @@ def _candidate(config: Config, layout: Layout, label: str) -> Candidate:
 
 
 def _agreed(config: Config, layouts: Sequence[Layout], labels: Sequence[str]) -> TrainingFacts:
-    """What is given, read or assumed about task and law, the same for all."""
+    """What is given, read or assumed about task and distribution, the same for all."""
     every = [training_facts(config, *read_facts(lay.folders)[:2]) for lay in layouts]
     given = {
         "dataset_path": config.data.file,

@@ -67,7 +67,7 @@ def _format(texts: list[str], asked: list[Problem]) -> list[float]:
 def high_entropy_tokens(
     rollouts: Rollouts, scores: Scores, decode: Callable[[list[int]], str]
 ) -> list[dict[str, Any]]:
-    """Tokens drawn where the policy was least sure, by the mean entropy of the laws they are from.
+    """Tokens drawn where the policy was least sure, by the mean entropy of their distributions.
 
     `share_of_entropy`: how much of the entropy of all responses their draws hold.
     """

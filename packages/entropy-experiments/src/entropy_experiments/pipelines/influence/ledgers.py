@@ -1,4 +1,4 @@
-"""Both ledgers of an evaluation batch: who moved its entropy, and who its expected reward."""
+"""Both ledgers of an evaluation batch: what changed its entropy, and its expected reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who moved the entropy: a whole study of one update, from a plan to a run directory.
+"""What changed the entropy: a whole study of one update, from a plan to a run directory.
 
     runner = EntropyInfluenceRunner(config)
     summary = runner.run(EntropyInfluencePlan(etas=[4e-3], evaluation_requests=[BatchRequest()]))

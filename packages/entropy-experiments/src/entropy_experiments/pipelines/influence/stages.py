@@ -7,7 +7,7 @@
     matrix          every pair of rollouts; ledger lines ride along, and g_H by fold
     tokens          the influence of every update token
     measured        the change along the whole step and along its baseline, at every eta
-    ledger, reward  who moved the entropy, and the expected reward
+    ledger, reward  what changed the entropy, and the expected reward
     rollouts_NN     measured changes along single rollouts' directions, a few per stage
     without_NNN     exact leave-one-out of a rollout
     confirm         a counterfactual step, made and measured

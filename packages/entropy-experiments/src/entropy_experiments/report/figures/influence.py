@@ -1,4 +1,4 @@
-"""Who moved the entropy: rollouts in their order, tokens and sums by probability and advantage."""
+"""What changed the entropy: rollouts in order, tokens and sums by probability and advantage."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def study_data(
     texts, by_cell = _tokens(run, found, absent, most_tokens)
     return {
         "kind": "influence",
-        "title": f"Who moved the entropy at {summary['checkpoint']}",
+        "title": f"What changed the entropy at {summary['checkpoint']}",
         "checkpoint": summary["checkpoint"],
         "source": run.folder.name,
         "key": summary["key"],

@@ -39,7 +39,7 @@ TERMS = {
     "evaluation rollouts": "Rollouts that judge the step; the step does not learn from them.",
     "update rollouts": "Rollouts that the step learns from.",
     "reliability": "Correlation of single tokens' influence between two halves of the prompts.",
-    "cancellation": "Sum of the parts' sizes over the size of their sum.",
+    "cancellation": "Sum of |parts| over |total|: how far the parts cancel.",
 }
 """In the order of the page's own glossary."""
 

@@ -1,4 +1,4 @@
-"""Drawings of who moved the entropy: rollouts, tokens, cells of probability x advantage, pairs."""
+"""Charts of what changed the entropy: rollouts, tokens, cells of probability x advantage, pairs."""
 
 from __future__ import annotations
 
