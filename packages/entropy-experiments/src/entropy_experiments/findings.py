@@ -99,9 +99,9 @@ class Findings:
     evaluation_scores: Scores
     update: UpdateBatch
     assumed: Mapping[str, Any]
-    """Training facts that nobody told: the value taken for each."""
+    """Training facts that no file states: the value assumed for each."""
     read: Mapping[str, str]
-    """Training facts that were told, and by whom."""
+    """Training facts with the file that states each."""
     not_verifiable: tuple[str, ...]
     notes: tuple[str, ...]
     sampling: tuple[str, ...] = ()

@@ -97,7 +97,9 @@ def test_the_curve_has_a_linear_range_where_its_slope_is_known(interval, reach):
 
 def test_a_wide_interval_decides_nothing():
     said = words(-0.013, -0.01, 0.005)
-    assert said.startswith("cannot be told from the measurement, nor shown to agree within 10%")
+    assert said.startswith(
+        "cannot be distinguished from the measurement, nor shown to agree within 10%"
+    )
     assert "data.evaluation_prompts" in said
 
 

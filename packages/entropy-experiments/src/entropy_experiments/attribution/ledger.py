@@ -375,8 +375,8 @@ def _refuse_other_meaning(lines: Mapping[str, Estimate], estimand: Estimand) -> 
     for name, line in lines.items():
         if not line.estimand.matches(estimand):
             raise ValueError(
-                f"The line {name!r} speaks of {line.estimand}; expected {estimand}. Compute it "
-                "with the options of the ledger."
+                f"The line {name!r} is an estimate of {line.estimand}; expected {estimand}. "
+                "Compute it with the options of the ledger."
             )
 
 

@@ -173,8 +173,8 @@ class TrainingRecord:
             raise ValueError(
                 f"{', '.join(changed)} in {self.path.parent} is not the file that training saved: "
                 f"its sha256 differs from the one in {RECORD_FILE}. Copy the checkpoint again. If "
-                "the change is meant, delete that record: the result then speaks of the changed "
-                "files, and of no recorded step."
+                "the change is meant, delete that record: the result is then of the changed files, "
+                "and of no recorded step."
             )
 
 

@@ -85,8 +85,8 @@ class Probe(Section):
     """Share of training time that the probe may take; it skips turns to stay below, but it probes
     at least every 10 steps. null: no limit."""
     evaluation: Literal["fresh", "half", "batch"] = "fresh"
-    """Rollouts it judges by: drawn for it, those that the step does not learn from, or (batch) the
-    very ones it learns from, each prompt judged by the others' gradients."""
+    """Rollouts it measures on: drawn for it, those that the step does not learn from, or (batch)
+    the very ones it learns from, each prompt measured by the others' gradients."""
     prompts: Annotated[int, Field(ge=5, le=MOST_PROBLEMS)] = 16
     """Evaluation prompts of a probed step."""
     group: Count = 1

@@ -111,10 +111,10 @@ def stale_reasons(base: Scores | None, rollouts: Rollouts, estimand: Estimand) -
 
 
 def check_estimand(policy: Policy, estimand: Estimand) -> None:
-    """Refuse an entropy that reweighted rollouts of this policy do not speak of."""
+    """Refuse an entropy that reweighted rollouts of this policy do not estimate."""
     if estimand.quantity != "entropy":
         raise ValueError(
-            f"The estimand speaks of {estimand.quantity!r}; expected 'entropy'. Make it with "
+            f"The estimand is {estimand.quantity!r}; expected 'entropy'. Make it with "
             "slope_estimand(policy, form=...)."
         )
     if estimand.form == "resampled":

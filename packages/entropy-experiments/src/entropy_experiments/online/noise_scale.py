@@ -251,7 +251,7 @@ class NoiseScale:
 
     Args:
         params: Parameters that training moves, by name.
-        window: How many of the last steps an estimate speaks of; None: all.
+        window: How many of the last steps an estimate is computed from; None: all.
 
     Raises:
         ValueError: If there are no parameters, or the window is too short.

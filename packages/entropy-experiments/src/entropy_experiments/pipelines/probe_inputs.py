@@ -201,7 +201,7 @@ def as_the_loss_sees(
 
 
 def estimator_options(config: Config, horizon: int | None) -> EstimatorOptions:
-    """What the numbers of a run speak of, and how they are computed."""
+    """What the numbers of a run estimate, and how they are computed."""
     simple, per_token = config.entropy.surprisal, config.entropy.unit
     return EstimatorOptions(
         form=config.measure.weighting,

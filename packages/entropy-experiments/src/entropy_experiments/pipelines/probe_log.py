@@ -53,7 +53,7 @@ CORE = (
 )
 
 ERROR_BARS = ("stderr", "interval", "bias", "noise_floor", "diagnostics")
-"""Of an estimate in a log: told to six digits."""
+"""Of an estimate in a log: rounded to six digits."""
 NULLS = {
     "stderr": "no error bar: a single unit of resampling, or a method without one",
     "interval": "no error bar: a single unit of resampling, or a method without one",

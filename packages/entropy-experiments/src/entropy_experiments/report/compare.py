@@ -32,7 +32,7 @@ KINDS = {
     "training": "a training run",
 }
 NOT_SETTINGS = ("output.", "sampling.save", "sampling.load", "influence.folder")
-"""Keys that change no number; the checkpoint is told anyway."""
+"""Keys that change no number; the checkpoint is shown anyway."""
 _MEASURE = tuple(
     f"measure.{name}"
     for name in ("measured", "first_order", "second_order", "repeats", "more_clips")

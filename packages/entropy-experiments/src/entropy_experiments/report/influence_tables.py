@@ -1,7 +1,7 @@
 """An influence study in words: what changed the entropy, what it bought, what else could have been.
 
 `influence_report` makes lines for a terminal of the dict that is in summary.json, and of nothing
-else: a finished study can be told again without a model. A section whose key is absent is left
+else: a finished study can be reported again without a model. A section whose key is absent is left
 out. Texts of rollouts are made printable first: a policy may well write escape sequences.
 """
 
@@ -52,7 +52,7 @@ GROUP_NAMES = {
     "layer": "layer",
     "rollout": "rollout",
 }
-"""Groups that are told; summary.json has them also by prompt and by module."""
+"""Groups that are shown; summary.json has them also by prompt and by module."""
 NAME, WIDE, NARROW, SHARE = 18, 10, 8, 6
 """Widths of a ledger's columns: names, changes, standard errors, shares of the entropy's change."""
 
@@ -342,7 +342,7 @@ def _left_out(evaluation: EvaluationBatch) -> list[str]:
             continue
         lines.append(
             f"  without rollout {one['rollout']}: predicted {spoken(one['first_order'])}, measured "
-            f"{value_of(one['measured']):+.4g}; leaving it out is worth "
+            f"{value_of(one['measured']):+.4g}; its removal adds "
             f"{-value_of(one['difference']):+.2e}, its share was {one['influence']:+.2e}"
         )
     return lines

@@ -181,7 +181,7 @@ def _agreement(found: Findings) -> str:
         )
     if gap.covers(0.0):
         return (
-            "cannot be told from the measurement, nor shown to agree within "
+            "cannot be distinguished from the measurement, nor shown to agree within "
             f"{AGREEMENT:.0%}: the paired interval is too wide. More evaluation rollouts "
             "(data.evaluation_prompts) would decide"
         )

@@ -169,7 +169,7 @@ class Estimate:
         value: The number, in nats (or in reward).
         stderr: Its standard error; None where none can be computed.
         interval: 95 %, by Student's t.
-        estimand: What it speaks of.
+        estimand: What is estimated.
         influences: One per independent sample.
         bias: By the jackknife, of order 1/N; `value - bias` is less biased and more spread.
         noise_floor: Size of the changes that rounding alone makes.

@@ -28,7 +28,7 @@ from entropy_experiments.artifacts import (
 )
 from entropy_experiments.results import EvaluationResult, JSONObject
 
-AGAIN = "Delete it: what it speaks of is then done again."
+AGAIN = "Delete it: what it holds is then computed again."
 RESULT, SETTINGS, CHECKPOINTS, UNITS = "evaluation.json", "settings.json", "checkpoints", "units"
 
 

@@ -34,7 +34,7 @@ EXPECTED = (
     f"(json or json.gz) or a {NAME}"
 )
 MOST_REASONS = 2
-"""Not to trust steps of a training that are told one by one."""
+"""Untrusted steps of a training that are listed one by one."""
 NO_RUN = "one step was studied; give the run's trajectory.json (--trajectory)"
 
 
@@ -105,8 +105,8 @@ def as_written(path: str | Path) -> Iterator[None]:
         yield
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} cannot be told: {type(error).__name__} {error}. It was changed by hand, or is "
-            "of another version (--debug shows where it failed)."
+            f"{path} cannot be shown: {type(error).__name__} {error}. It was changed by hand, or "
+            "is of another version (--debug shows where it failed)."
         ) from error
 
 
