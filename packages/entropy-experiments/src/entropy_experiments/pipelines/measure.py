@@ -104,14 +104,14 @@ class ExperimentPlan:
     @classmethod
     def of(cls, config: Config) -> ExperimentPlan:
         """What the `measure` section of a configuration says."""
-        asked = config.measure
+        measure = config.measure
         return cls(
-            compute_true=asked.measured,
-            compute_linear=asked.first_order,
-            compute_linquad=asked.second_order,
-            eta_list=asked.learning_rates,
-            repeats=asked.repeats,
-            clip_overrides=asked.more_clips,
+            compute_true=measure.measured,
+            compute_linear=measure.first_order,
+            compute_linquad=measure.second_order,
+            eta_list=measure.learning_rates,
+            repeats=measure.repeats,
+            clip_overrides=measure.more_clips,
         )
 
     def dump(self) -> dict[str, Any]:
@@ -296,20 +296,20 @@ def _point(
     own: float | None,
     level: Estimate,
 ) -> dict[str, Any]:
-    found: dict[str, Estimate] = {}
+    estimates: dict[str, Estimate] = {}
     if plan.compute_true:
-        found["measured"] = changes[Case("step", eta, own)]
+        estimates["measured"] = changes[Case("step", eta, own)]
     if plan.compute_linear and slope is not None:
-        found["linear"] = within_entropy(eta * slope, level)
+        estimates["linear"] = within_entropy(eta * slope, level)
     if slope is not None and bend is not None:
-        found["linquad"] = within_entropy(combine([(eta, slope), (eta**2 / 2, bend)]), level)
-    out: dict[str, Any] = {"eta": eta, **{name: numbers(e) for name, e in found.items()}}
-    if "measured" in found:
-        out["diagnostics"] = weights_of(found["measured"])
+        estimates["linquad"] = within_entropy(combine([(eta, slope), (eta**2 / 2, bend)]), level)
+    out: dict[str, Any] = {"eta": eta, **{name: numbers(e) for name, e in estimates.items()}}
+    if "measured" in estimates:
+        out["diagnostics"] = weights_of(estimates["measured"])
         out["differences"] = {
-            name: numbers(found[name] - found["measured"])
+            name: numbers(estimates[name] - estimates["measured"])
             for name in ("linear", "linquad")
-            if name in found
+            if name in estimates
         }
         out["clips"] = {
             _clip_name(case.clip): numbers(change) | {"diagnostics": weights_of(change)}
@@ -343,12 +343,12 @@ def _summary(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def _over(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _over(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean over repeats; with one repeat, that repeat's own error bar."""
-    values, repeats = [estimate["value"] for estimate in found], len(found)
-    trusted = sum(estimate["trusted"] for estimate in found)
+    values, repeats = [estimate["value"] for estimate in points], len(points)
+    trusted = sum(estimate["trusted"] for estimate in points)
     if repeats == 1:
-        stderr, interval = found[0]["stderr"], found[0]["interval"]
+        stderr, interval = points[0]["stderr"], points[0]["interval"]
         return {
             "mean": values[0],
             "stderr": stderr,

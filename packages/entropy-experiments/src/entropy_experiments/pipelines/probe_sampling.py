@@ -68,23 +68,25 @@ def open_checkpoint(
 
     `may_shard`: what is done with it can be done with a model cut over the ranks.
     """
-    asked = config.checkpoint
+    settings = config.checkpoint
     load = partial(
         load_checkpoint,
-        packaged_checkpoint(checkpoint_path or asked.path or asked.adapter or default_checkpoint()),
-        base=asked.base,
-        backbone=asked.backbone,
-        adapter_path=asked.adapter,
-        optimizer_path=asked.optimizer,
-        dtype=asked.dtype,
+        packaged_checkpoint(
+            checkpoint_path or settings.path or settings.adapter or default_checkpoint()
+        ),
+        base=settings.base,
+        backbone=settings.backbone,
+        adapter_path=settings.adapter,
+        optimizer_path=settings.optimizer,
+        dtype=settings.dtype,
     )
     if not may_shard:
         refuse_sharding(config)
     check_sharded_derivatives(config)
     checkpoint, sharded = loaded(config, load)
     assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
-    given = config.update.lr
-    lr = checkpoint.optimizer.lr if given is None else given
+    own_lr = config.update.lr
+    lr = checkpoint.optimizer.lr if own_lr is None else own_lr
     refuse_zero_lr(lr, checkpoint.path)
     if not isinstance(checkpoint.optimizer.groups[0], AdamGroup):
         raise ValueError(
@@ -150,10 +152,10 @@ def _source(module: str) -> Path | None:
     if module.endswith(".py"):
         return Path(module)
     try:
-        found = find_spec(module)
+        spec = find_spec(module)
     except Exception:  # a package of the user's may fail in any way; build_reward says which
         return None
-    return None if found is None or not found.has_location else Path(str(found.origin))
+    return None if spec is None or not spec.has_location else Path(str(spec.origin))
 
 
 class Sampler:
@@ -189,8 +191,8 @@ class Sampler:
     @property
     def room(self) -> int:
         """Prompts that an update batch needs of a run that has few: as many as training's had."""
-        asked = self.config.data.update_prompts
-        return max(MIN_RECORDED, min(asked, self.facts.values.get("B_U") or asked))
+        wanted = self.config.data.update_prompts
+        return max(MIN_RECORDED, min(wanted, self.facts.values.get("B_U") or wanted))
 
     def evaluation(self, avoid: set[PromptIds], *, leave: int = 0) -> Rollouts:
         """Evaluation prompts with one response each, none of them a prompt of `avoid`.
@@ -202,8 +204,8 @@ class Sampler:
             rollouts, meta = load_rollouts(folder)
             self._refuse_other_policy(meta, folder)
         else:
-            asked = self.config.data
-            split, count = asked.evaluation_split, asked.evaluation_prompts
+            data = self.config.data
+            split, count = data.evaluation_split, data.evaluation_prompts
             problems = self.problems("evaluation", split, count, avoid, leave=self._shared(leave))
             rollouts = self.generator.generate_evaluation_batch(problems)
             if self.config.sampling.save is not None:
@@ -234,19 +236,19 @@ class Sampler:
 
     def update(self, avoid: set[PromptIds]) -> tuple[UpdateBatch, list[str]]:
         """Update prompts with their responses, none of `avoid`; and what to note about them."""
-        asked, facts = self.config.data, self.facts
-        most = asked.update_prompts * (1 + asked.max_resamples)
-        pool = self.problems("update", asked.update_split, asked.update_prompts, avoid, most=most)
-        count = min(asked.update_prompts, len(pool))
+        data, facts = self.config.data, self.facts
+        most = data.update_prompts * (1 + data.max_resamples)
+        pool = self.problems("update", data.update_split, data.update_prompts, avoid, most=most)
+        count = min(data.update_prompts, len(pool))
         drawn = self.generator.generate_update_batch(
             pool,
             prompts=count,
-            group=asked.responses_per_prompt,
+            group=data.responses_per_prompt,
             reward=reward_of(facts, self.config),
             scale=facts["advantage"],
-            filter_zero_advantage=asked.resample_equal_rewards,
-            tol=asked.zero_advantage_tolerance,
-            max_attempts=asked.max_resamples,
+            filter_zero_advantage=data.resample_equal_rewards,
+            tol=data.zero_advantage_tolerance,
+            max_attempts=data.max_resamples,
         )
         self.retries = drawn.retries
         if self.config.sampling.save is not None:
@@ -256,7 +258,7 @@ class Sampler:
             )
         used = {
             "B_U": ("data.update_prompts", count),
-            "G": ("data.responses_per_prompt", asked.responses_per_prompt),
+            "G": ("data.responses_per_prompt", data.responses_per_prompt),
         }
         other = [
             f"training had {key} = {facts.values[name]}; the drawn batch has {value}"
@@ -286,7 +288,7 @@ class Sampler:
             if self._record is not None:
                 self._record.check_prompts()
         own_split = facts.values.get("E_split" if role == "evaluation" else "U_split")
-        found = load_problems(
+        available = load_problems(
             facts["dataset_name"],
             path=batch.file or facts.values.get("dataset_path"),
             split=split or batch.split or facts.values.get("split") or own_split,
@@ -297,7 +299,7 @@ class Sampler:
             conversation=facts.conversation,
         )
         # As far as needed: tokenizing thousands takes longer than answering a few.
-        unlike = (p for p in found if self.generator.prompt_ids(p) not in avoid)
+        unlike = (p for p in available if self.generator.prompt_ids(p) not in avoid)
         fresh = list(islice(unlike, most + (leave if recorded else 0)))
         fresh = fresh[: min(most, max(MIN_RECORDED, len(fresh) - leave))] if recorded else fresh
         if recorded and MIN_RECORDED <= len(fresh) < least:
@@ -359,13 +361,13 @@ def prompts_of(rollouts: Rollouts) -> set[PromptIds]:
 
 def prompt_ids(rollouts: Rollouts) -> list[PromptIds]:
     """Of each rollout, the token ids before its response."""
-    found = []
+    prompts = []
     for tokens_S, attention_S, response_S in zip(
         rollouts.tokens_NS, rollouts.attention_NS, rollouts.response_NS, strict=True
     ):
         before = slice(0, int(response_S.nonzero()[0]))
-        found.append(tuple(tokens_S[before][attention_S[before]].tolist()))
-    return found
+        prompts.append(tuple(tokens_S[before][attention_S[before]].tolist()))
+    return prompts
 
 
 def response_ids(rollouts: Rollouts) -> list[list[int]]:

@@ -22,24 +22,24 @@ ROW = 0.26
 LONGEST = 28
 
 
-def what_if_figure(found: WhatIfSection, *, columns: int) -> Figure | None:
+def what_if_figure(section: WhatIfSection, *, columns: int) -> Figure | None:
     """None: no question has an answer."""
-    asked = answered(found)
-    if not asked:
+    answers = answered(section)
+    if not answers:
         return None
-    names = ["as it was", *(_short(one.name) for one in asked)]
-    totals = [asked[0].prediction["recorded"], *(one.prediction["total"] for one in asked)]
+    names = ["as it was", *(_short(one.name) for one in answers)]
+    totals = [answers[0].prediction["recorded"], *(one.prediction["total"] for one in answers)]
     figure, (axes,) = panels(1, columns=columns, height=0.85 + ROW * len(names))
     axes.axvline(totals[0], color=UNSURE, linewidth=0.8, linestyle=":", zorder=0.5)
     places = range(len(names))
-    made = [(0, found["measured"])] + [
-        (place, one.measured) for place, one in enumerate(asked, start=1) if one.measured
+    measured = [(0, section["measured"])] + [
+        (place, one.measured) for place, one in enumerate(answers, start=1) if one.measured
     ]
-    values = [one["value"] for _, one in made]
-    bars = [one["interval"] for _, one in made]
+    values = [one["value"] for _, one in measured]
+    bars = [one["interval"] for _, one in measured]
     axes.errorbar(
         values,
-        [place for place, _ in made],
+        [place for place, _ in measured],
         xerr=whiskers(values, bars),
         fmt="o",
         color=INK,
