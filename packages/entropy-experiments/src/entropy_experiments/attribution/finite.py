@@ -83,7 +83,7 @@ def finite_columns(
     for key, eta, moved, rounding in moved_scores(
         policy, evaluation, along, steps, base=base, microbatch=microbatch, chunk=grad_chunk or 1
     ):
-        found = change(
+        estimate = change(
             base,
             moved,
             evaluation,
@@ -93,9 +93,9 @@ def finite_columns(
             step_rounding=rounding,
         )
         share_N = contributions(base, moved, evaluation, estimand, clip=clip)
-        diagnostics = {**found.diagnostics, "contribution_N": share_N}
-        found = replace(found, diagnostics=diagnostics)
-        out[key, eta] = found.doubted(doubt) if doubt else found
+        diagnostics = {**estimate.diagnostics, "contribution_N": share_N}
+        estimate = replace(estimate, diagnostics=diagnostics)
+        out[key, eta] = estimate.doubted(doubt) if doubt else estimate
     return out
 
 

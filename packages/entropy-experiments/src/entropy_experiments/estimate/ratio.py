@@ -106,8 +106,8 @@ def stale_reasons(base: Scores | None, rollouts: Rollouts, estimand: Estimand) -
     if base is None or rollouts.behaviour_logprob_NS is None:
         return ()
     logratio_NS = base.logprob_NS - drawn_with(base, rollouts)
-    found = diagnose(logratio_NS, rollouts, per_decision=estimand.form == "per_decision")
-    return tuple(f"stale rollouts: {reason}" for reason in found.why_not)
+    weights = diagnose(logratio_NS, rollouts, per_decision=estimand.form == "per_decision")
+    return tuple(f"stale rollouts: {reason}" for reason in weights.why_not)
 
 
 def check_estimand(policy: Policy, estimand: Estimand) -> None:

@@ -248,18 +248,18 @@ def gather(
             evaluation = sampler.evaluation(taken.union(avoid), leave=leave)
         else:
             evaluation = again
-        asked = prompts_of(evaluation)
+        prompts = prompts_of(evaluation)
         if made is None:
-            drawn, said = sampler.update(asked)
+            drawn, said = sampler.update(prompts)
             made = (drawn, False, said)
         update, real, notes = made
         notes = [*notes, *sampler.notes]
-        shared = asked & prompts_of(update.rollouts)
+        shared = prompts & prompts_of(update.rollouts)
         if again is None:
             refuse_shared(shared)
         elif shared:
             notes.append(
-                f"{len(shared)} of {len(asked)} evaluation prompts, as recorded, are prompts of "
+                f"{len(shared)} of {len(prompts)} evaluation prompts, as recorded, are prompts of "
                 "the update batch, which the update moves most"
             )
         if real:
@@ -349,19 +349,19 @@ def with_reference(
     if not (beta or what_if) or batch.ref_logprob_NS is not None:
         return batch
     if probed.checkpoint.kind != "lora":
-        said, away = f"beta is {beta}", "set update.beta: 0 to leave the KL term out"
+        reason, away = f"beta is {beta}", "set update.beta: 0 to leave the KL term out"
         if not beta:
-            said, away = f"influence.what_if has {what_if!r}", "leave that what-if out"
+            reason, away = f"influence.what_if has {what_if!r}", "leave that what-if out"
         raise ValueError(
-            f"{said} and the update batch has no reference log-probs; the reference of a full "
+            f"{reason} and the update batch has no reference log-probs; the reference of a full "
             f"fine-tune is not in its checkpoint. Record the batch, or {away}."
         )
     policy = as_the_loss_sees(config, probed.policy, probed.facts, real=real)
     with probed.checkpoint.model.disable_adapter():
-        found = score_all(
+        scores = score_all(
             policy, policy.params, batch.rollouts, microbatch=config.forward_batch_size
         )
-    return replace(batch, ref_logprob_NS=found.logprob_NS)
+    return replace(batch, ref_logprob_NS=scores.logprob_NS)
 
 
 def limits_of(model: Any, facts: TrainingFacts, *, real: bool) -> list[str]:
@@ -388,10 +388,10 @@ def limits_of(model: Any, facts: TrainingFacts, *, real: bool) -> list[str]:
 
 def _dropout(model: Any) -> str:
     """Every dropout rate above 0 that the model's configuration names."""
-    found = {name: value for name, value in vars(model.config).items() if "dropout" in name}
+    rates = {name: value for name, value in vars(model.config).items() if "dropout" in name}
     for adapter in getattr(model, "peft_config", {}).values():
-        found["lora_dropout"] = adapter.lora_dropout
-    on = {name: rate for name, rate in found.items() if isinstance(rate, float) and rate > 0}
+        rates["lora_dropout"] = adapter.lora_dropout
+    on = {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
     return ", ".join(f"{name} {rate:g}" for name, rate in sorted(on.items()))
 
 

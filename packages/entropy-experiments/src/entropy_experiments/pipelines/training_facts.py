@@ -161,8 +161,8 @@ def resolve_facts(
     if "reward_functions" not in values:
         values["reward_functions"] = list(default_functions(values["dataset_name"]))
         where["reward_functions"] = ""
-    found = TrainingFacts(values=values, sources=where, read=read, notes=tuple(notes))
-    return replace(found, notes=(*notes, *sampling_notes(found)))
+    facts = TrainingFacts(values=values, sources=where, read=read, notes=tuple(notes))
+    return replace(facts, notes=(*notes, *sampling_notes(facts)))
 
 
 def refuse_unrecorded(facts: TrainingFacts) -> None:

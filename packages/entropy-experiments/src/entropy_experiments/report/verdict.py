@@ -76,38 +76,38 @@ def _distribution(findings: Findings) -> str:
 
 def _which_step(findings: Findings, rate: str) -> list[str]:
     """The first sentence claims no more than was checked."""
-    after, made = findings.checkpoint, findings.made
+    after, check = findings.checkpoint, findings.made
     if not findings.real:
         return [f"A hypothetical update from {after} (its batch was drawn for this probe), {rate}:"]
-    if made.altered:
+    if check.altered:
         return [
             f"A hypothetical update from {after}: training's own batch with "
-            f"{', '.join(made.altered)}, {rate}:"
+            f"{', '.join(check.altered)}, {rate}:"
         ]
     certificate = findings.certificate
-    why = f" ({'; '.join(made.reasons)})" if made.reasons else ""
+    why = f" ({'; '.join(check.reasons)})" if check.reasons else ""
     if certificate is not None and certificate.apart:
         return [
             f"This is not the step that training made: after {after}, the step rebuilt from the "
             f"recorded batch is {certificate.relative_error:.0%} away from it{why}. About the "
             f"rebuilt step, {rate}:"
         ]
-    if made.loss_differs and not made.of_gradient:
+    if check.loss_differs and not check.of_gradient:
         return [
             f"This is not the step that training made: after {after}, the gradient rebuilt from "
-            f"the recorded batch is {made.gradient_distance:.0%} away from training's{why}. About "
+            f"the recorded batch is {check.gradient_distance:.0%} away from training's{why}. About "
             f"the rebuilt step, {rate}:"
         ]
     lines = [f"The update that training made after {after}, {rate}:"]
-    if certificate is None and not made.of_gradient:
+    if certificate is None and not check.of_gradient:
         lines = [
             f"The update that the batch recorded after {after} makes, {rate} (not checked against "
             "the step that training made):"
         ]
-    if made.of_gradient and made.loss_differs:
+    if check.of_gradient and check.loss_differs:
         lines.append(
             f"  by the gradient that training recorded; the one rebuilt from its batch is "
-            f"{made.gradient_distance:.0%} away{why}, so there is no split by rollout or token"
+            f"{check.gradient_distance:.0%} away{why}, so there is no split by rollout or token"
         )
     return lines
 
@@ -179,8 +179,8 @@ def _agreement(findings: Findings) -> str:
     else:
         share = f" ({abs(gap.value / change.value):.0%} off)" if change.value else ""
     off = f"does not agree with the measurement{share}"
-    known = findings.bend is not None and findings.bend.trusted
-    reach = findings.linear_range if known else None
+    curved = findings.bend is not None and findings.bend.trusted
+    reach = findings.linear_range if curved else None
     if abs(gap.value) > AGREEMENT * abs(change.value) and reach is not None and findings.lr > reach:
         return (
             f"{off}: the step is too long for a straight line, {findings.lr / reach:.2g} times its "
@@ -194,7 +194,7 @@ def _agreement(findings: Findings) -> str:
         )
     if findings.bend is None:
         return off
-    if not known:
+    if not curved:
         return f"{off}, and its curvature is not trusted to say why"
     rest = gap + findings.bend
     if rest.covers(0.0) or abs(rest.value) <= AGREEMENT * abs(change.value):

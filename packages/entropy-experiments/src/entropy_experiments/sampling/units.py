@@ -89,8 +89,8 @@ def dealt_units(
 
 def unit_key(unit: Sequence[Draw]) -> str:
     """Everything that determines the unit's tokens besides the store's identity."""
-    said = json.dumps([[draw.seed, draw.prompt] for draw in unit]).encode()
-    return hashlib.sha256(said).hexdigest()
+    text = json.dumps([[draw.seed, draw.prompt] for draw in unit]).encode()
+    return hashlib.sha256(text).hexdigest()
 
 
 def packed(drawn: Sequence[Drawn]) -> dict[str, Tensor]:

@@ -92,11 +92,11 @@ def compute_update_vector_adamw(
         >>> sorted(direction.parts), sorted(baseline.parts), round(stats.grad_norm, 4)
         (['decay', 'gradient', 'momentum'], ['decay', 'momentum'], 0.0458)
     """
-    found = loss_gradient(policy, batch, objective, microbatch=microbatch)
+    gradient = loss_gradient(policy, batch, objective, microbatch=microbatch)
     direction = adamw_direction(
-        policy.params, found.gradient, optimizer, max_grad_norm=max_grad_norm
+        policy.params, gradient.gradient, optimizer, max_grad_norm=max_grad_norm
     )
-    return (*_with_baseline(direction), _stats(policy, direction, found, optimizer))
+    return (*_with_baseline(direction), _stats(policy, direction, gradient, optimizer))
 
 
 def update_of_gradient(

@@ -69,7 +69,7 @@ def measures(
 
 def _rewards(rows: Rows, samples: int, estimand: Estimand) -> dict[str, Estimate]:
     """Mean of each reward function that is no pass or fail; None: it had no opinion."""
-    found = {}
+    estimates = {}
     for name in (column for column in rows if column.startswith("reward:")):
         values = list(rows[name])
         if all(value in (0, 1) for value in values):
@@ -77,8 +77,8 @@ def _rewards(rows: Rows, samples: int, estimand: Estimand) -> dict[str, Estimate
         value_N = torch.tensor([0.0 if v is None else v for v in values], dtype=torch.float64)
         scored_N = torch.tensor([v is not None for v in values], dtype=torch.float64)
         value_P, scored_P = (x_N.view(-1, samples).sum(1) for x_N in (value_N, scored_N))
-        found[name] = ratio_by_prompt(value_P, scored_P, estimand)
-    return found
+        estimates[name] = ratio_by_prompt(value_P, scored_P, estimand)
+    return estimates
 
 
 def differences(

@@ -170,12 +170,12 @@ class _Maker:
         influence = self.config.influence
         made = self._workspace(influence.update_batch)
         taken = set[PromptIds]() if made is None else prompts_of(made.batch.rollouts)
-        found: dict[int, EvaluationBatch] = {}
+        evaluations: dict[int, EvaluationBatch] = {}
         drawn = set[PromptIds]()
         for i, request in enumerate(influence.evaluation_batches):
             if request.kind != "update":
-                found[i] = self._evaluation(i, request, taken | drawn)
-                drawn |= prompts_of(found[i].rollouts)
+                evaluations[i] = self._evaluation(i, request, taken | drawn)
+                drawn |= prompts_of(evaluations[i].rollouts)
         if made is None:
             batch, notes = self.sampler.update(drawn)
             made = Made(batch=batch, notes=tuple(notes))
@@ -185,12 +185,12 @@ class _Maker:
             made = replace(made, batch=unscored, notes=(*made.notes, FOREIGN_REWARDS))
         for i, request in enumerate(influence.evaluation_batches):
             if request.kind == "update":
-                found[i] = self._own_prompts(i, request, made.batch)
+                evaluations[i] = self._own_prompts(i, request, made.batch)
         kept, model = made, self.given.model
         current().broadcast_from_zero(
             lambda: save_workspace(influence.update_batch, kept, self.probed, model)
         )
-        return made, tuple(folded(found[i], influence.folds) for i in sorted(found))
+        return made, tuple(folded(evaluations[i], influence.folds) for i in sorted(evaluations))
 
     def _workspace(self, workspace: Workspace) -> Made | None:
         """The update batch; None: it is to be drawn, after E."""

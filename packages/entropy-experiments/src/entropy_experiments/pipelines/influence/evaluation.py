@@ -58,18 +58,18 @@ class Evaluation:
     @property
     def cost(self) -> float:
         """Rollouts through the model: a forward is 1, a backward or a derivative 2 more."""
-        n_e, n_u, asked = len(self.rollouts), len(self.probe.update.rollouts), self.study.asked
+        n_e, n_u, influence = len(self.rollouts), len(self.probe.update.rollouts), self.study.asked
         etas = len(self.study.etas)
-        rows = asked.measured_rollouts
+        rows = influence.measured_rollouts
         measured_rows = len(rows) if isinstance(rows, tuple) else min(rows, n_u)
         singles = 2 * measured_rows * len(self.study.per_sequence_etas)
-        rewards = 30 if self.batch.reward_N is not None and asked.reward else 0
-        confirmed = 30 * len(asked.what_if) if asked.confirm else 0
-        kernel = 6 if asked.fisher else 0
+        rewards = 30 if self.batch.reward_N is not None and influence.reward else 0
+        confirmed = 30 * len(influence.what_if) if influence.confirm else 0
+        kernel = 6 if influence.fisher else 0
         passes = 1 + 6 + 2 * etas + 12 + 15 + rewards + singles + confirmed + kernel
-        update = 3 * self.batch.folds + 3 + 3 * len(asked.leave_one_out) + kernel
-        if asked.confirm:
-            update += 3 * len(asked.what_if)
+        update = 3 * self.batch.folds + 3 + 3 * len(influence.leave_one_out) + kernel
+        if influence.confirm:
+            update += 3 * len(influence.what_if)
         return float(passes * n_e + update * n_u)
 
     def stage(
@@ -178,10 +178,10 @@ class Evaluation:
         """Measured along each chosen rollout: `grad|row|eta`, `both|row|eta` (with baseline)."""
         rows, facts, tensors, seconds = self.measured_rows, {}, {}, 0.0
         for start in range(0, len(rows), AT_ONCE):
-            found = self._single_stage(start // AT_ONCE, rows[start : start + AT_ONCE])
-            facts |= found.facts
-            tensors |= found.tensors
-            seconds += found.seconds
+            stage = self._single_stage(start // AT_ONCE, rows[start : start + AT_ONCE])
+            facts |= stage.facts
+            tensors |= stage.tensors
+            seconds += stage.seconds
         return Stage(facts=facts, tensors=tensors, seconds=seconds)
 
     def _single_stage(self, number: int, rows: list[int]) -> Stage:
@@ -215,6 +215,6 @@ class Evaluation:
 
 def evaluations_of(study: Study) -> list[Evaluation]:
     """Every evaluation batch, and the clock told what all of them cost."""
-    found = [Evaluation(study, batch) for batch in study.inputs.evaluations]
-    study.clock.total = study.cost + sum(evaluation.cost for evaluation in found)
-    return found
+    evaluations = [Evaluation(study, batch) for batch in study.inputs.evaluations]
+    study.clock.total = study.cost + sum(evaluation.cost for evaluation in evaluations)
+    return evaluations

@@ -36,15 +36,15 @@ def told_removed(
 
 def _asked(summary: InfluenceResult) -> list[tuple[str, str]]:
     """Each answer that a summary has: the option that asks for it, and of what."""
-    found: list[tuple[str, str]] = []
+    options: list[tuple[str, str]] = []
     for evaluation in summary.get("evaluations", ()):
-        asked = evaluation.get("what_if") or ()
-        found += [(f"--what-if '{one['name']}'", "") for one in asked]
-        made = (one for one in asked if one.get("confirmation") is not None)
-        found += [("--confirm", one["name"]) for one in made]
+        answers = evaluation.get("what_if") or ()
+        options += [(f"--what-if '{one['name']}'", "") for one in answers]
+        confirmed = (one for one in answers if one.get("confirmation") is not None)
+        options += [("--confirm", one["name"]) for one in confirmed]
         if evaluation.get("fisher") is not None:
-            found.append(("--fisher", ""))
+            options.append(("--fisher", ""))
         budget = evaluation.get("entropy_budget")
         if budget is not None:
-            found.append((f"--entropy-budget {budget['budget']:g}", ""))
-    return found
+            options.append((f"--entropy-budget {budget['budget']:g}", ""))
+    return options

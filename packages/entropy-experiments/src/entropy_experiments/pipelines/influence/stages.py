@@ -87,11 +87,11 @@ class Study:
         """A rollout that is not in U is refused here, before anything is computed."""
         rollouts, rows = self.probe.update.rollouts, self.asked.measured_rollouts
         count = len(rollouts)
-        for name, asked in (
+        for name, indices in (
             ("measured_rollouts", rows if isinstance(rows, tuple) else ()),
             ("leave_one_out", self.asked.leave_one_out),
         ):
-            beyond = [row for row in asked if not 0 <= row < count]
+            beyond = [row for row in indices if not 0 <= row < count]
             if beyond:
                 raise ValueError(
                     f"influence.{name} has {beyond[:5]}; the update batch has rollouts 0 to "
@@ -170,10 +170,10 @@ class Study:
         )
 
     def stage(self, name: str, key: str, cost: float, compute: Callable[[], Stage]) -> Stage:
-        found = self.store.holds(name, key)
+        stored = self.store.holds(name, key)
         stage = self.store.once(name, key, compute)
         self.timings[name] = self.timings.get(name, 0.0) + stage.seconds
-        self.clock.tell(name, cost, stage.seconds, found=found)
+        self.clock.tell(name, cost, stage.seconds, found=stored)
         return stage
 
     @property
@@ -257,8 +257,10 @@ def named_places(text: str) -> list[Place]:
 
 
 def rollouts_digest(rollouts: Rollouts) -> str:
-    said = {"weight": rollouts.weight_N, "behaviour": rollouts.behaviour_logprob_NS}
-    return digest_of(rollouts.fingerprint, list(rollouts.tokens_NS.shape), digest_of_tensors(said))
+    columns = {"weight": rollouts.weight_N, "behaviour": rollouts.behaviour_logprob_NS}
+    return digest_of(
+        rollouts.fingerprint, list(rollouts.tokens_NS.shape), digest_of_tensors(columns)
+    )
 
 
 def to_stderr(line: str) -> None:

@@ -54,8 +54,8 @@ def save_workspace(asked: Workspace, made: Made, probed: OpenCheckpoint, model: 
     if not (folder / MANIFEST).is_file():
         save_update_batch(folder, made.batch, meta=meta)
         return
-    theirs, said = load_update_batch(folder)
-    if said == meta and _same(theirs, made.batch):
+    theirs, their_meta = load_update_batch(folder)
+    if their_meta == meta and _same(theirs, made.batch):
         return
     raise ValueError(
         f"influence.update_batch.save_path: {folder} holds another update batch (fingerprint "

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 GRID = 41
 
 
-def curve_figure(found: Curve, unit: str, *, columns: int) -> Figure:
-    """`found`: the `curve` of a gathered run (`report.html.data`)."""
+def curve_figure(section: Curve, unit: str, *, columns: int) -> Figure:
+    """`section`: the `curve` of a gathered run (`report.html.data`)."""
     figure, (axes,) = panels(1, columns=columns, height=2.5)
     lr, predicted, bend, points = (
-        found["lr"],
-        found["predicted"],
-        found["curvature"],
-        found["points"],
+        section["lr"],
+        section["predicted"],
+        section["curvature"],
+        section["points"],
     )
     assert predicted is not None  # a curve is made of a prediction
     reach = max([lr, *(point["eta"] for point in points)]) * 1.06
     grid = [reach * i / (GRID - 1) for i in range(GRID)]
     slope = predicted["value"] / lr
     seen = [slope * reach]
-    straight, floor = found["linear_range"], found["noise_floor"]
+    straight, floor = section["linear_range"], section["noise_floor"]
     if straight is not None:
         end = min(straight, reach)
         axes.axvspan(0, end, color=WASH, linewidth=0, zorder=0)

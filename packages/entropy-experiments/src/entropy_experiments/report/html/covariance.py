@@ -69,9 +69,9 @@ def _advantage_edges(a_C: np.ndarray) -> np.ndarray:
     for part_C in (a_C[a_C < 0], a_C[a_C >= 0]):
         if len(part_C):
             edges.append(np.quantile(part_C, np.linspace(0, 1, PARTS + 1)))
-    found = np.unique(np.concatenate(edges))
-    found[-1] = np.nextafter(found[-1], np.inf)
-    return found if len(found) > 1 else np.array([found[0], np.nextafter(found[0], np.inf)])
+    unique = np.unique(np.concatenate(edges))
+    unique[-1] = np.nextafter(unique[-1], np.inf)
+    return unique if len(unique) > 1 else np.array([unique[0], np.nextafter(unique[0], np.inf)])
 
 
 def _spoken(a_R: np.ndarray) -> str:
