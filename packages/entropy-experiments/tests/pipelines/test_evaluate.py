@@ -136,7 +136,7 @@ def test_the_command_draws_what_the_sampler_draws(evaluated, drawn):
 
 
 def test_surprisal_agrees_with_entropy_and_the_check_has_teeth(drawn):
-    options = {"samples": SAMPLES, "ks": (1,), "law": {}}
+    options = {"samples": SAMPLES, "ks": (1,), "sampled": {}}
     for temperature, agrees in ((1.0, True), (2.0, False)):
         found = measures(rows_of(drawn, temperature), **options)["surprisal_minus_entropy"]
         assert found.covers(0) == agrees
