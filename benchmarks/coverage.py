@@ -93,11 +93,11 @@ def draw_pool(count: int, seed: int, checkpoint: Path | None = None) -> Pool:
             .under(folder)
             .with_overrides(
                 [
-                    "batch_config.B_E=5",
-                    "memory_config.microbatch_size=64",
-                    "generation.gen_batch_size=256",
-                    f"probe_rework.master_seed={seed}",
-                    "update.batch=recorded",
+                    "data.evaluation_prompts=5",
+                    "memory.microbatch_size=64",
+                    "sampling.batch_size=256",
+                    f"sampling.seed={seed}",
+                    "data.update_rollouts=recorded",
                 ]
             )
         )

@@ -75,7 +75,7 @@ class Problem:
 
 def problems(folder: Path, sizes: tuple[int, ...]) -> dict[int, Problem]:
     """The embedded default with the first N_U of its recorded update rollouts, for each N_U."""
-    config = load_config().under(folder).with_overrides([f"batch_config.B_E={N_E}"])
+    config = load_config().under(folder).with_overrides([f"data.evaluation_prompts={N_E}"])
     inputs = gather(config, None)
     policy = inputs.policy
     assert isinstance(policy, SequenceProcessor)  # nothing is cut over ranks here

@@ -94,10 +94,10 @@ def online(probes: int) -> dict[str, Any]:
 
 def offline_settings(rollouts: int) -> dict[str, Any]:
     return {
-        "batch_config": {"B_E": rollouts},
-        "generation": {"max_new_tokens": LENGTH, "gen_batch_size": 64, "tf_batch_size": 64},
-        "memory_config": {"microbatch_size": 64},
-        "detailed_logging": {"enabled": False},
+        "data": {"evaluation_prompts": rollouts},
+        "sampling": {"max_new_tokens": LENGTH, "batch_size": 64},
+        "memory": {"microbatch_size": 64, "forward_batch_size": 64},
+        "output": {"log": False},
     }
 
 

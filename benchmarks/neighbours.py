@@ -76,9 +76,9 @@ def words_of(command: str, *, smallest: bool) -> list[str]:
             settings |= {"probe.prompts": 16}
             steps = 6
         return ["train", "--steps", str(steps), *_set(settings)]
-    settings = {"batch_config.B_E": 8 if smallest else 32}
+    settings = {"data.evaluation_prompts": 8 if smallest else 32}
     if smallest:
-        settings |= {"generation.max_new_tokens": 8}
+        settings |= {"sampling.max_new_tokens": 8}
     if command == "influence":
         settings |= {"influence.measured_rollouts": 2}
     return [command, *_set(settings)]

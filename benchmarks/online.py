@@ -109,7 +109,7 @@ def one_run(kind: str, *, steps: int, length: int, prompts: int, folder: Path) -
         "cpu_seconds": cpu,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "probed_steps": len(probe.rows),
-        "evaluation_rollouts": [row["rollouts"] for row in probe.rows],
+        "evaluation_rollouts": [row.get("rollouts") for row in probe.rows],
         "probe_cpu_seconds": spent,
         "weights": digest.hexdigest(),
         "rollouts_per_step": prompts * config.num_generations,

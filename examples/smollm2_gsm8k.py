@@ -67,17 +67,17 @@ def probe_config(given: argparse.Namespace, checkpoint: Path) -> Config:
     """What one would write into a YAML file."""
     return parse_config(
         {
-            "checkpoint": {"checkpoint_path": str(checkpoint), "backbone": "smollm2"},
-            "batch_config": {
-                "dataset_name": "gsm8k_r1_template",
-                "dataset_path": str(given.questions),
-                "B_E": given.prompts,
-                "B_U": given.update_prompts,
-                "G": given.group,
-                "max_resample_attempts": given.attempts,
+            "checkpoint": {"path": str(checkpoint), "backbone": "smollm2"},
+            "data": {
+                "dataset": "gsm8k_r1_template",
+                "file": str(given.questions),
+                "evaluation_prompts": given.prompts,
+                "update_prompts": given.update_prompts,
+                "responses_per_prompt": given.group,
+                "max_resamples": given.attempts,
             },
-            "generation": {"max_new_tokens": given.tokens, "gen_batch_size": 16},
-            "memory_config": {"microbatch_size": given.microbatch},
+            "sampling": {"max_new_tokens": given.tokens, "batch_size": 16},
+            "memory": {"microbatch_size": given.microbatch},
         }
     ).under(given.out)
 

@@ -229,8 +229,8 @@ def digest_of_json(value: object) -> str:
 
 def digest_of(*parts: Any) -> str:
     """sha256 of JSON values, the same for the same values whatever their order in mappings."""
-    said = json.dumps(parts, sort_keys=True, allow_nan=False, default=_plain)
-    return hashlib.sha256(said.encode()).hexdigest()
+    text = json.dumps(parts, sort_keys=True, allow_nan=False, default=_plain)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
@@ -246,12 +246,12 @@ def _plain(value: Any) -> Any:
 def try_folder(folder: str | Path) -> None:
     """Raise OSError or InputError, with the path, if nothing can be written below `folder`."""
     folder = Path(folder).expanduser()
-    made: list[Path] = []
+    folders: list[Path] = []
     try:
         for place in (*reversed(folder.parents), folder):
             if not place.exists():
                 place.mkdir()
-                made.append(place)
+                folders.append(place)
         if not folder.is_dir():
             raise InputError(
                 f"{folder} is a file; expected a folder to write into. Choose another place."
@@ -263,7 +263,7 @@ def try_folder(folder: str | Path) -> None:
         finally:
             trial.unlink(missing_ok=True)
     finally:
-        for place in reversed(made):
+        for place in reversed(folders):
             place.rmdir()
 
 

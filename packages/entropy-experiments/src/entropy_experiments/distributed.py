@@ -103,11 +103,11 @@ class Ranks:
 
         A shard is not a share: the sum over ranks was made when the gradient was cut.
         """
-        found = self._together(local)
+        outcome = self._together(local)
         if self.group is None:
-            return list(found)
+            return list(outcome)
         out = []
-        for value in found:
+        for value in outcome:
             if is_shard(value):
                 out.append(value)
                 continue
@@ -119,23 +119,23 @@ class Ranks:
 
     def all_gather(self, local: Callable[[], T]) -> list[T]:
         """What `local` gives on every rank, in the order of ranks. For small objects."""
-        found = self._together(local)
+        outcome = self._together(local)
         if self.group is None:
-            return [found]
+            return [outcome]
         everyone: list[Any] = [None] * self.size
         with _noticing_loss():
-            dist.all_gather_object(everyone, found, group=self.group)
+            dist.all_gather_object(everyone, outcome, group=self.group)
         return everyone
 
     def broadcast_from_zero(self, local: Callable[[], T]) -> T:
         """What `local` gives on rank 0, on every rank; no other rank calls it."""
-        found = self._together(lambda: local() if self.first else None)
-        return cast(T, self._from(0, found))
+        outcome = self._together(lambda: local() if self.first else None)
+        return cast(T, self._from(0, outcome))
 
-    def _from(self, rank: int, found: Any) -> Any:
+    def _from(self, rank: int, value: Any) -> Any:
         if self.group is None:
-            return found
-        box = [found]
+            return value
+        box = [value]
         with _noticing_loss():
             source = dist.get_global_rank(self.group, rank)
             dist.broadcast_object_list(box, src=source, group=self.group)
@@ -143,11 +143,11 @@ class Ranks:
 
     def in_turn(self, local: Callable[[], T]) -> T:
         """`local` on every rank, one after the other: what needs much memory for a moment."""
-        found = [
+        results = [
             self._together(lambda: local() if mine else None)
             for mine in (turn == self.rank for turn in range(self.size))
         ]
-        return cast(T, found[self.rank])
+        return cast(T, results[self.rank])
 
     def agree(
         self,
@@ -176,10 +176,10 @@ class Ranks:
         *each, passes, word = flags.tolist()
         if any(each):
             self.first_failed = each.index(1)
-            said = None if error is None else (str(error), isinstance(error, ValueError))
-            said = self._from(self.first_failed, said)
+            failure = None if error is None else (str(error), isinstance(error, ValueError))
+            failure = self._from(self.first_failed, failure)
             if not failed:
-                message, refused = said or ("", False)
+                message, refused = failure or ("", False)
                 if refused:
                     raise RankValueError(message)
                 raise RankError(
@@ -196,14 +196,14 @@ class Ranks:
     def _together(self, local: Callable[[], T]) -> T:
         try:
             with across(ALONE):
-                found = local()
+                outcome = local()
         except Exception as error:
             if announced(error):  # in a pass of a sharded model, which all ranks make
                 raise
             self.agree(failed=True, error=error)
             raise known_to_all(error) from None
         self.agree()
-        return found
+        return outcome
 
 
 ALONE = Ranks()

@@ -99,9 +99,9 @@ class Findings:
     evaluation_scores: Scores
     update: UpdateBatch
     assumed: Mapping[str, Any]
-    """Training facts that nobody told: the value taken for each."""
+    """Training facts that no file states: the value assumed for each."""
     read: Mapping[str, str]
-    """Training facts that were told, and by whom."""
+    """Training facts with the file that states each."""
     not_verifiable: tuple[str, ...]
     notes: tuple[str, ...]
     sampling: tuple[str, ...] = ()
@@ -145,13 +145,13 @@ class Findings:
         if self.predicted is None:
             return {}
         total = self.predicted.total
-        found = {name: total.diagnostics[name] for name in ("direct", "state")}
+        terms = {name: total.diagnostics[name] for name in ("direct", "state")}
         # Reverse mode has plain numbers per unit learning rate: no rollouts, no error bars.
         return {
             name: term
             if isinstance(term, Estimate)
             else Estimate.build(value=self.lr * term, estimand=total.estimand)
-            for name, term in found.items()
+            for name, term in terms.items()
         }
 
     @property
@@ -192,70 +192,81 @@ class Findings:
         return probe_html(results_of(self), self.level.estimand.unit)
 
 
-def results_of(found: Findings) -> ProbeResult:
+def results_of(findings: Findings) -> ProbeResult:
     """The result keys of the documents, and `estimates` with all that belongs to each number."""
-    rollouts, batch = found.evaluation, found.update
+    rollouts, batch = findings.evaluation, findings.update
     out: JSONObject = {
         **PROBE.stamp,
-        "checkpoint": found.checkpoint,
-        "learning_rate": found.lr,
-        "unit": found.level.estimand.unit,
-        "H_orig": found.level.value,
+        "checkpoint": findings.checkpoint,
+        "learning_rate": findings.lr,
+        "unit": findings.level.estimand.unit,
+        "H_orig": findings.level.value,
         "B_E": len(rollouts.prompt_N.unique()),
         "B_U": len(batch.rollouts.prompt_N.unique()),
         "avg_generation_length": float(rollouts.tokens_N.double().mean()),
-        "update": "recorded" if found.real else "hypothetical",
-        "assumed": dict(found.assumed),
-        "not_verifiable": list(found.not_verifiable),
-        "notes": list(found.notes),
-        "timing": dict(found.timing),
+        "update": "recorded" if findings.real else "hypothetical",
+        "assumed": dict(findings.assumed),
+        "not_verifiable": list(findings.not_verifiable),
+        "notes": list(findings.notes),
+        "timing": dict(findings.timing),
     }
-    if found.real:
+    if findings.real:
         out["made_step"] = {
-            "of_recorded_gradient": found.made.of_gradient,
-            "gradient_distance": found.made.gradient_distance,
-            "reasons": list(found.made.reasons),
-            "altered": list(found.made.altered),
+            "of_recorded_gradient": findings.made.of_gradient,
+            "gradient_distance": findings.made.gradient_distance,
+            "reasons": list(findings.made.reasons),
+            "altered": list(findings.made.altered),
         }
     if batch.reward_N is not None and not bool(batch.reward_N.isnan().all()):
         out["avg_reward"] = float(batch.reward_N.double().nanmean())
-    estimates = {"H_orig": found.level}
-    if found.predicted is not None:
-        total = found.predicted.total
-        out |= {"deltaH1": total.value, "bars_dot": total.value / found.lr, "mode": found.mode}
-        estimates |= {"deltaH1": total, "baseline": found.baseline, "bars_dot": total / found.lr}
-        if found.to_go is not None:
-            out["deltaH1_to_go"] = found.to_go.value
-            estimates["deltaH1_to_go"] = found.to_go
-        estimates |= {name: found.predicted.lines[name] for name in found.predicted.lines}
-        estimates |= found.terms
-        estimates["gradient_eventual"] = found.gradient_eventual
-    if found.bend is not None:
-        out |= {"curvature_term": found.bend.value, "linear_range": finite(found.linear_range)}
-        estimates["curvature_term"] = found.bend
-    if found.change is not None and found.measured is not None:
-        weights = found.change.diagnostics["weights"]
+    estimates = {"H_orig": findings.level}
+    if findings.predicted is not None:
+        total = findings.predicted.total
         out |= {
-            "deltaH_true": found.change.value,
-            "H_upd": found.level.value + found.change.value,
-            "diagnostics": weights_of(found.change),
+            "deltaH1": total.value,
+            "bars_dot": total.value / findings.lr,
+            "mode": findings.mode,
+        }
+        estimates |= {
+            "deltaH1": total,
+            "baseline": findings.baseline,
+            "bars_dot": total / findings.lr,
+        }
+        if findings.to_go is not None:
+            out["deltaH1_to_go"] = findings.to_go.value
+            estimates["deltaH1_to_go"] = findings.to_go
+        estimates |= {name: findings.predicted.lines[name] for name in findings.predicted.lines}
+        estimates |= findings.terms
+        estimates["gradient_eventual"] = findings.gradient_eventual
+    if findings.bend is not None:
+        out |= {
+            "curvature_term": findings.bend.value,
+            "linear_range": finite(findings.linear_range),
+        }
+        estimates["curvature_term"] = findings.bend
+    if findings.change is not None and findings.measured is not None:
+        weights = findings.change.diagnostics["weights"]
+        out |= {
+            "deltaH_true": findings.change.value,
+            "H_upd": findings.level.value + findings.change.value,
+            "diagnostics": weights_of(findings.change),
             "sweep": [
                 {"eta": eta, **numbers(change), "diagnostics": weights_of(change)}
-                for eta, change in sorted(found.measured.items())
+                for eta, change in sorted(findings.measured.items())
             ],
         }
         out["diagnostics"]["rollouts"] = weights.rollouts
-        estimates |= {"deltaH_true": found.change, "H_upd": found.level + found.change}
-    if found.difference is not None:
-        out["difference"] = found.difference.value
-        estimates["difference"] = found.difference
-    if found.certificate is not None:
+        estimates |= {"deltaH_true": findings.change, "H_upd": findings.level + findings.change}
+    if findings.difference is not None:
+        out["difference"] = findings.difference.value
+        estimates["difference"] = findings.difference
+    if findings.certificate is not None:
         out["step_certificate"] = {
-            "passed": found.certificate.passed,
-            "apart": found.certificate.apart,
-            "share": found.certificate.share,
-            "cosine": found.certificate.cosine,
-            "relative_error": found.certificate.relative_error,
+            "passed": findings.certificate.passed,
+            "apart": findings.certificate.apart,
+            "share": findings.certificate.share,
+            "cosine": findings.certificate.cosine,
+            "relative_error": findings.certificate.relative_error,
         }
     out["estimates"] = {name: numbers(e) for name, e in estimates.items() if e is not None}
     return out  # pyright: ignore[reportReturnType]  # its keys come and go with the phases

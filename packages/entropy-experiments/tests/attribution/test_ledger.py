@@ -500,7 +500,7 @@ def test_lines_of_another_kind_are_refused(one):
         one.ledger(lines=few)
     with pytest.raises(ValueError, match=r"directions has \['momentum'\]; expected"):
         one.ledger(directions={"momentum": one.direction.momentum})
-    with pytest.raises(ValueError, match=r"line 'momentum' speaks of Estimand"):
+    with pytest.raises(ValueError, match=r"line 'momentum' is an estimate of Estimand"):
         one.rewards(lines=found.lines)
 
 

@@ -551,7 +551,7 @@ def test_what_cannot_be_answered_is_refused():
         ),
         (
             {"estimand": replace(given["estimand"], quantity="reward")},
-            r"speaks of 'reward'; expected 'entropy'",
+            r"The estimand is 'reward'; expected 'entropy'",
         ),
         (
             {"estimand": replace(given["estimand"], temperature=1.0)},

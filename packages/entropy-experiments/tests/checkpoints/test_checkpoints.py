@@ -307,8 +307,12 @@ def test_formats_that_need_unsafe_pickle(tmp_path):
 
 def test_no_optimizer(lora):
     (lora.path / "optimizer.pt").unlink()
-    refused(lora.path, "No optimizer state", "checkpoint.optimizer_path", kind=FileNotFoundError)
-    refused(lora.path, "optimizer_path is no.pt", optimizer_path="no.pt", kind=FileNotFoundError)
+    refused(
+        lora.path, "No optimizer state", "checkpoint.optimizer to the file", kind=FileNotFoundError
+    )
+    refused(
+        lora.path, "checkpoint.optimizer is no.pt", optimizer_path="no.pt", kind=FileNotFoundError
+    )
     assert load_checkpoint(lora.path, need_optimizer=False).optimizer is None
 
 

@@ -90,7 +90,7 @@ def test_a_checkpoint_cannot_name_code(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     name = "hostile_reward:f"
     with pytest.raises(
-        ValueError, match=r"entropy_probe.json.*'hostile_reward:f'.*set reward\.fun"
+        ValueError, match=r"entropy_probe.json.*'hostile_reward:f'.*set data\.reward_functions"
     ):
         own(tmp_path, reward_functions=["format", name])
     (tmp_path / "entropy_probe.json").unlink()

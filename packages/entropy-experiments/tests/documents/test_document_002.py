@@ -209,10 +209,7 @@ def test_ground_truth_only(here, checkpoint_path):
     assert not FIRST_ORDER & results.keys()
     assert results.keys() >= MEASURED
     assert not {"deltaH1", "gradient", "direct", "difference"} & results["estimates"].keys()
-    assert (
-        "  the prediction was skipped (probe_rework.compute_delta_h1: false)"
-        in (results["verdict"])
-    )
+    assert "  the prediction was skipped (predict.enabled: false)" in (results["verdict"])
     assert "first_order" not in results["timing"]
     assert "deltaH1" not in read_log(results["log_path"])
 
@@ -224,7 +221,7 @@ def test_prediction_only(here, checkpoint_path):
     assert {"deltaH1", "bars_dot"} <= results.keys()
     assert not MEASURED & results.keys()
     assert not {"deltaH_true", "difference"} & results["estimates"].keys()
-    assert "  the measurement was skipped (importance.enabled: false)" in results["verdict"]
+    assert "  the measurement was skipped (measure.enabled: false)" in results["verdict"]
     assert "measured" not in results["timing"]
 
 

@@ -359,7 +359,7 @@ def test_steps_too_large_to_measure():
 
 
 def test_top_p_support():
-    """A truncated law: sloped on its frozen support, refused when the support moves."""
+    """A truncated distribution: sloped on its frozen support, refused when the support moves."""
     wide = TabularPolicy.random(0, vocabulary=5, horizon=3)
     policy = replace(wide, top_p=0.8)
     listed = all_rollouts(wide)
@@ -368,7 +368,7 @@ def test_top_p_support():
     inside = (logp_N > -torch.inf).nonzero().squeeze(1)
     rollouts = replace(listed.take(inside), weight_N=logp_N[inside].exp() / 2, share=1.0)
     direction = random_direction(policy, 0)
-    with pytest.raises(ValueError, match=r"outside the policy's top_p law"):
+    with pytest.raises(ValueError, match=r"outside the policy's top_p support"):
         entropy_level(policy, listed)
     tiny = measured(policy, rollouts, direction, 1e-6, prompts="fixed", repackings=0)
     slope = first_order(policy, rollouts, direction, prompts="fixed", repackings=0)
@@ -440,9 +440,9 @@ def test_stale_rollouts_that_cannot_speak_are_not_trusted():
 
 def test_truncated_laws_have_no_differences(oracle):
     policy = replace(oracle.policy, top_p=0.9)
-    with pytest.raises(ValueError, match="step over changes of the truncated law"):
+    with pytest.raises(ValueError, match="step over changes of the truncated distribution"):
         first_order(policy, oracle.rollouts, oracle.direction, mode="central")
-    with pytest.raises(ValueError, match=r"Curvature of a top_p = 0\.9 law"):
+    with pytest.raises(ValueError, match=r"Curvature at top_p = 0\.9:"):
         curvature(policy, oracle.rollouts, oracle.direction)
     stale = replace(
         oracle.rollouts, behaviour_logprob_NS=torch.zeros(oracle.rollouts.tokens_NS.shape)

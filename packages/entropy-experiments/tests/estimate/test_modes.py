@@ -221,7 +221,7 @@ def test_no_derivative_at_all_is_refused_in_one_line(tried):
 
 def test_a_mode_that_the_model_lacks_is_refused_in_one_line(tried):
     policy = tried("bloom")
-    told = r"cannot be differentiated by 'jvp' .*approx_delta_h.method: auto"
+    told = r"cannot be differentiated by 'jvp' .*predict.method: auto"
     with pytest.raises(NoDerivativeError, match=told) as caught:
         first_order(policy, sample(), direction(policy), mode="jvp", repackings=0)
     assert "\n" not in str(caught.value)

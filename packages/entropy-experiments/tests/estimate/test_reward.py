@@ -296,7 +296,7 @@ def test_a_truncated_law_has_no_curvature():
     stale = replace(
         found.rollouts, behaviour_logprob_NS=-torch.ones(found.rollouts.tokens_NS.shape)
     )
-    with pytest.raises(ValueError, match="behaviour_logprob_NS under a top_p law"):
+    with pytest.raises(ValueError, match="behaviour_logprob_NS under top_p < 1"):
         reward_change(policy, stale, reward_N, found.direction, 0.1)
 
 

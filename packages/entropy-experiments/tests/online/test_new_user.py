@@ -137,7 +137,7 @@ def test_a_run_of_few_prompts_has_some_for_both_batches(run, tmp_path):
     found = json.loads((out / "results.json").read_text())
     assert found["update"] == "hypothetical"
     assert (found["B_E"], found["B_U"]) == (45, 4)
-    assert "training had B_U" not in said
+    assert "training had data.update_prompts" not in said
 
 
 def test_a_training_resumed_with_other_options_is_described_by_these(run, tmp_path):

@@ -338,7 +338,7 @@ def test_nothing_is_done_before_everything_is_looked_at(runs, tmp_path, monkeypa
     refused(good, other, "--task", long, match="exceeds the model's 256 positions")
     facts = json.loads((good / "entropy_probe.json").read_text())
     (other / "entropy_probe.json").write_text(json.dumps({**facts, "temperature": 0.5}))
-    refused(good, other, "--task", task, match="--set generation.temperature=1.0")
+    refused(good, other, "--task", task, match="--set sampling.temperature=1.0")
     (other / "entropy_probe.json").write_text(json.dumps(facts))
     weights = other / "adapter_model.safetensors"
     whole = weights.read_bytes()

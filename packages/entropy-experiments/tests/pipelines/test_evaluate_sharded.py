@@ -70,7 +70,7 @@ def test_a_sharded_model_answers_and_scores_like_a_whole_one(tmp_path):
 def test_a_truncated_law_on_two_processes_is_refused(tmp_path):
     ended = evaluated(tmp_path / "out", CUT, "generation.top_p=0.9", ranks=2)
     assert ended.returncode != 0
-    assert "generation.top_p is 0.9 with checkpoint.sharding 'fsdp'" in ended.stderr
+    assert "sampling.top_p is 0.9 with checkpoint.sharding 'fsdp'" in ended.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -377,7 +377,9 @@ def test_a_plan_is_checked_like_a_file():
         EntropyInfluencePlan(etas=[-1.0]).applied(config)
     with pytest.raises(ValueError, match="Cannot read the what-if 'drop'"):
         EntropyInfluenceRunner({}, quiet=True).run(EntropyInfluencePlan(what_if=["drop"]))
-    with pytest.raises(ValueError, match=r"influence.etas is \[0.1, 0.1\d+\]; expected step sizes"):
+    with pytest.raises(
+        ValueError, match=r"influence.learning_rates is \[0.1, 0.1\d+\]; expected step sizes"
+    ):
         EntropyInfluenceRunner({}, quiet=True).run(EntropyInfluencePlan(etas=[0.1, 0.10000001]))
     with pytest.raises(ConfigError, match=r"fisher_centred is true and influence.fisher is false"):
         EntropyInfluencePlan(fisher_centred=True).applied(config)

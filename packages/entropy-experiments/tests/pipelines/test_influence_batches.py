@@ -362,13 +362,12 @@ def test_a_workspace_is_saved_by_a_finished_study_too(tmp_path):
 
 def test_step_sizes_that_would_share_a_file():
     asked = {"etas": [0.001], "per_sequence_etas": [0.002, 0.00100000001]}
-    with pytest.raises(
-        ValueError, match=r"etas with per_sequence_etas is \[0.001, 0.002, 0.0010+1"
-    ):
+    both = r"influence\.learning_rates with influence\.rollout_learning_rates is"
+    with pytest.raises(ValueError, match=rf"{both} \[0.001, 0.002, 0.0010+1"):
         EntropyInfluenceRunner({"influence": asked}, quiet=True).run()
     lr = open_checkpoint(parse_config(SMALL), None).optimizer.lr
     asked = {"per_sequence_etas": [lr * (1 + 1e-9)]}  # the reference eta is the learning rate
-    with pytest.raises(ValueError, match=r"etas with per_sequence_etas is"):
+    with pytest.raises(ValueError, match=both):
         EntropyInfluenceRunner({"influence": asked}, quiet=True).run()
 
 
@@ -382,7 +381,7 @@ def test_confirm_needs_a_what_if():
 WRONG = {
     "unknown key": (
         {"kind": "evaluation", "params": {"B_E": 4}},
-        r"requests\[0\]\.params: B_E: unknown key. Kind 'evaluation' takes prompts, group, split",
+        r"batches\[0\]\.params: B_E: unknown key. Kind 'evaluation' takes prompts, group, split",
     ),
     "missing key": ({"kind": "prompt_ids"}, r"params: ids: is missing; kind 'prompt_ids' needs"),
     "wrong type": (
@@ -427,13 +426,18 @@ def test_bad_parameters_name_their_key(name):
 
 def test_bad_workspaces_name_their_key():
     for workspace, message in (
-        ({"params": {"group": 1}}, r"influence.workspace.params: group: got 1, expected 2 or more"),
+        (
+            {"params": {"group": 1}},
+            r"influence.update_batch.params: group: got 1, expected 2 or more",
+        ),
         ({"params": {"batch": "new"}}, r"batch: got 'new', expected one of auto, recorded, drawn"),
         ({"kind": "custom_prompts", "params": {"prompts": ["a"]}}, r"answers: is missing"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_requests(parse_config({"influence": {"workspace": workspace}}))
-    with pytest.raises(ValueError, match=r"evaluation_requests is empty; expected at least one"):
+    with pytest.raises(
+        ValueError, match=r"influence.evaluation_batches is empty; expected at least one"
+    ):
         check_requests(parse_config({"influence": {"evaluation_requests": []}}))
 
 
@@ -447,9 +451,9 @@ def test_what_only_the_model_can_refuse(probed, tmp_path):
         "kind": "custom_sequence",
         "params": {"sequences": [{"prompt": PROMPT, "completion": "2", "advantage": 1.0}]},
     }
-    refused(r"requests\[0\].params: 1 prompts are also prompts of the update", [same], workspace)
+    refused(r"batches\[0\].params: 1 prompts are also prompts of the update", [same], workspace)
     given = {"kind": "custom_sequence", "params": workspace["params"]}
-    refused(r"requests\[0\].params: 1 prompts are also", [given], workspace)
+    refused(r"batches\[0\].params: 1 prompts are also", [given], workspace)
     unrewarded = {"sequences": [{"prompt": PROMPT, "completion": "2"}]}
     refused(
         r"params.sequences has neither rewards nor advantages",

@@ -150,9 +150,9 @@ def test_without_the_learning_rate_among_the_etas(tmp_path):
 @pytest.mark.parametrize(
     ("only", "words"),
     [
-        ("compute_true", "no line was computed (experiment.compute_linear: false)"),
-        ("compute_linear", "nothing was measured (experiment.compute_true: false)"),
-        ("compute_linquad", "nothing was measured (experiment.compute_true: false)"),
+        ("compute_true", "no line was computed (measure.first_order: false)"),
+        ("compute_linear", "nothing was measured (measure.measured: false)"),
+        ("compute_linquad", "nothing was measured (measure.measured: false)"),
     ],
 )
 def test_what_was_not_computed_is_said(experiment, tmp_path, only, words):
@@ -274,13 +274,15 @@ def test_repeats_of_loaded_rollouts_are_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr("entropy_experiments.pipelines.measure.open_checkpoint", refuse)
     config = settings(tmp_path, rollouts={"load": str(tmp_path)}, experiment={"repeats": 2})
-    with pytest.raises(ValueError, match=r"experiment.repeats is 2 with rollouts.load .*same roll"):
+    with pytest.raises(ValueError, match=r"measure.repeats is 2 with sampling.load .*same roll"):
         EntropyMeasurements(config, quiet=True).run_experiments()
 
 
 def test_a_curvature_that_is_not_defined_is_refused(tmp_path):
     config = settings(tmp_path, approx_delta_h={"method": "reverse"})
-    with pytest.raises(ValueError, match=r"compute_linquad is true with .*'reverse'.*method: auto"):
+    with pytest.raises(
+        ValueError, match=r"measure.second_order is true with .*'reverse'.*method: auto"
+    ):
         EntropyMeasurements(config, quiet=True).run_experiments(
             ExperimentPlan(compute_linquad=True)
         )

@@ -113,4 +113,4 @@ def test_a_method_that_the_model_lacks_ends_in_one_line(tmp_path, uneven_reward)
     assert "Traceback" not in found.stderr
     (line,) = [x for x in found.stderr.splitlines() if x.startswith("Error:")]
     assert "cannot be differentiated by 'jvp'" in line
-    assert "approx_delta_h.method: auto" in line
+    assert "predict.method: auto" in line

@@ -339,7 +339,7 @@ def test_what_a_run_lacks_is_left_out_with_a_reason(run, tmp_path, summary):
     assert data["matrix"] is None
     reasons = data["absent"]
     assert "--what-if" in reasons["what if"]
-    assert "influence.finite" in reasons["the matrix"]
+    assert "influence.measured_matrix" in reasons["the matrix"]
     assert "influence.reward" in reasons["the reward's ledger"]
     assert "earlier version" in reasons["prompts, and spaces between tokens"]
     assert "--trajectory" in reasons["entropy over the run"]
@@ -391,7 +391,7 @@ def test_a_log_has_a_report_of_what_it_holds(tmp_path, level):
         shown = [row["text"] for row in data["texts"]["rollouts"]]
         assert shown == [row["response"] for row in log["update_rollouts"]]
     else:
-        assert "detailed_logging.level: detailed" in data["absent"]["the update rollouts"]
+        assert "output.level: detailed" in data["absent"]["the update rollouts"]
     answer = CliRunner().invoke(app, ["report", results["log_path"]])
     assert answer.exit_code == 0, answer.output
     assert "predicted change" in answer.output
@@ -446,7 +446,7 @@ def test_a_trajectory_is_told_alone_and_beside_a_study(run, tmp_path):
 def test_the_command_writes_beside_the_data_and_says_where(run, tmp_path):
     answer = CliRunner().invoke(app, ["report", str(run)])
     assert answer.exit_code == 0, answer.output
-    assert "Who moved it, to first order" in answer.output  # the words stay
+    assert "What changed it, to first order" in answer.output  # the words stay
     assert answer.output.splitlines()[-1] == f"Report: {run / 'report.html'}"
     text = (run / "report.html").read_text()
     (run / "report.html").unlink()

@@ -219,5 +219,5 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
     answer = CliRunner().invoke(app, ["report", str(path)])
     assert answer.exit_code == 2, answer.output
     told = " ".join(answer.output.split())
-    assert f"{name} cannot be told: KeyError" in told
+    assert f"{name} cannot be shown: KeyError" in told
     assert "Traceback" not in told

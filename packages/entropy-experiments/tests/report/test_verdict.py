@@ -181,7 +181,9 @@ def test_a_recorded_batch_without_its_successor_has_no_certificate(tmp_path):
 
 
 def test_without_a_recorded_batch_there_is_none_to_be_had(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"expected a folder update_batch/.*batch: drawn"):
+    with pytest.raises(
+        FileNotFoundError, match=r"expected a folder update_batch/.*data.update_rollouts: drawn"
+    ):
         run(tmp_path, {**FACTS, **OFF, "update.batch": "recorded"}, copied(tmp_path))
 
 

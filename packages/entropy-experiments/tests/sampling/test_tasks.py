@@ -96,7 +96,7 @@ def test_missing_files_and_names(tmp_path):
         load_problems("gsm8k", path=tmp_path, split="test")
     with pytest.raises(ValueError, match=r"Unknown dataset 'gsm'; expected one of gsm8k_r1"):
         load_problems("gsm")
-    with pytest.raises(ValueError, match=r"needs batch_config.dataset_path"):
+    with pytest.raises(ValueError, match=r"needs data.file"):
         load_problems("jsonl")
     with pytest.raises(ValueError, match=r"made without end: say how many"):
         load_problems("countdown")
@@ -119,7 +119,7 @@ def test_offline_the_hub_error_names_the_local_file(monkeypatch):
         raise ConnectionError("no route to huggingface.co")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(ValueError, match=r"no route .* batch_config.dataset_path"):
+    with pytest.raises(ValueError, match=r"no route .* data.file"):
         load_problems("gsm8k_r1_template", count=3)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: GSM8K)
     assert len(load_problems("gsm8k_r1_template", count=3)) == 3

@@ -68,7 +68,7 @@ def finite_columns(
     check_estimand(policy, estimand)
     if evaluation.behaviour_logprob_NS is not None and policy.top_p < 1:
         raise ValueError(
-            "Rollouts with behaviour_logprob_NS under a top_p law: their support may differ from "
+            "Rollouts with behaviour_logprob_NS under top_p < 1: their support may differ from "
             "the policy's, and no weight repairs that. Draw them from the policy itself."
         )
     for key, v in directions.items():
@@ -83,7 +83,7 @@ def finite_columns(
     for key, eta, moved, rounding in moved_scores(
         policy, evaluation, along, steps, base=base, microbatch=microbatch, chunk=grad_chunk or 1
     ):
-        found = change(
+        estimate = change(
             base,
             moved,
             evaluation,
@@ -93,9 +93,9 @@ def finite_columns(
             step_rounding=rounding,
         )
         share_N = contributions(base, moved, evaluation, estimand, clip=clip)
-        diagnostics = {**found.diagnostics, "contribution_N": share_N}
-        found = replace(found, diagnostics=diagnostics)
-        out[key, eta] = found.doubted(doubt) if doubt else found
+        diagnostics = {**estimate.diagnostics, "contribution_N": share_N}
+        estimate = replace(estimate, diagnostics=diagnostics)
+        out[key, eta] = estimate.doubted(doubt) if doubt else estimate
     return out
 
 

@@ -56,34 +56,36 @@ class RankedToken:
     advantage: float
 
 
-def grouped(found: TokenInfluence, by: By) -> dict[str, GroupInfluence]:
+def grouped(influence: TokenInfluence, by: By) -> dict[str, GroupInfluence]:
     """Groups in their natural order; those without a counted token are left out."""
     if by not in get_args(By):
         raise ValueError(f"by={by!r}; expected one of {get_args(By)}.")
     if by in ("module", "layer"):
-        return _by_parameters(found, _module if by == "module" else _layer)
-    label_NS, names = _LABELS[by](found)
-    counted_NS, fold_KNS = found.counted_NS, found.fold_KNS
+        return _by_parameters(influence, _module if by == "module" else _layer)
+    label_NS, names = _LABELS[by](influence)
+    counted_NS, fold_KNS = influence.counted_NS, influence.fold_KNS
     out: dict[str, GroupInfluence] = {}
     for label, name in enumerate(names):
         mask_NS = counted_NS & (label_NS == label)
         tokens = int(mask_NS.sum())
         if tokens:
-            out[name] = _group(found, fold_KNS[:, mask_NS].sum(1), tokens)
+            out[name] = _group(influence, fold_KNS[:, mask_NS].sum(1), tokens)
     return out
 
 
-def ranked(found: TokenInfluence, count: int, *, most: Most = "destroying") -> list[RankedToken]:
+def ranked(
+    influence: TokenInfluence, count: int, *, most: Most = "destroying"
+) -> list[RankedToken]:
     """The tokens that moved the entropy most, of those on whose sign all folds agree."""
     if most not in get_args(Most):
         raise ValueError(f"most={most!r}; expected one of {get_args(Most)}.")
     if count < 1:
         raise ValueError(f"count is {count}; expected at least 1.")
-    value_NS, stderr_NS, scores = found.value_NS, found.stderr_NS, found.scores
+    value_NS, stderr_NS, scores = influence.value_NS, influence.stderr_NS, influence.scores
     weight_NS = {"destroying": -value_NS, "creating": value_NS, "absolute": value_NS.abs()}[most]
-    rows_T, columns_T = (found.stable_NS & (weight_NS > 0)).nonzero(as_tuple=True)
+    rows_T, columns_T = (influence.stable_NS & (weight_NS > 0)).nonzero(as_tuple=True)
     order_T = weight_NS[rows_T, columns_T].argsort(descending=True, stable=True)[:count]
-    k_NS, rollouts = response_index(found.batch), found.batch.rollouts
+    k_NS, rollouts = response_index(influence.batch), influence.batch.rollouts
     return [
         RankedToken(
             rollout=i,
@@ -95,14 +97,14 @@ def ranked(found: TokenInfluence, count: int, *, most: Most = "destroying") -> l
             stderr=float(stderr_NS[i, s]),
             probability=float(scores.logprob_NS[i, s].exp()),
             entropy=float(scores.entropy_NS[i, s]),
-            advantage=float(found.batch.advantage_NS[i, s]),
+            advantage=float(influence.batch.advantage_NS[i, s]),
         )
         for i, s in zip(rows_T[order_T].tolist(), columns_T[order_T].tolist(), strict=True)
     ]
 
 
-def _group(found: TokenInfluence, fold_K: Tensor, tokens: int) -> GroupInfluence:
-    stderr = float(fold_stderr(fold_K, found.share_K))
+def _group(influence: TokenInfluence, fold_K: Tensor, tokens: int) -> GroupInfluence:
+    stderr = float(fold_stderr(fold_K, influence.share_K))
     return GroupInfluence(
         value=float(fold_K.sum()),
         stderr=None if isnan(stderr) else stderr,
@@ -111,10 +113,10 @@ def _group(found: TokenInfluence, fold_K: Tensor, tokens: int) -> GroupInfluence
     )
 
 
-def _advantage_probability(found: TokenInfluence) -> tuple[Tensor, list[str]]:
-    sign_NS = found.batch.advantage_NS.sign().long() + 1
+def _advantage_probability(influence: TokenInfluence) -> tuple[Tensor, list[str]]:
+    sign_NS = influence.batch.advantage_NS.sign().long() + 1
     inner = torch.tensor(PROBABILITY_EDGES[1:-1], dtype=torch.float64).to(sign_NS.device)
-    bin_NS = torch.bucketize(found.scores.logprob_NS.exp(), inner, right=True)
+    bin_NS = torch.bucketize(influence.scores.logprob_NS.exp(), inner, right=True)
     edges = list(pairwise(PROBABILITY_EDGES))
     names = [
         f"{sign}, p in [{low:g}, {high:g}{']' if high == 1 else ')'}"
@@ -124,15 +126,15 @@ def _advantage_probability(found: TokenInfluence) -> tuple[Tensor, list[str]]:
     return sign_NS * len(edges) + bin_NS, names
 
 
-def _prompt(found: TokenInfluence) -> tuple[Tensor, list[str]]:
-    prompt_N = found.batch.rollouts.prompt_N
+def _prompt(influence: TokenInfluence) -> tuple[Tensor, list[str]]:
+    prompt_N = influence.batch.rollouts.prompt_N
     prompt_P, index_N = torch.unique(prompt_N, return_inverse=True)
     return index_N[:, None], [str(prompt) for prompt in prompt_P.tolist()]
 
 
-def _position(found: TokenInfluence) -> tuple[Tensor, list[str]]:
-    tokens_N1 = found.batch.rollouts.tokens_N[:, None]
-    bin_NS = (POSITION_BINS * response_index(found.batch)) // tokens_N1
+def _position(influence: TokenInfluence) -> tuple[Tensor, list[str]]:
+    tokens_N1 = influence.batch.rollouts.tokens_N[:, None]
+    bin_NS = (POSITION_BINS * response_index(influence.batch)) // tokens_N1
     width = 100 // POSITION_BINS
     return bin_NS, [f"{i * width}-{(i + 1) * width}%" for i in range(POSITION_BINS)]
 
@@ -141,8 +143,8 @@ BY_REWARD = ("lower rewards", "best reward of the batch")
 """Where no reward of the batch is a full one, so that which are correct is not known."""
 
 
-def _correctness(found: TokenInfluence) -> tuple[Tensor, list[str]]:
-    correct_N, best_N = found.batch.correct_N, found.batch.best_N
+def _correctness(influence: TokenInfluence) -> tuple[Tensor, list[str]]:
+    correct_N, best_N = influence.batch.correct_N, influence.batch.best_N
     if best_N is None:
         raise ValueError(
             "by='correctness' needs rewards, and this update batch has reward_N = None. Record "
@@ -153,9 +155,9 @@ def _correctness(found: TokenInfluence) -> tuple[Tensor, list[str]]:
     return correct_N.long()[:, None], ["incorrect", "correct"]
 
 
-def _rollout(found: TokenInfluence) -> tuple[Tensor, list[str]]:
-    n = len(found.batch.rollouts)
-    index_N = torch.arange(n, device=found.counted_NS.device)
+def _rollout(influence: TokenInfluence) -> tuple[Tensor, list[str]]:
+    n = len(influence.batch.rollouts)
+    index_N = torch.arange(n, device=influence.counted_NS.device)
     return index_N[:, None], [str(i) for i in range(n)]
 
 
@@ -169,14 +171,14 @@ _LABELS: dict[str, Callable[[TokenInfluence], tuple[Tensor, list[str]]]] = {
 
 
 def _by_parameters(
-    found: TokenInfluence, name_of: Callable[[str], str]
+    influence: TokenInfluence, name_of: Callable[[str], str]
 ) -> dict[str, GroupInfluence]:
     folds: dict[str, Tensor] = {}
-    for name, parts in found.module_folds.items():
+    for name, parts in influence.module_folds.items():
         key = name_of(name)
         folds[key] = folds[key] + parts["gradient"] if key in folds else parts["gradient"]
-    tokens = int(found.counted_NS.sum())
-    return {key: _group(found, fold_K, tokens) for key, fold_K in folds.items()}
+    tokens = int(influence.counted_NS.sum())
+    return {key: _group(influence, fold_K, tokens) for key, fold_K in folds.items()}
 
 
 def _module(name: str) -> str:

@@ -37,12 +37,12 @@ class Intervention(Protocol):
         """The text that `parse` reads."""
         ...
 
-    def __call__(self, made: Counterfactual) -> Counterfactual: ...
+    def __call__(self, counterfactual: Counterfactual) -> Counterfactual: ...
 
 
 def applied(interventions: Iterable[Intervention], recorded: Recorded) -> Counterfactual:
     """The loss after all of them, in order."""
-    made = Counterfactual(
+    counterfactual = Counterfactual(
         recorded=recorded,
         objective=recorded.objective,
         advantage_NS=recorded.batch.advantage_NS,
@@ -56,8 +56,8 @@ def applied(interventions: Iterable[Intervention], recorded: Recorded) -> Counte
         if key in seen and not isinstance(intervention, Reweighted):
             raise ValueError(f"{key} is given twice; expected one value for it.")
         seen.add(key)
-        made = intervention(made)
-    return made
+        counterfactual = intervention(counterfactual)
+    return counterfactual
 
 
 class Place(NamedTuple):
@@ -97,16 +97,18 @@ class Reweighted:
     name: str
     factors: tuple[tuple[Place | Selector, float], ...]
 
-    def __call__(self, made: Counterfactual) -> Counterfactual:
-        recorded = made.recorded
+    def __call__(self, counterfactual: Counterfactual) -> Counterfactual:
+        recorded = counterfactual.recorded
         for target, factor in self.factors:
             select = target if isinstance(target, Selector) else _places(target)
             mask_NS = select(recorded) & recorded.batch.counted_NS
             if not bool(mask_NS.any()):
                 what = target.text if isinstance(target, Selector) else f"token {target}"
-                made = made.noting(f"{what} selects no token that the loss counts")
-            made = made.times(torch.where(mask_NS, factor, 1.0))
-        return made
+                counterfactual = counterfactual.noting(
+                    f"{what} selects no token that the loss counts"
+                )
+            counterfactual = counterfactual.times(torch.where(mask_NS, factor, 1.0))
+        return counterfactual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +122,8 @@ class Objected:
     def name(self) -> str:
         return f"{self.field}={'none' if self.value is None else f'{self.value:g}'}"
 
-    def __call__(self, made: Counterfactual) -> Counterfactual:
-        recorded = made.recorded
+    def __call__(self, counterfactual: Counterfactual) -> Counterfactual:
+        recorded = counterfactual.recorded
         if self.field == "beta" and self.value and recorded.batch.ref_logprob_NS is None:
             raise ValueError(
                 f"{self.name} needs the reference policy's log-probs, and the update batch has no "
@@ -129,13 +131,15 @@ class Objected:
                 "reference of a LoRA checkpoint (the adapter off). For a full fine-tune, record it "
                 "with the batch."
             )
-        made = replace(made, objective=replace(made.objective, **{self.field: self.value}))
+        counterfactual = replace(
+            counterfactual, objective=replace(counterfactual.objective, **{self.field: self.value})
+        )
         if self.field in ("clip_low", "clip_high"):
-            if made.objective.loss == "reinforce":
-                return made.noting("reinforce has no ratio: a clip range changes nothing")
+            if counterfactual.objective.loss == "reinforce":
+                return counterfactual.noting("reinforce has no ratio: a clip range changes nothing")
             if recorded.ratios_are_one:
-                return made.noting("every ratio is 1: a clip range changes nothing")
-        return made
+                return counterfactual.noting("every ratio is 1: a clip range changes nothing")
+        return counterfactual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,24 +155,24 @@ class ClipCov:
     def name(self) -> str:
         return f"clip_cov={self.ratio:g}:{self.low:g}:{self.high:g}:{self.seed}"
 
-    def __call__(self, made: Counterfactual) -> Counterfactual:
-        recorded = made.recorded
+    def __call__(self, counterfactual: Counterfactual) -> Counterfactual:
+        recorded = counterfactual.recorded
         cov_NS = recorded.covariance_NS
         open_NS = recorded.batch.counted_NS & (cov_NS > self.low) & (cov_NS < self.high)
-        open_NS = open_NS & ~_clipped(recorded, made.objective)
+        open_NS = open_NS & ~_clipped(recorded, counterfactual.objective)
         rows, columns = open_NS.nonzero(as_tuple=True)
         if not len(rows):
             largest = float(cov_NS[recorded.batch.counted_NS].max())
-            return made.noting(
+            return counterfactual.noting(
                 f"{self.name} changes nothing: no token has a covariance between {self.low:g} and "
                 f"{self.high:g} (the largest is {largest:.3g})"
             )
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randperm(len(rows), generator=generator)[: _count(self.ratio, recorded)]
-        advantage_NS = made.advantage_NS.clone()
+        advantage_NS = counterfactual.advantage_NS.clone()
         advantage_NS[rows[drawn], columns[drawn]] = 0.0
         note = f"Clip-Cov takes {len(drawn)} of {len(rows)} tokens in its range (seed {self.seed})"
-        return replace(made, advantage_NS=advantage_NS).noting(note)
+        return replace(counterfactual, advantage_NS=advantage_NS).noting(note)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +186,8 @@ class KLCov:
     def name(self) -> str:
         return f"kl_cov={self.ratio:g}:{self.coef:g}"
 
-    def __call__(self, made: Counterfactual) -> Counterfactual:
-        recorded = made.recorded
+    def __call__(self, counterfactual: Counterfactual) -> Counterfactual:
+        recorded = counterfactual.recorded
         counted_NS = recorded.batch.counted_NS
         cov_NS = torch.where(counted_NS, recorded.covariance_NS, -torch.inf)
         top = cov_NS.flatten().topk(_count(self.ratio, recorded)).indices
@@ -191,14 +195,16 @@ class KLCov:
         away = (recorded.log_ratio_NS.abs() > ROUNDING).flatten()
         penalty_NS = torch.zeros_like(cov_NS)
         penalty_NS.view(-1)[top] = torch.where(away[top], self.coef, 0.0).to(cov_NS)
-        objective = replace(made.objective, clip_low=None, clip_high=None)
-        made = replace(made, objective=objective, penalty_NS=penalty_NS)
+        objective = replace(counterfactual.objective, clip_low=None, clip_high=None)
+        counterfactual = replace(counterfactual, objective=objective, penalty_NS=penalty_NS)
         if recorded.ratios_are_one:
-            return made.noting(
+            return counterfactual.noting(
                 "every ratio is 1, where |l - l_old| has derivative 0 and no clip acts: KL-Cov "
                 "changes nothing in the first step of a batch"
             )
-        return made.noting(f"KL-Cov: {int(away[top].sum())} of its {len(top)} tokens have moved")
+        return counterfactual.noting(
+            f"KL-Cov: {int(away[top].sum())} of its {len(top)} tokens have moved"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,11 +215,11 @@ class LearningRate:
     def name(self) -> str:
         return f"lr={self.lr:g}"
 
-    def __call__(self, made: Counterfactual) -> Counterfactual:
+    def __call__(self, counterfactual: Counterfactual) -> Counterfactual:
         note = (
             "momentum and weight decay scale with the learning rate too; curvature with its square"
         )
-        return replace(made, lr=self.lr).noting(note)
+        return replace(counterfactual, lr=self.lr).noting(note)
 
 
 def _count(ratio: float, recorded: Recorded) -> int:

@@ -148,7 +148,7 @@ def chosen_differences(policy: Policy, rollouts: Rollouts, v: Params) -> Differe
             f"mode='central': differences of the scores are {gap / size:.2g} (relative) away from "
             f"what the gradient says; expected at most {AGREEMENT:g}. Training may hold constant "
             "what differences move (DoRA's norms), the stencil crosses a switch of experts, or the "
-            "precision is too low for differences: use mode='auto' (approx_delta_h.method: auto)."
+            "precision is too low for differences: use mode='auto' (predict.method: auto)."
         )
     return best
 

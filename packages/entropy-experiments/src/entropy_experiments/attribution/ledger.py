@@ -131,7 +131,7 @@ def entropy_ledger(
     measured: Estimate | None = None,
     **keywords: Unpack[SlopeKeywords],
 ) -> Ledger:
-    """Who moved the entropy of `policy`, which `trained` saw as the loss does.
+    """What changed the entropy of `policy`, which `trained` saw as the loss does.
 
     `momentum_decay` is b1, and `coupled_decay` says that weight decay is added to the gradient;
     `eventual.momentum_of` reads both from an optimizer. What is at hand need not be computed
@@ -144,7 +144,7 @@ def entropy_ledger(
     mode = used_forward_mode(policy, evaluation, options.mode)
     slopes = replace(options, mode=mode, repackings=0)
     base = base or score_all(policy, policy.params, evaluation, microbatch=options.forward_size)
-    known = _Known(
+    ready = _Known(
         lines=lines,
         curvature=curvature,
         measured=measured,
@@ -170,9 +170,9 @@ def entropy_ledger(
         coupled_decay=coupled_decay,
         microbatch=options.microbatch,
     )
-    found = _ledger(step, known, estimand, directions)
+    ledger = _ledger(step, ready, estimand, directions)
     level = level_of_scores(base, evaluation, estimand)
-    return replace(found, predicted=within_entropy(found.predicted, level))
+    return replace(ledger, predicted=within_entropy(ledger.predicted, level))
 
 
 def reward_ledger(
@@ -195,7 +195,7 @@ def reward_ledger(
     measured: Estimate | None = None,
     **keywords: Unpack[RewardKeywords],
 ) -> Ledger:
-    """Who moved the expected reward; `reward_N` are the rewards of the evaluation rollouts.
+    """What changed the expected reward; `reward_N` are the rewards of the evaluation rollouts.
 
     Options as in `entropy_ledger`. A reward has one form (snis) and one unit (the response).
     `score_slopes`, D S of every evaluation rollout along each line's direction, spare the passes
@@ -254,8 +254,8 @@ def reward_ledger(
             for name in step.names
         }
         known = replace(known, lines=ready)
-    found = _ledger(step, known, estimand, directions)
-    notes = list(found.notes)
+    ledger = _ledger(step, known, estimand, directions)
+    notes = list(ledger.notes)
     if evaluation.fingerprint == batch.rollouts.fingerprint:
         notes.append(
             "the evaluation rollouts are the update's own: along a step, the reward of the batch "
@@ -264,11 +264,11 @@ def reward_ledger(
     lonely = single_prompts(evaluation)
     if lonely:
         notes.append(f"no prediction by prompt: {len(lonely)} prompts have one rollout")
-        return replace(found, notes=tuple(notes))
+        return replace(ledger, notes=tuple(notes))
     within = reward_slope_by_prompt(
         policy, evaluation, rewards_N, direction, slopes, base=base, slope_N=slope_N
     )
-    return replace(found, notes=tuple(notes), predicted_by_prompt=direction.lr * within)
+    return replace(ledger, notes=tuple(notes), predicted_by_prompt=direction.lr * within)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -347,10 +347,10 @@ def _ledger(
     )
 
 
-def _check_names(what: str, given: Iterable[str], step: _Step) -> None:
-    if set(given) != set(step.names):
+def _check_names(what: str, names: Iterable[str], step: _Step) -> None:
+    if set(names) != set(step.names):
         raise ValueError(
-            f"{what} has {sorted(given)}; expected {step.names}: the parts {BASELINE_PARTS} of the "
+            f"{what} has {sorted(names)}; expected {step.names}: the parts {BASELINE_PARTS} of the "
             "direction and a line for every term of the objective."
         )
 
@@ -375,8 +375,8 @@ def _refuse_other_meaning(lines: Mapping[str, Estimate], estimand: Estimand) -> 
     for name, line in lines.items():
         if not line.estimand.matches(estimand):
             raise ValueError(
-                f"The line {name!r} speaks of {line.estimand}; expected {estimand}. Compute it "
-                "with the options of the ledger."
+                f"The line {name!r} is an estimate of {line.estimand}; expected {estimand}. "
+                "Compute it with the options of the ledger."
             )
 
 

@@ -317,10 +317,10 @@ def _directions(
     others = [extra[name] for name in names if isinstance(name, str)]
     blocks = []
     if rows:
-        made = update_directions(
+        directions = update_directions(
             trained, batch, coefficient, direction, rows=rows, microbatch=microbatch
         )
-        blocks.append(made)
+        blocks.append(directions)
     if others:
         blocks.append(stacked(others))
     if len(blocks) == 1:
@@ -329,14 +329,14 @@ def _directions(
 
 
 def _rows(rows: Iterable[int], rollouts: Rollouts) -> Tensor:
-    found = [int(row) for row in rows]
-    outside = [row for row in found if not 0 <= row < len(rollouts)]
-    if outside or not found:
+    indices = [int(row) for row in rows]
+    outside = [row for row in indices if not 0 <= row < len(rollouts)]
+    if outside or not indices:
         raise ValueError(
-            f"rows is {found[:8]}; expected one or more of the update rollouts 0 to "
+            f"rows is {indices[:8]}; expected one or more of the update rollouts 0 to "
             f"{len(rollouts) - 1}."
         )
-    return torch.tensor(found, device=rollouts.tokens_NS.device)
+    return torch.tensor(indices, device=rollouts.tokens_NS.device)
 
 
 def _sums_and_cotangents(

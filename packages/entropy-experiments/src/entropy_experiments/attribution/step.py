@@ -7,7 +7,7 @@
     token_influences     every update token
     measure_step         changes along the step, and along momentum and decay, at every eta
     measure_rollouts     changes along single update rollouts
-    close_ledger         who moved the entropy; closes to what was measured
+    close_ledger         what changed the entropy; closes to what was measured
     close_reward_ledger  the same of the expected reward
 
 `analyze_step` composes them in memory. The resumable study composes them with a store between.
@@ -341,7 +341,7 @@ def close_ledger(
     matrix: InfluenceMatrix,
     change: Estimate,
 ) -> Ledger:
-    """Who moved the entropy; `change` was measured along the whole step at its learning rate."""
+    """What changed the entropy; `change` was measured along the whole step at its learning rate."""
     momentum_decay, coupled_decay = momentum_of(step.optimizer)
     lr = rebuilt.direction.lr
     return entropy_ledger(
@@ -370,7 +370,7 @@ def close_reward_ledger(
     matrix: InfluenceMatrix,
     line_directions: Callable[[], Mapping[str, Params]],
 ) -> Ledger:
-    """Who moved the expected reward; `reward_N` are the evaluation rollouts' own rewards.
+    """What changed the expected reward; `reward_N` are the evaluation rollouts' own rewards.
 
     A reward's form is snis: a matrix of that form has its slopes; others need the lines'
     directions.

@@ -18,13 +18,13 @@ from entropy_experiments.types import UpdateBatch
 
 
 def token_rows(
-    found: TokenInfluence, decode: Callable[[list[int]], str] | None = None
+    influence: TokenInfluence, decode: Callable[[list[int]], str] | None = None
 ) -> dict[str, Any]:
     """Columns of equal length: numpy arrays, and `text` a list."""
-    batch, rollouts = found.batch, found.batch.rollouts
+    batch, rollouts = influence.batch, influence.batch.rollouts
     where = rollouts.response_NS.nonzero(as_tuple=True)
     rows_T, columns_T = where
-    slope_l_NS, slope_h_NS = (slope_KNS.sum(0) for slope_KNS in found.slope_K)
+    slope_l_NS, slope_h_NS = (slope_KNS.sum(0) for slope_KNS in influence.slope_K)
     missing_NS = torch.full(rollouts.tokens_NS.shape, torch.nan, dtype=torch.float64)
 
     def per_token(x_NS: Tensor | None) -> Tensor:
@@ -34,7 +34,7 @@ def token_rows(
         return torch.full(rows_T.shape, absent) if x_N is None else x_N[rows_T]
 
     token_T = rollouts.tokens_NS[where]
-    logprob_T = per_token(found.scores.logprob_NS)
+    logprob_T = per_token(influence.scores.logprob_NS)
     columns = {
         "rollout": rows_T,
         "prompt": rollouts.prompt_N[rows_T],
@@ -43,22 +43,22 @@ def token_rows(
         "token_id": token_T,
         "logprob": logprob_T,
         "probability": logprob_T.exp(),
-        "entropy": per_token(found.scores.entropy_NS),
+        "entropy": per_token(influence.scores.entropy_NS),
         "advantage": per_token(batch.advantage_NS),
         "reward": per_rollout(batch.reward_N, torch.nan).double(),
         "old_logprob": per_token(batch.old_logprob_NS),
         "ref_logprob": per_token(batch.ref_logprob_NS),
         "weight": rollouts.weight_N[rows_T],
         "microbatch": per_rollout(batch.microbatch_N, -1).long(),
-        "coefficient_logprob": per_token(found.coefficient.logprob_NS),
-        "coefficient_entropy": per_token(found.coefficient.entropy_NS),
+        "coefficient_logprob": per_token(influence.coefficient.logprob_NS),
+        "coefficient_entropy": per_token(influence.coefficient.entropy_NS),
         "slope_logprob": per_token(slope_l_NS),
         "slope_entropy": per_token(slope_h_NS),
-        "influence": per_token(found.value_NS),
-        "stderr": per_token(found.stderr_NS),
-        "stable": found.stable_NS[where],
-        "counted": found.counted_NS[where],
-        **{f"fold_{k}": per_token(fold_NS) for k, fold_NS in enumerate(found.fold_KNS)},
+        "influence": per_token(influence.value_NS),
+        "stderr": per_token(influence.stderr_NS),
+        "stable": influence.stable_NS[where],
+        "counted": influence.counted_NS[where],
+        **{f"fold_{k}": per_token(fold_NS) for k, fold_NS in enumerate(influence.fold_KNS)},
     }
     rows: dict[str, Any] = {name: x_T.cpu().numpy() for name, x_T in columns.items()}
     text = [decode([token]) if decode is not None else "" for token in token_T.tolist()]

@@ -306,7 +306,7 @@ def _check_support(trained: Policy, how: How) -> None:
     if how == "central" and trained.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {trained.top_p:g}: a difference would step over changes "
-            "of the truncated law's support. Use mode='jvp', which keeps the support."
+            "of the truncated distribution's support. Use mode='jvp', which keeps the support."
         )
 
 
@@ -337,10 +337,10 @@ def _shares(
     return share_K
 
 
-def _check_sum_rule(found: TokenInfluence) -> None:
+def _check_sum_rule(influence: TokenInfluence) -> None:
     """The tokens' influences and g_H . gradient are one number, reached in two ways."""
-    one, other = found.gradient, sum(parts["gradient"] for parts in found.modules.values())
-    scale = float(found.value_NS.abs().sum()) + abs(other)
+    one, other = influence.gradient, sum(parts["gradient"] for parts in influence.modules.values())
+    scale = float(influence.value_NS.abs().sum()) + abs(other)
     if abs(one - other) > SUM_RULE * scale:
         raise ValueError(
             f"The tokens' influences sum to {one:.6g}; along the direction's gradient part the "

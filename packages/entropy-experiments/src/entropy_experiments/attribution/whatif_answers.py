@@ -81,7 +81,7 @@ class Confirmation:
     recomputed: Estimate
     """With Adam's denominator and the clip factor made anew."""
     curvature: Estimate | None
-    """lr^2 / 2 times the second derivative; None: not defined for a top_p law."""
+    """lr^2 / 2 times the second derivative; None: not defined below top_p 1."""
     measured: Estimate
     measured_recorded: Estimate
     """The step as it was made, measured on the same rollouts."""

@@ -56,8 +56,8 @@ def parse(text: str) -> tuple[Intervention, ...]:
 
 
 def _parse_one(text: str) -> Intervention:
-    key, found, value = (piece.strip() for piece in text.partition("="))
-    if not found or not value or key not in PARSERS:
+    key, equals, value = (piece.strip() for piece in text.partition("="))
+    if not equals or not value or key not in PARSERS:
         raise ValueError(
             f"Cannot read the what-if {text!r}. Expected one of: {GRAMMAR}. "
             "What they mean: entropy-probe influence --help."
@@ -110,8 +110,8 @@ def _reweighting(*, token: bool, drop: bool) -> Callable[[str, str], Interventio
     def read(text: str, value: str) -> Intervention:
         factors: dict[Place, float] = {}
         for piece in (piece.strip() for piece in value.split(",")):
-            where, found, factor = piece.partition(":")
-            if drop == bool(found):
+            where, colon, factor = piece.partition(":")
+            if drop == bool(colon):
                 form = "no factor" if drop else "PLACE:FACTOR"
                 raise ValueError(f"Got {piece!r} in {text!r}; expected {form}.")
             place = _place(where, text, token=token)
@@ -125,12 +125,12 @@ def _reweighting(*, token: bool, drop: bool) -> Callable[[str, str], Interventio
 
 def _selecting(*, drop: bool) -> Callable[[str, str], Intervention]:
     def read(text: str, value: str) -> Intervention:
-        where, found, factor = value.rpartition(":")
-        if drop == bool(found):
+        where, colon, factor = value.rpartition(":")
+        if drop == bool(colon):
             form = "a selector alone" if drop else "SELECTOR:FACTOR"
             raise ValueError(f"Got {value!r} in {text!r}; expected {form}.")
-        cotangent = 0.0 if drop else _number(factor, text, low=0)
-        return Reweighted(name=text, factors=((selector(where if found else value), cotangent),))
+        weight = 0.0 if drop else _number(factor, text, low=0)
+        return Reweighted(name=text, factors=((selector(where if colon else value), weight),))
 
     return read
 
@@ -151,12 +151,13 @@ def _clip_cov(text: str, value: str) -> Intervention:
     seed = "0" if len(pieces) < 4 else pieces[3]
     if not seed.isdecimal():
         raise ValueError(f"Got seed {seed!r} in {text!r}; expected a whole number.")
-    made = ClipCov(**dict(zip(("ratio", "low", "high"), numbers)), seed=int(seed))
-    if made.low >= made.high:
+    intervention = ClipCov(**dict(zip(("ratio", "low", "high"), numbers)), seed=int(seed))
+    if intervention.low >= intervention.high:
         raise ValueError(
-            f"Got bounds {made.low:g} and {made.high:g} in {text!r}; expected LOW < HIGH."
+            f"Got bounds {intervention.low:g} and {intervention.high:g} in {text!r}; expected "
+            "LOW < HIGH."
         )
-    return made
+    return intervention
 
 
 def _kl_cov(text: str, value: str) -> Intervention:

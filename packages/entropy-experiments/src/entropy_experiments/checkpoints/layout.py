@@ -167,7 +167,7 @@ def missing_optimizer(layout: Layout) -> FileNotFoundError:
     return FileNotFoundError(
         f"No optimizer state for {layout.named}: expected {' or '.join(OPTIMIZERS)} (FSDP: "
         f"{SHARDED_OPTIMIZERS[0]}/) there or by the weights. Without it there is no momentum and "
-        "the step is another one: set checkpoint.optimizer_path to the file, or save checkpoints "
+        "the step is another one: set checkpoint.optimizer to the file, or save checkpoints "
         "without `save_only_model`."
     )
 
@@ -217,7 +217,7 @@ def _weights_folder(root: Path, adapter_path: Path | str | None) -> Path:
         folder = _as_folder(adapter_path, root)
         if not _has_weights(folder):
             raise FileNotFoundError(
-                f"Checkpoint not found: checkpoint.adapter_path is {folder}, which has none of the "
+                f"Checkpoint not found: checkpoint.adapter is {folder}, which has none of the "
                 f"expected files. Expected {EXPECTED}."
             )
         return folder
@@ -280,7 +280,7 @@ def _sharded_weights(named: Path) -> Path | None:
     if len(others) > 1:
         raise ValueError(
             f"{named} holds DCP shards in {', '.join(p.name for p in others)}; expected one folder "
-            "with the model. Name that one, and its optimizer as checkpoint.optimizer_path."
+            "with the model. Name that one, and its optimizer as checkpoint.optimizer."
         )
     return others[0] if others else None
 
@@ -393,7 +393,7 @@ def _refuse_foreign(root: Path) -> None:
 def _optimizer(folders: tuple[Path, Path], weights: Path, named: Path | str | None) -> Path | None:
     """`folders`: the one named and the checkpoint's own."""
     if named is not None:
-        path = expand_path(named, "checkpoint.optimizer_path")
+        path = expand_path(named, "checkpoint.optimizer")
         if not path.exists():
             path = _first(folder / path for folder in folders) or path
         optimizer = path if path.is_file() else _optimizer_in([path])
@@ -401,7 +401,7 @@ def _optimizer(folders: tuple[Path, Path], weights: Path, named: Path | str | No
             optimizer = path
         if optimizer is None:
             raise FileNotFoundError(
-                f"Optimizer not found: checkpoint.optimizer_path is {path}. Expected a file, or a "
+                f"Optimizer not found: checkpoint.optimizer is {path}. Expected a file, or a "
                 f"folder with {', '.join(OPTIMIZERS)} or {SHARDED_OPTIMIZERS[0]}/ (FSDP's shards)."
             )
         return optimizer
@@ -418,7 +418,7 @@ def _optimizer_in(folders: list[Path]) -> Path | None:
 
 
 def _as_folder(path: Path | str, root: Path) -> Path:
-    folder = expand_path(path, "checkpoint.adapter_path")
+    folder = expand_path(path, "checkpoint.adapter")
     if not folder.exists() and (root / folder).exists():
         folder = root / folder
     return folder.parent if folder.is_file() else folder

@@ -361,7 +361,7 @@ def _check_device(device_map: Any) -> None:
             torch.empty(0, device=device)
         except (RuntimeError, TypeError, AssertionError, NotImplementedError, ValueError) as error:
             raise ValueError(
-                f"checkpoint.device_map has {one!r}, which cannot be used on this machine "
+                f"checkpoint.device has {one!r}, which cannot be used on this machine "
                 f"({short(error, 120)}). Expected auto, cpu, or one of its "
                 f"{torch.cuda.device_count()} CUDA devices, such as cuda:0."
             ) from error

@@ -306,7 +306,7 @@ def _refuse_code(path: Path, functions: Any) -> None:
         raise ValueError(
             f"{path}: reward_functions has {code[0]!r}; expected names among {', '.join(REWARDS)}. "
             "A checkpoint's file cannot have code imported, and nothing of it was: remove it there "
-            "and set reward.functions in the config."
+            "and set data.reward_functions in the config."
         )
 
 

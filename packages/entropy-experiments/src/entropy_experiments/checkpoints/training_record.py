@@ -203,13 +203,12 @@ class TrainingRecord:
                 raise FileNotFoundError(
                     f"{self.path} says that the run's prompts are in {file}, and there is no such "
                     "file. Copy the record's folder with the checkpoints, or name other prompts: "
-                    "batch_config.dataset_name and batch_config.dataset_path."
+                    "data.dataset and data.file."
                 )
             if sha256(file) != entry["sha256"]:
                 raise ValueError(
                     f"{file} is not the file that training recorded (its sha256 is another). Copy "
-                    "it again, or name other prompts: batch_config.dataset_name and "
-                    "batch_config.dataset_path."
+                    "it again, or name other prompts: data.dataset and data.file."
                 )
 
     def covers(self, file: Path) -> bool:
@@ -236,8 +235,8 @@ class TrainingRecord:
             raise ValueError(
                 f"{', '.join(changed)} in {self.path.parent} is not the file that training saved: "
                 f"its sha256 differs from the one in {RECORD_FILE}. Copy the checkpoint again. If "
-                "the change is meant, delete that record: the result then speaks of the changed "
-                "files, and of no recorded step."
+                "the change is meant, delete that record: the result is then of the changed files, "
+                "and of no recorded step."
             )
 
 

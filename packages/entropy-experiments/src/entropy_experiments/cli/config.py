@@ -58,8 +58,8 @@ def template(
         text = template_text(name)
         training = f"{name.removesuffix('.yaml')}.yaml" in TRAINING_TEMPLATES
         if out is None:
-            found = load_training(name) if training else load_config(name)
-            print_results(found.dump(), text.splitlines, as_json=as_json)
+            config = load_training(name) if training else load_config(name)
+            print_results(config.dump(), text.splitlines, as_json=as_json)
             return
         _write(out, text, force=force)
         if as_json:
@@ -94,11 +94,11 @@ def check(
     with ending(debug=debug):
         from entropy_experiments.config import load_config
 
-        found = load_config(file).with_overrides(overrides or [])
-        lines = [*([found.translation] if found.translation else []), *found.notes]
+        config = load_config(file).with_overrides(overrides or [])
+        lines = [*([config.translation] if config.translation else []), *config.notes]
         notes = [] if quiet else [f"  note: {line}" for line in lines]
-        result = {"source": str(found.source), "valid": True, "notes": lines}
-        print_results(result, lambda: [f"{found.source}: valid.", *notes], as_json=as_json)
+        result = {"source": str(config.source), "valid": True, "notes": lines}
+        print_results(result, lambda: [f"{config.source}: valid.", *notes], as_json=as_json)
 
 
 @app.command(

@@ -1,4 +1,4 @@
-"""`entropy-probe influence`: which tokens, rollouts and terms moved the entropy; and what if."""
+"""`entropy-probe influence`: which tokens, rollouts and terms changed the entropy; and what if."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def influence(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Say which tokens, rollouts and optimizer terms moved the entropy, and what if."""
+    """Say which tokens, rollouts and optimizer terms changed the entropy, and what if."""
     settings: Config | None = None
     with shared_ending(
         debug=debug, threads=threads, interrupted=lambda: interrupt_message(settings, _kept)

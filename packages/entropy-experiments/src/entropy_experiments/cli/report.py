@@ -84,10 +84,10 @@ def report(
     """Read runs' files again: in words, as one HTML file, as figures; several side by side."""
     with ending(debug=debug, interrupted=lambda: "No longer following; the last report stays."):
         if follow:
-            asked = {"--no-html": no_html, "--figures": figures, "--trajectory": trajectory}
-            asked |= {"--evaluation": evaluation, "--linearity": linearity, "--samples": samples}
-            asked |= {"--json": as_json, "a second run": len(runs) > 1}
-            _follow(runs[0], html, asked, quiet=quiet)
+            unusable = {"--no-html": no_html, "--figures": figures, "--trajectory": trajectory}
+            unusable |= {"--evaluation": evaluation, "--linearity": linearity, "--samples": samples}
+            unusable |= {"--json": as_json, "a second run": len(runs) > 1}
+            _follow(runs[0], html, unusable, quiet=quiet)
             return
         if (rollouts or out is not None) and not samples:
             raise ValueError("--rollout and --out are about the drawing: add --samples.")
@@ -97,12 +97,16 @@ def report(
                 "the HTML report. Leave one out."
             )
         if len(runs) > 1:
-            asked = {"--figures": figures, "--trajectory": trajectory, "--evaluation": evaluation}
-            asked |= {"--linearity": linearity, "--samples": samples}
-            _side_by_side(runs, html, asked, as_json=as_json)
+            unusable = {
+                "--figures": figures,
+                "--trajectory": trajectory,
+                "--evaluation": evaluation,
+            }
+            unusable |= {"--linearity": linearity, "--samples": samples}
+            _side_by_side(runs, html, unusable, as_json=as_json)
             return
         (run,) = runs
-        found: dict[str, Any] = {"run": str(run)}
+        results: dict[str, Any] = {"run": str(run)}
         lines: list[str] = []
         if linearity:
             from entropy_experiments.report.linearity import (
@@ -111,33 +115,33 @@ def report(
             )
 
             fits = analyze_grad_linearity(run, show=None)
-            found["linearity"] = [_fit(fit) for fit in fits]
+            results["linearity"] = [_fit(fit) for fit in fits]
             lines += linearity_table(fits)
         if samples:
-            found["samples"] = str(_drawn(run, rollouts, out))
-            lines.append(found["samples"])
+            results["samples"] = str(_drawn(run, rollouts, out))
+            lines.append(results["samples"])
         words_alone = linearity or samples
         if not words_alone and not as_json:
             lines += _in_words(run)
         if as_json and not words_alone:
-            found |= _gathered(run, trajectory, evaluation)
+            results |= _gathered(run, trajectory, evaluation)
         asked_html = html is not None or trajectory or evaluation
         if (asked_html and not no_html) or not (no_html or words_alone):
             page = _write_html(run, html, trajectory, evaluation, quiet=quiet)
             if page is not None:
-                found["html"] = str(page)
+                results["html"] = str(page)
                 lines.append(f"Report: {page}")
         if figures is not None:
             from entropy_experiments.report.figures.write import write_figures
 
             options = {"trajectory": trajectory, "evaluation": evaluation, "columns": columns}
-            found["figures"] = [str(path) for path in write_figures(run, figures, **options)]
-            lines.append(f"Figures: {len(found['figures'])} files in {figures}")
-        print_results(found, lambda: lines, as_json=as_json)
+            results["figures"] = [str(path) for path in write_figures(run, figures, **options)]
+            lines.append(f"Figures: {len(results['figures'])} files in {figures}")
+        print_results(results, lambda: lines, as_json=as_json)
 
 
-def _follow(run: Path, html: Path | None, asked: dict[str, Any], *, quiet: bool) -> None:
-    wrong = [name for name, value in asked.items() if value]
+def _follow(run: Path, html: Path | None, options: dict[str, Any], *, quiet: bool) -> None:
+    wrong = [name for name, value in options.items() if value]
     if wrong:
         raise ValueError(
             f"--follow together with {', '.join(wrong)}: it redraws the HTML report of one probed "
@@ -174,9 +178,9 @@ def _gathered(run: Path, trajectory: Path | None, evaluation: str | None) -> dic
 
 
 def _side_by_side(
-    runs: list[Path], html: Path | None, asked: dict[str, Any], *, as_json: bool
+    runs: list[Path], html: Path | None, options: dict[str, Any], *, as_json: bool
 ) -> None:
-    wrong = [name for name, value in asked.items() if value]
+    wrong = [name for name, value in options.items() if value]
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)} with {len(runs)} runs: these are about one run. Leave them out, "
@@ -184,22 +188,22 @@ def _side_by_side(
         )
     from entropy_experiments.report.compare import compare
 
-    found = compare(runs)
+    comparison = compare(runs)
     if html is not None:
         from entropy_experiments.report.html.compare import write_comparison
 
-        found["html"] = str(write_comparison(runs, html))
+        comparison["html"] = str(write_comparison(runs, html))
     if as_json or not sys.stdout.isatty():
         from entropy_experiments.report.compare import table_lines
 
-        print_results(found, lambda: list(table_lines(found))[1:], as_json=as_json)
+        print_results(comparison, lambda: list(table_lines(comparison))[1:], as_json=as_json)
     else:
-        _on_the_screen(found)
+        _on_the_screen(comparison)
     if html is not None and not as_json:
         typer.echo(f"Report: {html}")
 
 
-def _on_the_screen(found: Comparison) -> None:
+def _on_the_screen(comparison: Comparison) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -208,7 +212,7 @@ def _on_the_screen(found: Comparison) -> None:
     from entropy_experiments.report.compare import tables
 
     console = Console()
-    for one in tables(found):
+    for one in tables(comparison):
         console.print(Text(one.title, style="bold"), Text(one.about, style="dim"), sep="\n")
         drawn = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for at, name in enumerate(one.head):
@@ -225,8 +229,8 @@ def _in_words(run: Path) -> list[str]:
     kind, path = found_at(run)
     with as_written(path):
         if kind in ("trajectory", "training"):
-            told = gather(path)["verdict"]
-            return [told["sentence"], *told["points"], *told["doubts"]]
+            verdict = gather(path)["verdict"]
+            return [verdict["sentence"], *verdict["points"], *verdict["doubts"]]
         if kind == "measure":
             from entropy_experiments.report.measurements import measurement_report
             from entropy_experiments.results import read_measurements

@@ -119,16 +119,16 @@ class Config(Section):
         recorded = self._given
         if recorded is None:
             recorded = self.model_dump(mode="json", exclude_unset=True)
-        given, places = copied(recorded), dict(self._where)
+        mapping, places = copied(recorded), dict(self._where)
         for key in changes:
             for twin in spellings(key) - set(changes):
-                remove(given, twin)
+                remove(mapping, twin)
             places[key] = where
         for key, value in changes.items():
-            put(given, key, value)
-            if look(given, key) is MISSING:
+            put(mapping, key, value)
+            if look(mapping, key) is MISSING:
                 raise ConfigError(where, [f"{key}: unknown key. {_hint(key)}"])
-        return validated(given, source=self._source, where=places)
+        return validated(mapping, source=self._source, where=places)
 
     def with_overrides(self, overrides: Sequence[str]) -> Config:
         """A copy with `section.key=value` applied; values are read as YAML."""

@@ -131,14 +131,14 @@ def nearest(key: str, fields: Mapping[str, Any], *, listed: Mapping[str, Any] | 
         dotted += list(fields)
     siblings = look(fields, section) if section else fields
     siblings = list(siblings) if isinstance(siblings, Mapping) else []
-    elsewhere = [known for known in dotted if known.rsplit(".", 1)[-1].lower() == leaf.lower()]
-    inside = [known for known in elsewhere if known.rpartition(".")[0] == section]
+    elsewhere = [one for one in dotted if one.rsplit(".", 1)[-1].lower() == leaf.lower()]
+    inside = [one for one in elsewhere if one.rpartition(".")[0] == section]
     if inside or elsewhere:
         return f"Did you mean {(inside or elsewhere)[0]}?"
     prefix = f"{section}." if section else ""
     if close := _close(leaf, siblings):
         return f"Did you mean {prefix}{close[0]}?"
-    if close := _close(leaf, [known.rsplit(".", 1)[-1] for known in dotted], cutoff=0.75):
+    if close := _close(leaf, [one.rsplit(".", 1)[-1] for one in dotted], cutoff=0.75):
         return f"Did you mean {next(k for k in dotted if k.rsplit('.', 1)[-1] == close[0])}?"
     if not (section and siblings) and (close := _close(key, dotted)):
         return f"Did you mean {close[0]}?"
@@ -148,7 +148,7 @@ def nearest(key: str, fields: Mapping[str, Any], *, listed: Mapping[str, Any] | 
 
 
 def _key(loc: tuple[int | str, ...]) -> tuple[str, str]:
-    """`("estimator", "eta_list", 2)` is ("estimator.eta_list", "[2]")."""
+    """`("measure", "learning_rates", 2)` is ("measure.learning_rates", "[2]")."""
     names = [part for part in loc if isinstance(part, str)]
     place = next((i for i, part in enumerate(loc) if isinstance(part, int)), len(loc))
     item = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc[place:])
@@ -161,8 +161,8 @@ def _options(error: ErrorDetails) -> list[str]:
 
 def _close(word: str, options: Sequence[str], cutoff: float = 0.6) -> list[str]:
     lower = {option.lower(): option for option in options}
-    found = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=cutoff)
-    return [lower[name] for name in found]
+    matches = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=cutoff)
+    return [lower[name] for name in matches]
 
 
 def _number_or_bool(text: str) -> bool:

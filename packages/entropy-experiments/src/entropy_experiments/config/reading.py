@@ -60,9 +60,9 @@ def parse_config(mapping: Mapping[str, Any], *, source: str = "config") -> Confi
         ConfigError: If a key is unknown or a value cannot be used; with the dotted key.
 
     Examples:
-        >>> isinstance(parse_config({"generation": {"temperature": 0.7}}), Config)
+        >>> isinstance(parse_config({"sampling": {"temperature": 0.7}}), Config)
         True
-        >>> parse_config({"generation": {"temprature": 0.7}})
+        >>> parse_config({"sampling": {"temprature": 0.7}})
         Traceback (most recent call last):
         entropy_experiments.config.problems.ConfigError: ...
     """
@@ -142,8 +142,7 @@ Every key, with its default. Copy what you need: all sections and all keys are o
 
 Check a copy with `entropy-probe config check FILE`, run it with `entropy-probe run --config FILE`.
 As it stands it probes the small policy shipped with the package. Files with the keys of the
-earlier documents (batch_config.B_E, ...) are read as well; `entropy-probe config migrate FILE`
-writes these.
+earlier documents are read as well; `entropy-probe config migrate FILE` writes today's.
 
 This file is written from the descriptions in entropy_experiments.config and tested against them.
 """

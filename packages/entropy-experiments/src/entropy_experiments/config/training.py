@@ -82,11 +82,11 @@ class Probe(Section):
     every: Count = 1
     """Steps between probed steps."""
     max_overhead: Positive | None = 0.1
-    """Share of training time that the probe may take; it skips turns to stay below, but no
-    two probes are more than ten steps apart for that. null: no limit."""
+    """Share of training time that the probe may take; it skips turns to stay below, but it probes
+    at least every 10 steps. null: no limit."""
     evaluation: Literal["fresh", "half", "batch"] = "fresh"
-    """Rollouts it judges by: drawn for it, those that the step does not learn from, or (batch) the
-    very ones it learns from, each prompt judged by the others' gradients."""
+    """Rollouts it measures on: drawn for it, those that the step does not learn from, or (batch)
+    the very ones it learns from, each prompt measured by the others' gradients."""
     prompts: Annotated[int, Field(ge=5, le=MOST_PROBLEMS)] = 16
     """Evaluation prompts of a probed step."""
     group: Count = 1
@@ -102,7 +102,7 @@ class Probe(Section):
     record: bool = True
     """Keep every step's batch, so that the offline commands can replay it."""
     ledger_every: Count | None = None
-    """Steps between ledgers: who moved the entropy, rollout by rollout and token by token, in
+    """Steps between attributions of the entropy change by rollout and by token, written to
     entropy_probe_ledgers/step_N. null: none."""
     noise_scale: bool = False
     """Also the gradient noise scale and the critical batch size, from the backward passes of each

@@ -50,8 +50,8 @@ def plan_line(config: TrainingConfig, plan: BatchPlan) -> str:
 
 def plan_notes(config: TrainingConfig, plan: BatchPlan) -> list[str]:
     """What was asked for and these sizes cannot give."""
-    asked = config.probe.enabled and config.probe.noise_scale
-    if asked and plan.ranks == 1 and plan.accumulation == 1:
+    measured = config.probe.enabled and config.probe.noise_scale
+    if measured and plan.ranks == 1 and plan.accumulation == 1:
         return [
             "probe.noise_scale: a step is one backward pass on one rank, so there is no second "
             "gradient to compare it with, and no noise scale. For two passes or more, lower "
@@ -105,21 +105,21 @@ def batch_plan(config: TrainingConfig, *, ranks: int = 1) -> BatchPlan:
 
 
 def _sequences(config: TrainingConfig, ranks: int) -> int:
-    group, given = config.num_generations, config.per_device_train_batch_size
+    group, size = config.num_generations, config.per_device_train_batch_size
     if config.microbatch_size is not None:
         sequences = config.microbatch_size * group
-        if given is not None and given != sequences:
+        if size is not None and size != sequences:
             raise ConfigError(
                 config.source,
                 [
-                    f"per_device_train_batch_size: got {given}, but microbatch_size "
+                    f"per_device_train_batch_size: got {size}, but microbatch_size "
                     f"{config.microbatch_size} x num_generations {group} is {sequences}, and they "
                     "are one setting. Keep one of the two."
                 ],
             )
         return sequences
-    if given is not None:
-        return given
+    if size is not None:
+        return size
     share = (config.buffer_size or BUFFER) // ranks
     # Of a share that 4 does not divide, the largest size below that does.
     return group * next((m for m in range(MICROBATCH, 0, -1) if share and share % m == 0), 1)

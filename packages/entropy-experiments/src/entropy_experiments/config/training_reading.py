@@ -124,9 +124,9 @@ def replaced(
         # Whatever it replaces is there under the canonical name, after reading.
         put(mapping, canonical.get(key, key), value)
     places = dict.fromkeys(changes, where)
-    found = _validated(mapping, source=config.source, where=places)
-    found._notes = config.notes
-    return found
+    resolved = _validated(mapping, source=config.source, where=places)
+    resolved._notes = config.notes
+    return resolved
 
 
 def with_overrides(config: TrainingConfig, overrides: Sequence[str]) -> TrainingConfig:
@@ -155,49 +155,49 @@ def known_training_fields() -> dict[str, Any]:
 
 
 def _validated(
-    given: Mapping[Any, Any], *, source: str, where: Mapping[str, str]
+    mapping: Mapping[Any, Any], *, source: str, where: Mapping[str, str]
 ) -> TrainingConfig:
     fields = _defaults()
-    odd = [key for key in given if not isinstance(key, str)]
+    odd = [key for key in mapping if not isinstance(key, str)]
     if odd:
         raise ConfigError(source, [f"key {odd[0]!r} is not text, expected names of settings."])
-    found = Resolved(mapping=copied(given))
-    wrong = _settled(found, fields)
+    resolved = Resolved(mapping=copied(mapping))
+    wrong = _settled(resolved, fields)
     config, more = None, 0
     try:
-        config = TrainingConfig.model_validate(found.mapping)
+        config = TrainingConfig.model_validate(resolved.mapping)
     except ValidationError as failure:
-        some, more = described(failure, fields, found.origin)
+        some, more = described(failure, fields, resolved.origin)
         wrong += some
     if wrong or config is None:
         lines = dict.fromkeys(_line(*one, where) for one in wrong)
         raise ConfigError(source, list(lines), more=more)
-    config._source, config._notes = source, tuple(found.notes)
+    config._source, config._notes = source, tuple(resolved.notes)
     return config
 
 
-def _settled(found: Resolved, fields: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _settled(resolved: Resolved, fields: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Sections without keys, retired keys and other names, in place; what is wrong with them."""
     wrong: list[tuple[str, str]] = []
     for section in ("probe", "doctor", "trl", OLD_PROBE):
-        if look(found.mapping, section) is None:  # all its keys are commented out
-            found.mapping[section] = {}
-    old = look(found.mapping, OLD_PROBE)
+        if look(resolved.mapping, section) is None:  # all its keys are commented out
+            resolved.mapping[section] = {}
+    old = look(resolved.mapping, OLD_PROBE)
     if old is not MISSING and not isinstance(old, Mapping):
         wrong.append((OLD_PROBE, f"got {shown(old)}, expected a section: enabled: true below it."))
-        remove(found.mapping, OLD_PROBE)
+        remove(resolved.mapping, OLD_PROBE)
     for key, why in TRAINING_RETIRED.items():
-        if look(found.mapping, key) is not MISSING:
-            remove(found.mapping, key)
-            found.notes.append(f"{key}: has no effect; {why}.")
+        if look(resolved.mapping, key) is not MISSING:
+            remove(resolved.mapping, key)
+            resolved.notes.append(f"{key}: has no effect; {why}.")
     for canonical in dict.fromkeys(alias.canonical for alias in TRAINING_ALIASES):
         names = [alias for alias in TRAINING_ALIASES if alias.canonical == canonical]
-        unify(found, canonical, names)
-    for name in islice(found.mapping.get(OLD_PROBE) or {}, MOST):
+        unify(resolved, canonical, names)
+    for name in islice(resolved.mapping.get(OLD_PROBE) or {}, MOST):
         hint = nearest(f"probe.{name}", fields)
         wrong.append((f"{OLD_PROBE}.{name}", f"unknown key. {hint}"))
-    found.mapping.pop(OLD_PROBE, None)
-    return wrong + found.wrong
+    resolved.mapping.pop(OLD_PROBE, None)
+    return wrong + resolved.wrong
 
 
 def _line(key: str, what: str, where: Mapping[str, str]) -> str:

@@ -27,21 +27,21 @@ SLACK = 0.01
 """Of the value: less than this changes a spread by nothing that can be seen."""
 
 
-def led_by_reverse(found: Estimate, differences: float, exact: float) -> Estimate:
-    """`found`, moved by what its `differences` miss of the `exact` slope."""
+def led_by_reverse(estimate: Estimate, differences: float, exact: float) -> Estimate:
+    """`estimate`, moved by what its `differences` miss of the `exact` slope."""
     gap = exact - differences
     half = 0.0
-    if found.interval is not None:
-        half = (found.interval[1] - found.interval[0]) / 2
-    reasons = found.given_reasons
+    if estimate.interval is not None:
+        half = (estimate.interval[1] - estimate.interval[0]) / 2
+    reasons = estimate.given_reasons
     if abs(gap) > max(SHARE * half, SLACK * abs(exact)):
         reasons = (
             *reasons,
             f"differences give {differences:.4g}, reverse mode {exact:.4g} on the same rollouts: "
             "more than the error bar allows",
         )
-    interval = found.interval and (found.interval[0] + gap, found.interval[1] + gap)
-    return replace(found, value=found.value + gap, interval=interval, given_reasons=reasons)
+    interval = estimate.interval and (estimate.interval[0] + gap, estimate.interval[1] + gap)
+    return replace(estimate, value=estimate.value + gap, interval=interval, given_reasons=reasons)
 
 
 def slope_by_reverse(

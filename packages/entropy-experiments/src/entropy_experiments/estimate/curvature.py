@@ -108,7 +108,7 @@ def curvature(
     how = used_forward_mode(policy, rollouts, options.mode)
     if policy.top_p < 1:
         raise ValueError(
-            f"Curvature of a top_p = {policy.top_p:g} law: the differences it is made of would "
+            f"Curvature at top_p = {policy.top_p:g}: the differences it is made of would "
             "step over changes of the support. It is defined for the full softmax, top_p = 1."
         )
     estimand = options.estimand(policy)
@@ -134,7 +134,7 @@ def curvature(
         )
         slope = led_by_reverse(slope, slope.value, dot(g_H, direction.total))
     floor = max(stencil.rounding, repacked or 0.0)
-    found = by_prompt(
+    estimate = by_prompt(
         curvature_of_ratio,
         sums_NM,
         rollouts,
@@ -143,16 +143,16 @@ def curvature(
         why_not=doubts,
         check_tail=True,
     )
-    found = doubted(found, stencil)
-    worst = max((abs(end) + floor for end in found.interval or ()), default=None)
+    estimate = doubted(estimate, stencil)
+    worst = max((abs(end) + floor for end in estimate.interval or ()), default=None)
     diagnostics = {
-        **found.diagnostics,
+        **estimate.diagnostics,
         "mode": how,
         "slope": slope,
-        "linear_range": linear_range(slope.value, found.value),
+        "linear_range": linear_range(slope.value, estimate.value),
         "linear_range_low": None if worst is None else linear_range(slope.value, worst),
     }
-    return replace(found, diagnostics=diagnostics)
+    return replace(estimate, diagnostics=diagnostics)
 
 
 def linear_range(slope: float, curvature: float, tolerance: float = LINEAR_TOLERANCE) -> float:

@@ -178,7 +178,7 @@ def _slopes(
     if mode == "central" and policy.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {policy.top_p:g}: a difference would step over changes "
-            "of the truncated law's support. Use mode='jvp', which keeps the support."
+            "of the truncated distribution's support. Use mode='jvp', which keeps the support."
         )
     led = mode in ("reverse", "central")
     if base is None and (rollouts.behaviour_logprob_NS is not None or led):
@@ -196,15 +196,15 @@ def _slopes(
         total, lines = _reverse(policy, rollouts, v, along, only, base, doubts)
 
     def value_of(packed: Rollouts, size: int) -> float:
-        found, (slope,) = scores_along(
+        scores, (slope,) = scores_along(
             policy, packed, [v], mode=how, microbatch=size, lr=direction.lr
         )
-        return point(_slope, _sums(found, slope, packed, estimand, baseline, None), packed)
+        return point(_slope, _sums(scores, slope, packed, estimand, baseline, None), packed)
 
     # Derivatives are linear in the direction; differences are so only nearly.
     added = bool(parts) and how != "central"
     many = list(along.values())
-    found, slopes = scores_along(
+    scores, slopes = scores_along(
         policy,
         rollouts,
         many if added else [v, *many],
@@ -214,18 +214,18 @@ def _slopes(
     )
     if added:
         slopes = [Scores(*(sum_of(x_NS) for x_NS in zip(*slopes, strict=True))), *slopes]
-    sums_NM = _sums(found, slopes[0], rollouts, estimand, baseline, base)
+    sums_NM = _sums(scores, slopes[0], rollouts, estimand, baseline, base)
     if not sums_NM[:, :3].any():
         refuse_unmoved(policy, rollouts, v)
     here = point(_slope, sums_NM, rollouts)
     floor = spread(value_of, here, rollouts, microbatch, count=options.repackings)
 
     def estimate(slope: Scores, floor: float | None, exact: Estimate | None) -> Estimate:
-        x_NM = _sums(found, slope, rollouts, estimand, baseline, base)
+        x_NM = _sums(scores, slope, rollouts, estimand, baseline, base)
         one = _estimate(x_NM, rollouts, estimand, noise_floor=floor, why_not=doubts, mode=how)
         if exact is None:
             return one
-        return led_slope(one, exact, found, slope, rollouts)
+        return led_slope(one, exact, scores, slope, rollouts)
 
     return estimate(slopes[0], floor, total), {
         part: estimate(slope, None, lines[part])
@@ -234,17 +234,17 @@ def _slopes(
 
 
 def led_slope(
-    found: Estimate, exact: Estimate, here: Scores, slope: Scores, rollouts: Rollouts
+    estimate: Estimate, exact: Estimate, here: Scores, slope: Scores, rollouts: Rollouts
 ) -> Estimate:
     """Differences led by reverse mode (`exact`), and so are their direct and state terms.
 
     What they miss of the derivative is seen without a baseline, which moves the value besides.
     """
-    plain_NM = _columns(here, slope, rollouts, found.estimand)
-    led = led_by_reverse(found, point(_slope, plain_NM, rollouts), exact.value)
+    plain_NM = _columns(here, slope, rollouts, estimate.estimand)
+    led = led_by_reverse(estimate, point(_slope, plain_NM, rollouts), exact.value)
     terms = {
         name: led_by_reverse(
-            found.diagnostics[name], point(term, plain_NM, rollouts), exact.diagnostics[name]
+            estimate.diagnostics[name], point(term, plain_NM, rollouts), exact.diagnostics[name]
         )
         for name, term in (("direct", _direct), ("state", _state))
     }
@@ -253,7 +253,7 @@ def led_slope(
     return replace(
         led,
         given_reasons=tuple(dict.fromkeys(reasons)),
-        diagnostics={**found.diagnostics, **terms},
+        diagnostics={**estimate.diagnostics, **terms},
     )
 
 
@@ -333,13 +333,13 @@ def scores_along(
                     whole_NS[rows_N, columns] = x_NS.double()
         return [x_NS for scores in out for x_NS in scores]
 
-    found = ranks.all_reduce(local)
-    here, *slopes = (Scores(*pair) for pair in zip(found[::2], found[1::2], strict=True))
+    sums = ranks.all_reduce(local)
+    here, *slopes = (Scores(*pair) for pair in zip(sums[::2], sums[1::2], strict=True))
     return here, slopes
 
 
 def slope_of_scores(
-    found: Scores,
+    scores: Scores,
     slope: Scores,
     rollouts: Rollouts,
     estimand: Estimand,
@@ -349,11 +349,11 @@ def slope_of_scores(
 ) -> Estimate:
     """dH per unit learning rate, from what `scores_along` gives."""
     return _estimate(
-        _columns(found, slope, rollouts, estimand),
+        _columns(scores, slope, rollouts, estimand),
         rollouts,
         estimand,
         noise_floor=noise_floor,
-        why_not=stale_reasons(found, rollouts, estimand),
+        why_not=stale_reasons(scores, rollouts, estimand),
         mode=mode,
     )
 
@@ -386,7 +386,7 @@ def _estimate(
 
 
 def _sums(
-    found: Scores,
+    scores: Scores,
     slope: Scores,
     rollouts: Rollouts,
     estimand: Estimand,
@@ -394,17 +394,17 @@ def _sums(
     base: Scores | None,
 ) -> Tensor:
     """Per rollout: direct and state part of A', then B', A and B."""
-    sums_NM = _columns(found, slope, rollouts, estimand)
+    sums_NM = _columns(scores, slope, rollouts, estimand)
     if baseline:
-        expected_NS = cross_fitted_baseline(base or found, rollouts, estimand)
+        expected_NS = cross_fitted_baseline(base or scores, rollouts, estimand)
         spared_NS = expected_NS * slope.logprob_NS
         sums_NM[:, 1] -= torch.where(rollouts.response_NS, spared_NS, 0.0).sum(1)
     return sums_NM
 
 
-def _columns(found: Scores, slope: Scores, part: Rollouts, estimand: Estimand) -> Tensor:
-    paid_NS, dpaid_NS = payload(found, estimand), payload(slope, estimand)
-    moved_NS = found.logprob_NS - drawn_with(found, part)
+def _columns(scores: Scores, slope: Scores, part: Rollouts, estimand: Estimand) -> Tensor:
+    paid_NS, dpaid_NS = payload(scores, estimand), payload(slope, estimand)
+    moved_NS = scores.logprob_NS - drawn_with(scores, part)
 
     def along(dpaid_NS: Tensor, dmoved_NS: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return dual(

@@ -166,7 +166,7 @@ def measured_many(
         raise ValueError("form='resampled' is another function: estimate.resampled.resampled.")
     if rollouts.behaviour_logprob_NS is not None and policy.top_p < 1:
         raise ValueError(
-            "Rollouts with behaviour_logprob_NS under a top_p law: their support may differ from "
+            "Rollouts with behaviour_logprob_NS under top_p < 1: their support may differ from "
             "the policy's, and no weight repairs that. Draw them from the policy itself."
         )
     options = measure_options(options, keywords)

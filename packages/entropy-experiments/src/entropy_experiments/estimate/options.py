@@ -1,4 +1,4 @@
-"""What an estimate speaks of and how it is computed: options that travel together.
+"""What is estimated and how it is computed: options that travel together.
 
     options = EstimatorOptions(unit="sequence", horizon=256)
     slope = first_order(policy, rollouts, direction, options)
@@ -38,7 +38,7 @@ class EstimatorOptions:
             that is its exact derivative.
         unit: Entropy per "token" or per "sequence".
         entropy: "rao_blackwell" sums over the vocabulary, "simple" is -log p of the drawn token.
-        prompts: A sample of a "population", or a "fixed" set: what the error bars speak of.
+        prompts: A sample of a "population", or a "fixed" set: what the error bars refer to.
         horizon: max_new_tokens of the rollouts, if there was one.
         mode: How to differentiate; "auto" tries what the policy has.
         microbatch: Rollouts in a pass with derivatives.
@@ -85,7 +85,7 @@ class EstimatorOptions:
         return self.forward_microbatch or self.microbatch
 
     def estimand(self, policy: Policy) -> Estimand:
-        """What slopes and measurements of this policy speak of."""
+        """What slopes and measurements of this policy estimate."""
         return estimand_of(
             policy,
             prompts=self.prompts,
@@ -160,7 +160,7 @@ def slope_estimand(
     prompts: Prompts = "population",
     horizon: int | None = None,
 ) -> Estimand:
-    """What a slope of this form speaks of: the measurement it differentiates."""
+    """What a slope of this form estimates: the measurement it differentiates."""
     return estimand_of(
         policy, prompts=prompts, unit=unit, form=_paired(form), entropy=entropy, horizon=horizon
     )

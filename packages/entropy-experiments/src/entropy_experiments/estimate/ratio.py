@@ -106,15 +106,15 @@ def stale_reasons(base: Scores | None, rollouts: Rollouts, estimand: Estimand) -
     if base is None or rollouts.behaviour_logprob_NS is None:
         return ()
     logratio_NS = base.logprob_NS - drawn_with(base, rollouts)
-    found = diagnose(logratio_NS, rollouts, per_decision=estimand.form == "per_decision")
-    return tuple(f"stale rollouts: {reason}" for reason in found.why_not)
+    weights = diagnose(logratio_NS, rollouts, per_decision=estimand.form == "per_decision")
+    return tuple(f"stale rollouts: {reason}" for reason in weights.why_not)
 
 
 def check_estimand(policy: Policy, estimand: Estimand) -> None:
-    """Refuse an entropy that reweighted rollouts of this policy do not speak of."""
+    """Refuse an entropy that reweighted rollouts of this policy do not estimate."""
     if estimand.quantity != "entropy":
         raise ValueError(
-            f"The estimand speaks of {estimand.quantity!r}; expected 'entropy'. Make it with "
+            f"The estimand is {estimand.quantity!r}; expected 'entropy'. Make it with "
             "slope_estimand(policy, form=...)."
         )
     if estimand.form == "resampled":
@@ -246,7 +246,7 @@ def check_scores(scores: Scores, part: Rollouts, rows_N: Tensor, columns: slice)
                 f"Policy.score gave {name} = {float(value_NS[row, column])} for rollout "
                 f"{int(rows_N[row])}, position {column + (columns.start or 0)} (token "
                 f"{int(part.tokens_NS[row, column])}). Expected finite values: the logits are NaN "
-                "or infinite, or the token is outside the policy's top_p law."
+                "or infinite, or the token is outside the policy's top_p support."
             )
     return scores
 

@@ -130,7 +130,7 @@ def reward_slope(
     if how == "central" and policy.top_p < 1:
         raise ValueError(
             f"mode='central' with top_p = {policy.top_p:g}: a difference would step over changes "
-            "of the truncated law's support. Use mode='jvp', which keeps the support."
+            "of the truncated distribution's support. Use mode='jvp', which keeps the support."
         )
     estimand = reward_estimand(policy, prompts=options.prompts, horizon=options.horizon)
     v = direction.total
@@ -149,11 +149,11 @@ def reward_slope(
     repackings = 0 if slope_N is not None else options.repackings
     doubts = (*stale_reasons(base, rollouts, estimand), *_equal(reward_N))
     lowered_N = _lowered(reward_N)
-    found, _ = _estimate(
+    slope, _ = _estimate(
         sums_of, statistic, rollouts, lowered_N, estimand, microbatch, repackings, doubts
     )
     if slope_N is not None:
-        return found
+        return slope
     if how == "central":
         here_N = logweights_here(base, rollouts)
         exact = slope_by_reverse(
@@ -164,8 +164,8 @@ def reward_slope(
             lambda slope_N: columns(lowered_N, here_N, slope_N, rollouts),
             microbatch=microbatch,
         )
-        found = led_by_reverse(found, found.value, exact)
-    return replace(found, diagnostics={**found.diagnostics, "mode": how})
+        slope = led_by_reverse(slope, slope.value, exact)
+    return replace(slope, diagnostics={**slope.diagnostics, "mode": how})
 
 
 def reward_slope_by_prompt(
@@ -235,7 +235,7 @@ def reward_curvature(
         return curvature_of_ratio(*columns[:6])
 
     doubts = (*stale_reasons(base, rollouts, estimand), *_equal(reward_N))
-    found, sums_NM = _estimate(
+    bend, sums_NM = _estimate(
         sums_of,
         curvature_of,
         rollouts,
@@ -246,7 +246,7 @@ def reward_curvature(
         doubts,
         rounding_of=lambda sums_NM: stencil_of(sums_NM, rollouts, step / direction.lr).rounding,
     )
-    found = doubted(found, stencil_of(sums_NM, rollouts, step / direction.lr))
+    bend = doubted(bend, stencil_of(sums_NM, rollouts, step / direction.lr))
     slope = by_prompt(slope_of, sums_NM[:, :4], rollouts, estimand, why_not=doubts, check_tail=True)
     if how == "central":
         paid_N, here_N = _lowered(reward_N), logweights_here(base, rollouts)
@@ -259,7 +259,7 @@ def reward_curvature(
             microbatch=microbatch,
         )
         slope = led_by_reverse(slope, slope.value, exact)
-    return replace(found, diagnostics={**found.diagnostics, "mode": how, "slope": slope})
+    return replace(bend, diagnostics={**bend.diagnostics, "mode": how, "slope": slope})
 
 
 def reward_change(
@@ -287,7 +287,7 @@ def reward_change(
         raise ValueError(f"eta is {eta}; expected a finite number.")
     if rollouts.behaviour_logprob_NS is not None and policy.top_p < 1:
         raise ValueError(
-            "Rollouts with behaviour_logprob_NS under a top_p law: their support may differ from "
+            "Rollouts with behaviour_logprob_NS under top_p < 1: their support may differ from "
             "the policy's, and no weight repairs that. Draw them from the policy itself."
         )
     estimand = reward_estimand(policy, prompts=options.prompts, horizon=options.horizon)
@@ -434,7 +434,7 @@ def _estimate(
     ]
     floors = [(sum(squares) / len(squares)) ** 0.5] if squares else []
     floors += [] if rounding_of is None else [rounding_of(sums_NM)]
-    found = by_prompt(
+    estimate = by_prompt(
         statistic,
         sums_NM,
         rollouts,
@@ -444,7 +444,7 @@ def _estimate(
         why_not=doubts,
         check_tail=True,
     )
-    return found, sums_NM
+    return estimate, sums_NM
 
 
 def _lowered(reward_N: Tensor) -> Tensor:

@@ -28,11 +28,11 @@ def score_slopes(
     step = difference_step(policy.params, v, lr) if mode == "central" else None
 
     def sums(rows_N: Tensor, columns: slice, part: Rollouts) -> Tensor:
-        found, slope = pushforward(
+        scores, slope = pushforward(
             lambda p: policy.score(p, part), policy.params, v, how=mode, step=step
         )
-        check_scores(found, part, rows_N, columns)
-        logweight_N = logweights(found, drawn_with(found, part), part)
+        check_scores(scores, part, rows_N, columns)
+        logweight_N = logweights(scores, drawn_with(scores, part), part)
         slope_N = torch.where(part.response_NS, slope.logprob_NS.double(), 0.0).sum(1)
         return torch.stack([logweight_N, slope_N], dim=1)
 
@@ -52,12 +52,17 @@ def second_order_sums(
     """Per rollout: the columns of `estimate.stencil` of A = W R, B = W."""
 
     def sums(rows_N: Tensor, columns: slice, part: Rollouts) -> Tensor:
-        found = pushforward2(lambda p: policy.score(p, part), policy.params, v, how=mode, step=step)
-        check_scores(found.value, part, rows_N, columns)
-        start_N = logweights(found.value, drawn_with(found.value, part), part)
+        derivatives = pushforward2(
+            lambda p: policy.score(p, part), policy.params, v, how=mode, step=step
+        )
+        check_scores(derivatives.value, part, rows_N, columns)
+        start_N = logweights(derivatives.value, drawn_with(derivatives.value, part), part)
         by_rollout = SecondOrder(
             start_N,
-            *(torch.where(part.response_NS, x.logprob_NS.double(), 0.0).sum(1) for x in found[1:]),
+            *(
+                torch.where(part.response_NS, x.logprob_NS.double(), 0.0).sum(1)
+                for x in derivatives[1:]
+            ),
         )
 
         return stencil_columns(lambda bent_N: weighted(reward_N[rows_N], bent_N), by_rollout)

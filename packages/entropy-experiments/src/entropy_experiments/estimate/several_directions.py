@@ -1,4 +1,4 @@
-"""Scores at theta + eta v, for several directions and step sizes: document 004's `grad_chunk_size`.
+"""Scores at theta + eta v, for several directions and step sizes (influence.directions_per_pass).
 
 A chunk of parameter settings is in memory at a time, and the rollouts' microbatches are gone
 through once for each chunk: every setting's pass over a microbatch is a pass of its own, so chunks

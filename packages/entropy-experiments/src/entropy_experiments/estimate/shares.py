@@ -61,25 +61,25 @@ def ratio_by_prompt(top_P: Tensor, bottom_P: Tensor, estimand: Estimand) -> Esti
     return honest(Estimate.build(value=float(value), estimand=estimand, influences=(influence,)))
 
 
-def honest(found: Estimate) -> Estimate:
+def honest(estimate: Estimate) -> Estimate:
     """Without the interval of width 0 that equal prompts would have."""
-    if found.interval is None or found.stderr:
-        return found
-    return replace(found, interval=None, own_reasons=(*found.own_reasons, NO_SPREAD))
+    if estimate.interval is None or estimate.stderr:
+        return estimate
+    return replace(estimate, interval=None, own_reasons=(*estimate.own_reasons, NO_SPREAD))
 
 
 def share_by_prompt(share_P: Tensor, estimand: Estimand, *, trials: float) -> Estimate:
     """The mean of numbers in [0, 1], one per prompt; `trials`: independent ones, at most."""
-    found = ratio_by_prompt(share_P, torch.ones_like(share_P), estimand)
+    estimate = ratio_by_prompt(share_P, torch.ones_like(share_P), estimand)
     prompts = len(share_P)
-    if found.interval is None and NO_SPREAD not in found.own_reasons:
-        return found  # too few prompts
-    assert found.stderr is not None
-    spread = found.influences[0].variance()
+    if estimate.interval is None and NO_SPREAD not in estimate.own_reasons:
+        return estimate  # too few prompts
+    assert estimate.stderr is not None
+    spread = estimate.influences[0].variance()
     assert spread is not None  # at least MIN_PROMPTS
-    bar = wilson(found.value, found.stderr, prompts=prompts, trials=trials, free=spread[1])
-    reasons = tuple(reason for reason in found.own_reasons if reason != NO_SPREAD)
-    return replace(found, interval=bar, own_reasons=reasons)
+    bar = wilson(estimate.value, estimate.stderr, prompts=prompts, trials=trials, free=spread[1])
+    reasons = tuple(reason for reason in estimate.own_reasons if reason != NO_SPREAD)
+    return replace(estimate, interval=bar, own_reasons=reasons)
 
 
 def wilson(

@@ -42,10 +42,10 @@ class Stencil:
     far: float
     rounding: float
 
-    def doubts(self, found: Estimate) -> tuple[str, ...]:
+    def doubts(self, estimate: Estimate) -> tuple[str, ...]:
         """Against the value, or its standard error where that is larger: then it hides the gap."""
         gap = abs(self.near - self.far)
-        if gap <= WIDTHS_AGREE * max(abs(found.value), found.stderr or 0.0):
+        if gap <= WIDTHS_AGREE * max(abs(estimate.value), estimate.stderr or 0.0):
             return ()
         return (
             f"the second difference is {self.near:.3g} at a width of {self.width:.3g} learning "
@@ -103,8 +103,8 @@ def stencil_of(sums_NM: Tensor, rollouts: Rollouts, width: float) -> Stencil:
     )
 
 
-def doubted(found: Estimate, stencil: Stencil) -> Estimate:
+def doubted(estimate: Estimate, stencil: Stencil) -> Estimate:
     """The estimate with the stencil's doubts, and with the stencil among its diagnostics."""
-    reasons = (*found.given_reasons, *stencil.doubts(found))
-    diagnostics = {**found.diagnostics, "stencil": stencil}
-    return replace(found, given_reasons=reasons, diagnostics=diagnostics)
+    reasons = (*estimate.given_reasons, *stencil.doubts(estimate))
+    diagnostics = {**estimate.diagnostics, "stencil": stencil}
+    return replace(estimate, given_reasons=reasons, diagnostics=diagnostics)

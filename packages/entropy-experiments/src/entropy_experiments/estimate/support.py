@@ -1,4 +1,4 @@
-"""The support of a top_p law, which a step may move: then its entropy jumps."""
+"""The support of a top_p distribution, which a step may change: then its entropy jumps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from entropy_experiments.types import NucleusPolicy, Params, Policy, Rollouts
 
 
 class Support:
-    """Remembers which tokens the law at theta allows; does nothing for the full softmax."""
+    """Remembers which tokens the policy at theta allows; does nothing for the full softmax."""
 
     def __init__(self, policy: Policy, rollouts: Rollouts, microbatch: int) -> None:
         self._policy, self._rollouts, self._microbatch = policy, rollouts, microbatch
@@ -25,8 +25,8 @@ class Support:
             raise ValueError(
                 f"At eta = {eta:g} the top_p = {self._policy.top_p:g} support changes at "
                 f"{int(moved.sum())} of {int(response_NS.sum())} tokens: the entropy of a "
-                "truncated law jumps there and cannot be measured by reweighting. Use a smaller "
-                "eta, or top_p = 1."
+                "truncated distribution jumps there and cannot be measured by reweighting. Use a "
+                "smaller eta, or top_p = 1."
             )
 
     def _fingerprints(self, params: Params) -> Tensor:

@@ -268,7 +268,7 @@ def checkpointable_layers(model: nn.Module) -> tuple[nn.Module, ...]:
     if not layers:
         raise ValueError(
             f"{type(causal_lm(model)).__name__} has no layers that transformers can checkpoint. "
-            "Set memory_config.gradient_checkpointing to false and use smaller microbatches."
+            "Set memory.gradient_checkpointing to false and use smaller microbatches."
         )
     return layers
 

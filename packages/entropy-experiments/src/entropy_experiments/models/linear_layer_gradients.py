@@ -46,8 +46,10 @@ def gradients_by_rollout(
     """For each cotangent c the gradients [n, *shape] of sum(c_l l + c_h h) of each rollout."""
     check_cotangents(rollouts, cotangents)
     owners = linear_owners(model, params)
-    found = None if owners is None else batched(score, owners, params, rollouts, cotangents)
-    return gradients_one_by_one(score, params, rollouts, cotangents) if found is None else found
+    gradients = None if owners is None else batched(score, owners, params, rollouts, cotangents)
+    if gradients is None:
+        return gradients_one_by_one(score, params, rollouts, cotangents)
+    return gradients
 
 
 def linear_owners(model: nn.Module, names: Params) -> Owners | None:
@@ -78,7 +80,7 @@ def batched(
         scores = score(leaves, rollouts)
     if not caught.by_rollout:
         return None
-    found = []
+    gradients = []
     for cotangent in cotangents:
         caught.gradients = {}
         value = weighted_sum(scores, cotangent, rollouts.response_NS)
@@ -88,8 +90,8 @@ def batched(
         mine = {name: caught.gradients.get(name) for name in leaves}
         if not _adds_up(mine, dict(zip(leaves, sums, strict=True))):
             return None
-        found.append(mine)
-    return found
+        gradients.append(mine)
+    return gradients
 
 
 class _Caught:

@@ -88,7 +88,7 @@ def differentiating(how: str) -> Iterator[None]:
             raise
         raise NoDerivativeError(
             f"An operation of the model cannot be differentiated by {how!r} ({reason}). Use "
-            "mode='auto' (approx_delta_h.method: auto), which takes the first way that works; a "
+            "mode='auto' (predict.method: auto), which takes the first way that works; a "
             "fused attention kernel has none but 'reverse' and 'central': load the model with "
             "attn_implementation='eager' or 'sdpa'."
         ) from error

@@ -86,7 +86,7 @@ class NoiseScaleResult(TypedDict):
     signal: MeanResult
     noise: MeanResult
     critical_batch: float | None
-    critical_batch_interval: list[float] | None
+    critical_batch_interval: list[float | None] | None
     why_not: list[str]
     steps: int
     skipped: int
@@ -273,7 +273,7 @@ class NoiseScale:
 
     Args:
         params: Parameters that training moves, by name.
-        window: How many of the last steps an estimate speaks of; None: all.
+        window: How many of the last steps an estimate is computed from; None: all.
 
     Raises:
         ValueError: If there are no parameters, or the window is too short.

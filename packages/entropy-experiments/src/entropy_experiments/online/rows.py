@@ -29,7 +29,7 @@ NOT_PLOTTED = ("why_not", "missing", "policy", "sampling")
 
 
 def row_of(
-    found: StepMeasurement,
+    measurement: StepMeasurement,
     *,
     step: int,
     probed_steps: int,
@@ -40,7 +40,7 @@ def row_of(
 
     `sampling`: options by which training samples from another distribution than the policy's.
     """
-    prediction, weights = found.prediction, found.change.diagnostics["weights"]
+    prediction, weights = measurement.prediction, measurement.change.diagnostics["weights"]
     row: JSONObject = {
         **TRAINING_ROW.stamp,
         "step": step,
@@ -50,46 +50,46 @@ def row_of(
     for name, estimate in (
         ("entropy", prediction.entropy),
         ("predicted", prediction.change),
-        ("measured", found.change),
-        ("bend", found.bend),
+        ("measured", measurement.change),
+        ("bend", measurement.bend),
     ):
         row |= _with_interval(name, estimate)
-    for name, estimate in _of_second_order(found):
+    for name, estimate in _of_second_order(measurement):
         row |= dict.fromkeys(_columns(name)) if estimate is None else _with_interval(name, estimate)
     row |= {
         "direct": prediction.direct.value,
         "state": prediction.state.value,
         "baseline": None if prediction.baseline is None else prediction.baseline.value,
         "baseline_share": prediction.baseline_share,
-        "linear_range": found.linear_range,
+        "linear_range": measurement.linear_range,
         "ess": weights.ess,
         "k_hat": weights.k_hat,
         "kl": weights.kl,
         "lr": prediction.lr,
         "grad_norm": prediction.grad_norm,
         "param_norm": prediction.param_norm,
-        "step_norm": found.step_norm,
-        "step_mismatch": found.mismatch,
-        "skipped": float(found.skipped),
-        "trusted": float(not found.why_not),
+        "step_norm": measurement.step_norm,
+        "step_mismatch": measurement.mismatch,
+        "skipped": float(measurement.skipped),
+        "trusted": float(not measurement.why_not),
         "rollouts": prediction.rollouts,
         "probed_steps": probed_steps,
         "overhead": overhead,
-        "why_not": list(found.why_not),
+        "why_not": list(measurement.why_not),
     }
-    return cast(TrainingRow, _without_nan(row, _reasons(found)))
+    return cast(TrainingRow, _without_nan(row, _reasons(measurement)))
 
 
 def metrics_of(row: TrainingRow) -> dict[str, float]:
     """The numbers of a row under the names that trackers get."""
-    known = {
+    numbers = {
         name: float(value)
         for name, value in cast(JSONObject, row).items()
         if name not in (*NOT_PLOTTED, *TRAINING_ROW.stamp) and value is not None
     }
     return {
-        **{PREFIX + name: value for name, value in known.items()},
-        **{alias: known[name] for alias, name in ALIASES.items() if name in known},
+        **{PREFIX + name: value for name, value in numbers.items()},
+        **{alias: numbers[name] for alias, name in ALIASES.items() if name in numbers},
     }
 
 
@@ -125,15 +125,15 @@ def _columns(name: str) -> tuple[str, str, str]:
     return name, f"{name}_low", f"{name}_high"
 
 
-def _of_second_order(found: StepMeasurement) -> tuple[tuple[str, Estimate | None], ...]:
+def _of_second_order(measurement: StepMeasurement) -> tuple[tuple[str, Estimate | None], ...]:
     return (
-        ("second_order", found.prediction.second_order),
-        ("second_miss", found.second_miss),
+        ("second_order", measurement.prediction.second_order),
+        ("second_miss", measurement.second_miss),
     )
 
 
-def _reasons(found: StepMeasurement) -> dict[str, str]:
-    prediction = found.prediction
+def _reasons(measurement: StepMeasurement) -> dict[str, str]:
+    prediction = measurement.prediction
     reasons = {
         "k_hat": "fewer than 100 rollouts, or weights so even that it says nothing",
         "linear_range": "the step was skipped, or measured exactly as predicted, or the interval "
@@ -145,9 +145,9 @@ def _reasons(found: StepMeasurement) -> dict[str, str]:
     for name, estimate in (
         ("entropy", prediction.entropy),
         ("predicted", prediction.change),
-        ("measured", found.change),
-        ("bend", found.bend),
-        *_of_second_order(found),
+        ("measured", measurement.change),
+        ("bend", measurement.bend),
+        *_of_second_order(measurement),
     ):
         if estimate is None:
             reasons |= dict.fromkeys(_columns(name), "order=1")

@@ -118,7 +118,7 @@ class EntropyProbeCallback(TrainerCallback):
         ledger_every: At every so many steps the whole ledger with each token's influence, in a run
             directory of its own under OUTPUT_DIR/entropy_probe_ledgers.
         noise_scale: Also the gradient noise scale and the critical batch size.
-        noise_window: Steps that they speak of; None: all.
+        noise_window: Steps that they are computed from; None: all.
         seed: Of the evaluation rollouts.
 
     Raises:

@@ -303,7 +303,7 @@ def _everyones(
 def training_facts(trainer: Any) -> FactsFile:
     """What decides a step and is in no checkpoint: the contents of entropy_probe.json."""
     args = trainer.args
-    facts: FactsFile = {
+    facts: dict[str, Any] = {
         **(_rloo_facts() if is_rloo(trainer) else _grpo_facts(args)),
         "clip_low": args.epsilon,
         "clip_high": args.epsilon if args.epsilon_high is None else args.epsilon_high,
@@ -332,7 +332,7 @@ def computed_in(trainer: Any) -> str:
     return str(next(coarse, torch.float32)).removeprefix("torch.")
 
 
-def _grpo_facts(args: Any) -> FactsFile:
+def _grpo_facts(args: Any) -> dict[str, Any]:
     return {
         "loss": args.loss_type,
         "advantage": {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards),
@@ -345,7 +345,7 @@ def _grpo_facts(args: Any) -> FactsFile:
     }
 
 
-def _rloo_facts() -> FactsFile:
+def _rloo_facts() -> dict[str, Any]:
     """Its KL term is in the reward, and so in the advantages."""
     return {"loss": "rloo", "advantage": "none", "ratio": "sequence", "beta": 0.0}
 

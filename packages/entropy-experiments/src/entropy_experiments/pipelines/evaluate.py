@@ -76,7 +76,7 @@ from entropy_experiments.sampling.rollout_files import RolloutStore
 RESULTS = Path("results") / "evaluations"
 PLOT = "evaluation.png"
 Say = Callable[[str], None]
-AGAIN = "Delete it: what it speaks of is then done again."
+AGAIN = "Delete it: what it holds is then computed again."
 SETTINGS, CHECKPOINTS, UNITS = "settings.json", "checkpoints", "units"
 
 
@@ -114,30 +114,30 @@ def evaluate_checkpoints(
     ranks = current()
     say: Say = (lambda line: None) if quiet or not ranks.first else _on_stderr
     config = config or parse_config({})
-    asked = prepared(config, checkpoints, request or EvaluationRequest())
-    check_reward(asked.reward, asked.problems)
-    for note in asked.notes:
+    evaluation = prepared(config, checkpoints, request or EvaluationRequest())
+    check_reward(evaluation.reward, evaluation.problems)
+    for note in evaluation.notes:
         say(f"note: {note}")
-    store = EvaluationStore(out or _usual_folder(asked))
-    keys = {one.label: asked.key(one) for one in asked.candidates}
+    store = EvaluationStore(out or _usual_folder(evaluation))
+    keys = {one.label: evaluation.key(one) for one in evaluation.candidates}
     if not overwrite:
-        ranks.broadcast_from_zero(lambda: store.refuse_others(asked.settings, keys))
+        ranks.broadcast_from_zero(lambda: store.refuse_others(evaluation.settings, keys))
     done = ranks.broadcast_from_zero(
         lambda: {label: store.get(label, key) for label, key in keys.items()}
     )
     with analysis_conditions():
-        pending = [one for one in asked.candidates if done[one.label] is None]
+        pending = [one for one in evaluation.candidates if done[one.label] is None]
         if pending:
-            check_sharding(config, top_p=asked.settings["top_p"])
+            check_sharding(config, top_p=evaluation.settings["top_p"])
         # What is wrong with the last one should not be told after hours of the others. Of a model
         # that is cut, every process would read the whole once more: its files have been looked at.
         for one in pending if len(pending) > 1 and config.checkpoint.sharding == "none" else ():
-            _opened(asked, one)
+            _opened(evaluation, one)
             gc.collect()
-        ranks.broadcast_from_zero(lambda: store.bind(asked.settings))
-        for one in asked.candidates:
+        ranks.broadcast_from_zero(lambda: store.bind(evaluation.settings))
+        for one in evaluation.candidates:
             if one in pending:
-                rows, facts = _evaluated(asked, one, store, quiet=quiet)
+                rows, facts = _evaluated(evaluation, one, store, quiet=quiet)
                 label = one.label
                 done[label] = ranks.broadcast_from_zero(
                     lambda: store.put(label, keys[label], rows, facts)
@@ -146,7 +146,9 @@ def evaluate_checkpoints(
                 say(f"{one.label}: evaluated in {facts['seconds']:.1f} s")
             else:
                 say(f"{one.label}: found in {store.folder}")
-    result = _result(asked, store, {name: one for name, one in done.items() if one is not None})
+    result = _result(
+        evaluation, store, {name: one for name, one in done.items() if one is not None}
+    )
 
     def write() -> EvaluationResult:
         result["plot"] = _plotted(result, store, say)
@@ -156,16 +158,16 @@ def evaluate_checkpoints(
     return ranks.broadcast_from_zero(write)
 
 
-def _usual_folder(asked: Evaluation) -> Path:
-    task = "".join(c if c.isalnum() else "_" for c in asked.settings["dataset"])
-    return RESULTS / f"{task}_{digest([asked.key(one) for one in asked.candidates])[:12]}"
+def _usual_folder(evaluation: Evaluation) -> Path:
+    task = "".join(c if c.isalnum() else "_" for c in evaluation.settings["dataset"])
+    return RESULTS / f"{task}_{digest([evaluation.key(one) for one in evaluation.candidates])[:12]}"
 
 
 def _opened(
-    asked: Evaluation, candidate: Candidate, *, quiet: bool = True
+    evaluation: Evaluation, candidate: Candidate, *, quiet: bool = True
 ) -> tuple[Checkpoint, SampleGenerator, list[Problem]]:
     """A checkpoint that can be asked, and the problems in its words; or an error that says why."""
-    settings, config = asked.settings, asked.config
+    settings, config = evaluation.settings, evaluation.config
     load = partial(
         load_checkpoint,
         candidate.layout.named,
@@ -184,28 +186,28 @@ def _opened(
     generator = SampleGenerator(
         policy,
         checkpoint.tokenizer,
-        max_new_tokens=asked.horizon,
+        max_new_tokens=evaluation.horizon,
         stop=settings["stop"],
         batch_size=config.sampling.batch_size,
         master_seed=settings["seed"],
         progress=not quiet and current().first,
     )
-    problems = asked.problems_for(checkpoint.tokenizer)
+    problems = evaluation.problems_for(checkpoint.tokenizer)
     for problem in problems:
         generator.prompt_ids(problem)  # refuses prompts that the model has no room for
     return checkpoint, generator, problems
 
 
 def _evaluated(
-    asked: Evaluation, candidate: Candidate, store: EvaluationStore, *, quiet: bool
+    evaluation: Evaluation, candidate: Candidate, store: EvaluationStore, *, quiet: bool
 ) -> tuple[dict[str, list[Any]], CheckpointFacts]:
     """(rows, facts) of one checkpoint."""
-    begun, settings = time.perf_counter(), asked.settings
-    checkpoint, generator, problems = _opened(asked, candidate, quiet=quiet)
+    begun, settings = time.perf_counter(), evaluation.settings
+    checkpoint, generator, problems = _opened(evaluation, candidate, quiet=quiet)
     generator.store = RolloutStore(store.folder / UNITS / digest(generator.identity())[:16])
     policy, samples = generator.policy, settings["samples"]
     rollouts = generator.generate_evaluation_batch(problems, group=samples)
-    microbatch = asked.config.forward_batch_size
+    microbatch = evaluation.config.forward_batch_size
     scores = score_all(policy, policy.params, rollouts, microbatch=microbatch)
     # By one rank: a judge that is asked twice may answer twice.
     rows = current().broadcast_from_zero(
@@ -213,7 +215,7 @@ def _evaluated(
             rollouts,
             scores,
             problems,
-            asked.reward,
+            evaluation.reward,
             samples=samples,
             threshold=settings["threshold"],
         )
@@ -233,30 +235,30 @@ def _evaluated(
 
 
 def _result(
-    asked: Evaluation, store: EvaluationStore, done: dict[str, Finished]
+    evaluation: Evaluation, store: EvaluationStore, done: dict[str, Finished]
 ) -> EvaluationResult:
-    found = {
+    by_label = {
         label: measures(
             one.rows,
-            samples=asked.settings["samples"],
-            ks=asked.request.k,
-            sampled=asked.sampled,
+            samples=evaluation.settings["samples"],
+            ks=evaluation.request.k,
+            sampled=evaluation.sampled,
         )
         for label, one in done.items()
     }
-    first, *others = found
+    first, *others = by_label
     return {
         **EVALUATION.stamp,
         "folder": str(store.folder),
-        "settings": asked.settings,
-        "k": list(asked.request.k),
-        "notes": list(asked.notes),
+        "settings": evaluation.settings,
+        "k": list(evaluation.request.k),
+        "notes": list(evaluation.notes),
         "provenance": provenance(),
         "checkpoints": [
             {
                 **one.facts,
                 "rows": store.name_of(label),
-                "measures": {name: numbers(x) for name, x in found[label].items()},
+                "measures": {name: numbers(x) for name, x in by_label[label].items()},
                 "length_quantiles": length_quantiles(one.rows),
             }
             for label, one in done.items()
@@ -266,7 +268,8 @@ def _result(
                 "label": label,
                 "from": first,
                 "measures": {
-                    name: numbers(x) for name, x in differences(found[label], found[first]).items()
+                    name: numbers(x)
+                    for name, x in differences(by_label[label], by_label[first]).items()
                 },
             }
             for label in others

@@ -5,8 +5,8 @@ says, and whoever has the file can make the numbers again. Rows of a prompt stan
 `samples` of each.
 
 On a policy's own responses E[surprisal] = E[entropy]: each token's expected surprisal is the
-entropy of the law it was drawn from. So `surprisal_minus_entropy` is 0 but for chance; anything
-else says that the law that was sampled is not the law that is scored.
+entropy of the distribution it was drawn from. So `surprisal_minus_entropy` is 0 but for chance;
+anything else says that the distribution sampled is not the one that is scored.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ def rollout_rows(
     threshold: float,
 ) -> dict[str, list[Any]]:
     """A row per rollout, those of a prompt side by side; entropies in nats."""
-    asked = [problem for problem in problems for _ in range(samples)]
+    each = [problem for problem in problems for _ in range(samples)]
     texts = list(rollouts.text or ())
-    earned = reward(texts, asked, completion_ids=response_ids(rollouts)).by_function
+    earned = reward(texts, each, completion_ids=response_ids(rollouts)).by_function
     passed_N = torch.stack(list(earned.values())).nan_to_num(PASS).amin(0) >= PASS
     response_NS = rollouts.response_NS
     entropy_NS = torch.where(response_NS, scores.entropy_NS.double(), 0.0)
     surprisal_NS = torch.where(response_NS, -scores.logprob_NS.double(), 0.0)
     return {
         "prompt": rollouts.prompt_N.tolist(),
-        "problem": [problem.id for problem in asked],
+        "problem": [problem.id for problem in each],
         "sample": [i for _ in problems for i in range(samples)],
         "passed": passed_N.tolist(),
         **{f"reward:{name}": _without_nan(value_N) for name, value_N in earned.items()},
-        "well_formed": [bool(x) for x in _format(texts, asked)],
-        "answered": [bool(final_answer(t, problem)) for t, problem in zip(texts, asked)],
+        "well_formed": [bool(x) for x in _format(texts, each)],
+        "answered": [bool(final_answer(t, problem)) for t, problem in zip(texts, each)],
         "tokens": rollouts.tokens_N.tolist(),
         "truncated": rollouts.truncated_N.tolist(),
         "entropy_sum": entropy_NS.sum(1).tolist(),
         "surprisal_sum": surprisal_NS.sum(1).tolist(),
         "above_threshold": (response_NS & (entropy_NS > threshold)).sum(1).tolist(),
-        "prompt_text": [problem.prompt for problem in asked],
+        "prompt_text": [problem.prompt for problem in each],
         "response": texts,
     }
 
@@ -80,26 +80,26 @@ def _without_nan(value_N: torch.Tensor) -> list[float | None]:
     return [None if value != value else value for value in value_N.tolist()]
 
 
-def _format(texts: list[str], asked: list[Problem]) -> list[float]:
-    return build_reward(["format"])(texts, asked).total_N.tolist()
+def _format(texts: list[str], problems: list[Problem]) -> list[float]:
+    return build_reward(["format"])(texts, problems).total_N.tolist()
 
 
 def high_entropy_tokens(
     rollouts: Rollouts, scores: Scores, decode: Callable[[list[int]], str]
 ) -> list[HighEntropyToken]:
-    """Tokens drawn where the policy was least sure, by the mean entropy of the laws they are from.
+    """Tokens drawn where the policy was least sure, by the mean entropy of their distributions.
 
     `share_of_entropy`: how much of the entropy of all responses their draws hold.
     """
     response_NS = rollouts.response_NS
     token_T = rollouts.tokens_NS[response_NS]
     entropy_T = scores.entropy_NS[response_NS].double()
-    found, index_T, count = torch.unique(token_T, return_inverse=True, return_counts=True)
-    total = torch.zeros(len(found), dtype=torch.float64).index_add(0, index_T, entropy_T)
+    tokens, index_T, count = torch.unique(token_T, return_inverse=True, return_counts=True)
+    total = torch.zeros(len(tokens), dtype=torch.float64).index_add(0, index_T, entropy_T)
     whole = float(entropy_T.sum())
     means = [
         (-h / n, i, n, h)
-        for i, n, h in zip(found.tolist(), count.tolist(), total.tolist())
+        for i, n, h in zip(tokens.tolist(), count.tolist(), total.tolist())
         if n >= LEAST_COUNT
     ]
     return [
@@ -164,7 +164,7 @@ def measures(
 
 def _rewards(rows: Rows, samples: int, estimand: Estimand) -> dict[str, Estimate]:
     """Mean of each reward function that is no pass or fail; None: it had no opinion."""
-    found = {}
+    estimates = {}
     for name in (column for column in rows if column.startswith("reward:")):
         values = list(rows[name])
         if all(value in (0, 1) for value in values):
@@ -172,8 +172,8 @@ def _rewards(rows: Rows, samples: int, estimand: Estimand) -> dict[str, Estimate
         value_N = torch.tensor([0.0 if v is None else v for v in values], dtype=torch.float64)
         scored_N = torch.tensor([v is not None for v in values], dtype=torch.float64)
         value_P, scored_P = (x_N.view(-1, samples).sum(1) for x_N in (value_N, scored_N))
-        found[name] = ratio_by_prompt(value_P, scored_P, estimand)
-    return found
+        estimates[name] = ratio_by_prompt(value_P, scored_P, estimand)
+    return estimates
 
 
 def differences(

@@ -1,8 +1,8 @@
 """What is asked of an evaluation, checked as far as files tell before anything is loaded.
 
-All checkpoints get the same prompts, the same seeds and the same law (temperature, top_p, length
-limit), so that differences between them are paired. What the checkpoints' own files say about task
-and law must therefore agree, unless the command or the config says it.
+All checkpoints get the same prompts, the same seeds and the same distribution (temperature, top_p,
+length limit), so that differences between them are paired. What the checkpoints' own files say
+about task and distribution must therefore agree, unless the command or the config says it.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ KEY_OF = {
     "dataset_name": "--task NAME_OR_JSONL",
     "dataset_path": "--data FILE",
     "split": "--split NAME",
-    "temperature": "--set generation.temperature=1.0",
-    "max_completion_length": "--set generation.max_new_tokens=256",
-    "stop": '--set "generation.stop=[...]"',
+    "temperature": "--set sampling.temperature=1.0",
+    "max_completion_length": "--set sampling.max_new_tokens=256",
+    "stop": '--set "sampling.stop=[...]"',
 }
 DEFAULT_PROMPTS = 64
 DEFAULT_COUNT = 4
@@ -194,7 +194,7 @@ def prepared(
         names = request.rewards or default_functions(facts["dataset_name"])
         reward = build_reward(names, seconds=config.data.reward_seconds)
         code = {name: _code(name) for name in names}
-    generation = config.sampling
+    sampling = config.sampling
     settings: EvaluationSettings = {
         "schema": SCHEMA,
         "dataset": facts["dataset_name"],
@@ -206,8 +206,8 @@ def prepared(
         "chat_template": facts.chat,
         "temperature": facts["temperature"],
         "top_p": facts["top_p"],
-        "max_new_tokens": generation.max_new_tokens or facts["max_completion_length"],
-        "stop": list(generation.stop or facts.values.get("stop") or ()),
+        "max_new_tokens": sampling.max_new_tokens or facts["max_completion_length"],
+        "stop": list(sampling.stop or facts.values.get("stop") or ()),
         "rewards": code,
         "threshold": request.threshold,
         "dtype": config.checkpoint.dtype,
@@ -229,8 +229,8 @@ def prepared(
 
 def own(facts: TrainingFacts) -> bool:
     """Whether prompts and reward are those that the run recorded."""
-    known = "reward_sources" in facts.values or "reward_absent" in facts.values
-    return facts["dataset_name"] == RECORDED and known
+    named = "reward_sources" in facts.values or "reward_absent" in facts.values
+    return facts["dataset_name"] == RECORDED and named
 
 
 def _check_records(config: Config, layouts: Sequence[Layout], facts: TrainingFacts) -> None:
@@ -250,17 +250,17 @@ def digest(value: Any) -> str:
 def _expanded(config: Config, checkpoints: Sequence[str | Path]) -> list[Path]:
     """A run's folder stands for its checkpoints; nothing named: a few of the embedded run."""
     if not checkpoints:
-        asked = config.checkpoint.path or config.checkpoint.adapter
-        if asked is not None:
-            return [packaged_checkpoint(asked)]
+        configured = config.checkpoint.path or config.checkpoint.adapter
+        if configured is not None:
+            return [packaged_checkpoint(configured)]
         steps = checkpoints_by_step(embedded_trajectory())
         last = len(steps) - 1
         return [steps[round(i * last / (DEFAULT_COUNT - 1))] for i in range(DEFAULT_COUNT)]
     out: list[Path] = []
-    for given in map(packaged_checkpoint, checkpoints):
-        inside = checkpoints_by_step(given)
-        own = any((given / name).is_file() for name in (ADAPTER_CONFIG, MODEL_CONFIG))
-        out += [given] if own or not inside else inside
+    for checkpoint in map(packaged_checkpoint, checkpoints):
+        inside = checkpoints_by_step(checkpoint)
+        own = any((checkpoint / name).is_file() for name in (ADAPTER_CONFIG, MODEL_CONFIG))
+        out += [checkpoint] if own or not inside else inside
     return out
 
 
@@ -312,35 +312,35 @@ def _labels(layouts: Sequence[Layout]) -> list[str]:
 
 
 def _candidate(config: Config, layout: Layout, label: str) -> Candidate:
-    asked = config.checkpoint
+    settings = config.checkpoint
     check_safetensors(layout.files)
-    recorded, found, record = None, None, read_record(layout.folders)
+    recorded, base, record = None, None, read_record(layout.folders)
     if layout.kind == "lora":
         recorded = read_adapter_config(layout.config).get("base_model_name_or_path")
     if layout.kind == "lora" or not (layout.config / MODEL_CONFIG).is_file():
-        found = find_base(
+        base = find_base(
             layout,
-            base=asked.base,
-            backbone=asked.backbone,
+            base=settings.base,
+            backbone=settings.backbone,
             recorded=recorded,
             local=None if record is None else record.base_folder,
         )
-    own, of_base = deciding_files(layout, found)
-    known = {os.path.relpath(f, layout.root): sha256(f) for f in own if f.is_file()}
+    own, of_base = deciding_files(layout, base)
+    hashes = {os.path.relpath(f, layout.root): sha256(f) for f in own if f.is_file()}
     if record is not None and record.path.parent == layout.root:
-        record.refuse_changed(known)
-    if found is not None:
-        known["base"] = found.location
-        if found.folder is not None:
+        record.refuse_changed(hashes)
+    if base is not None:
+        hashes["base"] = base.location
+        if base.folder is not None:
             check_safetensors([file for file in of_base if file.suffix == ".safetensors"])
-            known["base"] = digest([sha256(file) for file in of_base if file.is_file()])
-    return Candidate(label=label, layout=layout, files=known)
+            hashes["base"] = digest([sha256(file) for file in of_base if file.is_file()])
+    return Candidate(label=label, layout=layout, files=hashes)
 
 
 def _agreed(config: Config, layouts: Sequence[Layout], labels: Sequence[str]) -> TrainingFacts:
-    """What is given, read or assumed about task and law, the same for all."""
+    """What is given, read or assumed about task and distribution, the same for all."""
     every = [training_facts(config, *read_facts(lay.folders)[:2]) for lay in layouts]
-    given = {
+    chosen = {
         "dataset_path": config.data.file,
         "split": config.data.evaluation_split or config.data.split,
         "max_completion_length": config.sampling.max_new_tokens,
@@ -348,11 +348,11 @@ def _agreed(config: Config, layouts: Sequence[Layout], labels: Sequence[str]) ->
     }
     # The path and split of one dataset are not those of another.
     if config.data.dataset is not None:
-        given |= {"dataset_path": True, "split": True}
+        chosen |= {"dataset_path": True, "split": True}
     for name in SHARED:
         values = [facts.values.get(name) for facts in every]
         other = next((i for i, value in enumerate(values) if value != values[0]), None)
-        if other is not None and not given.get(name):
+        if other is not None and not chosen.get(name):
             raise ValueError(
                 f"{labels[0]} was trained with {name} = {values[0]!r}, {labels[other]} with "
                 f"{values[other]!r}; expected one for all, since checkpoints are compared. Say "
@@ -394,20 +394,20 @@ def _code(name: str) -> str | None:
     module, colon, _ = name.rpartition(":")
     if module.endswith(".py"):
         return sha256(Path(module))
-    found = find_spec(module) if colon else None
-    if found is None or not found.has_location:
+    spec = find_spec(module) if colon else None
+    if spec is None or not spec.has_location:
         return None
-    return sha256(Path(str(found.origin)))
+    return sha256(Path(str(spec.origin)))
 
 
 def _notes(facts: TrainingFacts, reward: Reward, request: EvaluationRequest) -> tuple[str, ...]:
     names = ("dataset_name", "temperature", "max_completion_length")
     assumed = [f"{name} = {facts.assumed[name]}" for name in names if name in facts.assumed]
-    said = f"assumed, since no file says: {', '.join(assumed)}"
+    note = f"assumed, since no file says: {', '.join(assumed)}"
     recorded: list[str] = []
     if own(facts) and request.rewards is None:
         recorded.append(
             f"{request.prompts} prompts and the reward ({', '.join(reward.functions)}) are the "
             "run's own; a response passes if every function gives at least 1"
         )
-    return (*facts.notes, *([said] if assumed else []), *recorded)
+    return (*facts.notes, *([note] if assumed else []), *recorded)

@@ -73,7 +73,7 @@ class ExperimentPlan:
         compute_true: The measured change.
         compute_linear: The first-order prediction.
         compute_linquad: The prediction with curvature.
-        eta_list: Step sizes; None: those of the config's estimator section.
+        eta_list: Step sizes; None: measure.learning_rates of the config.
         repeats: Fresh batches.
         clip_overrides: Measure under each of these bounds on |log-weight| besides the config's own.
 
@@ -95,8 +95,9 @@ class ExperimentPlan:
     def __post_init__(self) -> None:
         if not (self.compute_true or self.compute_linear or self.compute_linquad):
             raise ValueError(
-                "The plan computes nothing; expected at least one of compute_true, compute_linear "
-                "and compute_linquad to be true."
+                "The plan computes nothing; expected at least one of compute_true "
+                "(measure.measured), compute_linear (measure.first_order) and compute_linquad "
+                "(measure.second_order) to be true."
             )
         if self.repeats < 1:
             raise ValueError(f"repeats is {self.repeats}; expected 1 or more.")
@@ -114,15 +115,15 @@ class ExperimentPlan:
 
     @classmethod
     def of(cls, config: Config) -> ExperimentPlan:
-        """The `experiment` section of a configuration."""
-        asked = config.measure
+        """What the `measure` section of a configuration says."""
+        measure = config.measure
         return cls(
-            compute_true=asked.measured,
-            compute_linear=asked.first_order,
-            compute_linquad=asked.second_order,
-            eta_list=asked.learning_rates,
-            repeats=asked.repeats,
-            clip_overrides=asked.more_clips,
+            compute_true=measure.measured,
+            compute_linear=measure.first_order,
+            compute_linquad=measure.second_order,
+            eta_list=measure.learning_rates,
+            repeats=measure.repeats,
+            clip_overrides=measure.more_clips,
         )
 
     def dump(self) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class EntropyMeasurements:
         quiet: Nothing on standard error.
 
     Examples:
-        >>> measurements = EntropyMeasurements({"estimator": {"eta_list": [1e-3]}}, quiet=True)
+        >>> measurements = EntropyMeasurements({"measure": {"learning_rates": [1e-3]}}, quiet=True)
         >>> results = measurements.run_experiments(ExperimentPlan(repeats=3))  # doctest: +SKIP
         >>> isinstance(measurements.config, Config)
         True
@@ -164,9 +165,9 @@ class EntropyMeasurements:
         plan = plan or ExperimentPlan.of(self.config)
         if plan.repeats > 1 and self.config.sampling.load is not None:
             raise ValueError(
-                f"experiment.repeats is {plan.repeats} with rollouts.load "
+                f"measure.repeats is {plan.repeats} with sampling.load "
                 f"{self.config.sampling.load}: every repeat would have the same rollouts. Leave "
-                "rollouts.load out, or set experiment.repeats: 1."
+                "sampling.load out, or set measure.repeats: 1."
             )
         with analysis_conditions():
             probed = open_checkpoint(self.config, checkpoint_path, may_shard=True)
@@ -270,10 +271,10 @@ def _points(
     policy, rollouts = inputs.policy, inputs.evaluation
     if plan.compute_linquad and not inputs.bends:
         raise ValueError(
-            "compute_linquad is true with approx_delta_h.method "
+            "measure.second_order is true with predict.method "
             f"{inputs.config.predict.method!r} (used: {inputs.mode!r}) and top_p "
             f"{policy.top_p:g}; a curvature needs a forward method and the full softmax. Use "
-            "method: auto and top_p: 1, or experiment.compute_linquad: false."
+            "method: auto and top_p: 1, or measure.second_order: false."
         )
     direction, _ = inputs.step()
     options = inputs.estimator
@@ -304,22 +305,22 @@ def _point(
     own: float | None,
     level: Estimate,
 ) -> MeasuredPoint:
-    found: dict[MeasuredName, Estimate] = {}
+    estimates: dict[MeasuredName, Estimate] = {}
     if plan.compute_true:
-        found["measured"] = changes[Case("step", eta, own)]
+        estimates["measured"] = changes[Case("step", eta, own)]
     if plan.compute_linear and slope is not None:
-        found["linear"] = within_entropy(eta * slope, level)
+        estimates["linear"] = within_entropy(eta * slope, level)
     if slope is not None and bend is not None:
-        found["linquad"] = within_entropy(combine([(eta, slope), (eta**2 / 2, bend)]), level)
+        estimates["linquad"] = within_entropy(combine([(eta, slope), (eta**2 / 2, bend)]), level)
     out: MeasuredPoint = {"eta": eta}
-    for name, estimate in found.items():
+    for name, estimate in estimates.items():
         out[name] = numbers(estimate)
-    if "measured" in found:
-        out["diagnostics"] = weights_of(found["measured"])
+    if "measured" in estimates:
+        out["diagnostics"] = weights_of(estimates["measured"])
         out["differences"] = {
-            name: numbers(found[name] - found["measured"])
+            name: numbers(estimates[name] - estimates["measured"])
             for name in ("linear", "linquad")
-            if name in found
+            if name in estimates
         }
         out["clips"] = {
             _clip_name(case.clip): {**numbers(change), "diagnostics": weights_of(change)}
@@ -358,12 +359,12 @@ def _summary(repeats: Sequence[Repeat]) -> list[MeanPoint]:
     return out
 
 
-def _over(found: Sequence[EstimateResult]) -> RepeatMean:
+def _over(points: Sequence[EstimateResult]) -> RepeatMean:
     """Mean over repeats; with one repeat, that repeat's own error bar."""
-    values, repeats = [estimate["value"] for estimate in found], len(found)
-    trusted = sum(estimate["trusted"] for estimate in found)
+    values, repeats = [estimate["value"] for estimate in points], len(points)
+    trusted = sum(estimate["trusted"] for estimate in points)
     if repeats == 1:
-        stderr, interval = found[0]["stderr"], found[0]["interval"]
+        stderr, interval = points[0]["stderr"], points[0]["interval"]
         return {
             "mean": values[0],
             "stderr": stderr,

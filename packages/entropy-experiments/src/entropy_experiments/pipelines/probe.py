@@ -47,7 +47,7 @@ class OfflineEntropyProbe:
         quiet: Nothing on standard error.
 
     Examples:
-        >>> probe = OfflineEntropyProbe({"generation": {"max_new_tokens": 8}}, quiet=True)
+        >>> probe = OfflineEntropyProbe({"sampling": {"max_new_tokens": 8}}, quiet=True)
         >>> results = probe.run_mixed_probe("runs/grpo/checkpoint-340")  # doctest: +SKIP
         >>> print("\n".join(results["verdict"]))  # doctest: +SKIP
         >>> isinstance(probe.config, Config)
@@ -71,19 +71,19 @@ class OfflineEntropyProbe:
             current().broadcast_from_zero(
                 lambda: _made_for(Path(str(self.config.output.results_file)))
             )
-        found, decode = self.findings(checkpoint_path)
-        results = ProbeResults(results_of(found), unit=found.level.estimand.unit)
-        results["verdict"] = verdict(found)
-        for message in messages(found):
+        findings, decode = self.findings(checkpoint_path)
+        results = ProbeResults(results_of(findings), unit=findings.level.estimand.unit)
+        results["verdict"] = verdict(findings)
+        for message in messages(findings):
             self._say(message)
-        log = current().broadcast_from_zero(lambda: self._written(found, decode, results))
+        log = current().broadcast_from_zero(lambda: self._written(findings, decode, results))
         if log is not None:
             results["log_path"] = log
         return results
 
-    def _written(self, found: Findings, decode: Any, results: ProbeResults) -> str | None:
+    def _written(self, findings: Findings, decode: Any, results: ProbeResults) -> str | None:
         """Log and results.json, as the configuration asks for them; returns the log's path."""
-        log = DetailedLogger(self.config).write(found, decode)
+        log = DetailedLogger(self.config).write(findings, decode)
         if log is not None:
             results["log_path"] = str(log)
             self._say(f"log: {log}")
@@ -190,22 +190,22 @@ class OfflineEntropyProbe:
         """Phases 1 to 3, in units of the step: lr times the slope, lr^2 / 2 times the curvature."""
         if not self.config.predict.enabled:
             return None, None, None
-        asked, lr = self.config.predict, inputs.lr
+        predict, lr = self.config.predict, inputs.lr
         rollouts, policy, options = inputs.evaluation, inputs.policy, inputs.estimator
         with timed(inputs.timing, "first_order"):
             slope = first_order_by_part(
                 policy,
                 rollouts,
                 direction,
-                replace(options, repackings=REPACKINGS if asked.noise_floor else 0),
-                baseline=asked.baseline,
+                replace(options, repackings=REPACKINGS if predict.noise_floor else 0),
+                baseline=predict.baseline,
                 base=base,
             )
         self._say(f"phase 1-3: predicted ({inputs.timing['first_order']:.1f} s)")
         predicted = Attribution.of(
             lr * slope.total, {name: lr * line for name, line in slope.lines.items()}
         )
-        if not asked.curvature or not inputs.bends:
+        if not predict.curvature or not inputs.bends:
             return predicted, None, None
         with timed(inputs.timing, "curvature"):
             bend = curvature(policy, rollouts, direction, replace(options, repackings=0))
@@ -234,7 +234,7 @@ class OfflineEntropyProbe:
             return None
         etas = dict.fromkeys((inputs.lr, *self.config.measure.etas(inputs.lr)))
         with timed(inputs.timing, "measured"):
-            found = measured_many(
+            changes = measured_many(
                 inputs.policy,
                 inputs.evaluation,
                 {"step": direction},
@@ -244,7 +244,7 @@ class OfflineEntropyProbe:
                 clips=(self.config.measure.clip_log_weights,),
             )
         self._say(f"phase 5: measured ({inputs.timing['measured']:.1f} s)")
-        return {case.eta: change for case, change in found.items()}
+        return {case.eta: change for case, change in changes.items()}
 
     def _say(self, line: str) -> None:
         if not self._quiet and current().first:

@@ -107,7 +107,7 @@ class ProbeInputs:
 
     @property
     def bends(self) -> bool:
-        """Whether a curvature is defined for the way of differentiating and the law."""
+        """Whether a curvature is defined for the way of differentiating and the top_p."""
         return self.mode != "reverse" and self.policy.top_p == 1
 
     @property
@@ -201,7 +201,7 @@ def as_the_loss_sees(
 
 
 def estimator_options(config: Config, horizon: int | None) -> EstimatorOptions:
-    """What the numbers of a run speak of, and how they are computed."""
+    """What the numbers of a run estimate, and how they are computed."""
     simple, per_token = config.entropy.surprisal, config.entropy.unit
     return EstimatorOptions(
         form=config.measure.weighting,
@@ -248,18 +248,18 @@ def gather(
             evaluation = sampler.evaluation(taken.union(avoid), leave=leave)
         else:
             evaluation = again
-        asked = prompts_of(evaluation)
+        prompts = prompts_of(evaluation)
         if made is None:
-            drawn, said = sampler.update(asked)
+            drawn, said = sampler.update(prompts)
             made = (drawn, False, said)
         update, real, notes = made
         notes = [*notes, *sampler.notes]
-        shared = asked & prompts_of(update.rollouts)
+        shared = prompts & prompts_of(update.rollouts)
         if again is None:
             refuse_shared(shared)
         elif shared:
             notes.append(
-                f"{len(shared)} of {len(asked)} evaluation prompts, as recorded, are prompts of "
+                f"{len(shared)} of {len(prompts)} evaluation prompts, as recorded, are prompts of "
                 "the update batch, which the update moves most"
             )
         if real:
@@ -311,7 +311,7 @@ def recorded_evaluation(config: Config, checkpoint: Checkpoint) -> Rollouts | No
         folder = checkpoint.recorded.parent / "evaluation"
     if folder is None or not folder.is_dir():
         raise FileNotFoundError(
-            f"batch_config.evaluation is recorded, and there are no rollouts in {folder} (only "
+            f"data.evaluation_rollouts is recorded, and there are no rollouts in {folder} (only "
             "steps that were probed have them). Leave it out, so that new ones are drawn."
         )
     rollouts, meta = load_rollouts(folder)
@@ -319,7 +319,7 @@ def recorded_evaluation(config: Config, checkpoint: Checkpoint) -> Rollouts | No
     if at is not None and at not in checkpoint.hashes.values():
         raise ValueError(
             f"The evaluation rollouts in {folder} were recorded at weights {at[:12]}..., and "
-            f"{checkpoint.path} has others. Leave batch_config.evaluation out."
+            f"{checkpoint.path} has others. Leave data.evaluation_rollouts out."
         )
     return rollouts
 
@@ -328,7 +328,7 @@ def refuse_shared(prompts: set[PromptIds]) -> None:
     if prompts:
         raise ValueError(
             f"{len(prompts)} prompts are in both batches; expected disjoint ones: an update moves "
-            "its own prompts most. Leave rollouts.load out, so that new evaluation rollouts are "
+            "its own prompts most. Leave sampling.load out, so that new evaluation rollouts are "
             "drawn."
         )
 
@@ -349,19 +349,19 @@ def with_reference(
     if not (beta or what_if) or batch.ref_logprob_NS is not None:
         return batch
     if probed.checkpoint.kind != "lora":
-        said, away = f"beta is {beta}", "set update.beta: 0 to leave the KL term out"
+        reason, away = f"beta is {beta}", "set update.beta: 0 to leave the KL term out"
         if not beta:
-            said, away = f"influence.what_if has {what_if!r}", "leave that what-if out"
+            reason, away = f"influence.what_if has {what_if!r}", "leave that what-if out"
         raise ValueError(
-            f"{said} and the update batch has no reference log-probs; the reference of a full "
+            f"{reason} and the update batch has no reference log-probs; the reference of a full "
             f"fine-tune is not in its checkpoint. Record the batch, or {away}."
         )
     policy = as_the_loss_sees(config, probed.policy, probed.facts, real=real)
     with probed.checkpoint.model.disable_adapter():
-        found = score_all(
+        scores = score_all(
             policy, policy.params, batch.rollouts, microbatch=config.forward_batch_size
         )
-    return replace(batch, ref_logprob_NS=found.logprob_NS)
+    return replace(batch, ref_logprob_NS=scores.logprob_NS)
 
 
 def limits_of(model: Any, facts: TrainingFacts, *, real: bool) -> list[str]:
@@ -388,10 +388,10 @@ def limits_of(model: Any, facts: TrainingFacts, *, real: bool) -> list[str]:
 
 def _dropout(model: Any) -> str:
     """Every dropout rate above 0 that the model's configuration names."""
-    found = {name: value for name, value in vars(model.config).items() if "dropout" in name}
+    rates = {name: value for name, value in vars(model.config).items() if "dropout" in name}
     for adapter in getattr(model, "peft_config", {}).values():
-        found["lora_dropout"] = adapter.lora_dropout
-    on = {name: rate for name, rate in found.items() if isinstance(rate, float) and rate > 0}
+        rates["lora_dropout"] = adapter.lora_dropout
+    on = {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
     return ", ".join(f"{name} {rate:g}" for name, rate in sorted(on.items()))
 
 
@@ -413,7 +413,7 @@ def made_already(
     if config.data.update_rollouts == "recorded":
         raise FileNotFoundError(
             f"No recorded update batch beside {checkpoint.path}; expected a folder update_batch/. "
-            "Record training, or let the probe draw one: update.batch: drawn."
+            "Record training, or let the probe draw one: data.update_rollouts: drawn."
         )
     saved = sampler.saved_update()
     return None if saved is None else (saved[0], False, saved[1])
@@ -433,13 +433,13 @@ def refuse_foreign(
     if at is not None and not isinstance(at, str):
         raise ValueError(
             f"The update batch in {where} names weights {at!r}; expected their sha256 as text. "
-            "Restore its manifest, or set update.batch: drawn."
+            "Restore its manifest, or set data.update_rollouts: drawn."
         )
     if at is not None and at not in checkpoint.hashes.values():
         raise ValueError(
             f"The update batch in {where} was recorded at weights {at[:12]}... (step "
             f"{meta.get('step')}); {checkpoint.path} has others. Put each batch beside the "
-            "checkpoint it was drawn from, or set update.batch: drawn."
+            "checkpoint it was drawn from, or set data.update_rollouts: drawn."
         )
     rows = checkpoint.model.get_input_embeddings().weight.shape[0]
     highest = int(batch.rollouts.tokens_NS.max())

@@ -60,7 +60,7 @@ CORE = (
 )
 
 ERROR_BARS = ("stderr", "interval", "bias", "noise_floor", "diagnostics")
-"""Of an estimate in a log: told to six digits."""
+"""Of an estimate in a log: rounded to six digits."""
 NULLS = {
     "stderr": "no error bar: a single unit of resampling, or a method without one",
     "interval": "no error bar: a single unit of resampling, or a method without one",
@@ -82,13 +82,13 @@ class DetailedLogger:
     """Writes the log of a probe; `write` returns the log's path.
 
     Args:
-        config: Its `detailed_logging` section says how much, and where.
+        config: Its `output` section says how much, and where.
 
     Examples:
         >>> from entropy_experiments.pipelines.probe_log import LEVELS
         >>> LEVELS
         ('minimal', 'standard', 'detailed', 'debug')
-        >>> logger = DetailedLogger(parse_config({"detailed_logging": {"level": "minimal"}}))
+        >>> logger = DetailedLogger(parse_config({"output": {"level": "minimal"}}))
     """
 
     def __init__(self, config: Config) -> None:
@@ -124,9 +124,9 @@ class DetailedLogger:
         """What the log holds at the level asked for: JSON values, none of them NaN."""
         return cast(ProbeLog, finite_only(self._content(found, decode)))
 
-    def _content(self, found: Findings, decode: Decode) -> JSONObject:
+    def _content(self, findings: Findings, decode: Decode) -> JSONObject:
         settings = self._settings
-        results: JSONObject = dict(results_of(found))
+        results: JSONObject = dict(results_of(findings))
         depth = LEVELS.index(settings.level)
         head = {**PROBE_LOG.stamp, "level": settings.level}
         if depth == 0:
@@ -135,36 +135,44 @@ class DetailedLogger:
         if "sweep" in results:
             results["sweep"] = [short(point) for point in results["sweep"]]
         content = head | results | head
-        content |= {"batches": _batches(found), "update_vector": _update(found)}
-        content["messages"] = messages(found)
-        content["provenance"] = dict(found.provenance)
+        content |= {"batches": _batches(findings), "update_vector": _update(findings)}
+        content["messages"] = messages(findings)
+        content["provenance"] = dict(findings.provenance)
         if depth >= 2 and settings.log_sequences:
             tokens = depth >= 3 and settings.log_tokens
             content["evaluation_rollouts"] = _rollouts(
-                found.evaluation, found.evaluation_scores, decode, tokens, _evaluation(found)
+                findings.evaluation,
+                findings.evaluation_scores,
+                decode,
+                tokens,
+                _evaluation(findings),
             )
             content["update_rollouts"] = _rollouts(
-                found.update.rollouts, found.stats.found.scores, decode, tokens, _rewards(found)
+                findings.update.rollouts,
+                findings.stats.found.scores,
+                decode,
+                tokens,
+                _rewards(findings),
             )
         if depth >= 3 and settings.log_raw_tensors:
-            content["raw"] = _raw(found)
+            content["raw"] = _raw(findings)
         return content
 
-    def _config_text(self, found: Findings) -> str:
-        told = json.dumps(dict(found.provenance), indent=1, allow_nan=False).splitlines()
+    def _config_text(self, findings: Findings) -> str:
+        lines = json.dumps(dict(findings.provenance), indent=1, allow_nan=False).splitlines()
         return config_yaml(self._config) + "\n".join(
-            ["# provenance", *(f"# {x}" for x in told), ""]
+            ["# provenance", *(f"# {x}" for x in lines), ""]
         )
 
 
-def _batches(found: Findings) -> LogBatches:
-    batch = found.update
+def _batches(findings: Findings) -> LogBatches:
+    batch = findings.update
     inside_NS = batch.rollouts.response_NS
     out: LogBatches = {
         "evaluation": {
-            "rollouts": len(found.evaluation),
-            "length": _spread(found.evaluation.tokens_N),
-            "truncated": found.evaluation.truncated_share,
+            "rollouts": len(findings.evaluation),
+            "length": _spread(findings.evaluation.tokens_N),
+            "truncated": findings.evaluation.truncated_share,
         },
         "update": {
             "rollouts": len(batch.rollouts),
@@ -173,15 +181,15 @@ def _batches(found: Findings) -> LogBatches:
             "advantage": _spread(batch.advantage_NS[inside_NS]),
         },
     }
-    if found.retries is not None:
-        out["update"]["retries"] = found.retries
+    if findings.retries is not None:
+        out["update"]["retries"] = findings.retries
     if batch.reward_N is not None:
         out["update"]["reward"] = _spread(batch.reward_N)
     return out
 
 
-def _update(found: Findings) -> UpdateVectorResult:
-    stats = found.stats
+def _update(findings: Findings) -> UpdateVectorResult:
+    stats = findings.stats
     return {
         "loss": stats.loss,
         "step": stats.step,
@@ -194,17 +202,17 @@ def _update(found: Findings) -> UpdateVectorResult:
     }
 
 
-def _evaluation(found: Findings) -> dict[str, Tensor]:
-    if found.change is None:
+def _evaluation(findings: Findings) -> dict[str, Tensor]:
+    if findings.change is None:
         return {}
     shown = ("integrand_N", "entropy_N")
-    logweight_N = found.change.diagnostics["weights"].logweight_N
+    logweight_N = findings.change.diagnostics["weights"].logweight_N
     weights = {"logweight": logweight_N, "weight": logweight_N.exp()}
-    return weights | {n[:-2]: found.change.diagnostics[n] for n in shown}
+    return weights | {n[:-2]: findings.change.diagnostics[n] for n in shown}
 
 
-def _rewards(found: Findings) -> dict[str, Tensor]:
-    batch = found.update
+def _rewards(findings: Findings) -> dict[str, Tensor]:
+    batch = findings.update
     inside_NS = batch.rollouts.response_NS
     summed_N = torch.where(inside_NS, batch.advantage_NS, 0.0).sum(1)
     out = {"advantage": summed_N / batch.rollouts.tokens_N}
@@ -239,20 +247,20 @@ def _rollouts(
     return rows
 
 
-def _raw(found: Findings) -> RawResult:
+def _raw(findings: Findings) -> RawResult:
     """The arrays behind the numbers, padding and all, in every digit."""
-    gradient = found.stats.found.gradient
+    gradient = findings.stats.found.gradient
     size = sum(g.numel() for g in gradient.values())
     return {
-        "evaluation": _tensors(found.evaluation, found.evaluation_scores)
-        | {name: _raw_tensor(x_N) for name, x_N in _evaluation(found).items()},
-        "update": _tensors(found.update.rollouts, found.stats.found.scores)
-        | {"advantage_NS": _raw_tensor(found.update.advantage_NS)},
+        "evaluation": _tensors(findings.evaluation, findings.evaluation_scores)
+        | {name: _raw_tensor(x_N) for name, x_N in _evaluation(findings).items()},
+        "update": _tensors(findings.update.rollouts, findings.stats.found.scores)
+        | {"advantage_NS": _raw_tensor(findings.update.advantage_NS)},
         # In digits, a gradient of more than this would be most of a very large file.
         "loss_gradient": {name: _raw_tensor(g) for name, g in gradient.items()}
         if size <= RAW_GRADIENT
         else f"left out: {size} elements, more than {RAW_GRADIENT}",
-        "shares": {part: dict(shares) for part, shares in found.stats.shares.items()},
+        "shares": {part: dict(shares) for part, shares in findings.stats.shares.items()},
     }
 
 
@@ -309,34 +317,34 @@ def _rotate(directory: Path, most: int, *, keep: Path) -> None:
 # What was done, a line each.
 
 
-def messages(found: Findings) -> list[str]:
+def messages(findings: Findings) -> list[str]:
     """What a run did, in a line each; the screen shows them too."""
     return [
-        _sampling_message(found),
-        _update_message(found),
-        *_clip_messages(found),
-        _timing_message(found),
+        _sampling_message(findings),
+        _update_message(findings),
+        *_clip_messages(findings),
+        _timing_message(findings),
     ]
 
 
-def _sampling_message(found: Findings) -> str:
-    rollouts, batch = found.evaluation, found.update.rollouts
-    said = (
+def _sampling_message(findings: Findings) -> str:
+    rollouts, batch = findings.evaluation, findings.update.rollouts
+    sentence = (
         f"sampling: {len(rollouts)} evaluation rollouts, {rollouts.truncated_share:.0%} cut off at "
-        f"the length limit; update batch {'recorded' if found.real else 'drawn'}, {len(batch)} "
+        f"the length limit; update batch {'recorded' if findings.real else 'drawn'}, {len(batch)} "
         "rollouts"
     )
-    if found.retries is None:
-        return said
-    again = "no group" if found.retries == 0 else f"{found.retries} group(s)"
-    return f"{said}, {again} drawn again for equal rewards"
+    if findings.retries is None:
+        return sentence
+    again = "no group" if findings.retries == 0 else f"{findings.retries} group(s)"
+    return f"{sentence}, {again} drawn again for equal rewards"
 
 
-def _update_message(found: Findings) -> str:
-    stats = found.stats
+def _update_message(findings: Findings) -> str:
+    stats = findings.stats
     parts = ", ".join(f"{name} {norm:.3g}" for name, norm in stats.part_norms.items())
     clip = "not clipped" if stats.clip_factor == 1 else f"clipped to {stats.clipped_norm:.3g}"
-    if found.made.of_gradient:
+    if findings.made.of_gradient:
         clip = f"rebuilt from the batch; training's own, after clipping: {stats.clipped_norm:.3g}"
     return (
         f"update vector: gradient norm {stats.grad_norm:.3g} ({clip}), {stats.microbatches} "
@@ -344,18 +352,18 @@ def _update_message(found: Findings) -> str:
     )
 
 
-def _clip_messages(found: Findings) -> list[str]:
+def _clip_messages(findings: Findings) -> list[str]:
     """Etas at which the estimator clipped weights."""
     clipped = {
         eta: change.diagnostics["weights"].clip_fraction
-        for eta, change in sorted((found.measured or {}).items())
+        for eta, change in sorted((findings.measured or {}).items())
     }
-    told = [f"{share:.1%} at eta {eta:g}" for eta, share in clipped.items() if share > 0]
-    return [f"estimator: log-weights clipped, {', '.join(told)}"] if told else []
+    shares = [f"{share:.1%} at eta {eta:g}" for eta, share in clipped.items() if share > 0]
+    return [f"estimator: log-weights clipped, {', '.join(shares)}"] if shares else []
 
 
-def _timing_message(found: Findings) -> str:
-    spent = ", ".join(f"{name} {took:.2g}" for name, took in found.timing.items())
+def _timing_message(findings: Findings) -> str:
+    spent = ", ".join(f"{name} {took:.2g}" for name, took in findings.timing.items())
     return f"seconds: {spent}"
 
 
@@ -367,13 +375,13 @@ def log_text(content: ProbeLog) -> str:
     compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     lines = []
     for name, value in content.items():
-        told = compact(value)
+        text = compact(value)
         if isinstance(value, list) and value and isinstance(value[0], dict | str):
-            told = "[\n" + ",\n".join(f"  {compact(inner)}" for inner in value) + "]"
+            text = "[\n" + ",\n".join(f"  {compact(inner)}" for inner in value) + "]"
         elif isinstance(value, dict) and any(isinstance(v, dict) for v in value.values()):
             inner = ",\n".join(f"  {compact(k)}:{compact(v)}" for k, v in value.items())
-            told = "{\n" + inner + "}"
-        lines.append(f" {compact(name)}:{told}")
+            text = "{\n" + inner + "}"
+        lines.append(f" {compact(name)}:{text}")
     return "{\n" + ",\n".join(lines) + "}\n"
 
 

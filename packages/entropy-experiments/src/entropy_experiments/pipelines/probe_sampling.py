@@ -68,23 +68,25 @@ def open_checkpoint(
 
     `may_shard`: what is done with it can be done with a model cut over the ranks.
     """
-    asked = config.checkpoint
+    settings = config.checkpoint
     load = partial(
         load_checkpoint,
-        packaged_checkpoint(checkpoint_path or asked.path or asked.adapter or default_checkpoint()),
-        base=asked.base,
-        backbone=asked.backbone,
-        adapter_path=asked.adapter,
-        optimizer_path=asked.optimizer,
-        dtype=asked.dtype,
+        packaged_checkpoint(
+            checkpoint_path or settings.path or settings.adapter or default_checkpoint()
+        ),
+        base=settings.base,
+        backbone=settings.backbone,
+        adapter_path=settings.adapter,
+        optimizer_path=settings.optimizer,
+        dtype=settings.dtype,
     )
     if not may_shard:
         refuse_sharding(config)
     check_sharded_derivatives(config)
     checkpoint, sharded = loaded(config, load)
     assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
-    given = config.update.lr
-    lr = checkpoint.optimizer.lr if given is None else given
+    own_lr = config.update.lr
+    lr = checkpoint.optimizer.lr if own_lr is None else own_lr
     refuse_zero_lr(lr, checkpoint.path)
     if not isinstance(checkpoint.optimizer.groups[0], AdamGroup):
         raise ValueError(
@@ -150,10 +152,10 @@ def _source(module: str) -> Path | None:
     if module.endswith(".py"):
         return Path(module)
     try:
-        found = find_spec(module)
+        spec = find_spec(module)
     except Exception:  # a package of the user's may fail in any way; build_reward says which
         return None
-    return None if found is None or not found.has_location else Path(str(found.origin))
+    return None if spec is None or not spec.has_location else Path(str(spec.origin))
 
 
 class Sampler:
@@ -189,11 +191,11 @@ class Sampler:
     @property
     def room(self) -> int:
         """Prompts that an update batch needs of a run that has few: as many as training's had."""
-        asked = self.config.data.update_prompts
-        return max(MIN_RECORDED, min(asked, self.facts.values.get("B_U") or asked))
+        wanted = self.config.data.update_prompts
+        return max(MIN_RECORDED, min(wanted, self.facts.values.get("B_U") or wanted))
 
     def evaluation(self, avoid: set[PromptIds], *, leave: int = 0) -> Rollouts:
-        """B_E prompts with one response each, none of them a prompt of `avoid`.
+        """Evaluation prompts with one response each, none of them a prompt of `avoid`.
 
         `leave`: so many prompts of a recorded run are left for the update batch, if it has few.
         """
@@ -202,8 +204,8 @@ class Sampler:
             rollouts, meta = load_rollouts(folder)
             self._refuse_other_policy(meta, folder)
         else:
-            asked = self.config.data
-            split, count = asked.evaluation_split, asked.evaluation_prompts
+            data = self.config.data
+            split, count = data.evaluation_split, data.evaluation_prompts
             problems = self.problems("evaluation", split, count, avoid, leave=self._shared(leave))
             rollouts = self.generator.generate_evaluation_batch(problems)
             if self.config.sampling.save is not None:
@@ -224,7 +226,7 @@ class Sampler:
         return leave if sets[0] == sets[1] else 0
 
     def saved_update(self) -> tuple[UpdateBatch, list[str]] | None:
-        """The update batch in rollouts.load, if there is one."""
+        """The update batch in sampling.load, if there is one."""
         if self._loaded is None or not (self._loaded / "update").is_dir():
             return None
         folder = self._loaded / "update"
@@ -233,20 +235,20 @@ class Sampler:
         return _own(batch), [f"update rollouts reused from {folder}"]
 
     def update(self, avoid: set[PromptIds]) -> tuple[UpdateBatch, list[str]]:
-        """B_U prompts with G responses each, none of `avoid`, and what is to be said about them."""
-        asked, facts = self.config.data, self.facts
-        most = asked.update_prompts * (1 + asked.max_resamples)
-        pool = self.problems("update", asked.update_split, asked.update_prompts, avoid, most=most)
-        count = min(asked.update_prompts, len(pool))
+        """Update prompts with their responses, none of `avoid`; and what to note about them."""
+        data, facts = self.config.data, self.facts
+        most = data.update_prompts * (1 + data.max_resamples)
+        pool = self.problems("update", data.update_split, data.update_prompts, avoid, most=most)
+        count = min(data.update_prompts, len(pool))
         drawn = self.generator.generate_update_batch(
             pool,
             prompts=count,
-            group=asked.responses_per_prompt,
+            group=data.responses_per_prompt,
             reward=reward_of(facts, self.config),
             scale=facts["advantage"],
-            filter_zero_advantage=asked.resample_equal_rewards,
-            tol=asked.zero_advantage_tolerance,
-            max_attempts=asked.max_resamples,
+            filter_zero_advantage=data.resample_equal_rewards,
+            tol=data.zero_advantage_tolerance,
+            max_attempts=data.max_resamples,
         )
         self.retries = drawn.retries
         if self.config.sampling.save is not None:
@@ -254,11 +256,13 @@ class Sampler:
             current().broadcast_from_zero(
                 lambda: save_update_batch(folder, drawn.batch, meta=self.meta)
             )
-        used = {"B_U": count, "G": asked.responses_per_prompt}
+        used = {
+            "B_U": ("data.update_prompts", count),
+            "G": ("data.responses_per_prompt", data.responses_per_prompt),
+        }
         other = [
-            f"training had {name} = {facts.values[name]}; the drawn batch has {value} "
-            f"(batch_config.{name})"
-            for name, value in used.items()
+            f"training had {key} = {facts.values[name]}; the drawn batch has {value}"
+            for name, (key, value) in used.items()
             if facts.values.get(name, value) != value
         ]
         return _own(drawn.batch), [*drawn.notes, *other]
@@ -284,7 +288,7 @@ class Sampler:
             if self._record is not None:
                 self._record.check_prompts()
         own_split = facts.values.get("E_split" if role == "evaluation" else "U_split")
-        found = load_problems(
+        available = load_problems(
             facts["dataset_name"],
             path=batch.file or facts.values.get("dataset_path"),
             split=split or batch.split or facts.values.get("split") or own_split,
@@ -295,14 +299,13 @@ class Sampler:
             conversation=facts.conversation,
         )
         # As far as needed: tokenizing thousands takes longer than answering a few.
-        unlike = (p for p in found if self.generator.prompt_ids(p) not in avoid)
+        unlike = (p for p in available if self.generator.prompt_ids(p) not in avoid)
         fresh = list(islice(unlike, most + (leave if recorded else 0)))
         fresh = fresh[: min(most, max(MIN_RECORDED, len(fresh) - leave))] if recorded else fresh
-        named = "B_E" if role == "evaluation" else "B_U"
         if recorded and MIN_RECORDED <= len(fresh) < least:
             self.notes.append(
                 f"the run has {len(fresh)} prompts for the {role} batch, and all are used "
-                f"(batch_config.{named} is {least}"
+                f"(data.{role}_prompts is {least}"
                 + (f"; {leave} are left for the update batch)" if leave else ")")
             )
             return fresh
@@ -310,7 +313,7 @@ class Sampler:
             raise ValueError(
                 f"{self.facts['dataset_name']} has {len(fresh)} problems left for the {role} "
                 f"batch; {least} are needed, none of them shared by the two batches. Lower "
-                "batch_config.B_E or batch_config.B_U, or give a larger batch_config.dataset_path."
+                "data.evaluation_prompts or data.update_prompts, or give a larger data.file."
             )
         return fresh
 
@@ -331,7 +334,7 @@ class Sampler:
             raise ValueError(
                 f"The rollouts in {folder} do not say what drew them, as imported ones do not; "
                 "expected rollouts that this program drew for the checkpoint and settings at hand. "
-                "Leave rollouts.load out to draw new ones. Imported evaluation rollouts go to "
+                "Leave sampling.load out to draw new ones. Imported evaluation rollouts go to "
                 "`entropy-probe influence` as kind: from_file, an imported update batch into the "
                 "checkpoint's own folder as update_batch."
             )
@@ -341,7 +344,7 @@ class Sampler:
             keys = sorted(k for k in ours if theirs.get(k) != ours[k])
             raise ValueError(
                 f"The rollouts in {folder} were drawn with another {', '.join(keys)}; expected "
-                "rollouts of the checkpoint and settings at hand. Leave rollouts.load out to draw "
+                "rollouts of the checkpoint and settings at hand. Leave sampling.load out to draw "
                 "new ones."
             )
 
@@ -358,13 +361,13 @@ def prompts_of(rollouts: Rollouts) -> set[PromptIds]:
 
 def prompt_ids(rollouts: Rollouts) -> list[PromptIds]:
     """Of each rollout, the token ids before its response."""
-    found = []
+    prompts = []
     for tokens_S, attention_S, response_S in zip(
         rollouts.tokens_NS, rollouts.attention_NS, rollouts.response_NS, strict=True
     ):
         before = slice(0, int(response_S.nonzero()[0]))
-        found.append(tuple(tokens_S[before][attention_S[before]].tolist()))
-    return found
+        prompts.append(tuple(tokens_S[before][attention_S[before]].tolist()))
+    return prompts
 
 
 def response_ids(rollouts: Rollouts) -> list[list[int]]:

@@ -46,7 +46,7 @@ def loaded(
 
 
 def check_sharding(config: Config, *, top_p: float) -> None:
-    """Refuse a cut model in one process, and of a truncated law."""
+    """Refuse a cut model in one process, and of a truncated distribution."""
     sharding = config.checkpoint.sharding
     if sharding == "none":
         return
@@ -54,8 +54,9 @@ def check_sharding(config: Config, *, top_p: float) -> None:
         raise in_one_process()
     if top_p < 1:
         raise ValueError(
-            f"generation.top_p is {top_p:g} with checkpoint.sharding {sharding!r}; expected 1: the "
-            "support of a truncated law is not watched on a sharded model. Set generation.top_p: 1."
+            f"sampling.top_p is {top_p:g} with checkpoint.sharding {sharding!r}; expected 1: the "
+            "support of a truncated distribution is not watched on a sharded model. Set "
+            "sampling.top_p: 1."
         )
 
 
@@ -64,8 +65,8 @@ def check_sharded_derivatives(config: Config) -> None:
     method, sharding = config.predict.method, config.checkpoint.sharding
     if sharding != "none" and method not in ("auto", *SHARDED_MODES):
         raise ValueError(
-            f"approx_delta_h.method is {method!r} with checkpoint.sharding {sharding!r}, which has "
-            "neither forward mode nor a double backward. Set approx_delta_h.method: auto (or "
+            f"predict.method is {method!r} with checkpoint.sharding {sharding!r}, which has "
+            "neither forward mode nor a double backward. Set predict.method: auto (or "
             "central, which it is: per-rollout terms, hence error bars) or reverse."
         )
 
@@ -92,7 +93,8 @@ def analysis_conditions() -> Iterator[None]:
         if on_cpu and "can't allocate memory" not in str(error):
             raise
         raise MemoryError(
-            f"Out of memory: {short(error)}. Lower memory_config.microbatch_size, "
-            "influence.block_mb and influence.grad_chunk_size (and generation.gen_batch_size), "
-            "then batch_config.B_E, B_U and G; or set memory_config.gradient_checkpointing: true."
+            f"Out of memory: {short(error)}. Lower memory.microbatch_size, "
+            "influence.gradient_block_mb and influence.directions_per_pass (and "
+            "sampling.batch_size), then data.evaluation_prompts, data.update_prompts and "
+            "data.responses_per_prompt; or set memory.gradient_checkpointing: true."
         ) from error

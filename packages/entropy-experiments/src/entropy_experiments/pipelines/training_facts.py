@@ -88,7 +88,7 @@ class TrainingFacts:
             return ()
         return (
             "prompts are asked without the chat template, and training's were conversations "
-            "(batch_config.chat_template: true asks as training did)",
+            "(data.chat_template: true asks as training did)",
         )
 
     @property
@@ -161,8 +161,8 @@ def resolve_facts(
     if "reward_functions" not in values:
         values["reward_functions"] = list(default_functions(values["dataset_name"]))
         where["reward_functions"] = ""
-    found = TrainingFacts(values=values, sources=where, read=read, notes=tuple(notes))
-    return replace(found, notes=(*notes, *sampling_notes(found)))
+    facts = TrainingFacts(values=values, sources=where, read=read, notes=tuple(notes))
+    return replace(facts, notes=(*notes, *sampling_notes(facts)))
 
 
 def refuse_unrecorded(facts: TrainingFacts) -> None:
@@ -171,7 +171,7 @@ def refuse_unrecorded(facts: TrainingFacts) -> None:
     if absent:
         raise ValueError(
             f"The run's own prompts are not in its record: {absent}. Name prompts: "
-            "batch_config.dataset_name, and batch_config.dataset_path for a file."
+            "data.dataset, and data.file for a file."
         )
 
 
@@ -183,7 +183,7 @@ def sampling_notes(facts: TrainingFacts) -> tuple[str, ...]:
     kept = "the full softmax" if facts["top_p"] == 1 else f"the softmax cut at {facts['top_p']:g}"
     return (
         f"training sampled with {', '.join(options)}; entropy here is of {kept} at temperature "
-        f"{facts['temperature']:g} (generation.top_p sets another)",
+        f"{facts['temperature']:g} (sampling.top_p sets another)",
     )
 
 
@@ -192,8 +192,8 @@ def reward_of(facts: TrainingFacts, config: Config) -> Reward:
     absent = facts.values.get("reward_absent")
     if absent:
         raise ValueError(
-            f"The run's own reward cannot be called here: {absent}. Name one: reward.functions "
-            "(entropy-probe evaluate: --reward)."
+            f"The run's own reward cannot be called here: {absent}. Name one: "
+            "data.reward_functions (entropy-probe evaluate: --reward)."
         )
     return build_reward(
         facts["reward_functions"],

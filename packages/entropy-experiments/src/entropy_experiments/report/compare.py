@@ -32,7 +32,7 @@ KINDS = {
     "training": "a training run",
 }
 NOT_SETTINGS = ("output.", "sampling.save", "sampling.load", "influence.folder")
-"""Keys that change no number; the checkpoint is told anyway."""
+"""Keys that change no number; the checkpoint is shown anyway."""
 _MEASURE = tuple(
     f"measure.{name}"
     for name in ("measured", "first_order", "second_order", "repeats", "more_clips")
@@ -125,7 +125,7 @@ def compare(runs: Sequence[str | Path]) -> Comparison:
         if data["unit"] != first["unit"]:
             raise ValueError(
                 f"{paths[0]} is in nats per {first['unit']}, {path} in nats per {data['unit']} "
-                "(approx_delta_h.normalize). Compare runs in one unit."
+                "(entropy.unit). Compare runs in one unit."
             )
     if first["unit"] == UNKNOWN_UNIT:
         raise ValueError(
@@ -185,14 +185,14 @@ def _run(label: str, path: Path, data: ReportData) -> ComparedRun:
     }
 
 
-def _kept(found: AnyNumber | None) -> ComparedNumber | None:
-    if found is None:
+def _kept(number: AnyNumber | None) -> ComparedNumber | None:
+    if number is None:
         return None
     return {
-        "value": found["value"],
-        "stderr": found.get("stderr"),
-        "interval": found.get("interval"),
-        "trusted": found.get("trusted"),
+        "value": number["value"],
+        "stderr": number.get("stderr"),
+        "interval": number.get("interval"),
+        "trusted": number.get("trusted"),
     }
 
 
@@ -231,8 +231,8 @@ def _settings(data: ReportData, kind: str) -> JSONObject:
 def _differing(settings: Sequence[JSONObject]) -> dict[str, list[Any]]:
     """Keys whose values are not the same in all runs, with the value of each run."""
     names = sorted({name for one in settings for name in one})
-    found = {name: [one.get(name) for one in settings] for name in names}
-    return {name: values for name, values in found.items() if any(v != values[0] for v in values)}
+    by_name = {name: [one.get(name) for one in settings] for name in names}
+    return {name: values for name, values in by_name.items() if any(v != values[0] for v in values)}
 
 
 def _labels(
@@ -243,9 +243,9 @@ def _labels(
     if len(set(checkpoints)) == len(paths):
         return checkpoints
     for name, values in differs.items():
-        told = [f"{name.rpartition('.')[2]} {value}" for value in values]
-        if name.startswith(OF_LABELS) and len(set(told)) == len(paths):
-            return told
+        labels = [f"{name.rpartition('.')[2]} {value}" for value in values]
+        if name.startswith(OF_LABELS) and len(set(labels)) == len(paths):
+            return labels
     names = [path.name for path in paths]
     return names if len(set(names)) == len(paths) else [str(path) for path in paths]
 
@@ -260,7 +260,7 @@ def _validation(rows: Sequence[ComparedRun]) -> Validation | None:
         return None
     pairs = [row for row in rows if row["predicted"] and row["measured"]]
     gaps = [gap["interval"] for row in pairs if (gap := row["difference"]) is not None]
-    known = [bar for bar in gaps if bar]
+    bars = [bar for bar in gaps if bar]
     inside = [bar[0] <= p["value"] <= bar[1] for p, m in both if (bar := m["interval"])]
     errors = [row["relative_error"] for row in pairs if row["relative_error"] is not None]
     return {
@@ -268,8 +268,8 @@ def _validation(rows: Sequence[ComparedRun]) -> Validation | None:
         "mean_relative_error": sum(errors) / len(errors) if errors else None,
         "inside_interval": sum(inside) if inside else None,
         "with_interval": len(inside),
-        "difference_covers_zero": sum(map(_covers, known)) if known else None,
-        "with_paired_interval": len(known),
+        "difference_covers_zero": sum(map(_covers, bars)) if bars else None,
+        "with_paired_interval": len(bars),
         "correlation": _correlation([(p["value"], m["value"]) for p, m in both]),
     }
 
@@ -309,15 +309,15 @@ def _scaling(rows: Sequence[ComparedRun]) -> dict[str, float] | None:
     """Powers of B_E by which standard errors fall (-0.5 for independent prompts)."""
     out = {}
     for name in PAIR:
-        known = [
+        points = [
             (math.log(size), math.log(stderr))
             for row in rows
             if (size := row["B_E"]) and (one := row[name]) and (stderr := one["stderr"])
         ]
-        mean = [sum(pair[i] for pair in known) / len(known) for i in (0, 1)] if known else [0, 0]
-        spread = sum((x - mean[0]) ** 2 for x, _ in known)
+        mean = [sum(pair[i] for pair in points) / len(points) for i in (0, 1)] if points else [0, 0]
+        spread = sum((x - mean[0]) ** 2 for x, _ in points)
         if spread > 0:
-            out[name] = sum((x - mean[0]) * (y - mean[1]) for x, y in known) / spread
+            out[name] = sum((x - mean[0]) * (y - mean[1]) for x, y in points) / spread
     return out or None
 
 
@@ -331,8 +331,8 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def tables(found: Comparison) -> list[Table]:
-    runs, unit = found["runs"], found["unit"]
+def tables(comparison: Comparison) -> list[Table]:
+    runs, unit = comparison["runs"], comparison["unit"]
     out = [
         Table(
             "Changes",
@@ -356,11 +356,11 @@ def tables(found: Comparison) -> list[Table]:
             ],
         ),
     ]
-    if found["validation"]:
+    if comparison["validation"]:
         out.append(
             Table(
                 "Estimator validation",
-                _validated(found["validation"]),
+                _validated(comparison["validation"]),
                 ["run", "predicted − measured", "of the change", "line holds up to η"],
                 [
                     [
@@ -377,7 +377,7 @@ def tables(found: Comparison) -> list[Table]:
         out.append(
             Table(
                 "Batch size",
-                found["not_scaled"] or _scaled(found["scaling"]),
+                comparison["not_scaled"] or _scaled(comparison["scaling"]),
                 ["run", "B_E", "B_U", "s.e. predicted", "s.e. measured", "× √B_E", "seconds"],
                 [_sized(row) for row in runs],
             )
@@ -400,13 +400,13 @@ def tables(found: Comparison) -> list[Table]:
                 ],
             )
         )
-    if found["differs"]:
+    if comparison["differs"]:
         out.append(
             Table(
                 "Settings that differ",
                 "",
                 ["key", *(row["label"] for row in runs)],
-                [[name, *map(str, values)] for name, values in found["differs"].items()],
+                [[name, *map(str, values)] for name, values in comparison["differs"].items()],
             )
         )
     return out
@@ -416,43 +416,45 @@ def _has(runs: Sequence[ComparedRun], name: Literal["fresh", "weights"]) -> bool
     return any(row[name] is not None for row in runs)
 
 
-def _spoken(found: ComparedNumber | None) -> str:
-    if found is None:
+def _spoken(number: ComparedNumber | None) -> str:
+    if number is None:
         return "–"
-    bar = "" if found["interval"] is None else f" ({words.ends(found['interval'])})"
-    return f"{words.number(found['value'])}{bar}"
+    bar = "" if number["interval"] is None else f" ({words.ends(number['interval'])})"
+    return f"{words.number(number['value'])}{bar}"
 
 
 def _share(ratio: float | None) -> str:
     return "–" if ratio is None else f"{ratio:.1%}"
 
 
-def _validated(found: Validation) -> str:
-    told = []
-    if found["mean_relative_error"] is not None:
-        told.append(f"mean error {found['mean_relative_error']:.1%} of the measured change")
-    if found["inside_interval"] is not None:
-        of = f"{found['inside_interval']} of {found['with_interval']}"
-        told.append(f"{of} predictions inside the measured interval")
-    if found["difference_covers_zero"] is not None:
-        of = f"{found['difference_covers_zero']} of {found['with_paired_interval']}"
-        told.append(f"{of} paired differences contain 0")
-    if found["correlation"] is not None:
-        told.append(words.signed(f"correlation {found['correlation']:.3f}"))
-    return "; ".join(told)
+def _validated(validation: Validation) -> str:
+    sentences = []
+    if validation["mean_relative_error"] is not None:
+        sentences.append(
+            f"mean error {validation['mean_relative_error']:.1%} of the measured change"
+        )
+    if validation["inside_interval"] is not None:
+        of = f"{validation['inside_interval']} of {validation['with_interval']}"
+        sentences.append(f"{of} predictions inside the measured interval")
+    if validation["difference_covers_zero"] is not None:
+        of = f"{validation['difference_covers_zero']} of {validation['with_paired_interval']}"
+        sentences.append(f"{of} paired differences contain 0")
+    if validation["correlation"] is not None:
+        sentences.append(words.signed(f"correlation {validation['correlation']:.3f}"))
+    return "; ".join(sentences)
 
 
-def _scaled(found: Mapping[str, float] | None) -> str:
-    if found is None:
+def _scaled(powers: Mapping[str, float] | None) -> str:
+    if powers is None:
         return "no standard errors"
-    told = ", ".join(f"{name} B_E^{value:.2f}" for name, value in found.items())
-    return words.signed(f"standard errors go as {told} (independent prompts: B_E^-0.50)")
+    powers_text = ", ".join(f"{name} B_E^{value:.2f}" for name, value in powers.items())
+    return words.signed(f"standard errors go as {powers_text} (independent prompts: B_E^-0.50)")
 
 
 def _sized(row: ComparedRun) -> list[str]:
     errors = [None if one is None else one["stderr"] for one in (row["predicted"], row["measured"])]
-    known = errors[1] if errors[1] is not None else errors[0]
-    root = known * math.sqrt(row["B_E"]) if known is not None and row["B_E"] else None
+    stderr = errors[1] if errors[1] is not None else errors[0]
+    root = stderr * math.sqrt(row["B_E"]) if stderr is not None and row["B_E"] else None
     counts = ["–" if size is None else str(size) for size in (row["B_E"], row["B_U"])]
     seconds = row["seconds"]
     return [
@@ -463,9 +465,9 @@ def _sized(row: ComparedRun) -> list[str]:
     ]
 
 
-def table_lines(found: Comparison) -> Iterator[str]:
+def table_lines(comparison: Comparison) -> Iterator[str]:
     """Columns in line, whatever the width of the screen."""
-    for table in tables(found):
+    for table in tables(comparison):
         rows = [table.head, *table.rows]
         widths = [max(len(row[k]) for row in rows) for k in range(len(table.head))]
         yield from ("", f"{table.title}{f' ({table.about})' if table.about else ''}")

@@ -16,10 +16,10 @@ def evaluation_report(result: EvaluationResult) -> list[str]:
     """Lines: what was asked, a row per checkpoint, changes from the first, tokens in doubt."""
     settings = result["settings"]
     split = f", split {settings['split']}" if settings["split"] else ""
-    law = f"temperature {settings['temperature']:g}, top_p {settings['top_p']:g}"
+    distribution = f"temperature {settings['temperature']:g}, top_p {settings['top_p']:g}"
     lines = [
         f"{settings['dataset']}{split}: {settings['prompts']} prompts, {settings['samples']} "
-        f"responses each, {law}, at most {settings['max_new_tokens']} tokens, seed "
+        f"responses each, {distribution}, at most {settings['max_new_tokens']} tokens, seed "
         f"{settings['seed']}",
         f"A response passes with {' and '.join(settings['rewards'])} at least 1. Intervals: "
         "95 %, by prompt.",
@@ -56,8 +56,8 @@ def _graded(result: EvaluationResult) -> list[str]:
     return [name for name in dict.fromkeys(every) if name.startswith(REWARD)]
 
 
-def _mean(found: AnyNumber | None) -> str:
-    return "0s and 1s alone" if found is None else _plain(found, 3)
+def _mean(number: AnyNumber | None) -> str:
+    return "0s and 1s alone" if number is None else _plain(number, 3)
 
 
 def _responses(result: EvaluationResult) -> tuple[list[str], list[list[str]]]:
@@ -65,16 +65,16 @@ def _responses(result: EvaluationResult) -> tuple[list[str], list[list[str]]]:
     head = ["checkpoint", "tokens", "5 | 50 | 95 %", "truncated", "entropy", "surprisal"]
     rows = []
     for one in result["checkpoints"]:
-        found, quantile = one["measures"], one["length_quantiles"]
+        measures, quantile = one["measures"], one["length_quantiles"]
         rows.append(
             [
                 one["label"],
-                _plain(found["length"], 1),
+                _plain(measures["length"], 1),
                 " | ".join(f"{quantile[q]:.0f}" for q in ("0.05", "0.5", "0.95")),
-                _percent(found["truncated"]),
-                _plain(found["entropy"], 3),
-                _plain(found["surprisal"], 3),
-                _percent(found["high_entropy_share"]),
+                _percent(measures["truncated"]),
+                _plain(measures["entropy"], 3),
+                _plain(measures["surprisal"], 3),
+                _percent(measures["high_entropy_share"]),
             ]
         )
     return [*head, f"above {limit:.2g} nats"], rows
@@ -100,26 +100,26 @@ def _changes(result: EvaluationResult) -> tuple[str, list[str], list[list[str]]]
     return f"Change from {first}, same prompts and seeds", head, rows
 
 
-def _change(found: AnyNumber | None) -> str:
-    return "0s and 1s alone" if found is None else _signed(found, 3)
+def _change(number: AnyNumber | None) -> str:
+    return "0s and 1s alone" if number is None else _signed(number, 3)
 
 
 def _tokens(result: EvaluationResult) -> list[str]:
     lines = ["", "Tokens drawn in most doubt (mean entropy in nats, times drawn)"]
     for one in result["checkpoints"]:
         shown = one["high_entropy_tokens"][:TOKENS_SHOWN]
-        told = ", ".join(f"{t['token']!r} {t['mean_entropy']:.2f} ({t['count']})" for t in shown)
-        lines.append(f"  {one['label']}: {told or 'no token was drawn often enough'}")
+        tokens = ", ".join(f"{t['token']!r} {t['mean_entropy']:.2f} ({t['count']})" for t in shown)
+        lines.append(f"  {one['label']}: {tokens or 'no token was drawn often enough'}")
     return lines
 
 
 def _agreement(result: EvaluationResult) -> list[str]:
-    """Surprisal and entropy are equal in the mean where the law sampled is the law scored."""
+    """Surprisal and entropy have one mean where the distribution sampled is the one scored."""
     gaps = {
         one["label"]: one["measures"]["surprisal_minus_entropy"] for one in result["checkpoints"]
     }
-    told = [f"{label} {_signed(gap, 4)}" for label, gap in gaps.items()]
-    lines = ["", "Surprisal minus entropy, where 0 is expected: " + ", ".join(told)]
+    values = [f"{label} {_signed(gap, 4)}" for label, gap in gaps.items()]
+    lines = ["", "Surprisal minus entropy, where 0 is expected: " + ", ".join(values)]
     off = [
         label
         for label, gap in gaps.items()
@@ -128,7 +128,7 @@ def _agreement(result: EvaluationResult) -> list[str]:
     if off:
         lines.append(
             f"  {', '.join(off)}: not 0. That is chance one time in 20 (checkpoints share their "
-            "seeds, and so their luck); far from 0, the law sampled is not the law scored."
+            "seeds, and so their luck); far from 0, the distribution sampled is not the one scored."
         )
     return lines
 
@@ -138,38 +138,38 @@ def _doubts(result: EvaluationResult) -> list[str]:
     missing = dict.fromkeys(
         why
         for one in result["checkpoints"]
-        for found in one["measures"].values()
-        if found["interval"] is None
-        for why in found["why_not"]
+        for measure in one["measures"].values()
+        if measure["interval"] is None
+        for why in measure["why_not"]
     )
     lines = [f"No interval: {why}." for why in missing]
     return ["", *lines] if lines else []
 
 
-def _percent(found: AnyNumber) -> str:
-    bar = found["interval"]
+def _percent(number: AnyNumber) -> str:
+    bar = number["interval"]
     ends = "" if bar is None else f" ({100 * bar[0]:.1f}–{100 * bar[1]:.1f})"
-    return f"{100 * found['value']:.1f} %{ends}"
+    return f"{100 * number['value']:.1f} %{ends}"
 
 
-def _points(found: AnyNumber) -> str:
+def _points(number: AnyNumber) -> str:
     scaled: AnyNumber = {
-        "value": 100 * found["value"],
-        "interval": None if found["interval"] is None else [100 * x for x in found["interval"]],
+        "value": 100 * number["value"],
+        "interval": None if number["interval"] is None else [100 * x for x in number["interval"]],
     }
     return _signed(scaled, 1)
 
 
-def _plain(found: AnyNumber, digits: int) -> str:
-    bar = found["interval"]
+def _plain(number: AnyNumber, digits: int) -> str:
+    bar = number["interval"]
     ends = "" if bar is None else f" ({bar[0]:.{digits}f}–{bar[1]:.{digits}f})"
-    return f"{found['value']:.{digits}f}{ends}"
+    return f"{number['value']:.{digits}f}{ends}"
 
 
-def _signed(found: AnyNumber, digits: int) -> str:
-    bar = found["interval"]
+def _signed(number: AnyNumber, digits: int) -> str:
+    bar = number["interval"]
     ends = "" if bar is None else f" ({bar[0]:+.{digits}f} to {bar[1]:+.{digits}f})"
-    return words.signed(f"{found['value']:+.{digits}f}{ends}")
+    return words.signed(f"{number['value']:+.{digits}f}{ends}")
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

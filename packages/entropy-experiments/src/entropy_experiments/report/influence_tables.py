@@ -1,7 +1,7 @@
-"""An influence study in words: who moved the entropy, what it bought, what else could have been.
+"""An influence study in words: what changed the entropy, what it bought, what else could have been.
 
 `influence_report` makes lines for a terminal of the dict that is in summary.json, and of nothing
-else: a finished study can be told again without a model. A section whose key is absent is left
+else: a finished study can be reported again without a model. A section whose key is absent is left
 out. Texts of rollouts are made printable first: a policy may well write escape sequences.
 """
 
@@ -52,7 +52,7 @@ GROUP_NAMES = {
     "layer": "layer",
     "rollout": "rollout",
 }
-"""Groups that are told; summary.json has them also by prompt and by module."""
+"""Groups that are shown; summary.json has them also by prompt and by module."""
 NAME, WIDE, NARROW, SHARE = 18, 10, 8, 6
 """Widths of a ledger's columns: names, changes, standard errors, shares of the entropy's change."""
 
@@ -73,17 +73,17 @@ def influence_report(
         "what_if": _what_if,
         "budget": _budget,
     }
-    found = summary.get("evaluations", [])
+    evaluations = summary.get("evaluations", [])
     lines = _headline(summary)
-    for evaluation in found:
-        if len(found) > 1:
+    for evaluation in evaluations:
+        if len(evaluations) > 1:
             lines += ["", f"On {evaluation['name']} ({evaluation.get('kind', 'evaluation')}):"]
         bars = _bars(evaluation)
         for name in sections:
-            told = telling[name](evaluation)
-            if told and name in ("groups", "tokens"):
-                told, bars = [*bars, *told], []
-            lines += told
+            section = telling[name](evaluation)
+            if section and name in ("groups", "tokens"):
+                section, bars = [*bars, *section], []
+            lines += section
         lines += [
             *(f"Note: {note}." for note in evaluation.get("notes", ())),
         ]
@@ -158,7 +158,7 @@ def _ledger(evaluation: EvaluationBatch) -> list[str]:
     heads = [columns + (f" {'share':>{SHARE}}" if shares else ""), columns][: len(books)]
     titles = [f"  {title:^{len(head)}}" for (title, _), head in zip(books, heads, strict=True)]
     lines = [
-        "Who moved it, to first order (eventual: with the momentum it leaves to later steps"
+        "What changed it, to first order (eventual: with the momentum it leaves to later steps"
         + ("; share: of the predicted entropy change):" if shares else "):"),
         (f"  {'':{NAME}}" + "".join(titles)).rstrip(),
         f"  {'':{NAME}}" + "".join(f"  {head}" for head in heads),
@@ -213,24 +213,24 @@ def _trust(evaluation: EvaluationBatch) -> list[str]:
     lines = []
     if "cancellation" in evaluation:
         ratio = evaluation["cancellation"]["ratio"]
-        size = (
-            "nothing but themselves: their sum is 0" if ratio is None else f"{ratio:.3g} times it"
-        )
+        size = "not defined: their sum is 0" if ratio is None else f"{ratio:.3g}"
         lines.append(
-            f"Cancellation: beside the size of their sum, the parts' sizes add up to {size}."
+            f"Cancellation: sum of |parts| / |total| = {size}."
             + (" Shares are withheld: they would mean nothing." if _withheld(evaluation) else "")
         )
     if "reliability" in evaluation:
-        told = ", ".join(
+        reliabilities = ", ".join(
             f"{what} {'undefined' if (r := evaluation.get(key)) is None else f'{r:.2f}'}"
             for what, key in (("tokens", "reliability"), ("rollouts", "rollout_reliability"))
         )
-        lines.append(f"Reliability of single influences (split-half over E's prompts): {told}.")
+        lines.append(
+            f"Reliability of single influences (split-half over E's prompts): {reliabilities}."
+        )
         tokens = evaluation["reliability"]
         if tokens is None or tokens < RELIABLE:
             lines.append(
                 "  Another sample of E would rank other tokens: read the groups, or raise "
-                "batch_config.B_E."
+                "data.evaluation_prompts."
             )
     ledger = _entropy(evaluation)
     sums = (None, None, None)
@@ -334,36 +334,36 @@ def printable(text: str) -> str:
 
 
 def _left_out(evaluation: EvaluationBatch) -> list[str]:
-    found = evaluation.get("leave_one_out")
-    if not found:
+    removals = evaluation.get("leave_one_out")
+    if not removals:
         return []
     lines = ["Steps made anew without a rollout (its share is what it did in the step as made):"]
-    for one in found:
+    for one in removals:
         if "error" in one:
             lines.append(f"  without rollout {one['rollout']}: no answer. {one['error']}")
             continue
         lines.append(
             f"  without rollout {one['rollout']}: predicted {spoken(one['first_order'])}, measured "
-            f"{value_of(one['measured']):+.4g}; leaving it out is worth "
+            f"{value_of(one['measured']):+.4g}; its removal adds "
             f"{-value_of(one['difference']):+.2e}, its share was {one['influence']:+.2e}"
         )
     return lines
 
 
 def _fisher(evaluation: EvaluationBatch) -> list[str]:
-    found = evaluation.get("fisher")
-    if not found:
+    fisher = evaluation.get("fisher")
+    if not fisher:
         return []
-    if "error" in found:
-        return [f"Fisher kernel: no answer. {found['error']}"]
-    gap, r = found["relative_gap"], found["correlation"]
+    if "error" in fisher:
+        return [f"Fisher kernel: no answer. {fisher['error']}"]
+    gap, r = fisher["relative_gap"], fisher["correlation"]
     agree = "nothing moved" if gap is None else f"they differ by {gap:.0%} of the measured"
     lines = [
         "Fisher kernel: log-probs of evaluation rollouts, moved by the gradient part of the step "
-        f"at eta {found['eta']:g}:",
+        f"at eta {fisher['eta']:g}:",
         f"  predicted against measured: {'' if r is None else f'correlation {r:.4f}, '}{agree}",
     ]
-    for one in found["moved"]:
+    for one in fisher["moved"]:
         most = ", ".join(
             f"{c['rollout']} ({c['value']:+.2g})" for c in one["contributors"][:CONTRIBUTORS]
         )
@@ -396,36 +396,36 @@ def _what_if(evaluation: EvaluationBatch) -> list[str]:
     return lines
 
 
-def _confirmed(found: Confirmation | None, predicted: float) -> list[str]:
+def _confirmed(confirmation: Confirmation | None, predicted: float) -> list[str]:
     """The effect first: a step that came out as predicted may still differ little from another."""
-    if found is None:
+    if confirmation is None:
         return []
-    if "error" in found:
-        return [f"    not made: {found['error']}"]
+    if "error" in confirmation:
+        return [f"    not made: {confirmation['error']}"]
     lines = []
-    if "change" in found:  # against the step as it was, both measured
+    if "change" in confirmation:  # against the step as it was, both measured
         lines.append(
-            f"    effect {_effect(found)}: predicted {predicted:+.3g}, measured "
-            f"{spoken(found['change'])} against the step as it was"
+            f"    effect {_effect(confirmation)}: predicted {predicted:+.3g}, measured "
+            f"{spoken(confirmation['change'])} against the step as it was"
         )
-    lines.append(f"    the whole step, made and measured: {spoken(found['measured'])}")
-    if found.get("agrees") is None:
+    lines.append(f"    the whole step, made and measured: {spoken(confirmation['measured'])}")
+    if confirmation.get("agrees") is None:
         return [*lines, "    no interval, so nothing is confirmed"]
-    settled = "explained" if found.get("accounted") else "NOT explained"
-    beyond = found.get("beyond_linear", False)
-    if not found["agrees"]:
+    settled = "explained" if confirmation.get("accounted") else "NOT explained"
+    beyond = confirmation.get("beyond_linear", False)
+    if not confirmation["agrees"]:
         lines.append(f"    its prediction is outside the measured interval, {settled} by")
-    elif found.get("accounted") and not beyond:
+    elif confirmation.get("accounted") and not beyond:
         lines.append("    its prediction is inside the measured interval: confirmed, as a whole")
     else:
-        doubt = "not confirmed" if found.get("accounted") else "NOT explained by"
+        doubt = "not confirmed" if confirmation.get("accounted") else "NOT explained by"
         lines.append(f"    its prediction is inside the measured interval, but {doubt}")
-    gap = value_of(found["recomputed"]) - value_of(found["frozen"])
+    gap = value_of(confirmation["recomputed"]) - value_of(confirmation["frozen"])
     parts = [f"denominator and clip {gap:+.2g}"]
-    bend = found.get("curvature")
+    bend = confirmation.get("curvature")
     if bend is not None:
         parts.append(f"curvature {value_of(bend):+.2g}")
-    parts.append(f"rest {value_of(found['rest']):+.2g}")
+    parts.append(f"rest {value_of(confirmation['rest']):+.2g}")
     lines.append(f"    measured - predicted: {', '.join(parts)}")
     if beyond:
         lines.append(
@@ -434,8 +434,8 @@ def _confirmed(found: Confirmation | None, predicted: float) -> list[str]:
     return lines
 
 
-def _effect(found: ConfirmationAnswer) -> str:
-    seen, agrees = found.get("effect"), found.get("effect_agrees")
+def _effect(confirmation: ConfirmationAnswer) -> str:
+    seen, agrees = confirmation.get("effect"), confirmation.get("effect_agrees")
     if seen is None and agrees is not None:  # an older summary
         seen = "as predicted" if agrees else "not as predicted"
     if seen is None:
@@ -445,17 +445,17 @@ def _effect(found: ConfirmationAnswer) -> str:
 
 
 def _budget(evaluation: EvaluationBatch) -> list[str]:
-    found = evaluation.get("entropy_budget")
-    if not found:
+    budget = evaluation.get("entropy_budget")
+    if not budget:
         return []
-    wanted = f"To change the entropy by {found['budget']:+.4g} nats: "
-    if "error" in found:
-        return [f"{wanted}no answer. {found['error']}"]
-    curved = found.get("curved")
-    told = f"{wanted}learning rate {found['linear']:.4g} by the slope alone"
-    if found.get("curvature_known", True):
-        told += f", {'none' if curved is None else f'{curved:.4g}'} with curvature"
-    return [told, *(f"  {note}" for note in found.get("notes", ()))]
+    wanted = f"To change the entropy by {budget['budget']:+.4g} nats: "
+    if "error" in budget:
+        return [f"{wanted}no answer. {budget['error']}"]
+    curved = budget.get("curved")
+    text = f"{wanted}learning rate {budget['linear']:.4g} by the slope alone"
+    if budget.get("curvature_known", True):
+        text += f", {'none' if curved is None else f'{curved:.4g}'} with curvature"
+    return [text, *(f"  {note}" for note in budget.get("notes", ()))]
 
 
 def _provenance(summary: InfluenceResult) -> list[str]:

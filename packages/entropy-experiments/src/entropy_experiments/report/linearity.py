@@ -66,15 +66,15 @@ class LineFit:
     @property
     def flags(self) -> tuple[str, ...]:
         """Why this is not a line that can be believed; empty if it is one."""
-        found = []
+        flags = []
         if not self.bend <= MAX_BEND:
-            found.append("bent")
+            flags.append("bent")
         dof = len(self.etas) - 1
         if self.chi2_per_dof is not None and chdtrc(dof, dof * self.chi2_per_dof) < MAX_CHI2_CHANCE:
-            found.append("chi2")
+            flags.append("chi2")
         if self.origin_stderr is not None and abs(self.origin_slope) < 2 * self.origin_stderr:
-            found.append("noise")
-        return tuple(found)
+            flags.append("noise")
+        return tuple(flags)
 
     @property
     def linear(self) -> bool:
@@ -127,7 +127,7 @@ def fitted(deltas: Deltas) -> LineFit:
         raise ValueError(
             f"Rollout {deltas.rollout} of {deltas.evaluation} was measured at one step size "
             f"({eta[0]:g}); a line needs two or more. Run the study with several "
-            "influence.per_sequence_etas."
+            "influence.rollout_learning_rates."
         )
     slope, intercept = (float(x) for x in np.polyfit(eta, change, 1))
     residual = change - (intercept + slope * eta)
@@ -137,13 +137,13 @@ def fitted(deltas: Deltas) -> LineFit:
         # A change that is the same at every step size is a line of slope 0, perfectly fitted.
         r2 = 1 - float((residual**2).sum()) / spread if spread else 1.0
     weight = np.ones_like(eta)
-    known = deltas.stderrs is not None and all(s > 0 for s in deltas.stderrs)
-    if known:
+    weighted = deltas.stderrs is not None and all(s > 0 for s in deltas.stderrs)
+    if weighted:
         weight = 1 / np.array(deltas.stderrs) ** 2
     origin = float((weight * eta * change).sum() / (weight * eta**2).sum())
     chi2 = float((weight * (change - origin * eta) ** 2).sum()) / (len(eta) - 1)
     # The errors of all step sizes are one sample's: averaging over them makes none smaller.
-    stderr = min(s / abs(e) for s, e in zip(deltas.stderrs or (), eta)) if known else None
+    stderr = min(s / abs(e) for s, e in zip(deltas.stderrs or (), eta)) if weighted else None
     return LineFit(
         evaluation=deltas.evaluation,
         flavour=deltas.flavour,
@@ -156,7 +156,7 @@ def fitted(deltas: Deltas) -> LineFit:
         r2=r2,
         origin_slope=origin,
         origin_stderr=stderr,
-        chi2_per_dof=chi2 if known else None,
+        chi2_per_dof=chi2 if weighted else None,
         bend=_bend(eta, change),
         first_order=deltas.first_order,
     )
@@ -208,16 +208,16 @@ def evaluations(run: Files) -> list[str]:
     """eval_00, eval_01, ...: the evaluation batches a folder has measurements for."""
     suffix = "_per_sequence"
     tops = {name.partition("/")[0] for name in run.names if "/" in name}
-    found = sorted(
+    names = sorted(
         top.removesuffix(suffix) for top in tops if top.startswith("eval_") and top.endswith(suffix)
     )
-    if not found:
+    if not names:
         raise FileNotFoundError(
             f"{run.folder} has no folder eval_XX{suffix}; expected one per evaluation batch. It is "
             "no run directory of `entropy-probe influence`, or the study has not got that far: run "
             "the same command again."
         )
-    return found
+    return names
 
 
 def measured_deltas(
@@ -233,15 +233,15 @@ def measured_deltas(
     }
     slope_U = _first_order(run, evaluation, reference_eta)
     rollouts = _measured_rollouts(run, folder, by_eta, len(slope_U))
-    totals, told = _by_eta(run, grad_eta, "npy"), _by_eta(run, grad_eta, "json")
+    totals, facts = _by_eta(run, grad_eta, "npy"), _by_eta(run, grad_eta, "json")
     stderr: dict[float, dict[int, float | None]] = {}
     for eta, changes in by_eta.items():
-        if eta not in told or eta not in totals:
+        if eta not in facts or eta not in totals:
             raise FileNotFoundError(
                 f"{run.folder / grad_eta} has no eta_{eta:g}.npy and .json, which "
                 f"{folder}/{flavour} has; expected the same step sizes in both."
             )
-        stderr[eta] = _stderrs(run, told[eta])
+        stderr[eta] = _stderrs(run, facts[eta])
         if flavour == "grad":
             _refuse_other(run, totals[eta], rollouts, changes)
     out = []
@@ -250,7 +250,7 @@ def measured_deltas(
         if any(math.isnan(change) for change in changes):
             continue  # not measured
         errors = [stderr[eta].get(rollout) for eta in by_eta]
-        known = [error for error in errors if error is not None]
+        stderrs = [error for error in errors if error is not None]
         slope = float(slope_U[rollout])
         out.append(
             Deltas(
@@ -259,7 +259,7 @@ def measured_deltas(
                 rollout=rollout,
                 etas=tuple(by_eta),
                 changes=changes,
-                stderrs=tuple(known) if len(known) == len(errors) else None,
+                stderrs=tuple(stderrs) if len(stderrs) == len(errors) else None,
                 first_order=None if math.isnan(slope) else slope,
             )
         )
@@ -268,24 +268,24 @@ def measured_deltas(
 
 def _by_eta(run: Files, folder: str, kind: str) -> dict[float, str]:
     """Files eta_<eta>.<kind> of a folder, smallest step first."""
-    found = {}
+    by_eta = {}
     for name in run.names:
         path = PurePosixPath(name)
         if str(path.parent) != folder or not path.match(f"eta_*.{kind}"):
             continue
         try:
-            found[float(path.stem.removeprefix("eta_"))] = name
+            by_eta[float(path.stem.removeprefix("eta_"))] = name
         except ValueError:
             raise ValueError(
                 f"{run.folder / name} does not name a step size; expected eta_<number>.{kind}, as "
                 f"in eta_0.004.{kind}."
             ) from None
-    if not found:
+    if not by_eta:
         raise FileNotFoundError(
             f"No file eta_*.{kind} in {run.folder / folder}; expected one per step size. Run the "
             "study again: it continues where it stopped."
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(by_eta.items()))
 
 
 def _column_sums(run: Files, name: str) -> np.ndarray:
@@ -307,7 +307,7 @@ def _first_order(run: Files, evaluation: str, reference_eta: float | None) -> np
             f"No {name} in {run.folder}; expected the [N_E, N_U] matrix of the study."
         )
     changes_U = _column_sums(run, name)
-    if _is_measured(run, name):  # influence.finite: true
+    if _is_measured(run, name):  # influence.measured_matrix: true
         return np.full_like(changes_U, np.nan)
     return changes_U / (reference_eta or _reference_eta(run))
 
@@ -318,18 +318,18 @@ def _is_measured(run: Files, name: str) -> bool:
 
 
 def _reference_eta(run: Files) -> float:
-    found = None
+    eta = None
     if "summary.json" in run:
-        told = run.summary()
-        found = told.get("reference_eta") or next(
-            iter(told.get("plan", {}).get("etas") or ()), None
+        summary = run.summary()
+        eta = summary.get("reference_eta") or next(
+            iter(summary.get("plan", {}).get("etas") or ()), None
         )
-    if found is None:
+    if eta is None:
         raise ValueError(
             f"{run.folder / 'summary.json'} does not name the step size of the delta matrix "
             "(reference_eta, or plan.etas); give it as reference_eta."
         )
-    return float(found)
+    return float(eta)
 
 
 def _measured_rollouts(
@@ -349,8 +349,8 @@ def _measured_rollouts(
 
 
 def _stderrs(run: Files, name: str) -> dict[int, float | None]:
-    told = run.json(name)
-    rows = told["rollouts"] if isinstance(told, dict) else told
+    facts = run.json(name)
+    rows = facts["rollouts"] if isinstance(facts, dict) else facts
     return {int(row["rollout"]): row.get("stderr") for row in rows}
 
 

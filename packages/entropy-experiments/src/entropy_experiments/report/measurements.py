@@ -27,25 +27,25 @@ def measurement_report(results: MeasurementsResult | JSONObject) -> list[str]:
             if mean is not None
         ]
         lines += [
-            f"    {name} - measured{_shown(found)}, paired"
-            for name, found in entry["differences"].items()
+            f"    {name} - measured{_shown(number)}, paired"
+            for name, number in entry["differences"].items()
         ]
         lines += [
-            f"    measured, clip {clip}{_shown(found)}" for clip, found in entry["clips"].items()
+            f"    measured, clip {clip}{_shown(number)}" for clip, number in entry["clips"].items()
         ]
     if count == 1 and plan["repeats"] == 1:
-        lines.append("One repeat: intervals are over its prompts. experiment.repeats draws more.")
+        lines.append("One repeat: intervals are over its prompts. measure.repeats draws more.")
     lines.append(f"Saved: {results['results_path']}")
     return lines
 
 
-def _shown(found: RepeatMean) -> str:
-    if found["interval"] is None:
-        return f" {found['mean']:+.4g} (no interval)"
-    low, high = found["interval"]
-    return f" {found['mean']:+.4g} (95% {low:+.3g} to {high:+.3g})"
+def _shown(number: RepeatMean) -> str:
+    if number["interval"] is None:
+        return f" {number['mean']:+.4g} (no interval)"
+    low, high = number["interval"]
+    return f" {number['mean']:+.4g} (95% {low:+.3g} to {high:+.3g})"
 
 
-def _untrusted(found: RepeatMean) -> str:
-    doubtful = found["repeats"] - found["trusted"]
-    return f"  not trusted in {doubtful} of {found['repeats']}" if doubtful else ""
+def _untrusted(number: RepeatMean) -> str:
+    doubtful = number["repeats"] - number["trusted"]
+    return f"  not trusted in {doubtful} of {number['repeats']}" if doubtful else ""

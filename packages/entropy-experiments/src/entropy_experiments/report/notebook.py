@@ -47,26 +47,26 @@ class InfluenceSummary(dict[str, Any]):
             self["ledger"] = Ledger(self["ledger"])
 
     def _repr_html_(self) -> str:
-        found = self["evaluations"][0]
-        ledger = found["ledger"]["entropy"]
-        said = words.sentence(
+        evaluation = self["evaluations"][0]
+        ledger = evaluation["ledger"]["entropy"]
+        sentence = words.sentence(
             update=words.made_by_study(cast(InfluenceResult, self)),
             change=ledger["measured"],
-            level=found["level"]["value"],
-            unit=(found.get("estimand") or {}).get("unit", "token"),
+            level=evaluation["level"]["value"],
+            unit=(evaluation.get("estimand") or {}).get("unit", "token"),
             predicted=ledger["predicted"],
         )
-        doubts = [*words.doubts_of(ledger["predicted"], ledger["measured"]), *found["doubts"]]
-        shown = [said_html(said, doubts), ledger_html(ledger)]
-        if found.get("what_if"):
-            shown.append(answers_html(found["what_if"]))
+        doubts = [*words.doubts_of(ledger["predicted"], ledger["measured"]), *evaluation["doubts"]]
+        shown = [said_html(sentence, doubts), ledger_html(ledger)]
+        if evaluation.get("what_if"):
+            shown.append(answers_html(evaluation["what_if"]))
         if "run_directory" in self:
             shown.append(f"<p><code>{escape(str(self['run_directory']))}</code></p>")
         return "".join(shown)
 
 
 class Ledger(dict[str, Any]):
-    """Who moved the entropy, line by line."""
+    """What changed the entropy, line by line."""
 
     def _repr_html_(self) -> str:
         return ledger_html(cast(LedgerResult, self))
@@ -98,15 +98,15 @@ class Measurements(dict[str, Any]):
             for point in self["summary"]
         ]
         repeats = len(self["repeats"])
-        said = f"{self['checkpoint']}: {repeats} repeat{'s' if repeats > 1 else ''}"
-        return said_html(said) + table_html(["η", *names], rows)
+        sentence = f"{self['checkpoint']}: {repeats} repeat{'s' if repeats > 1 else ''}"
+        return said_html(sentence) + table_html(["η", *names], rows)
 
 
 def probe_html(results: ProbeResult, unit: str) -> str:
     """Of the keys of `results_of`."""
     estimates = results["estimates"]
     predicted, measured = (estimates.get(name) for name in ("deltaH1", "deltaH_true"))
-    said = words.of_probe(results, predicted, measured, unit)
+    sentence = words.of_probe(results, predicted, measured, unit)
     shown = (
         ("entropy now", "H_orig"),
         ("predicted change", "deltaH1"),
@@ -120,9 +120,9 @@ def probe_html(results: ProbeResult, unit: str) -> str:
     rows = [[name, *_estimate(estimates[key])] for name, key in shown if key in estimates]
     doubts = words.doubts_of(predicted, measured)
     if results.get("assumed"):
-        told = ", ".join(f"{name} = {value}" for name, value in results["assumed"].items())
-        doubts.append(f"assumed, not read from any file: {told}")
-    return said_html(said, doubts) + table_html(["", "nats", "95 %", "trusted"], rows)
+        assumed = ", ".join(f"{name} = {value}" for name, value in results["assumed"].items())
+        doubts.append(f"assumed, not read from any file: {assumed}")
+    return said_html(sentence, doubts) + table_html(["", "nats", "95 %", "trusted"], rows)
 
 
 def ledger_html(ledger: LedgerResult) -> str:
@@ -136,10 +136,10 @@ def ledger_html(ledger: LedgerResult) -> str:
         for name, line in ledger["lines"].items()
     ]
     for name in SUMS:
-        found = ledger.get(name)
-        if found is not None:
-            stderr = words.plain(found.get("stderr"), 2)
-            rows.append([name, words.number(found["value"]), "", stderr])
+        number = ledger.get(name)
+        if number is not None:
+            stderr = words.plain(number.get("stderr"), 2)
+            rows.append([name, words.number(number["value"]), "", stderr])
     return table_html(["", "this step", "eventual", "s.e."], rows)
 
 
@@ -149,13 +149,13 @@ def answers_html(answers: Iterable[WhatIf]) -> str:
         if "error" in one:
             rows.append([one["name"], f"no answer: {one['error']}", "", ""])
             continue
-        predicted, made = one["prediction"], measured_again(one)
+        predicted, measured = one["prediction"], measured_again(one)
         rows.append(
             [
                 one["name"],
                 words.number(predicted["total"]),
                 words.number(predicted["change"]),
-                "" if made is None else _value(made["value"], made["interval"]),
+                "" if measured is None else _value(measured["value"], measured["interval"]),
             ]
         )
     return table_html(["what if", "predicted", "difference", "made and measured"], rows)
@@ -163,14 +163,14 @@ def answers_html(answers: Iterable[WhatIf]) -> str:
 
 def trajectory_html(total: Mapping[str, AnyNumber], first: int, last: int) -> str:
     """`total`: predicted, measured and fresh, each as `results.numbers` writes it."""
-    rows = [[name, *_estimate(found)] for name, found in total.items()]
-    said = f"Entropy from step {first} to step {last}, summed over the steps"
-    return said_html(said) + table_html(["", "nats", "95 %", "trusted"], rows)
+    rows = [[name, *_estimate(number)] for name, number in total.items()]
+    sentence = f"Entropy from step {first} to step {last}, summed over the steps"
+    return said_html(sentence) + table_html(["", "nats", "95 %", "trusted"], rows)
 
 
 def said_html(sentence: str, doubts: Iterable[str] = ()) -> str:
-    told = "".join(f"<br><small>⚠ {escape(doubt)}</small>" for doubt in doubts)
-    return f"<p><strong>{escape(sentence)}</strong>{told}</p>"
+    lines = "".join(f"<br><small>⚠ {escape(doubt)}</small>" for doubt in doubts)
+    return f"<p><strong>{escape(sentence)}</strong>{lines}</p>"
 
 
 def table_html(head: Row, rows: Iterable[Row]) -> str:
@@ -184,10 +184,10 @@ def table_html(head: Row, rows: Iterable[Row]) -> str:
     return f"<table><thead><tr>{cells(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _estimate(found: AnyNumber) -> list[str]:
-    trusted = found.get("trusted")
+def _estimate(number: AnyNumber) -> list[str]:
+    trusted = number.get("trusted")
     sure = "" if trusted is None else "yes" if trusted else "no"
-    return [words.number(found["value"]), words.ends(found.get("interval")), sure]
+    return [words.number(number["value"]), words.ends(number.get("interval")), sure]
 
 
 def _value(value: float, interval: Sequence[float] | None) -> str:

@@ -273,8 +273,8 @@ def answered(section: WhatIfSection) -> list[Answer]:
 
 def measured_again(answer: WhatIfAnswer) -> EstimateResult | None:
     """What the step of a what-if did when it was made; None: it was not."""
-    made = answer.get("confirmation")
-    return None if made is None or "error" in made else made["measured"]
+    confirmation = answer.get("confirmation")
+    return None if confirmation is None or "error" in confirmation else confirmation["measured"]
 
 
 def as_number(value: float) -> Number:

@@ -2,7 +2,7 @@
 
     gsm8k_r1_template     GSM8K questions in the <think>/<answer> template
     gsm8k                 GSM8K questions, plainly, answers after ####
-    jsonl                 any JSONL with "prompt" and "answer" (dataset_path), prompts as they are
+    jsonl                 any JSONL with "prompt" and "answer" (data.file), prompts as they are
     countdown             made from the seed, in the words of sampling/countdown.py
     countdown_r1_template the same in plain language and the <think>/<answer> template
     reasoning_gym:<task>  made by reasoning-gym (an extra), in the <think>/<answer> template
@@ -132,9 +132,8 @@ def _unknown(name: str) -> ValueError:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ValueError(
         f"Unknown dataset {name!r}; expected one of {', '.join(DATASETS)}.{hint} Questions of "
-        'your own: dataset_name "jsonl" with dataset_path (of the probe\'s configuration: '
-        "batch_config.dataset_name and .dataset_path); of `entropy-probe evaluate`: --task "
-        "questions.jsonl."
+        "your own: data.dataset: jsonl with data.file (of `entropy-probe train`: dataset_name and "
+        "dataset_path; of `entropy-probe evaluate`: --task questions.jsonl)."
     )
 
 
@@ -188,7 +187,7 @@ def _gsm8k_file(path: Path, split: str) -> Iterator[tuple[str, str, str]]:
         if "####" not in answer:
             raise ValueError(
                 f"{where}: the answer does not end in '#### <number>'; expected GSM8K's own format "
-                f'{GSM8K_LINE}. Plain answers: use dataset_name "jsonl" with {PROMPT_LINE}.'
+                f'{GSM8K_LINE}. Plain answers: use dataset "jsonl" with {PROMPT_LINE}.'
             )
         yield f"gsm8k/{split}/{number}", question, answer
 
@@ -197,21 +196,21 @@ def _gsm8k_hub(split: str) -> Iterator[tuple[str, str, str]]:
     if any(part.split("[")[0].strip() not in GSM8K_SPLITS for part in split.split("+")):
         raise ValueError(
             f"GSM8K has no split {split!r}; expected {' or '.join(GSM8K_SPLITS)}. Set "
-            "batch_config.split (or E_split, U_split) to one of them."
+            "data.split (or data.evaluation_split, data.update_split) to one of them."
         )
     try:
         import datasets
     except ImportError as error:
         raise ValueError(
             "GSM8K from the hub needs the `datasets` package: pip install datasets. Or set "
-            "batch_config.dataset_path to a local JSONL file."
+            "data.file to a local JSONL file."
         ) from error
     try:
         rows = datasets.load_dataset("openai/gsm8k", "main", split=split)
     except Exception as error:  # the hub's libraries raise their own, and the advice is one
         raise ValueError(
             f"GSM8K ({split}) could not be loaded from the hub: {type(error).__name__}: {error}. "
-            "Without a connection, set batch_config.dataset_path to a local JSONL file with lines "
+            "Without a connection, set data.file to a local JSONL file with lines "
             f"like {GSM8K_LINE}."
         ) from error
     row: Any
@@ -229,10 +228,7 @@ def gsm8k_answer(solution: str, where: str) -> str:
 
 def _jsonl(path: str | Path | None, split: str | None) -> Iterator[Problem]:
     if path is None:
-        raise ValueError(
-            'dataset "jsonl" needs batch_config.dataset_path: a file with lines like '
-            f"{PROMPT_LINE}."
-        )
+        raise ValueError(f'dataset "jsonl" needs data.file: a file with lines like {PROMPT_LINE}.')
     file = _file(path, split)
     for number, record in read_jsonl(file, PROMPT_LINE):
         where = f"{file}:{number}"
@@ -268,7 +264,7 @@ def _recorded(path: str | Path | None, split: str | None) -> Iterator[Problem]:
     if path is None:
         raise ValueError(
             f"dataset {RECORDED!r} is what a run recorded, and no record names its prompts. Name "
-            "a dataset: batch_config.dataset_name."
+            "a dataset: data.dataset."
         )
     file = _file(path, split)
     for number, record in read_jsonl(file, RECORDED_LINE):
@@ -370,7 +366,7 @@ def _in_chat(problem: Problem, tokenizer: Any, *, conversation: bool = False) ->
     question = problem.prompt.removesuffix(f"\nAssistant: {opening}") if opening else problem.prompt
     messages = problem.facts.get("messages") or [{"role": "user", "content": question}]
     where = f"The chat template of the tokenizer at {tokenizer.name_or_path}"
-    advice = "Repair it, or set batch_config.chat_template: false."
+    advice = "Repair it, or set data.chat_template: false."
     with (
         library_errors(f"{where} fails on a prompt", advice),
         time_limit(TEMPLATE_SECONDS, f"{where}, for one prompt,", advice),

@@ -156,15 +156,15 @@ class SampleGenerator:
         """
         if group < 2:
             raise ValueError(
-                f"group is {group}; expected at least 2 (batch_config.G): an advantage compares "
-                "responses to one prompt."
+                f"group is {group}; expected at least 2 (data.responses_per_prompt): an "
+                "advantage compares responses to one prompt."
             )
         pool = iter(problems)
         wanted = _next(pool, prompts)
         if len(wanted) < prompts:
             raise ValueError(
                 f"The update needs {prompts} problems, the pool has {len(wanted)}. Lower "
-                "batch_config.B_U, or give a larger dataset."
+                "data.update_prompts, or give a larger dataset."
             )
         kept: list[_Group | None] = [None] * prompts
         places, retries, exhausted = list(range(prompts)), 0, False
@@ -238,7 +238,7 @@ class SampleGenerator:
         if equal == len(groups):
             notes.append(
                 "no group has an advantage: the update is momentum and decay alone, and nothing "
-                "said about the gradient part can be trusted. Raise generation.max_new_tokens, or "
+                "said about the gradient part can be trusted. Raise sampling.max_new_tokens, or "
                 "choose a task that the policy sometimes solves"
             )
         batch = UpdateBatch(
@@ -279,7 +279,7 @@ class SampleGenerator:
                 f"Problem {problem.id!r} has a prompt of {len(ids)} tokens; with "
                 f"{self.max_new_tokens} new ones that exceeds the model's "
                 f"{longest + self.max_new_tokens} positions. Lower max_new_tokens (in a config: "
-                "generation.max_new_tokens), or leave the problem out."
+                "sampling.max_new_tokens), or leave the problem out."
             )
         return ids
 

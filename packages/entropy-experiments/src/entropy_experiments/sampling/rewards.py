@@ -154,19 +154,21 @@ def build_reward(
     """
     if isinstance(functions, str) or not functions:
         raise ValueError(
-            f"reward.functions is {functions!r}; expected a list with at least one of "
+            f"data.reward_functions is {functions!r}; expected a list with at least one of "
             f"{', '.join(NAMED)} or module:function."
         )
     if len(set(functions)) < len(functions):
-        raise ValueError(f"reward.functions {list(functions)} names one twice; use its weight.")
+        raise ValueError(
+            f"data.reward_functions {list(functions)} names one twice; use its weight."
+        )
     chosen = tuple(1.0 for _ in functions) if weights is None else tuple(map(float, weights))
     if len(chosen) != len(functions):
         raise ValueError(
-            f"reward.weights has {len(chosen)} entries for {len(functions)} functions; expected "
-            "one each."
+            f"data.reward_weights has {len(chosen)} entries for {len(functions)} functions; "
+            "expected one each."
         )
     if not all(map(math.isfinite, chosen)):
-        raise ValueError(f"reward.weights is {list(chosen)}; expected finite numbers.")
+        raise ValueError(f"data.reward_weights is {list(chosen)}; expected finite numbers.")
     by_name: dict[str, RewardFunction | OwnReward] = {}
     for i, name in enumerate(functions):
         if sources is not None:
@@ -384,7 +386,7 @@ class OwnReward:
 
     def _in_time(self, call: Callable[[], Any], count: int) -> Any:
         what = f"Reward {self.name!r}, for {count} completions,"
-        advice = "Is it waiting for something? Raise reward.seconds if it needs longer."
+        advice = "Is it waiting for something? Raise data.reward_seconds if it needs longer."
         if can_interrupt():
             with time_limit(self.seconds, what, advice):
                 return call()
@@ -428,7 +430,7 @@ def import_recorded_reward(source: RewardSource, *, seconds: float = SECONDS) ->
     name, file, module = source["name"], Path(source["file"]), source.get("module")
     with users_code(
         f"The run's reward {name!r} in {file}",
-        "Run from the folder that training ran in, or name another: reward.functions.",
+        "Run from the folder that training ran in, or name another: data.reward_functions.",
         failed="cannot be imported",
     ):
         same = module is not None and module_is_file(module, file)

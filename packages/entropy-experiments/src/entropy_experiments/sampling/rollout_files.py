@@ -308,10 +308,10 @@ def _load(
     tensors["tokens_NS"] = tensors["tokens_NS"].long()
     text = None
     if TEXT in contents:
-        found = json.loads(contents[TEXT])
-        if not isinstance(found, list) or not all(isinstance(line, str) for line in found):
+        texts = json.loads(contents[TEXT])
+        if not isinstance(texts, list) or not all(isinstance(line, str) for line in texts):
             raise ValueError(f"{folder / TEXT} must be a JSON list of strings, one per rollout.")
-        text = tuple(found)
+        text = tuple(texts)
     return tensors, text, manifest
 
 
@@ -361,8 +361,8 @@ def _rollouts(
 ) -> Rollouts:
     fields: dict[str, Any] = {name: tensors.get(name) for name in _ROLLOUT_TENSORS}
     rollouts = Rollouts(**fields, text=text, share=manifest["share"])
-    said = {"rollouts": len(rollouts), "fingerprint": rollouts.fingerprint}
-    for name, value in said.items():
+    own = {"rollouts": len(rollouts), "fingerprint": rollouts.fingerprint}
+    for name, value in own.items():
         if manifest.get(name, value) != value:
             raise ValueError(
                 f"{MANIFEST} says {name} {manifest[name]!r}, and {TENSORS} beside it has "
@@ -375,7 +375,7 @@ class RolloutStore:
     """Finished units of sampling, one file each, for one model and one set of settings.
 
     `bind` names both. A folder bound to something else is refused, not mixed: rollouts of two
-    policies in one batch would look like one policy with a strange law.
+    policies in one batch would look like one policy with a strange distribution.
     """
 
     IDENTITY = "store.json"

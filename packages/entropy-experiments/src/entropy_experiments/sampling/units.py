@@ -2,7 +2,7 @@
 
     key = sha256([seed, prompt] of every row)
 
-The store's identity holds what all units share (model, law, lengths); the key holds the rest.
+The store's identity holds what all units share (model, distribution, lengths), the key the rest.
 
 Units that nobody has yet are dealt out to the current ranks. Each rank stores what it has drawn
 at once, so a lost rank costs the unit that it was drawing (the others may finish theirs: see
@@ -195,8 +195,8 @@ def dealt_units(
 
 def unit_key(unit: Sequence[Draw]) -> str:
     """Everything that determines the unit's tokens besides the store's identity."""
-    said = json.dumps([[draw.seed, draw.prompt] for draw in unit]).encode()
-    return hashlib.sha256(said).hexdigest()
+    text = json.dumps([[draw.seed, draw.prompt] for draw in unit]).encode()
+    return hashlib.sha256(text).hexdigest()
 
 
 def packed(drawn: Sequence[Drawn]) -> dict[str, Tensor]:

@@ -169,7 +169,7 @@ class Estimate:
         value: The number, in nats (or in reward).
         stderr: Its standard error; None where none can be computed.
         interval: 95 %, by Student's t.
-        estimand: What it speaks of.
+        estimand: What is estimated.
         influences: One per independent sample.
         bias: By the jackknife, of order 1/N; `value - bias` is less biased and more spread.
         noise_floor: Size of the changes that rounding alone makes.
@@ -390,14 +390,14 @@ class Attribution:
 
 def _stderr(influences: tuple[Influence, ...]) -> tuple[float | None, float]:
     """Standard error and its degrees of freedom (Welch-Satterthwaite across samples)."""
-    found = [influence.variance() for influence in influences]
-    known = [pair for pair in found if pair is not None]
-    if not known or len(known) < len(found):
+    variances = [influence.variance() for influence in influences]
+    pairs = [pair for pair in variances if pair is not None]
+    if not pairs or len(pairs) < len(variances):
         return None, 0.0
-    total = sum(variance for variance, _ in known)
-    if total == 0 or len(known) == 1:
-        return sqrt(total), min(free for _, free in known)
-    return sqrt(total), total**2 / sum(variance**2 / free for variance, free in known)
+    total = sum(variance for variance, _ in pairs)
+    if total == 0 or len(pairs) == 1:
+        return sqrt(total), min(free for _, free in pairs)
+    return sqrt(total), total**2 / sum(variance**2 / free for variance, free in pairs)
 
 
 def _scaled(factor: float, diagnostics: Mapping[str, Any]) -> dict[str, Any]:

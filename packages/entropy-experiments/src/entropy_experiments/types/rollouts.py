@@ -63,7 +63,7 @@ class Policy(Protocol):
 
     @property
     def top_p(self) -> float:
-        """1 for the full softmax; below 1 the policy *is* the truncated law."""
+        """1 for the full softmax; below 1 the policy *is* the truncated distribution."""
         ...
 
     def score(self, params: Params, rollouts: Rollouts) -> Scores: ...

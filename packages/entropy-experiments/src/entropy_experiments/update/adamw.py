@@ -92,11 +92,11 @@ def compute_update_vector_adamw(
         >>> sorted(direction.parts), sorted(baseline.parts), round(stats.grad_norm, 4)
         (['decay', 'gradient', 'momentum'], ['decay', 'momentum'], 0.0458)
     """
-    found = loss_gradient(policy, batch, objective, microbatch=microbatch)
+    gradient = loss_gradient(policy, batch, objective, microbatch=microbatch)
     direction = adamw_direction(
-        policy.params, found.gradient, optimizer, max_grad_norm=max_grad_norm
+        policy.params, gradient.gradient, optimizer, max_grad_norm=max_grad_norm
     )
-    return (*_with_baseline(direction), _stats(policy, direction, found, optimizer))
+    return (*_with_baseline(direction), _stats(policy, direction, gradient, optimizer))
 
 
 def update_of_gradient(
@@ -128,17 +128,17 @@ def _with_baseline(direction: Direction) -> tuple[Direction, Direction]:
 
 
 def _stats(
-    policy: Policy, direction: Direction, found: LossGradient, optimizer: OptimizerState
+    policy: Policy, direction: Direction, gradient: LossGradient, optimizer: OptimizerState
 ) -> UpdateStats:
-    _, grad_norm = clip_factor(found.gradient, None)
+    _, grad_norm = clip_factor(gradient.gradient, None)
     part_norms = {name: norm(part) for name, part in direction.parts.items()}
     return UpdateStats(
-        loss=found.loss,
+        loss=gradient.loss,
         step=max((float(entry.get("step", 0)) for entry in optimizer.state.values()), default=0.0),
         grad_norm=grad_norm,
         clipped_norm=grad_norm * direction.clip_factor,
         clip_factor=direction.clip_factor,
-        microbatches=found.microbatches,
+        microbatches=gradient.microbatches,
         precision={
             "parameters": str(next(iter(policy.params.values())).dtype),
             "matmul": torch.get_float32_matmul_precision(),
@@ -152,7 +152,7 @@ def _stats(
             for part, params in direction.parts.items()
             if part_norms[part] > 0
         },
-        found=found,
+        found=gradient,
     )
 
 

@@ -160,16 +160,18 @@ def direction_of(
 ) -> Direction:
     """The step of a gradient; parameters that it lacks are left alone, as torch does."""
     moving = {name: params[name] for name in gradient}
-    found = build(moving, gradient, moving_part(state, moving))
+    direction = build(moving, gradient, moving_part(state, moving))
 
     def whole(part: Params) -> Params:
         return {name: part.get(name, torch.zeros_like(p)) for name, p in params.items()}
 
     return Direction(
-        parts={name: whole(part) for name, part in found.parts.items()},
-        lr=found.lr,
-        preconditioner=None if found.preconditioner is None else whole(found.preconditioner),
-        clip_factor=found.clip_factor,
+        parts={name: whole(part) for name, part in direction.parts.items()},
+        lr=direction.lr,
+        preconditioner=None
+        if direction.preconditioner is None
+        else whole(direction.preconditioner),
+        clip_factor=direction.clip_factor,
     )
 
 

@@ -79,8 +79,8 @@ def train(
         checkpoint, torn = last_whole_checkpoint(out)
         notes += [f"{path.name} was cut off and is written again." for path in torn]
         if checkpoint is not None:
-            made = steps_made(checkpoint)
-            if made > config.max_steps or (made == config.max_steps and ended(out, made)):
+            steps = steps_made(checkpoint)
+            if steps > config.max_steps or (steps == config.max_steps and ended(out, steps)):
                 return nothing_to_do(out, checkpoint, max_steps=config.max_steps)
             notes += resume_notes(checkpoint, config, ranks)
         if rank == 0:
@@ -202,18 +202,18 @@ def _opening(
     config: TrainingConfig, plan: BatchPlan, task: Task, checkpoint: Path | None, resume: bool
 ) -> list[str]:
     kind = "all weights" if config.lora is None else f"LoRA of rank {config.lora.r}"
-    told = [
+    lines = [
         f"{config.model}, {kind}, on {config.dataset_name}: {len(task.training)} problems, "
         f"{len(task.held_out)} more for the probe; rewards {', '.join(task.functions)}",
         plan_line(config, plan),
     ]
     if config.doctor.enabled and not doctor_installed():
-        told.append(NOT_INSTALLED)
+        lines.append(NOT_INSTALLED)
     if checkpoint is not None:
-        told.append(f"continuing from {checkpoint}")
+        lines.append(f"continuing from {checkpoint}")
     elif resume:
-        told.append(f"{config.output_dir} has no whole checkpoint yet: from the beginning")
-    return told
+        lines.append(f"{config.output_dir} has no whole checkpoint yet: from the beginning")
+    return lines
 
 
 def _tell(lines: Sequence[str]) -> None:

@@ -105,9 +105,9 @@ def nothing_to_do(out: Path, checkpoint: Path, *, max_steps: int) -> TrainingUnc
     }
 
 
-def nothing_line(made: int, max_steps: int, *, option: str) -> str:
+def nothing_line(steps: int, max_steps: int, *, option: str) -> str:
     return (
-        f"{_steps(made)} {'is' if made == 1 else 'are'} made already; {option} {max_steps} asks "
+        f"{_steps(steps)} {'is' if steps == 1 else 'are'} made already; {option} {max_steps} asks "
         "for no more: nothing to do"
     )
 
@@ -148,35 +148,35 @@ def summary_words(
     if "nothing_to_do" in summary:
         return [nothing_line(summary["steps"], summary["max_steps"], option=option)]
     in_all = "" if summary["resumed_from"] is None else f", {summary['steps']} in all"
-    told = [f"{_steps(summary['steps_now'])} in {summary['seconds']:.0f} s{in_all}."]
+    lines = [f"{_steps(summary['steps_now'])} in {summary['seconds']:.0f} s{in_all}."]
     for name, unit, ends in (
         ("reward", "", summary["reward"]),
         ("entropy", " nats per token", summary["entropy"]),
     ):
         if ends["first"] is not None:
-            told.append(f"  {name:<8} {_ends_words(ends, unit, summary['logging_steps'])}")
+            lines.append(f"  {name:<8} {_ends_words(ends, unit, summary['logging_steps'])}")
     probe = summary["probe"]
     if probe is not None:
-        told.append(
+        lines.append(
             f"  probe    {_steps(probe['probed_steps'])}: predicted {probe['predicted']:+.4g}, "
             f"measured {probe['measured']:+.4g} nats in all"
         )
         if probe["off"] is not None:
-            told.append(f"  The probe switched itself off: {probe['off']}")
+            lines.append(f"  The probe switched itself off: {probe['off']}")
     doctor = summary["doctor"]
     if doctor["findings"]:
-        told.append(f"  doctor   {doctor['findings']} warnings or errors: {doctor['worst'][0]}")
+        lines.append(f"  doctor   {doctor['findings']} warnings or errors: {doctor['worst'][0]}")
     last = summary["checkpoints"][-1] if summary["checkpoints"] else None
-    asked = summary["replayable"] or last
-    told += ["", f"Run:         {summary['folder']}"]
+    replayed = summary["replayable"] or last
+    lines += ["", f"Run:         {summary['folder']}"]
     if probe is not None:
-        told.append(f"Probe rows:  {probe['rows']}")
+        lines.append(f"Probe rows:  {probe['rows']}")
         if probe["record"] is not None:
-            told.append(f"Every step:  {probe['record']}")
+            lines.append(f"Every step:  {probe['record']}")
         if probe["noise_scale"] is not None:
-            told.append(f"Noise scale: {probe['noise_scale']}")
+            lines.append(f"Noise scale: {probe['noise_scale']}")
         if probe["ledgers"]:
-            told.append(f"Ledgers:     entropy-probe report {probe['ledgers'][-1]}")
+            lines.append(f"Ledgers:     entropy-probe report {probe['ledgers'][-1]}")
     if last is not None:
-        told += [f"Checkpoint:  {last}", f"Ask it:      entropy-probe run --checkpoint {asked}"]
-    return told
+        lines += [f"Checkpoint:  {last}", f"Ask it:      entropy-probe run --checkpoint {replayed}"]
+    return lines

@@ -310,15 +310,15 @@ class Task:
         code = [name for name in self.functions if ":" in name]
         if code:  # a file beside a checkpoint cannot have code imported
             notes.append(
-                f"training was rewarded by {', '.join(self.functions)}; reward.functions must name "
-                "code of one's own"
+                f"training was rewarded by {', '.join(self.functions)}; data.reward_functions "
+                "must name code of one's own"
             )
         else:
             facts["reward_functions"] = list(self.functions)
             if self.weights is not None:
                 facts["reward_weights"] = list(self.weights)
         if config.chat_template:
-            notes.append("prompts were in the chat template: set batch_config.chat_template: true")
+            notes.append("prompts were in the chat template: set data.chat_template: true")
         if notes:
             facts["note"] = notes
         return facts
@@ -327,30 +327,30 @@ class Task:
 def load_task(config: TrainingConfig, plan: BatchPlan, *, tokenizer: Any = None) -> Task:
     needed = plan.prompts_per_generation * plan.generations(config.max_steps)
     size = config.dataset_size
-    asked = None if size is None else size + config.eval_prompts
-    if asked is None and config.dataset_name.startswith(ENDLESS):
-        asked = min(needed, MOST_MADE) + config.eval_prompts
-    found = load_problems(
+    count = None if size is None else size + config.eval_prompts
+    if count is None and config.dataset_name.startswith(ENDLESS):
+        count = min(needed, MOST_MADE) + config.eval_prompts
+    problems = load_problems(
         config.dataset_name,
         path=config.dataset_path,
         split=config.split,
-        count=asked,
+        count=count,
         seed=config.seed,
         tokenizer=tokenizer,
         chat=config.chat_template,
     )
     least = config.eval_prompts + plan.prompts_per_generation
-    if len(found) < least:
+    if len(problems) < least:
         raise ValueError(
-            f"{config.dataset_name} has {len(found)} different problems; {config.eval_prompts} "
+            f"{config.dataset_name} has {len(problems)} different problems; {config.eval_prompts} "
             f"for the probe (eval_prompts) and {plan.prompts_per_generation} for one generation "
             "are needed. Lower eval_prompts or buffer_size, or give a larger dataset."
         )
     functions = config.reward_functions or default_functions(config.dataset_name)
     build_reward(functions, config.reward_weights)  # an unknown one is refused now
     return Task(
-        training=tuple(found[config.eval_prompts :]),
-        held_out=tuple(found[: config.eval_prompts]),
+        training=tuple(problems[config.eval_prompts :]),
+        held_out=tuple(problems[: config.eval_prompts]),
         functions=tuple(functions),
         weights=config.reward_weights,
         seed=config.seed,
@@ -366,8 +366,8 @@ def _reward(name: str, problems: Sequence[Problem]) -> Callable[..., list[float]
     reward = build_reward((name,))
 
     def score(completions: list[str], problem: list[int], **_: Any) -> list[float]:
-        asked = [problems[place] for place in problem]
-        return reward(completions, asked).total_N.tolist()
+        chosen = [problems[place] for place in problem]
+        return reward(completions, chosen).total_N.tolist()
 
     score.__name__ = name  # TRL logs it under this name
     return score
@@ -377,9 +377,9 @@ def trl_datasets(task: Task, *, prompts: int) -> tuple[Any, Any]:
     """(training, evaluation) as TRL reads them; the second None if nothing is held out."""
     from datasets import Dataset
 
-    asked = task.sequence(prompts)
+    problems = task.sequence(prompts)
     training = Dataset.from_dict(
-        {"prompt": [task.training[place].prompt for place in asked], "problem": asked}
+        {"prompt": [task.training[place].prompt for place in problems], "problem": problems}
     )
     if not task.held_out:
         return training, None

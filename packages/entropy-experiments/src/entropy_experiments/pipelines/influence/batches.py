@@ -91,15 +91,15 @@ class StudyInputs:
 
 def check_requests(config: Config) -> None:
     """Refuse bad parameters before anything is loaded."""
-    asked = config.influence
-    workspace_params(asked.update_batch)
-    if not asked.evaluation_batches:
+    influence = config.influence
+    workspace_params(influence.update_batch)
+    if not influence.evaluation_batches:
         raise ValueError(
-            "influence.evaluation_requests is empty; expected at least one {kind, params}: without "
+            "influence.evaluation_batches is empty; expected at least one {kind, params}: without "
             "evaluation rollouts there is no entropy to explain."
         )
-    for i, request in enumerate(asked.evaluation_batches):
-        evaluation_params(request, f"influence.evaluation_requests[{i}]")
+    for i, request in enumerate(influence.evaluation_batches):
+        evaluation_params(request, f"influence.evaluation_batches[{i}]")
 
 
 def gather_study(config: Config, probed: OpenCheckpoint, *, quiet: bool = True) -> StudyInputs:
@@ -149,12 +149,12 @@ def _with_kl(questions: Sequence[str]) -> str | None:
     return None
 
 
-def folded(batch: EvaluationBatch, asked: int) -> EvaluationBatch:
+def folded(batch: EvaluationBatch, folds: int) -> EvaluationBatch:
     """With as many folds as there are prompts for."""
     prompts = len(batch.rollouts.prompt_N.unique())
-    if prompts >= asked:
-        return replace(batch, folds=asked)
-    note = f"{prompts} evaluation prompts: influence.folds is {prompts} here instead of {asked}"
+    if prompts >= folds:
+        return replace(batch, folds=folds)
+    note = f"{prompts} evaluation prompts: influence.folds is {prompts} here instead of {folds}"
     if prompts == 1:
         note = (
             "one evaluation prompt: one fold, hence no standard error of a token's influence, and "
@@ -173,15 +173,15 @@ class _Maker:
         self.given = Given(probed=probed, model=self.sampler.generator.identity()["model"])
 
     def all(self) -> tuple[Made, tuple[EvaluationBatch, ...]]:
-        asked = self.config.influence
-        made = self._workspace(asked.update_batch)
+        influence = self.config.influence
+        made = self._workspace(influence.update_batch)
         taken = set[PromptIds]() if made is None else prompts_of(made.batch.rollouts)
-        found: dict[int, EvaluationBatch] = {}
+        evaluations: dict[int, EvaluationBatch] = {}
         drawn = set[PromptIds]()
-        for i, request in enumerate(asked.evaluation_batches):
+        for i, request in enumerate(influence.evaluation_batches):
             if request.kind != "update":
-                found[i] = self._evaluation(i, request, taken | drawn)
-                drawn |= prompts_of(found[i].rollouts)
+                evaluations[i] = self._evaluation(i, request, taken | drawn)
+                drawn |= prompts_of(evaluations[i].rollouts)
         if made is None:
             batch, notes = self.sampler.update(drawn)
             made = Made(batch=batch, notes=tuple(notes))
@@ -189,21 +189,21 @@ class _Maker:
         if not rewards_fit(made.batch):
             unscored = replace(made.batch, reward_N=None)
             made = replace(made, batch=unscored, notes=(*made.notes, FOREIGN_REWARDS))
-        for i, request in enumerate(asked.evaluation_batches):
+        for i, request in enumerate(influence.evaluation_batches):
             if request.kind == "update":
-                found[i] = self._own_prompts(i, request, made.batch)
+                evaluations[i] = self._own_prompts(i, request, made.batch)
         kept, model = made, self.given.model
         current().broadcast_from_zero(
-            lambda: save_workspace(asked.update_batch, kept, self.probed, model)
+            lambda: save_workspace(influence.update_batch, kept, self.probed, model)
         )
-        return made, tuple(folded(found[i], asked.folds) for i in sorted(found))
+        return made, tuple(folded(evaluations[i], influence.folds) for i in sorted(evaluations))
 
-    def _workspace(self, asked: Workspace) -> Made | None:
+    def _workspace(self, workspace: Workspace) -> Made | None:
         """The update batch; None: it is to be drawn, after E."""
-        if asked.load_path is not None:
-            return self.given.folder(Path(asked.load_path), "influence.workspace.load_path")
-        params = workspace_params(asked)
-        where = "influence.workspace.params"
+        if workspace.load_path is not None:
+            return self.given.folder(Path(workspace.load_path), "influence.update_batch.load_path")
+        params = workspace_params(workspace)
+        where = "influence.update_batch.params"
         if isinstance(params, WorkspaceUpdate):
             made = probe_inputs.made_already(self.config, self.probed.checkpoint, self.sampler)
             if made is None:
@@ -213,9 +213,9 @@ class _Maker:
             return Made(batch=batch, real=real, bound=bound, notes=tuple(notes))
         if isinstance(params, WorkspaceDrawn):
             return None
-        if asked.kind == "prompt_ids":
+        if workspace.kind == "prompt_ids":
             return self._answered(self._by_index(params.ids, params.split, where))
-        if asked.kind == "custom_prompts":
+        if workspace.kind == "custom_prompts":
             return self._answered(_custom(params))
         return self.given.update(params, where)
 
@@ -235,7 +235,7 @@ class _Maker:
         return Made(batch=batch, notes=drawn.notes)
 
     def _evaluation(self, i: int, request: BatchRequest, avoid: set[PromptIds]) -> EvaluationBatch:
-        where = f"influence.evaluation_requests[{i}].params"
+        where = f"influence.evaluation_batches[{i}].params"
         params = evaluation_params(request, where.removesuffix(".params"))
         name = f"eval_{i:02d}"
         if isinstance(params, Sequences | File):
@@ -251,7 +251,7 @@ class _Maker:
             if self.config.sampling.load is not None:
                 rollouts = self.sampler.evaluation(avoid)
                 note = f"evaluation rollouts reused from {self.config.sampling.load}, unscored"
-                self._refuse_shared(avoid, rollouts, "rollouts.load")
+                self._refuse_shared(avoid, rollouts, "sampling.load")
                 return EvaluationBatch(
                     name=name, request=request, rollouts=rollouts, reward_N=None, notes=(note,)
                 )
@@ -279,10 +279,10 @@ class _Maker:
         generator = self.sampler.generator
         by_ids = {generator.prompt_ids(problem): problem for problem in self.sampler.all_problems()}
         ids = response_ids(rollouts)
-        asked = [by_ids.get(prompt) for prompt in prompt_ids(rollouts)]
-        problems = [problem for problem in asked if problem is not None]
+        recorded = [by_ids.get(prompt) for prompt in prompt_ids(rollouts)]
+        problems = [problem for problem in recorded if problem is not None]
         reward_N = None
-        if len(problems) == len(asked):
+        if len(problems) == len(recorded):
             texts = [generator.text(tokens) for tokens in ids]
             reward_N, absent = self._scored(texts, problems, ids)
             notes += absent
@@ -293,7 +293,7 @@ class _Maker:
         )
 
     def _scored(
-        self, texts: Sequence[str], asked: Sequence[Problem], ids: Sequence[Sequence[int]]
+        self, texts: Sequence[str], problems: Sequence[Problem], ids: Sequence[Sequence[int]]
     ) -> tuple[Tensor | None, list[str]]:
         """Rewards by the run's own functions, or why there are none."""
         facts = self.probed.facts.values
@@ -301,11 +301,11 @@ class _Maker:
             return None, []
         if facts.get("reward_absent"):
             return None, [f"no reward column: {facts['reward_absent']}"]
-        if "reward_sources" not in facts and not all(problem.answer for problem in asked):
+        if "reward_sources" not in facts and not all(problem.answer for problem in problems):
             return None, []
         reward = self._reward()
-        found = current().broadcast_from_zero(lambda: reward(texts, asked, completion_ids=ids))
-        return found.total_N, []
+        scores = current().broadcast_from_zero(lambda: reward(texts, problems, completion_ids=ids))
+        return scores.total_N, []
 
     def _asked(
         self,
@@ -318,9 +318,9 @@ class _Maker:
         notes: tuple[str, ...] = (),
     ) -> EvaluationBatch:
         """`group` answers to each problem, drawn from the policy that is probed."""
-        asked = {self.sampler.generator.prompt_ids(problem) for problem in problems}
-        if asked & avoid:
-            self._refuse_shared(avoid, asked, where)
+        prompts = {self.sampler.generator.prompt_ids(problem) for problem in problems}
+        if prompts & avoid:
+            self._refuse_shared(avoid, prompts, where)
         rollouts = self.sampler.generator.generate_evaluation_batch(problems, group=group)
         rollouts = replace(rollouts, behaviour_logprob_NS=None)
         texts, asked_of = list(rollouts.text or ()), [p for p in problems for _ in range(group)]
@@ -335,7 +335,7 @@ class _Maker:
 
     def _own_prompts(self, i: int, request: BatchRequest, batch: UpdateBatch) -> EvaluationBatch:
         """The update's own rollouts, or fresh answers to its prompts."""
-        where = f"influence.evaluation_requests[{i}]"
+        where = f"influence.evaluation_batches[{i}]"
         params = evaluation_params(request, where)
         assert isinstance(params, EvaluationUpdate)
         if params.fresh:
@@ -358,7 +358,7 @@ class _Maker:
         )
 
     def _as_problems(self, rollouts: Rollouts, where: str) -> list[Problem]:
-        found = []
+        problems = []
         for ids in sorted(prompts_of(rollouts)):
             text = self.tokenizer.decode(list(ids), skip_special_tokens=False)
             key = hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
@@ -370,13 +370,13 @@ class _Maker:
                     "its own tokens, so no fresh answer can be drawn to it. Use prompt_ids or "
                     "custom_prompts."
                 )
-            found.append(problem)
-        return found
+            problems.append(problem)
+        return problems
 
     def _by_index(self, ids: Sequence[int], split: str | None, where: str) -> list[Problem]:
         """Problems of the dataset, counted in the order that the seed gives."""
         batch, facts = self.config.data, self.probed.facts
-        found = load_problems(
+        available = load_problems(
             facts["dataset_name"],
             path=batch.file or facts.values.get("dataset_path"),
             split=split or batch.split or facts.values.get("split"),
@@ -386,21 +386,21 @@ class _Maker:
             chat=facts.chat,
             conversation=facts.conversation,
         )
-        beyond = [i for i in ids if i >= len(found)]
+        beyond = [i for i in ids if i >= len(available)]
         if beyond:
             raise ValueError(
                 f"{where}.ids: {beyond[:5]} are beyond {facts['dataset_name']}, which has "
-                f"{len(found)} problems; expected 0 to {len(found) - 1}."
+                f"{len(available)} problems; expected 0 to {len(available) - 1}."
             )
-        return [found[i] for i in ids]
+        return [available[i] for i in ids]
 
     def _reward(self) -> Reward:
         return reward_of(self.probed.facts, self.config)
 
     def _refuse_shared(
-        self, avoid: set[PromptIds], asked: Rollouts | set[PromptIds], where: str
+        self, avoid: set[PromptIds], prompts: Rollouts | set[PromptIds], where: str
     ) -> None:
-        shared = avoid & (prompts_of(asked) if isinstance(asked, Rollouts) else asked)
+        shared = avoid & (prompts_of(prompts) if isinstance(prompts, Rollouts) else prompts)
         if shared:
             text = self.tokenizer.decode(list(min(shared)))
             raise ValueError(
@@ -425,7 +425,7 @@ def _custom(params: Any) -> list[Problem]:
 
 
 def workspace_sizes(config: Config) -> Config:
-    """Sizes of a workspace that is drawn are those of batch_config."""
+    """The configuration with the sizes that influence.update_batch sets for a drawn batch."""
     params = workspace_params(config.influence.update_batch)
     changes: dict[str, Any] = {}
     if isinstance(params, WorkspaceUpdate | WorkspaceDrawn):
@@ -436,7 +436,7 @@ def workspace_sizes(config: Config) -> Config:
         changes["data.update_split"] = params.split or config.data.evaluation_split
     changes["data.responses_per_prompt"] = getattr(params, "group", None)
     changes = {key: value for key, value in changes.items() if value is not None}
-    return config.replaced(changes, where="influence.workspace.params") if changes else config
+    return config.replaced(changes, where="influence.update_batch.params") if changes else config
 
 
 def save_workspace(asked: Workspace, made: Made, probed: OpenCheckpoint, model: str) -> None:
@@ -455,11 +455,11 @@ def save_workspace(asked: Workspace, made: Made, probed: OpenCheckpoint, model: 
     if not (folder / MANIFEST).is_file():
         save_update_batch(folder, made.batch, meta=meta)
         return
-    theirs, said = load_update_batch(folder)
-    if said == meta and _same(theirs, made.batch):
+    theirs, their_meta = load_update_batch(folder)
+    if their_meta == meta and _same(theirs, made.batch):
         return
     raise ValueError(
-        f"influence.workspace.save_path: {folder} holds another update batch (fingerprint "
+        f"influence.update_batch.save_path: {folder} holds another update batch (fingerprint "
         f"{theirs.rollouts.fingerprint[:12]}... there, {made.batch.rollouts.fingerprint[:12]}"
         "... here, or other advantages, log-probs or settings). Give another folder, or delete "
         "that one."

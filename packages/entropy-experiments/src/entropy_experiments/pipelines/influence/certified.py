@@ -67,7 +67,7 @@ def _refused(what: str, probe: ProbeInputs) -> ValueError:
     return ValueError(
         f"{what} ({reasons}). Its split into rollouts and tokens would be of a step that nobody "
         "made. `entropy-probe run` analyses the whole step, by the gradient that training "
-        "recorded; update.batch: drawn splits a hypothetical one."
+        "recorded; data.update_rollouts: drawn splits a hypothetical one."
     )
 
 
@@ -98,14 +98,14 @@ def certificate_of(
     later = next_checkpoint(probe.checkpoint.path)
     if later is None:
         return _by_fingerprint(probe, direction)
-    asked = probe.config.checkpoint
+    settings = probe.config.checkpoint
     try:
         after = load_checkpoint(
             later,
-            base=asked.base,
-            backbone=asked.backbone,
-            dtype=asked.dtype,
-            device_map=own_device(asked.device),
+            base=settings.base,
+            backbone=settings.backbone,
+            dtype=settings.dtype,
+            device_map=own_device(settings.device),
             need_optimizer=False,
             read_optimizer=False,
         )
@@ -120,9 +120,9 @@ def certificate_of(
 def _by_fingerprint(
     probe: ProbeInputs, direction: Direction
 ) -> tuple[FingerprintCertificate | None, str]:
-    made = probe.made
-    if made is None:
+    check = probe.made
+    if check is None:
         return None, "the checkpoint one step later is not beside this one, nor is a fingerprint"
-    if made.change is None or not bool(made.change.any()):
+    if check.change is None or not bool(check.change.any()):
         return None, "training ended before this step was made, or it moved nothing"
-    return fingerprint_certificate(direction, made.change), ""
+    return fingerprint_certificate(direction, check.change), ""

@@ -225,8 +225,8 @@ class StudyFiles:
             total_N[rows] = grad_EN.sum(0)
             what = f"measured change of H at eta {eta:g} along each rollout; NaN: not measured"
             self._array(f"{name}_grad_eta/{end}.npy", total_N, what)
-            said = [{"rollout": row, **singles.facts[f"grad|{row}|{eta!r}"]} for row in rows]
-            text = json.dumps(said, indent=1, allow_nan=False)
+            facts = [{"rollout": row, **singles.facts[f"grad|{row}|{eta!r}"]} for row in rows]
+            text = json.dumps(facts, indent=1, allow_nan=False)
             self.files[f"{name}_grad_eta/{end}.json"] = text.encode()
 
     def _fisher(self, one: EvaluationResults) -> FisherResult | None:

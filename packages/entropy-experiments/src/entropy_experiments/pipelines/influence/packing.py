@@ -109,61 +109,61 @@ def unpack_scores(stage: Stage) -> Scores:
     return Scores(stage.tensors["logprob_NS"], stage.tensors["entropy_NS"])
 
 
-def pack_estimate(found: Estimate) -> Stage:
+def pack_estimate(estimate: Estimate) -> Stage:
     """A measured change with its influence values, so that others can be paired with it."""
-    (units,) = found.influences  # of one sample of rollouts
-    weights = asdict(found.diagnostics["weights"])
+    (units,) = estimate.influences  # of one sample of rollouts
+    weights = asdict(estimate.diagnostics["weights"])
     logweight_N = weights.pop(_WEIGHTS)
     infinite = [name for name, x in weights.items() if x == float("inf")]
-    said = {
-        "value": found.value,
-        "noise_floor": found.noise_floor,
-        "given_reasons": list(found.given_reasons),
+    facts = {
+        "value": estimate.value,
+        "noise_floor": estimate.noise_floor,
+        "given_reasons": list(estimate.given_reasons),
         "sample": units.sample,
         "weights": {name: x for name, x in weights.items() if name not in infinite},
         "infinite": infinite,  # JSON has no infinity
     }
     tensors = {f"{_ESTIMATE}{_BETWEEN}{name}": getattr(units, name) for name in _UNITS}
     return Stage(
-        facts={_ESTIMATE: said},
+        facts={_ESTIMATE: facts},
         tensors={**tensors, f"{_ESTIMATE}{_BETWEEN}{_WEIGHTS}": logweight_N},
     )
 
 
 def unpack_estimate(stage: Stage, estimand: Estimand) -> Estimate:
-    said = stage.facts[_ESTIMATE]
+    facts = stage.facts[_ESTIMATE]
     tensors = unpacked(stage.tensors, [_ESTIMATE])[_ESTIMATE]
-    weights = {**said["weights"], **dict.fromkeys(said["infinite"], float("inf"))}
-    units = Influence(**{name: tensors[name] for name in _UNITS}, sample=said["sample"])
+    weights = {**facts["weights"], **dict.fromkeys(facts["infinite"], float("inf"))}
+    units = Influence(**{name: tensors[name] for name in _UNITS}, sample=facts["sample"])
     return Estimate.build(
-        value=said["value"],
+        value=facts["value"],
         estimand=estimand,
         influences=[units],
-        noise_floor=said["noise_floor"],
+        noise_floor=facts["noise_floor"],
         diagnostics={"weights": WeightDiagnostics(**weights, logweight_N=tensors[_WEIGHTS])},
-        why_not=said["given_reasons"],
+        why_not=facts["given_reasons"],
     )
 
 
-def pack_tokens(found: TokenInfluence) -> Stage:
-    assert found.share_K is not None
+def pack_tokens(influence: TokenInfluence) -> Stage:
+    assert influence.share_K is not None
     return Stage(
         facts={
-            "baseline": dict(found.baseline),
-            "modules": {name: dict(parts) for name, parts in found.modules.items()},
+            "baseline": dict(influence.baseline),
+            "modules": {name: dict(parts) for name, parts in influence.modules.items()},
             "module_folds": {
                 name: {part: value_K.tolist() for part, value_K in parts.items()}
-                for name, parts in found.module_folds.items()
+                for name, parts in influence.module_folds.items()
             },
-            "doubts": list(found.doubts),
+            "doubts": list(influence.doubts),
         },
         tensors={
-            **pack_scores(found.scores),
-            "coefficient_logprob_NS": found.coefficient.logprob_NS,
-            "coefficient_entropy_NS": found.coefficient.entropy_NS,
-            "slope_logprob_KNS": found.slope_K.logprob_NS,
-            "slope_entropy_KNS": found.slope_K.entropy_NS,
-            "share_K": found.share_K,
+            **pack_scores(influence.scores),
+            "coefficient_logprob_NS": influence.coefficient.logprob_NS,
+            "coefficient_entropy_NS": influence.coefficient.entropy_NS,
+            "slope_logprob_KNS": influence.slope_K.logprob_NS,
+            "slope_entropy_KNS": influence.slope_K.entropy_NS,
+            "share_K": influence.share_K,
         },
     )
 
@@ -198,21 +198,21 @@ def unpack_tokens(
     )
 
 
-def pack_matrix(found: InfluenceMatrix) -> Stage:
+def pack_matrix(matrix: InfluenceMatrix) -> Stage:
     return Stage(
         facts={
-            "extra": [column for column in found.columns_C if isinstance(column, str)],
-            "update_rollouts": found.update_rollouts,
-            "doubts": list(found.doubts),
-            "passes": found.passes,
-            "folds": len(found.g_K),
+            "extra": [column for column in matrix.columns_C if isinstance(column, str)],
+            "update_rollouts": matrix.update_rollouts,
+            "doubts": list(matrix.doubts),
+            "passes": matrix.passes,
+            "folds": len(matrix.g_K),
         },
         tensors={
-            **packed({f"g_{k}": g for k, g in enumerate(found.g_K)}),
-            "top_N": found.top_N,
-            "bottom_N": found.bottom_N,
-            "dtop_NC": found.dtop_NC,
-            "dbottom_NC": found.dbottom_NC,
+            **packed({f"g_{k}": g for k, g in enumerate(matrix.g_K)}),
+            "top_N": matrix.top_N,
+            "bottom_N": matrix.bottom_N,
+            "dtop_NC": matrix.dtop_NC,
+            "dbottom_NC": matrix.dbottom_NC,
         },
     )
 

@@ -115,33 +115,33 @@ def evaluation_params(request: BatchRequest, where: str) -> Any:
     return _checked(EVALUATION[request.kind], request.kind, request.params, where)
 
 
-def workspace_params(workspace: Workspace, where: str = "influence.workspace") -> Any:
+def workspace_params(workspace: Workspace, where: str = "influence.update_batch") -> Any:
     return _checked(WORKSPACE[workspace.kind], workspace.kind, workspace.params, where)
 
 
 def _checked(model: type[Section], kind: str, params: dict[str, Any], where: str) -> Section:
     try:
-        found = model.model_validate(params)
+        checked = model.model_validate(params)
     except ValidationError as failure:
         lines = [_line(error, model, kind) for error in failure.errors()]
         raise ConfigError(f"{where}.params", lines) from None
-    facts, texts = getattr(found, "facts", None), getattr(found, "prompts", ())
+    facts, texts = getattr(checked, "facts", None), getattr(checked, "prompts", ())
     for name in ("answers", "facts"):
-        given = getattr(found, name, None)
-        if given is not None and len(given) != len(texts):
+        values = getattr(checked, name, None)
+        if values is not None and len(values) != len(texts):
             raise ConfigError(
                 f"{where}.params",
-                [f"{name}: got {len(given)} for {len(texts)} prompts, expected one each."],
+                [f"{name}: got {len(values)} for {len(texts)} prompts, expected one each."],
             )
-    if facts is not None and getattr(found, "answers", None) is None:
+    if facts is not None and getattr(checked, "answers", None) is None:
         raise ConfigError(f"{where}.params", ["facts: given without answers, which they serve."])
     for name in ("ids", "prompts"):
-        given = getattr(found, name, None)
-        if isinstance(given, tuple) and len(set(given)) < len(given):
+        values = getattr(checked, name, None)
+        if isinstance(values, tuple) and len(set(values)) < len(values):
             raise ConfigError(
                 f"{where}.params", [f"{name}: one is given twice; group says how many answers."]
             )
-    return found
+    return checked
 
 
 def _line(error: Any, model: type[Section], kind: str) -> str:

@@ -1,6 +1,6 @@
 """What a study says, stage by stage: of every evaluation batch its ledgers and answers.
 
-ledgers      who moved its entropy, and who its expected reward
+ledgers      what changed its entropy, and its expected reward
 left_out     the step without one rollout, nothing frozen
 what_if      a counterfactual step, predicted
 confirmed    a counterfactual step, made and measured

@@ -80,17 +80,17 @@ class Given:
         path = Path(params.path)
         if not path.is_dir():
             return self._imported(self._dump(params), str(path), real=True)
-        return self.folder(path, "influence.workspace.params.path")
+        return self.folder(path, "influence.update_batch.params.path")
 
-    def _imported(self, found: Imported, where: str, *, real: bool = False) -> Made:
-        if found.batch is None:
+    def _imported(self, imported: Imported, where: str, *, real: bool = False) -> Made:
+        if imported.batch is None:
             raise ValueError(
                 f"{where} has neither rewards nor advantages; an update batch needs one of them "
                 "for each rollout. Add a 'reward' or an 'advantage'."
             )
-        self._refuse_tokens(found.rollouts, where)
+        self._refuse_tokens(imported.rollouts, where)
         return Made(
-            batch=found.batch, real=real, notes=(f"update batch from {where}", *found.notes)
+            batch=imported.batch, real=real, notes=(f"update batch from {where}", *imported.notes)
         )
 
     def rollouts(
@@ -119,9 +119,9 @@ class Given:
                 )
         else:
             file = isinstance(params, File)
-            found = self._dump(params) if file else self._sequences(params, where)
-            rollouts, notes = found.rollouts, found.notes
-            reward_N = None if found.batch is None else found.batch.reward_N
+            imported = self._dump(params) if file else self._sequences(params, where)
+            rollouts, notes = imported.rollouts, imported.notes
+            reward_N = None if imported.batch is None else imported.batch.reward_N
         if rollouts.behaviour_logprob_NS is None:
             notes = (*notes, "taken as drawn from the policy that is probed")
         self._refuse_tokens(rollouts, where)

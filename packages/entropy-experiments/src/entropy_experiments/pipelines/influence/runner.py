@@ -1,4 +1,4 @@
-"""Who moved the entropy: a whole study of one update, from a plan to a run directory.
+"""What changed the entropy: a whole study of one update, from a plan to a run directory.
 
     runner = EntropyInfluenceRunner(config)
     summary = runner.run(EntropyInfluencePlan(etas=[4e-3], evaluation_requests=[BatchRequest()]))
@@ -159,22 +159,22 @@ class EntropyInfluenceRunner:
         """summary.json as a dict, and `run_directory`, where the other files are."""
         config = plan.applied(self.config) if plan is not None else self.config
         check_requests(config)
-        asked = config.influence
-        _check_etas(asked.learning_rates or (), asked.rollout_learning_rates or ())
+        influence = config.influence
+        _check_etas(influence.learning_rates or (), influence.rollout_learning_rates or ())
         for text in config.influence.what_if:
             whatif.parse(text)  # a typing mistake costs no minutes
         ranks = current()
         say = None if self._quiet or not ranks.first else to_stderr
         with analysis_conditions():
             probed = open_checkpoint(config, checkpoint_path)
-            rates = asked.learning_rates or (probed.optimizer.lr,)
-            _check_etas(rates, asked.rollout_learning_rates or ())
+            rates = influence.learning_rates or (probed.optimizer.lr,)
+            _check_etas(rates, influence.rollout_learning_rates or ())
             study_key = _study_key(config, probed)
-            questions = asked.model_dump(mode="json", include=set(QUESTIONS))
+            questions = influence.model_dump(mode="json", include=set(QUESTIONS))
             # Drawings are made up for once matplotlib is there.
-            questions["plots"] = asked.plots and can_draw()
+            questions["plots"] = influence.plots and can_draw()
             key = digest_of(study_key, questions)
-            place = asked.folder
+            place = influence.folder
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)
             ranks.broadcast_from_zero(lambda: run.bind(study_key, overwrite=overwrite))
@@ -191,9 +191,9 @@ class EntropyInfluenceRunner:
         say: Callable[[str], None] | None,
     ) -> InfluenceResult:
         """Compute what is not there yet; returns summary.json."""
-        asked, ranks = config.influence, current()
+        influence, ranks = config.influence, current()
         finished, inputs = ranks.broadcast_from_zero(lambda: run.finished(key)), None
-        if not finished or asked.update_batch.save_path is not None:  # which may be new
+        if not finished or influence.update_batch.save_path is not None:  # which may be new
             inputs = gather_study(config, probed, quiet=self._quiet)
         if inputs is not None and not finished:
             study = Study(inputs, run.stages, say=say)
@@ -257,8 +257,8 @@ def what_if_from(
                 f"{run.folder / name} does not say which step it belongs to; expected a table "
                 "written by `entropy-probe influence`. Run the study again."
             )
-        found = whatif.TokenTable.from_rows(table.to_pydict(), json.loads(facts))
-        predictions = [whatif.repredict(found, text) for text in questions]
+        token_table = whatif.TokenTable.from_rows(table.to_pydict(), json.loads(facts))
+        predictions = [whatif.repredict(token_table, text) for text in questions]
         budget = None
         if entropy_budget is not None and not out:  # of the first evaluation batch
             budget = budget_json(evaluation["ledger"]["entropy"], summary["lr"], entropy_budget)
@@ -278,26 +278,33 @@ def what_if_from(
 def _check_etas(etas: Sequence[float], per_sequence_etas: Sequence[float]) -> None:
     """Files are named by eta to six digits, and both lists name files of the same folders."""
     union = list(dict.fromkeys((*etas, *per_sequence_etas)))
-    lists = {"etas": etas, "per_sequence_etas": per_sequence_etas}
-    for name, found in {**lists, "etas with per_sequence_etas": union}.items():
-        if len({f"{eta:g}" for eta in found}) < len(found):
+    lists = {
+        "influence.learning_rates": etas,
+        "influence.rollout_learning_rates": per_sequence_etas,
+        "influence.learning_rates with influence.rollout_learning_rates": union,
+    }
+    for name, rates in lists.items():
+        if len({f"{eta:g}" for eta in rates}) < len(rates):
             raise ValueError(
-                f"influence.{name} is {list(found)}; expected step sizes that differ in their "
+                f"{name} is {list(rates)}; expected step sizes that differ in their "
                 "first six digits, which name the files. Give each once."
             )
 
 
 def _study_key(config: Config, probed: OpenCheckpoint) -> str:
     """Everything that decides the arrays of a study, known before anything is drawn."""
-    said = {name: value for name, value in config.documents().items() if name not in NOT_RESULTS}
-    influence = dict(said["influence"])
+    settings = {
+        name: value for name, value in config.documents().items() if name not in NOT_RESULTS
+    }
+    influence = dict(settings["influence"])
     for name in (*QUESTIONS, "run_directory"):
         influence.pop(name)
     influence["workspace"] = {**influence["workspace"], "save_path": None}
-    said["influence"] = influence
-    said["rollouts"] = {"load": said["rollouts"]["load"]}
+    settings["influence"] = influence
+    settings["rollouts"] = {"load": settings["rollouts"]["load"]}
     checkpoint = probed.checkpoint
-    said["checkpoint"] = {"dtype": said["checkpoint"]["dtype"]}  # its files are hashed below
+    # Its files are hashed below.
+    settings["checkpoint"] = {"dtype": settings["checkpoint"]["dtype"]}
     named = [
         config.influence.update_batch.load_path,
         config.influence.update_batch.params.get("path"),
@@ -305,7 +312,7 @@ def _study_key(config: Config, probed: OpenCheckpoint) -> str:
     ]
     return digest_of(
         INFLUENCE.version,
-        said,
+        settings,
         {name: value for name, value in provenance().items() if name != "git"},
         dict(checkpoint.hashes),
         contents(config, probed, named),
@@ -335,15 +342,15 @@ def removal_notes(
 
 def _answers(summary: InfluenceResult) -> list[tuple[str, str]]:
     """Each answer that a summary has: the option that asks for it, and of what."""
-    found: list[tuple[str, str]] = []
+    options: list[tuple[str, str]] = []
     for evaluation in summary.get("evaluations", ()):
-        asked = evaluation.get("what_if") or ()
-        found += [(f"--what-if '{one['name']}'", "") for one in asked]
-        made = (one for one in asked if one.get("confirmation") is not None)
-        found += [("--confirm", one["name"]) for one in made]
+        answers = evaluation.get("what_if") or ()
+        options += [(f"--what-if '{one['name']}'", "") for one in answers]
+        confirmed = (one for one in answers if one.get("confirmation") is not None)
+        options += [("--confirm", one["name"]) for one in confirmed]
         if evaluation.get("fisher") is not None:
-            found.append(("--fisher", ""))
+            options.append(("--fisher", ""))
         budget = evaluation.get("entropy_budget")
         if budget is not None:
-            found.append((f"--entropy-budget {budget['budget']:g}", ""))
-    return found
+            options.append((f"--entropy-budget {budget['budget']:g}", ""))
+    return options

@@ -7,7 +7,7 @@
     matrix          every pair of rollouts; ledger lines ride along, and g_H by fold
     tokens          the influence of every update token
     measured        the change along the whole step and along its baseline, at every eta
-    ledger, reward  who moved the entropy, and the expected reward
+    ledger, reward  what changed the entropy, and the expected reward
     rollouts_NN     measured changes along single rollouts' directions, a few per stage
     without_NNN     exact leave-one-out of a rollout
     confirm         a counterfactual step, made and measured
@@ -189,11 +189,11 @@ class Study:
         """A rollout that is not in U is refused here, before anything is computed."""
         rollouts, rows = self.probe.update.rollouts, self.asked.measured_rollouts
         count = len(rollouts)
-        for name, asked in (
+        for name, indices in (
             ("measured_rollouts", rows if isinstance(rows, tuple) else ()),
             ("leave_one_out", self.asked.leave_one_out),
         ):
-            beyond = [row for row in asked if not 0 <= row < count]
+            beyond = [row for row in indices if not 0 <= row < count]
             if beyond:
                 raise ValueError(
                     f"influence.{name} has {beyond[:5]}; the update batch has rollouts 0 to "
@@ -272,10 +272,10 @@ class Study:
         )
 
     def stage(self, name: str, key: str, cost: float, compute: Callable[[], Stage]) -> Stage:
-        found = self.store.holds(name, key)
+        stored = self.store.holds(name, key)
         stage = self.store.once(name, key, compute)
         self.timings[name] = self.timings.get(name, 0.0) + stage.seconds
-        self.clock.tell(name, cost, stage.seconds, found=found)
+        self.clock.tell(name, cost, stage.seconds, found=stored)
         return stage
 
     @property
@@ -359,8 +359,10 @@ def named_places(text: str) -> list[Place]:
 
 
 def rollouts_digest(rollouts: Rollouts) -> str:
-    said = {"weight": rollouts.weight_N, "behaviour": rollouts.behaviour_logprob_NS}
-    return digest_of(rollouts.fingerprint, list(rollouts.tokens_NS.shape), digest_of_tensors(said))
+    columns = {"weight": rollouts.weight_N, "behaviour": rollouts.behaviour_logprob_NS}
+    return digest_of(
+        rollouts.fingerprint, list(rollouts.tokens_NS.shape), digest_of_tensors(columns)
+    )
 
 
 def to_stderr(line: str) -> None:
@@ -383,18 +385,18 @@ class Evaluation:
     @property
     def cost(self) -> float:
         """Rollouts through the model: a forward is 1, a backward or a derivative 2 more."""
-        n_e, n_u, asked = len(self.rollouts), len(self.probe.update.rollouts), self.study.asked
+        n_e, n_u, influence = len(self.rollouts), len(self.probe.update.rollouts), self.study.asked
         etas = len(self.study.etas)
-        rows = asked.measured_rollouts
+        rows = influence.measured_rollouts
         measured_rows = len(rows) if isinstance(rows, tuple) else min(rows, n_u)
         singles = 2 * measured_rows * len(self.study.per_sequence_etas)
-        rewards = 30 if self.batch.reward_N is not None and asked.reward else 0
-        confirmed = 30 * len(asked.what_if) if asked.confirm else 0
-        kernel = 6 if asked.fisher else 0
+        rewards = 30 if self.batch.reward_N is not None and influence.reward else 0
+        confirmed = 30 * len(influence.what_if) if influence.confirm else 0
+        kernel = 6 if influence.fisher else 0
         passes = 1 + 6 + 2 * etas + 12 + 15 + rewards + singles + confirmed + kernel
-        update = 3 * self.batch.folds + 3 + 3 * len(asked.leave_one_out) + kernel
-        if asked.confirm:
-            update += 3 * len(asked.what_if)
+        update = 3 * self.batch.folds + 3 + 3 * len(influence.leave_one_out) + kernel
+        if influence.confirm:
+            update += 3 * len(influence.what_if)
         return float(passes * n_e + update * n_u)
 
     def stage(
@@ -503,10 +505,10 @@ class Evaluation:
         """Measured along each chosen rollout: `grad|row|eta`, `both|row|eta` (with baseline)."""
         rows, facts, tensors, seconds = self.measured_rows, {}, {}, 0.0
         for start in range(0, len(rows), AT_ONCE):
-            found = self._single_stage(start // AT_ONCE, rows[start : start + AT_ONCE])
-            facts |= found.facts
-            tensors |= found.tensors
-            seconds += found.seconds
+            stage = self._single_stage(start // AT_ONCE, rows[start : start + AT_ONCE])
+            facts |= stage.facts
+            tensors |= stage.tensors
+            seconds += stage.seconds
         return Stage(facts=facts, tensors=tensors, seconds=seconds)
 
     def _single_stage(self, number: int, rows: list[int]) -> Stage:
@@ -540,6 +542,6 @@ class Evaluation:
 
 def evaluations_of(study: Study) -> list[Evaluation]:
     """Every evaluation batch, and the clock told what all of them cost."""
-    found = [Evaluation(study, batch) for batch in study.inputs.evaluations]
-    study.clock.total = study.cost + sum(evaluation.cost for evaluation in found)
-    return found
+    evaluations = [Evaluation(study, batch) for batch in study.inputs.evaluations]
+    study.clock.total = study.cost + sum(evaluation.cost for evaluation in evaluations)
+    return evaluations

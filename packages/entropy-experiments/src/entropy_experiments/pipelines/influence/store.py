@@ -85,15 +85,15 @@ class Stage:
 
 def digest_of_tensors(tensors: Mapping[str, Tensor | None]) -> str:
     """sha256 of named tensors, absent ones included by name."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         if value is None:
-            found.update(f"{name} none".encode())
+            digest.update(f"{name} none".encode())
             continue
         value = value.detach().cpu().contiguous()
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        found.update(value.flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def batch_digest(batch: UpdateBatch) -> str:
@@ -133,9 +133,9 @@ class StageStore:
         data = ranks.broadcast_from_zero(lambda: self._files.raw(_file_name(name, key)))
         if data is None:
             started = time.perf_counter()
-            made = compute()
+            stage = compute()
             ranks.broadcast_from_zero(
-                lambda: self.put(name, key, made, time.perf_counter() - started)
+                lambda: self.put(name, key, stage, time.perf_counter() - started)
             )
             # The same path for a first run and for a resumed one.
             data = ranks.broadcast_from_zero(lambda: self._files.raw(_file_name(name, key)))
@@ -152,16 +152,16 @@ class StageStore:
         except SafetensorError as error:
             path = self._files.path(file)
             raise ValueError(f"{path} is not a stage of a study ({error}). Delete it.") from error
-        said = json.loads(tensors.pop(_JSON).numpy().tobytes())
+        header = json.loads(tensors.pop(_JSON).numpy().tobytes())
         # The format keeps no order, and sums over parameters are added in the order of their names.
-        ordered = {name: tensors[name] for name in said["order"]}
-        return Stage(facts=said["facts"], tensors=ordered, seconds=said["seconds"])
+        ordered = {name: tensors[name] for name in header["order"]}
+        return Stage(facts=header["facts"], tensors=ordered, seconds=header["seconds"])
 
     def put(self, name: str, key: str, stage: Stage, seconds: float) -> None:
         order = list(stage.tensors)
-        said = {"facts": dict(stage.facts), "seconds": seconds, "order": order}
+        header = {"facts": dict(stage.facts), "seconds": seconds, "order": order}
         try:
-            text = json.dumps(said, allow_nan=False).encode()
+            text = json.dumps(header, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise RuntimeError(f"Stage {name!r} left what is no JSON ({error}).") from error
         # Clones: views of one tensor would share memory, which the format refuses.
@@ -216,8 +216,8 @@ class RunDirectory:
 
     def _earlier_files(self) -> set[str]:
         path = self.folder / IDENTITY
-        said = json.loads(path.read_bytes()) if path.is_file() else {}
-        return {*said.get("replaces", ()), *(self.manifest() or {"files": ()})["files"]}
+        manifest = json.loads(path.read_bytes()) if path.is_file() else {}
+        return {*manifest.get("replaces", ()), *(self.manifest() or {"files": ()})["files"]}
 
     def finished(self, key: str) -> bool:
         """Whether every file of this very study is there, bit by bit."""

@@ -39,28 +39,28 @@ def changes(measured: Mapping[tuple[str, float], Estimate]) -> Stage:
     )
 
 
-def ledger_json(found: Ledger) -> LedgerResult:
+def ledger_json(ledger: Ledger) -> LedgerResult:
     return {
-        "quantity": found.quantity,
+        "quantity": ledger.quantity,
         "lines": {
             name: {
                 "this_step": line.value,
-                "eventual": found.eventual[name].value,
+                "eventual": ledger.eventual[name].value,
                 "stderr": line.stderr,
                 "interval": None if line.interval is None else list(line.interval),
                 "trusted": line.trusted,
                 "why_not": list(line.why_not),
             }
-            for name, line in found.lines.items()
+            for name, line in ledger.lines.items()
         },
-        "predicted": numbers(found.predicted),
-        "curvature": None if found.curvature is None else numbers(found.curvature),
-        "measured": numbers(found.measured),
-        "unexplained": None if found.unexplained is None else numbers(found.unexplained),
+        "predicted": numbers(ledger.predicted),
+        "curvature": None if ledger.curvature is None else numbers(ledger.curvature),
+        "measured": numbers(ledger.measured),
+        "unexplained": None if ledger.unexplained is None else numbers(ledger.unexplained),
         "predicted_by_prompt": None
-        if found.predicted_by_prompt is None
-        else numbers(found.predicted_by_prompt),
-        "notes": list(found.notes),
+        if ledger.predicted_by_prompt is None
+        else numbers(ledger.predicted_by_prompt),
+        "notes": list(ledger.notes),
     }
 
 
@@ -98,38 +98,38 @@ def fisher_json(stage: Stage, moved: list[MovedRollout]) -> FisherAnswer:
     }
 
 
-def prediction_json(found: whatif.Prediction) -> WhatIfPrediction:
+def prediction_json(prediction: whatif.Prediction) -> WhatIfPrediction:
     return {
-        "total": found.total,
-        "change": found.change,
-        "gradient": found.gradient,
-        "baseline": dict(found.baseline),
-        "recorded": found.recorded,
-        "stderr": found.stderr,
-        "change_stderr": found.change_stderr,
-        "lr": found.lr,
-        "changed_tokens": found.tokens,
-        "notes": list(found.notes),
+        "total": prediction.total,
+        "change": prediction.change,
+        "gradient": prediction.gradient,
+        "baseline": dict(prediction.baseline),
+        "recorded": prediction.recorded,
+        "stderr": prediction.stderr,
+        "change_stderr": prediction.change_stderr,
+        "lr": prediction.lr,
+        "changed_tokens": prediction.tokens,
+        "notes": list(prediction.notes),
     }
 
 
-def confirmation_json(found: whatif.Confirmation) -> ConfirmationAnswer:
+def confirmation_json(confirmation: whatif.Confirmation) -> ConfirmationAnswer:
     return {
-        "frozen": numbers(found.frozen),
-        "recomputed": numbers(found.recomputed),
-        "curvature": None if found.curvature is None else numbers(found.curvature),
-        "measured": numbers(found.measured),
-        "change": numbers(found.change),
-        "effect_agrees": found.effect_agrees,
-        "explained": {name: numbers(part) for name, part in found.explained.items()},
-        "rest": numbers(found.rest),
-        "clip_factors": list(found.clip_factors),
-        "agrees": found.agrees,
-        "accounted": found.accounted,
-        "beyond_linear": found.beyond_linear,
-        "confirmed": found.confirmed,
-        "effect": found.effect_in_words,
-        "text": str(found),
+        "frozen": numbers(confirmation.frozen),
+        "recomputed": numbers(confirmation.recomputed),
+        "curvature": None if confirmation.curvature is None else numbers(confirmation.curvature),
+        "measured": numbers(confirmation.measured),
+        "change": numbers(confirmation.change),
+        "effect_agrees": confirmation.effect_agrees,
+        "explained": {name: numbers(part) for name, part in confirmation.explained.items()},
+        "rest": numbers(confirmation.rest),
+        "clip_factors": list(confirmation.clip_factors),
+        "agrees": confirmation.agrees,
+        "accounted": confirmation.accounted,
+        "beyond_linear": confirmation.beyond_linear,
+        "confirmed": confirmation.confirmed,
+        "effect": confirmation.effect_in_words,
+        "text": str(confirmation),
     }
 
 
@@ -137,13 +137,13 @@ def budget_json(ledger: LedgerResult, lr: float, budget: float) -> BudgetAnswer:
     """The learning rate that changes the entropy by so much, from a ledger's numbers."""
     slope = ledger["predicted"]["value"] / lr
     bend = None if ledger["curvature"] is None else 2 * ledger["curvature"]["value"] / lr**2
-    found = whatif.entropy_budget(slope, bend, budget)
+    answer = whatif.entropy_budget(slope, bend, budget)
     return {
         "budget": budget,
-        "linear": found.linear,
-        "curved": found.curved,
-        "linear_range": finite(found.linear_range),
+        "linear": answer.linear,
+        "curved": answer.curved,
+        "linear_range": finite(answer.linear_range),
         "curvature_known": bend is not None,
-        "notes": list(found.notes),
-        "text": str(found),
+        "notes": list(answer.notes),
+        "text": str(answer),
     }

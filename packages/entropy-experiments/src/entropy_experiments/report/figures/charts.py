@@ -42,34 +42,34 @@ ANSWER_ROW = 0.26
 LONGEST = 28
 
 
-def trajectory_figure(found: Steps, *, columns: int) -> Figure:
-    """`found`: what `read_trajectory` gives. Rewards stand below, on the same steps."""
-    steps = found["steps"]
+def trajectory_figure(run: Steps, *, columns: int) -> Figure:
+    """`run`: what `read_trajectory` gives. Rewards stand below, on the same steps."""
+    steps = run["steps"]
     rewards = [step["reward"] for step in steps if step["reward"] is not None]
     both = len(rewards) == len(steps)
     figure, grid = panels(1 + both, columns=columns, height=1.6 if both else 2.5)
     axes = grid[0]
-    at = [*(step["step"] for step in steps), last_step(found)]
-    levels = [*(step["level"] for step in steps), found["last"]]
-    known = [(x, level) for x, level in zip(at, levels, strict=True) if level is not None]
-    where, fresh = [x for x, _ in known], [level["value"] for _, level in known]
+    at = [*(step["step"] for step in steps), last_step(run)]
+    levels = [*(step["level"] for step in steps), run["last"]]
+    points = [(x, level) for x, level in zip(at, levels, strict=True) if level is not None]
+    where, fresh = [x for x, _ in points], [level["value"] for _, level in points]
     first = fresh[0]
-    low, high = zip(*(level["interval"] or [level["value"]] * 2 for _, level in known))
+    low, high = zip(*(level["interval"] or [level["value"]] * 2 for _, level in points))
     axes.fill_between(where, low, high, color=LINE, linewidth=0)
-    named = found.get("band", "fresh rollouts, 95 %")
+    named = run.get("band", "fresh rollouts, 95 %")
     axes.plot(where, fresh, color=MUTED, linewidth=0.8, label=named)
     lines: tuple[tuple[Change, str, str, str], ...] = (
         ("predicted", "predicted", "-", ACCENT),
         ("second_order", "second order", ":", ACCENT),
         ("measured", "measured", "--", DESTROY),
     )
-    for name, said, style, colour in lines:
-        sums = summed_changes(found, name)
+    for name, label, style, colour in lines:
+        sums = summed_changes(run, name)
         if sums is None:
             continue  # the page says why
         summed = [first, *(first + change for change in sums)]
-        axes.plot(at, summed, style, color=colour, label=f"{said}, summed")
-    axes.set_ylabel(f"entropy, nats per {found['unit']}")
+        axes.plot(at, summed, style, color=colour, label=f"{label}, summed")
+    axes.set_ylabel(f"entropy, nats per {run['unit']}")
     axes.set_ylim(bottom=0)
     axes.set_xlim(at[0], at[-1])
     legend_above(axes, 3 if columns == 2 else 2)
@@ -85,21 +85,21 @@ def trajectory_figure(found: Steps, *, columns: int) -> Figure:
     return figure
 
 
-def curve_figure(found: Curve, unit: str, *, columns: int) -> Figure:
-    """`found`: the `curve` of a gathered run (`report.html.data`)."""
+def curve_figure(section: Curve, unit: str, *, columns: int) -> Figure:
+    """`section`: the `curve` of a gathered run (`report.html.data`)."""
     figure, (axes,) = panels(1, columns=columns, height=2.5)
     lr, predicted, bend, points = (
-        found["lr"],
-        found["predicted"],
-        found["curvature"],
-        found["points"],
+        section["lr"],
+        section["predicted"],
+        section["curvature"],
+        section["points"],
     )
     assert predicted is not None  # a curve is made of a prediction
     reach = max([lr, *(point["eta"] for point in points)]) * 1.06
     grid = [reach * i / (GRID - 1) for i in range(GRID)]
     slope = predicted["value"] / lr
     seen = [slope * reach]
-    straight, floor = found["linear_range"], found["noise_floor"]
+    straight, floor = section["linear_range"], section["noise_floor"]
     if straight is not None:
         end = min(straight, reach)
         axes.axvspan(0, end, color=WASH, linewidth=0, zorder=0)
@@ -204,24 +204,24 @@ def _colour(row: BookRow, book: str) -> str:
     return DESTROY if row["value"] < 0 else CREATE
 
 
-def what_if_figure(found: WhatIfSection, *, columns: int) -> Figure | None:
+def what_if_figure(section: WhatIfSection, *, columns: int) -> Figure | None:
     """None: no question has an answer."""
-    asked = answered(found)
-    if not asked:
+    answers = answered(section)
+    if not answers:
         return None
-    names = ["as it was", *(_short(one.name) for one in asked)]
-    totals = [asked[0].prediction["recorded"], *(one.prediction["total"] for one in asked)]
+    names = ["as it was", *(_short(one.name) for one in answers)]
+    totals = [answers[0].prediction["recorded"], *(one.prediction["total"] for one in answers)]
     figure, (axes,) = panels(1, columns=columns, height=0.85 + ANSWER_ROW * len(names))
     axes.axvline(totals[0], color=UNSURE, linewidth=0.8, linestyle=":", zorder=0.5)
     places = range(len(names))
-    made = [(0, found["measured"])] + [
-        (place, one.measured) for place, one in enumerate(asked, start=1) if one.measured
+    measured = [(0, section["measured"])] + [
+        (place, one.measured) for place, one in enumerate(answers, start=1) if one.measured
     ]
-    values = [one["value"] for _, one in made]
-    bars = [one["interval"] for _, one in made]
+    values = [one["value"] for _, one in measured]
+    bars = [one["interval"] for _, one in measured]
     axes.errorbar(
         values,
-        [place for place, _ in made],
+        [place for place, _ in measured],
         xerr=whiskers(values, bars),
         fmt="o",
         color=INK,

@@ -37,28 +37,31 @@ def evaluation_image(result: EvaluationResult) -> bytes:
 
 def evaluation_figure(result: EvaluationResult) -> Figure:
     """Over steps where every checkpoint has one of its own, otherwise in the order given."""
-    found = result["checkpoints"]
-    steps = [one["step"] for one in found if one["step"] is not None]
-    over_steps = len(set(steps)) == len(found)
-    at = list(range(len(found)))
+    evaluated = result["checkpoints"]
+    steps = [one["step"] for one in evaluated if one["step"] is not None]
+    over_steps = len(set(steps)) == len(evaluated)
+    at = list(range(len(evaluated)))
     if over_steps:
-        at, found = sorted(steps), [one for _, one in sorted(zip(steps, found), key=lambda p: p[0])]
+        at, evaluated = (
+            sorted(steps),
+            [one for _, one in sorted(zip(steps, evaluated), key=lambda p: p[0])],
+        )
     figure, (passes, form, length, entropy) = panels(4, columns=2, height=2.1, across=2)
     some = [k for k in result["k"] if k > 1]
     lines = {"pass rate": "pass_rate"} | {f"pass@{k}": f"pass@{k}" for k in some}
-    _lines(passes, at, found, lines, "share of responses")
+    _lines(passes, at, evaluated, lines, "share of responses")
     shares = {"format": "format_rate", "answered": "answered", "truncated": "truncated"}
-    _lines(form, at, found, shares, "share of responses")
-    low, high = ([one["length_quantiles"][q] for one in found] for q in ("0.05", "0.95"))
+    _lines(form, at, evaluated, shares, "share of responses")
+    low, high = ([one["length_quantiles"][q] for one in evaluated] for q in ("0.05", "0.95"))
     length.fill_between(at, low, high, color=LINE, linewidth=0, label="5 to 95 %")
-    _lines(length, at, found, {"mean": "length"}, "tokens per response")
+    _lines(length, at, evaluated, {"mean": "length"}, "tokens per response")
     both = {"entropy": "entropy", "surprisal": "surprisal"}
-    _lines(entropy, at, found, both, "nats per token")
+    _lines(entropy, at, evaluated, both, "nats per token")
     for axes in (passes, form, length, entropy):
         axes.set_ylim(bottom=0)
         axes.set_xlabel("optimizer step" if over_steps else "")
-        if not over_steps and len(found) <= NAMED:
-            names = [one["label"] for one in found]
+        if not over_steps and len(evaluated) <= NAMED:
+            names = [one["label"] for one in evaluated]
             axes.set_xticks(at, names, rotation=30, ha="right")
     return figure
 
@@ -66,12 +69,12 @@ def evaluation_figure(result: EvaluationResult) -> Figure:
 def _lines(
     axes: Axes,
     at: Sequence[int],
-    found: Sequence[EvaluatedCheckpoint],
+    evaluated: Sequence[EvaluatedCheckpoint],
     names: Mapping[str, str],
     label: str,
 ) -> None:
     for (title, name), colour in zip(names.items(), COLOURS * len(names)):
-        some = [one["measures"][name] for one in found]
+        some = [one["measures"][name] for one in evaluated]
         values = [one["value"] for one in some]
         axes.errorbar(
             at,

@@ -1,4 +1,4 @@
-"""Who moved the entropy: rollouts in their order, tokens and sums by probability and advantage."""
+"""What changed the entropy: rollouts in order, tokens and sums by probability and advantage."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def rollouts_figure(found: RolloutsSection, *, columns: int) -> Figure:
+def rollouts_figure(section: RolloutsSection, *, columns: int) -> Figure:
     """Every update rollout, from most destroying to most creating."""
     figure, (axes,) = panels(1, columns=columns, height=2.2)
-    rows = found["rows"]
+    rows = section["rows"]
     size = 4.0 if len(rows) <= 60 else 2.5 if len(rows) <= 600 else 1.2
     kinds = (
         ("lowers", DESTROY, lambda row: row.get("stable") and row["value"] < 0),
@@ -66,10 +66,10 @@ def rollouts_figure(found: RolloutsSection, *, columns: int) -> Figure:
     return figure
 
 
-def points_figure(found: CovarianceSection, *, columns: int) -> Figure:
+def points_figure(section: CovarianceSection, *, columns: int) -> Figure:
     """Single tokens: influence against probability, by the advantage's sign."""
     figure, (axes,) = panels(1, columns=columns, height=2.4)
-    at = found["points"]
+    at = section["points"]
     tokens = list(zip(at["probability"], at["influence"], at["advantage"], at["stable"]))
     kinds = (
         ("sign unsure", ".", UNSURE, UNSURE, lambda a, sure: not sure),
@@ -98,11 +98,11 @@ def points_figure(found: CovarianceSection, *, columns: int) -> Figure:
     return figure
 
 
-def cells_figure(found: CovarianceCells, *, columns: int) -> Figure:
+def cells_figure(section: CovarianceCells, *, columns: int) -> Figure:
     """Sums over cells of probability and advantage: the covariance picture."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    sums, counts = found["influence"], found["tokens"]
+    sums, counts = section["influence"], section["tokens"]
     figure, (axes,) = panels(1, columns=columns, height=0.9 + 0.27 * len(sums))
     power, ends = power_of(sums), symmetric(sums, 1.0)
     shown = [
@@ -121,11 +121,11 @@ def cells_figure(found: CovarianceCells, *, columns: int) -> Figure:
     for y, (row, count_row) in enumerate(zip(sums, counts)):
         for x, (value, count) in enumerate(zip(row, count_row)):
             if count:
-                told = cell_text(value / 10.0**power)
-                axes.text(x + 0.5, y + 0.5, told, ha="center", va="center", fontsize=6)
-    places = range(len(found["probability"]))
-    axes.set_xticks([x + 0.5 for x in places], found["probability"], fontsize=6)
-    axes.set_yticks([y + 0.5 for y in range(len(sums))], found["advantage"], fontsize=6)
+                text = cell_text(value / 10.0**power)
+                axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=6)
+    places = range(len(section["probability"]))
+    axes.set_xticks([x + 0.5 for x in places], section["probability"], fontsize=6)
+    axes.set_yticks([y + 0.5 for y in range(len(sums))], section["advantage"], fontsize=6)
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -134,11 +134,11 @@ def cells_figure(found: CovarianceCells, *, columns: int) -> Figure:
     return figure
 
 
-def matrix_figure(found: MatrixSection, *, columns: int) -> Figure:
+def matrix_figure(section: MatrixSection, *, columns: int) -> Figure:
     """Contributions of pairs; rows and columns in order of their sums."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    values = found["values"]
+    values = section["values"]
     figure, (axes,) = panels(1, columns=columns, height=2.5)
     # Single pairs are extreme: the colour is full where one in a hundred is larger.
     ends = symmetric(values, 0.99)
@@ -152,8 +152,8 @@ def matrix_figure(found: MatrixSection, *, columns: int) -> Figure:
     )
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_xlabel(f"{found['shape'][1]} update rollouts, by their sums")
-    axes.set_ylabel(f"{found['shape'][0]} evaluation rollouts")
+    axes.set_xlabel(f"{section['shape'][1]} update rollouts, by their sums")
+    axes.set_ylabel(f"{section['shape'][0]} evaluation rollouts")
     bar = figure.colorbar(drawn, ax=axes, fraction=0.05, pad=0.02, aspect=30)
     bar.outline.set_visible(False)
     in_units(bar.ax.yaxis, [ends.get("zmax")], "contribution", "nats")

@@ -37,9 +37,9 @@ def book(
     """Rows from first to last; each begins where the one before ended, totals at 0."""
     rows: list[BookRow] = []
     at = 0.0
-    for line, found in lines.items():
-        value = found["this_step"] if "this_step" in found else found["value"]
-        rows.append(_row(LINE_NAMES.get(line, line), "line", at, value, found))
+    for line, number in lines.items():
+        value = number["this_step"] if "this_step" in number else number["value"]
+        rows.append(_row(LINE_NAMES.get(line, line), "line", at, value, number))
         at += value
     rows.append(_row("predicted", "total", 0.0, predicted["value"], predicted))
     if curvature is not None:
@@ -89,16 +89,16 @@ def _row(
     kind: Literal["line", "total", "rest"],
     start: float,
     value: float,
-    found: AnyNumber | LedgerLine,
+    number: AnyNumber | LedgerLine,
 ) -> BookRow:
     return {
         "name": name,
         "kind": kind,
         "start": start,
         "value": value,
-        "eventual": found.get("eventual"),
-        "stderr": found.get("stderr"),
-        "interval": found.get("interval"),
+        "eventual": number.get("eventual"),
+        "stderr": number.get("stderr"),
+        "interval": number.get("interval"),
     }
 
 
@@ -114,7 +114,7 @@ def curve(
 
     There is none for a slope whose own interval contains 0.
     """
-    points = [_point(eta, found) for eta, found in sorted(measured, key=_eta)]
+    points = [_point(eta, change) for eta, change in sorted(measured, key=_eta)]
     unsure = predicted is not None and contains_zero(predicted)
     if unsure:
         linear_range = None
@@ -138,23 +138,23 @@ def _eta(measured: tuple[float, Measured]) -> float:
     return measured[0]
 
 
-def _point(eta: float, found: Measured) -> CurvePoint:
+def _point(eta: float, change: Measured) -> CurvePoint:
     return {
         "eta": eta,
-        "value": found["value"],
-        "stderr": found.get("stderr"),
-        "interval": found.get("interval"),
-        "noise_floor": found.get("noise_floor"),
-        "trusted": found.get("trusted"),
-        "why_not": found.get("why_not"),
+        "value": change["value"],
+        "stderr": change.get("stderr"),
+        "interval": change.get("interval"),
+        "noise_floor": change.get("noise_floor"),
+        "trusted": change.get("trusted"),
+        "why_not": change.get("why_not"),
     }
 
 
 def weights(measured: Iterable[tuple[float, Measured]]) -> list[WeightsRow]:
     """What the importance weights were at every step size."""
     rows: list[WeightsRow] = []
-    for eta, found in sorted(measured, key=_eta):
-        inside = found.get("diagnostics") or found
+    for eta, change in sorted(measured, key=_eta):
+        inside = change.get("diagnostics") or change
         rows.append(
             {
                 "eta": eta,
@@ -165,8 +165,8 @@ def weights(measured: Iterable[tuple[float, Measured]]) -> list[WeightsRow]:
                 "w_min": inside.get("w_min"),
                 "kl": inside.get("kl"),
                 "clip_fraction": inside.get("clip_fraction"),
-                "trusted": found.get("trusted"),
-                "why_not": found.get("why_not") or [],
+                "trusted": change.get("trusted"),
+                "why_not": change.get("why_not") or [],
             }
         )
     return rows

@@ -64,11 +64,11 @@ def figures(data: ReportData) -> dict[str, Figure]:
     return out
 
 
-def curve(found: Curve, unit: str) -> Figure:
+def curve(section: Curve, unit: str) -> Figure:
     """Measured points with their intervals on the predicted line with its band."""
-    lr, predicted, bend = found["lr"], found["predicted"], found["curvature"]
+    lr, predicted, bend = section["lr"], section["predicted"], section["curvature"]
     assert predicted is not None  # a curve is made of a prediction
-    points = found["points"]
+    points = section["points"]
     reach = max([lr, *(point["eta"] for point in points)]) * 1.06
     grid = [reach * i / 40 for i in range(41)]
     slope = predicted["value"] / lr
@@ -98,14 +98,14 @@ def curve(found: Curve, unit: str) -> Figure:
             traces.append(_measured(some, name, "$ink" if trusted else "$muted", filled=trusted))
     shapes = [across(0.0)]
     notes = []
-    straight = found["linear_range"]
+    straight = section["linear_range"]
     if straight is not None:
         end = min(straight, reach)
         shapes.append(band_of("x", 0, end, "$wash"))
         left = end > reach / 3
-        told = "line holds within 10 %" if left else "◂ line holds within 10 %"
-        notes.append(note(end, 1, told, "right" if left else "left"))
-    floor = found["noise_floor"]
+        label = "line holds within 10 %" if left else "◂ line holds within 10 %"
+        notes.append(note(end, 1, label, "right" if left else "left"))
+    floor = section["noise_floor"]
     if floor:
         shapes.append(band_of("y", -floor, floor, "$floor"))
         notes.append({**note(reach, floor, "noise floor", "right"), "yref": "y"})
@@ -206,14 +206,14 @@ def waterfall(book: Book) -> Figure:
     )
 
 
-def what_if(found: WhatIfSection) -> dict[str, Figure]:
+def what_if(section: WhatIfSection) -> dict[str, Figure]:
     """The step as it was and every other step: predicted and, where made, measured."""
-    asked = answered(found)
-    if not asked:
+    answers = answered(section)
+    if not answers:
         return {}
     # plotly reads tags in its texts, and `drop=p<0.1` has the beginning of one.
-    names = ["the step as it was", *(escape(one.name, quote=False) for one in asked)]
-    totals = [asked[0].prediction["recorded"], *(one.prediction["total"] for one in asked)]
+    names = ["the step as it was", *(escape(one.name, quote=False) for one in answers)]
+    totals = [answers[0].prediction["recorded"], *(one.prediction["total"] for one in answers)]
     traces = [
         {
             "x": totals,
@@ -229,17 +229,17 @@ def what_if(found: WhatIfSection) -> dict[str, Figure]:
             "hovertemplate": "%{y}: predicted %{x:.4g}<extra></extra>",
         }
     ]
-    made = [(names[0], found["measured"])] + [
-        (name, one.measured) for name, one in zip(names[1:], asked) if one.measured
+    steps = [(names[0], section["measured"])] + [
+        (name, one.measured) for name, one in zip(names[1:], answers) if one.measured
     ]
-    if made:
-        measured = [one for _, one in made]
+    if steps:
+        measured = [one for _, one in steps]
         values = [m["value"] for m in measured]
         ends = [m["interval"] or (m["value"], m["value"]) for m in measured]
         traces.append(
             {
                 "x": values,
-                "y": [name for name, _ in made],
+                "y": [name for name, _ in steps],
                 "error_x": {
                     "type": "data",
                     "symmetric": False,
@@ -266,17 +266,17 @@ def what_if(found: WhatIfSection) -> dict[str, Figure]:
     return {"what_if": figure}
 
 
-def trajectory(found: Steps) -> Figure:
+def trajectory(run: Steps) -> Figure:
     """Entropy of fresh rollouts, and both changes summed from the first checkpoint on."""
-    steps = found["steps"]
-    at = [*(step["step"] for step in steps), last_step(found)]
+    steps = run["steps"]
+    at = [*(step["step"] for step in steps), last_step(run)]
     # Of a probed training a level may lack.
-    known = [
+    points = [
         (x, level)
-        for x, level in zip(at, [*(step["level"] for step in steps), found["last"]], strict=True)
+        for x, level in zip(at, [*(step["level"] for step in steps), run["last"]], strict=True)
         if level is not None
     ]
-    where, levels = [x for x, _ in known], [level for _, level in known]
+    where, levels = [x for x, _ in points], [level for _, level in points]
     first = levels[0]["value"]
     ends = [level["interval"] or (level["value"], level["value"]) for level in levels]
     band = {
@@ -289,10 +289,10 @@ def trajectory(found: Steps) -> Figure:
         "hoverinfo": "skip",
         "showlegend": False,
     }
-    named = found.get("band", "fresh rollouts, 95 %")
+    named = run.get("band", "fresh rollouts, 95 %")
     fresh = line(where, [level["value"] for level in levels], named, "$muted")
     traces = [band, {**fresh, "line": {"color": "$muted", "width": 1.2}}]
-    own = _logged(found, "entropy")
+    own = _logged(run, "entropy")
     if own:
         trace = line(*own, "training batch, as logged", "$create", width=1)
         traces.append({**trace, "opacity": 0.8})
@@ -301,70 +301,70 @@ def trajectory(found: Steps) -> Figure:
         ("second_order", "predicted, second order", "$accent", "dash"),
         ("measured", "measured", "$ink", "dot"),
     )
-    for name, said, colour, dash in lines:
-        sums = summed_changes(found, name)
+    for name, label, colour, dash in lines:
+        sums = summed_changes(run, name)
         if sums is None:
             continue  # the page says why
         summed = [first, *(first + change for change in sums)]
-        traces.append(line(at, summed, f"{said}, summed", colour, dash=dash))
+        traces.append(line(at, summed, f"{label}, summed", colour, dash=dash))
     return figure_of(
         traces,
         380,
         margin=SAME_LEFT,
         xaxis={
             # With rewards below on the same steps, theirs says it.
-            **({} if rewards(found) else {"title": {"text": "optimizer step"}}),
+            **({} if rewards(run) else {"title": {"text": "optimizer step"}}),
             "showgrid": False,
-            "range": reach_of(found),
+            "range": reach_of(run),
         },
-        yaxis={"title": {"text": f"entropy, nats per {found['unit']}"}, "rangemode": "tozero"},
+        yaxis={"title": {"text": f"entropy, nats per {run['unit']}"}, "rangemode": "tozero"},
         showlegend=True,
     )
 
 
-def rewards(found: Steps) -> dict[str, Figure]:
+def rewards(run: Steps) -> dict[str, Figure]:
     """The batches' mean rewards below the entropy, on the same steps."""
-    at = _logged(found, "reward")
+    at = _logged(run, "reward")
     if not at:
-        known = [(s["step"], s["reward"]) for s in found["steps"] if s["reward"] is not None]
-        at = ([step for step, _ in known], [reward for _, reward in known]) if known else None
+        points = [(s["step"], s["reward"]) for s in run["steps"] if s["reward"] is not None]
+        at = ([step for step, _ in points], [reward for _, reward in points]) if points else None
     if not at:
         return {}
     figure = figure_of(
         [{**line(*at, "reward", "$ink"), "line": {"color": "$ink", "width": 1.2}}],
         180,
         margin=SAME_LEFT,
-        xaxis={"title": {"text": "optimizer step"}, "showgrid": False, "range": reach_of(found)},
+        xaxis={"title": {"text": "optimizer step"}, "showgrid": False, "range": reach_of(run)},
         yaxis={"title": {"text": "reward"}, "nticks": 4},
     )
     return {"rewards": figure}
 
 
-def reach_of(found: Steps) -> list[float]:
+def reach_of(run: Steps) -> list[float]:
     """The first and the last step that anything is known of."""
-    known = [x for values in (found.get("logged") or {}).values() for x, _ in values]
-    known += [found["steps"][0]["step"], last_step(found)]
-    return [min(known), max(known)]
+    steps = [x for values in (run.get("logged") or {}).values() for x, _ in values]
+    steps += [run["steps"][0]["step"], last_step(run)]
+    return [min(steps), max(steps)]
 
 
-def _logged(found: Steps, name: str) -> tuple[list[float], list[float]] | None:
+def _logged(run: Steps, name: str) -> tuple[list[float], list[float]] | None:
     """Steps and values that the trainer itself logged; None: nothing."""
-    values = (found.get("logged") or {}).get(name)
+    values = (run.get("logged") or {}).get(name)
     return ([x for x, _ in values], [y for _, y in values]) if values else None
 
 
-def probed_steps(found: Steps) -> dict[str, Figure]:
+def probed_steps(run: Steps) -> dict[str, Figure]:
     """Every probed step of a training: its change, predicted and measured, with intervals."""
-    rows = found.get("probed") or ()
+    rows = run.get("probed") or ()
     if not rows:
         return {}
     best = "second_order" if any(row["second_order"] for row in rows) else "predicted"
     many = len(rows) > WHISKERS
-    first, last = reach_of(found)
+    first, last = reach_of(run)
     # Side by side, or the one drawn last would hide the other; less than a step apart.
     aside = min(0.18, (last - first) / 220)
     traces: list[Any] = []
-    for name, said, colour, symbol, shift in (
+    for name, label, colour, symbol, shift in (
         (best, "predicted", "$accent", "diamond", -aside),
         ("measured", "measured", "$ink", "circle", aside),
     ):
@@ -385,9 +385,9 @@ def probed_steps(found: Steps) -> dict[str, Figure]:
                     "line": edge(colour if trusted else "$warn"),
                 },
                 "customdata": [[step, interval_text(one["interval"])] for step, one in some],
-                "hovertemplate": f"step %{{customdata[0]}}: {said} %{{y:.3g}}<br>%{{customdata[1]}}"
-                f"<extra>{'' if trusted else 'not trusted'}</extra>",
-                "name": said if trusted else f"{said}, not trusted",
+                "hovertemplate": f"step %{{customdata[0]}}: {label} %{{y:.3g}}"
+                f"<br>%{{customdata[1]}}<extra>{'' if trusted else 'not trusted'}</extra>",
+                "name": label if trusted else f"{label}, not trusted",
             }
             trace["error_y"] = {
                 "type": "data",
@@ -411,7 +411,7 @@ def probed_steps(found: Steps) -> dict[str, Figure]:
                 "showgrid": False,
                 "range": [first - margin, last + margin],
             },
-            yaxis={"title": {"text": f"change of one step, nats per {found['unit']}"}},
+            yaxis={"title": {"text": f"change of one step, nats per {run['unit']}"}},
             showlegend=True,
         )
     }

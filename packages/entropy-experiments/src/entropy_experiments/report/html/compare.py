@@ -21,22 +21,22 @@ def write_comparison(runs: Sequence[str | Path], path: str | Path) -> Path:
     return written(comparison_page(compare(runs)), Path(path))
 
 
-def comparison_page(found: Comparison) -> str:
+def comparison_page(comparison: Comparison) -> str:
     return drawn(
         "templates/compare.html.j2",
-        comparison_figures(found),
-        found=found,
-        tables=tables(found),
-        title=f"{len(found['runs'])} runs side by side",
+        comparison_figures(comparison),
+        found=comparison,
+        tables=tables(comparison),
+        title=f"{len(comparison['runs'])} runs side by side",
     )
 
 
-def comparison_figures(found: Comparison) -> dict[str, Figure]:
-    runs = found["runs"]
-    out = {"changes": _changes(runs, found["unit"])}
-    if found["validation"]:
-        out["validation"] = _validation(runs, found["unit"])
-    if found["scaling"]:
+def comparison_figures(comparison: Comparison) -> dict[str, Figure]:
+    runs = comparison["runs"]
+    out = {"changes": _changes(runs, comparison["unit"])}
+    if comparison["validation"]:
+        out["validation"] = _validation(runs, comparison["unit"])
+    if comparison["scaling"]:
         out["scaling"] = _scaling(runs)
     if any(row["weights"] for row in runs):
         out["weights"] = _weights(runs)
@@ -121,7 +121,7 @@ def _scaling(runs: Sequence[ComparedRun]) -> Figure:
     sizes, errors = ends[0]
     ideal = [errors[0] * (sizes[0] / size) ** 0.5 for size in sizes]
     traces.append(line(sizes, ideal, "1/√B_E", "$muted", dash="dot", width=1))
-    ticks = sorted({size for found, _ in ends for size in found})
+    ticks = sorted({size for end, _ in ends for size in end})
     axis = {"type": "log", "tickvals": ticks, "ticktext": [str(size) for size in ticks]}
     return figure_of(
         traces,

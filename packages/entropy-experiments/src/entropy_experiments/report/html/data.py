@@ -34,7 +34,7 @@ EXPECTED = (
     f"(json or json.gz) or a {NAME}"
 )
 MOST_REASONS = 2
-"""Not to trust steps of a training that are told one by one."""
+"""Untrusted steps of a training that are listed one by one."""
 NO_RUN = "one step was studied; give the run's trajectory.json (--trajectory)"
 
 
@@ -105,8 +105,8 @@ def as_written(path: str | Path) -> Iterator[None]:
         yield
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} cannot be told: {type(error).__name__} {error}. It was changed by hand, or is "
-            "of another version (--debug shows where it failed)."
+            f"{path} cannot be shown: {type(error).__name__} {error}. It was changed by hand, or "
+            "is of another version (--debug shows where it failed)."
         ) from error
 
 
@@ -114,7 +114,7 @@ def _alone(path: Path, steps: Steps, kind: RunKind) -> ReportData:
     """A trajectory without a study."""
     first, end = steps["steps"][0], last_step(steps)
     total, level = steps["total"], first["level"]
-    said = words.sentence(
+    sentence = words.sentence(
         update=f"Training from step {first['step']} to step {end}",
         change=total["fresh"],
         level=None if level is None else level["value"],
@@ -132,7 +132,7 @@ def _alone(path: Path, steps: Steps, kind: RunKind) -> ReportData:
         "predicted": best_prediction(total),
         "measured": total["measured"],
         "verdict": {
-            "sentence": said,
+            "sentence": sentence,
             "points": _sums_of(steps),
             "trusted": False if total["measured"] is not None and _doubtful(steps) else None,
             "doubts": _doubts_of(steps),
@@ -160,11 +160,11 @@ def _doubts_of(steps: Steps) -> list[str]:
             total["predicted"], total.get("second_order"), total["measured"], total["fresh"]
         )
     doubtful = _doubtful(steps)
-    said = f"{doubtful} of {steps['rows']} probed steps are not trusted"
+    text = f"{doubtful} of {steps['rows']} probed steps are not trusted"
     reasons = [*steps["doubts"][:MOST_REASONS]]
     if len(steps["doubts"]) > MOST_REASONS:
         reasons.append(f"{len(steps['doubts']) - MOST_REASONS} more reasons in the rows")
-    return [f"{said}: {'; '.join(reasons)}."] if doubtful else []
+    return [f"{text}: {'; '.join(reasons)}."] if doubtful else []
 
 
 def _doubtful(steps: Steps) -> int:
@@ -173,26 +173,26 @@ def _doubtful(steps: Steps) -> int:
 
 
 def _sums_of(steps: Steps) -> list[str]:
-    total, told = steps["total"], []
+    total, sentences = steps["total"], []
     predicted, measured = total["predicted"], total["measured"]
     if predicted is None or measured is None:
-        told.append(f"No sums of single steps: {steps.get('not_summed')}.")
+        sentences.append(f"No sums of single steps: {steps.get('not_summed')}.")
     else:
-        told.append(
+        sentences.append(
             f"Summed over steps {steps['steps'][0]['step']} to {steps['steps'][-1]['step']}: "
             f"predicted {_both_orders(predicted, total.get('second_order'))}, measured "
             f"{words.number(measured['value'])}"
             + (": not trusted, as some of these steps are not." if _doubtful(steps) else ".")
         )
     if "rows" in steps and steps["trusted"] == steps["rows"]:
-        told.append(f"All {steps['rows']} probed steps are trusted.")
+        sentences.append(f"All {steps['rows']} probed steps are trusted.")
     sampling = steps.get("sampling")
     if sampling:
-        told.append(
+        sentences.append(
             f"Entropies of single steps are of the {steps.get('policy')}; training samples with "
             f"{', '.join(sampling)}."
         )
-    return told
+    return sentences
 
 
 def _both_orders(first: Number, second: Number | None) -> str:

@@ -80,18 +80,16 @@ def log_data(path: str | Path) -> ReportData:
         reach = log.get("linear_range")
         out["curve"] = books.curve(lr, predicted, bend, sweep, linear_range=reach)
     elif level == "minimal":
-        absent["step sizes, ledger and weights"] = (
-            "a minimal log has none (detailed_logging.level: standard)"
-        )
+        absent["step sizes, ledger and weights"] = "a minimal log has none (output.level: standard)"
     elif predicted is None:
         absent["predicted and measured"] = _why_null(log, "deltaH1") or (
-            "the prediction was skipped (probe_rework.compute_delta_h1: false)"
+            "the prediction was skipped (predict.enabled: false)"
         )
     else:
         absent["predicted and measured"] = _why_null(log, "deltaH_true") or (
             "no step size has a number"
             if "deltaH_true" in log
-            else "nothing was measured (importance.enabled: false)"
+            else "nothing was measured (measure.enabled: false)"
         )
     if len(points) > len(sweep):
         absent["some step sizes"] = (
@@ -121,9 +119,7 @@ def log_data(path: str | Path) -> ReportData:
             "notes": log.get("notes", []),
         }
     else:
-        absent["what was assumed"] = (
-            f"a {level} log does not say (detailed_logging.level: standard)"
-        )
+        absent["what was assumed"] = f"a {level} log does not say (output.level: standard)"
     return out
 
 
@@ -181,11 +177,11 @@ def _verdict(
         points.append(f"Step certificate {'passed' if certificate['passed'] else 'FAILED'}: {how}.")
     points += words.sampling_points(log.get("notes") or ())
     trusts = [one.get("trusted") for one in (predicted, measured) if one is not None]
-    known = [trusted for trusted in trusts if trusted is not None]
+    flags = [trusted for trusted in trusts if trusted is not None]
     return {
         "sentence": words.of_probe(log, predicted, measured, unit),
         "points": points,
-        "trusted": all(known) if known else None,
+        "trusted": all(flags) if flags else None,
         "doubts": [
             *words.doubts_of(predicted, measured),
             *filter(None, (_why_null(log, name) for name in ("H_orig", "deltaH1", "deltaH_true"))),
@@ -213,15 +209,15 @@ def _report(log: ProbeLog, unit: str) -> list[str]:
         ("curvature adds", "curvature_term"),
     )
     for name, key in shown:
-        found, why = _estimate(estimates, log, key), _why_null(log, key)
-        if found is None:
+        estimate, why = _estimate(estimates, log, key), _why_null(log, key)
+        if estimate is None:
             lines += [] if why is None else [f"  {name:16} {NOT_A_NUMBER}: {why}"]
             continue
         sign = "" if key == "H_orig" else "+"
-        bar = found["interval"]
-        told = "" if bar is None else f" (95% {bar[0]:{sign}.3g} to {bar[1]:{sign}.3g})"
-        lines.append(f"  {name:16} {found['value']:{sign}.4g} nats per {unit}{told}")
-        lines += [f"    NOT trusted: {why}" for why in found.get("why_not") or ()]
+        bar = estimate["interval"]
+        text = "" if bar is None else f" (95% {bar[0]:{sign}.3g} to {bar[1]:{sign}.3g})"
+        lines.append(f"  {name:16} {estimate['value']:{sign}.4g} nats per {unit}{text}")
+        lines += [f"    NOT trusted: {why}" for why in estimate.get("why_not") or ()]
     weights = log.get("diagnostics")
     if weights:
         ess, largest = (words.fixed(weights[name], k) for name, k in (("ESS", 1), ("w_max", 2)))
@@ -231,22 +227,22 @@ def _report(log: ProbeLog, unit: str) -> list[str]:
         )
     assumed = log.get("assumed")
     if assumed:
-        told = ", ".join(f"{name} = {value}" for name, value in assumed.items())
-        lines.append(f"ASSUMED, not read from any file: {told}.")
+        text = ", ".join(f"{name} = {value}" for name, value in assumed.items())
+        lines.append(f"ASSUMED, not read from any file: {text}.")
     return lines
 
 
 def _texts(log: ProbeLog, absent: dict[str, str]) -> TextsSection | None:
     """Rollouts as text; a log has no influences to colour them with."""
-    found = log.get("update_rollouts")
-    if not found:
+    rollouts = log.get("update_rollouts")
+    if not rollouts:
         absent["the update rollouts"] = (
-            f"a {log['level']} log has no texts (detailed_logging.level: detailed)"
+            f"a {log['level']} log has no texts (output.level: detailed)"
         )
         return None
     prompts: dict[str, int] = {}
     rows: list[RolloutText] = []
-    for i, rollout in enumerate(found):
+    for i, rollout in enumerate(rollouts):
         row: RolloutText = {
             "i": i,
             "n": rollout["tokens"],

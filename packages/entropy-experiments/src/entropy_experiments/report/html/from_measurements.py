@@ -39,11 +39,11 @@ ABSENT = (
 
 def measurements_data(path: Path) -> ReportData:
     """The sections that a file of measurements has."""
-    found = read_measurements(path)
-    lr, repeats = found["learning_rate"], found["repeats"]
+    result = read_measurements(path)
+    lr, repeats = result["learning_rate"], result["repeats"]
     points = [
         _Point(entry, [one["points"][i] for one in repeats])
-        for i, entry in enumerate(found["summary"])
+        for i, entry in enumerate(result["summary"])
     ]
     at = min(points, key=lambda point: abs(point.eta - lr))
     predicted, bend = at.scaled("linear", lr / at.eta), at.curvature((lr / at.eta) ** 2)
@@ -52,28 +52,28 @@ def measurements_data(path: Path) -> ReportData:
     gap = at.gap if at.eta == lr else None
     absent = dict.fromkeys(ABSENT, ONLY_STUDIES)
     if not sweep:
-        absent["predicted and measured"] = "nothing was measured (experiment.compute_true: false)"
+        absent["predicted and measured"] = "nothing was measured (measure.measured: false)"
     elif predicted is None:
-        absent["predicted and measured"] = "no line was computed (experiment.compute_linear: false)"
+        absent["predicted and measured"] = "no line was computed (measure.first_order: false)"
     return {
         "kind": "measure",
-        "title": f"Entropy change at {found['checkpoint']}, over fresh batches",
-        "checkpoint": found["checkpoint"],
+        "title": f"Entropy change at {result['checkpoint']}, over fresh batches",
+        "checkpoint": result["checkpoint"],
         "source": path.name,
         "key": None,
         "lr": lr,
-        "unit": found["unit"],
+        "unit": result["unit"],
         "level": as_number(fmean(one["H_orig"]["value"] for one in repeats)),
         "predicted": predicted,
         "measured": measured,
         "difference": gap,
         "sizes": {"B_E": repeats[0]["B_E"], "B_U": repeats[0]["B_U"]},
         "seconds": sum(one["seconds"] for one in repeats),
-        "verdict": _verdict(found, at, predicted, measured, gap),
+        "verdict": _verdict(result, at, predicted, measured, gap),
         "curve": books.curve(lr, predicted, bend, sweep) if sweep and predicted else None,
         "weights": books.weights(sweep) if sweep else None,
         "assumed": None,
-        "environment": _environment(found, path),
+        "environment": _environment(result, path),
         "absent": absent,
         "others": [],
         "ledger": None,
@@ -103,7 +103,7 @@ class _Point:
     def mean(self, name: Name) -> Number | None:
         """As an estimate of a single run would be; None: it was not computed."""
         mean = self.entry.get(name)
-        each = [found for one in self.repeats if (found := one.get(name)) is not None]
+        each = [estimate for one in self.repeats if (estimate := one.get(name)) is not None]
         return None if mean is None else _as_estimate(mean, each)
 
     @property
@@ -158,24 +158,24 @@ def _as_estimate(mean: RepeatMean, each: Sequence[EstimateResult]) -> Number:
 
 
 def _verdict(
-    found: MeasurementsResult,
+    result: MeasurementsResult,
     at: _Point,
     predicted: AnyNumber | None,
     measured: MeasuredMean | None,
     gap: AnyNumber | None,
 ) -> Verdict:
-    repeats, lr = found["repeats"], found["learning_rate"]
+    repeats, lr = result["repeats"], result["learning_rate"]
     count, here = len(repeats), measured or at.measured or predicted or at.mean("linquad")
     real = repeats[0]["update"] == "recorded"
-    update = words.made_by(found["checkpoint"], real=real, checked=False)
+    update = words.made_by(result["checkpoint"], real=real, checked=False)
     if at.eta != lr and here is not predicted:
         update += f", at η {at.eta:g} instead of the learning rate {lr:g},"
     assert here is not None  # a plan computes at least one of the three
-    said = words.sentence(
+    sentence = words.sentence(
         update=update,
         change=here,
         level=fmean(one["H_orig"]["value"] for one in repeats),
-        unit=found["unit"],
+        unit=result["unit"],
         predicted=predicted if measured is not None else None,
     )
     points = [
@@ -184,29 +184,31 @@ def _verdict(
         "rollouts."
         if count > 1
         else f"One repeat of {repeats[0]['B_E']} prompts, whose own intervals these are "
-        "(experiment.repeats draws more)."
+        "(measure.repeats draws more)."
     ]
     if gap is not None:
         points.append(words.gap(gap))
     shown = [one for one in (predicted, measured) if one is not None]
     return {
-        "sentence": said,
+        "sentence": sentence,
         "points": points,
         "trusted": all(one.get("trusted") for one in shown) if shown else None,
         "doubts": words.doubts_of(predicted, measured),
-        "text": measurement_report(found),
+        "text": measurement_report(result),
     }
 
 
-def _environment(found: MeasurementsResult, path: Path) -> EnvironmentSection:
-    versions = {k: v for k, v in found["provenance"].items() if not isinstance(v, dict | list)}
-    sizes = f"{found['repeats'][0]['B_E']} evaluation prompts, {found['repeats'][0]['B_U']} update"
+def _environment(result: MeasurementsResult, path: Path) -> EnvironmentSection:
+    versions = {k: v for k, v in result["provenance"].items() if not isinstance(v, dict | list)}
+    sizes = (
+        f"{result['repeats'][0]['B_E']} evaluation prompts, {result['repeats'][0]['B_U']} update"
+    )
     return {
         "facts": {
             "file": path.name,
-            "learning rate": words.plain(found["learning_rate"]),
-            "batches": f"{sizes} prompts, {len(found['repeats'])} times",
+            "learning rate": words.plain(result["learning_rate"]),
+            "batches": f"{sizes} prompts, {len(result['repeats'])} times",
         },
         "versions": versions,
-        "config": yaml.safe_dump(renamed(found["config"]), sort_keys=False, allow_unicode=True),
+        "config": yaml.safe_dump(renamed(result["config"]), sort_keys=False, allow_unicode=True),
     }

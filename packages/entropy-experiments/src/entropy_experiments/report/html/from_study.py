@@ -58,68 +58,70 @@ def study_data(
     """The sections that a study has."""
     run = open_run(folder)
     summary = run.summary()
-    found = _chosen(summary["evaluations"], evaluation, run.folder)
-    ledger, lr = found["ledger"]["entropy"], summary["lr"]
-    unit = (found.get("estimand") or {}).get("unit", "token")
-    measured = [(float(eta), at["full"]) for eta, at in found["aggregate"].items()]
+    batch = _chosen(summary["evaluations"], evaluation, run.folder)
+    ledger, lr = batch["ledger"]["entropy"], summary["lr"]
+    unit = (batch.get("estimand") or {}).get("unit", "token")
+    measured = [(float(eta), at["full"]) for eta, at in batch["aggregate"].items()]
     absent: dict[str, str] = {}
-    books_shown = _ledger(found, unit, absent)
-    texts, by_cell = _tokens(run, found, absent, most_tokens)
+    books_shown = _ledger(batch, unit, absent)
+    texts, by_cell = _tokens(run, batch, absent, most_tokens)
     return {
         "kind": "influence",
-        "title": f"Who moved the entropy at {summary['checkpoint']}",
+        "title": f"What changed the entropy at {summary['checkpoint']}",
         "checkpoint": summary["checkpoint"],
         "source": run.folder.name,
         "key": summary["key"],
         "lr": lr,
         "unit": unit,
-        "level": found["level"],
+        "level": batch["level"],
         "predicted": ledger["predicted"],
         "measured": ledger["measured"],
         "difference": None,
-        "sizes": {"B_E": found["prompts"], "B_U": summary["update"]["prompts"]},
+        "sizes": {"B_E": batch["prompts"], "B_U": summary["update"]["prompts"]},
         "seconds": sum(summary["timings"].values()),
         "absent": absent,
-        "verdict": _verdict(summary, found, unit),
+        "verdict": _verdict(summary, batch, unit),
         "curve": books.curve(lr, ledger["predicted"], ledger["curvature"], measured),
         "ledger": books_shown,
         "weights": books.weights(measured),
-        "rollouts": _rollouts(found),
+        "rollouts": _rollouts(batch),
         "texts": texts,
         "covariance": by_cell,
-        "what_if": _what_if(found, absent),
-        "matrix": _matrix(run, found, summary, absent),
-        "others": [_other(one) for one in summary["evaluations"] if one is not found],
+        "what_if": _what_if(batch, absent),
+        "matrix": _matrix(run, batch, summary, absent),
+        "others": [_other(one) for one in summary["evaluations"] if one is not batch],
         "assumed": {
             "assumed": summary["assumed"],
             "not_verifiable": summary["not_verifiable"],
-            "notes": [*summary["notes"], *found["notes"]],
+            "notes": [*summary["notes"], *batch["notes"]],
         },
-        "environment": _environment(run, summary, found),
+        "environment": _environment(run, summary, batch),
     }
 
 
-def _chosen(found: Sequence[EvaluationBatch], name: str | None, folder: Path) -> EvaluationBatch:
-    by_name = {one["name"]: one for one in found}
+def _chosen(
+    evaluations: Sequence[EvaluationBatch], name: str | None, folder: Path
+) -> EvaluationBatch:
+    by_name = {one["name"]: one for one in evaluations}
     if name is not None and name not in by_name:
         raise ValueError(f"No evaluation batch {name!r} in {folder}; it has {list(by_name)}.")
-    return found[0] if name is None else by_name[name]
+    return evaluations[0] if name is None else by_name[name]
 
 
-def _verdict(summary: InfluenceResult, found: EvaluationBatch, unit: str) -> Verdict:
-    ledger, reward = found["ledger"]["entropy"], found["ledger"].get("reward")
+def _verdict(summary: InfluenceResult, evaluation: EvaluationBatch, unit: str) -> Verdict:
+    ledger, reward = evaluation["ledger"]["entropy"], evaluation["ledger"].get("reward")
     predicted, measured = ledger["predicted"], ledger["measured"]
     rest, points = ledger["unexplained"], []
     share = predicted["value"]
-    withheld = found["cancellation"]["withheld"]
+    withheld = evaluation["cancellation"]["withheld"]
     lines = sorted(ledger["lines"].items(), key=lambda pair: -abs(pair[1]["this_step"]))
     if lines and share and not withheld and not contains_zero(predicted):
-        told = [
+        sentences = [
             f"{line['this_step'] / share:.0%} {books.LINE_NAMES.get(name, name)}"
             for name, line in lines
             if abs(line["this_step"] / share) >= 0.005
         ]
-        points.append(f"Of the predicted change: {words.signed(', '.join(told))}.")
+        points.append(f"Of the predicted change: {words.signed(', '.join(sentences))}.")
     if reward is not None:
         bought = reward["measured"]
         points.append(f"Expected reward changes by {words.with_bar(bought)}.")
@@ -128,7 +130,7 @@ def _verdict(summary: InfluenceResult, found: EvaluationBatch, unit: str) -> Ver
             f"Unexplained by all lines and curvature: {words.with_bar(rest, 2)}, "
             f"{left_over(rest, measured)}."
         )
-    tokens = found["reliability"]
+    tokens = evaluation["reliability"]
     if tokens is not None:
         advice = "" if tokens >= RELIABLE else "; read groups, not single tokens"
         points.append(f"Reliability of single tokens {tokens:.2f} (two halves of E){advice}.")
@@ -137,35 +139,35 @@ def _verdict(summary: InfluenceResult, found: EvaluationBatch, unit: str) -> Ver
         "sentence": words.sentence(
             update=words.made_by_study(summary),
             change=measured,
-            level=found["level"]["value"],
+            level=evaluation["level"]["value"],
             unit=unit,
             predicted=predicted,
         ),
         "points": points,
         "trusted": predicted["trusted"] and measured["trusted"],
-        "doubts": [*words.doubts_of(predicted, measured), *found["doubts"]],
+        "doubts": [*words.doubts_of(predicted, measured), *evaluation["doubts"]],
         "text": influence_report(summary),
     }
 
 
-def _ledger(found: EvaluationBatch, unit: str, absent: dict[str, str]) -> LedgerSection:
-    if found["ledger"].get("reward") is None:
+def _ledger(evaluation: EvaluationBatch, unit: str, absent: dict[str, str]) -> LedgerSection:
+    if evaluation["ledger"].get("reward") is None:
         absent["the reward's ledger"] = (
             "needs rewards of the evaluation rollouts and two or more per prompt (influence.reward)"
         )
-    return books.ledger(books.study_books(found["ledger"], unit))
+    return books.ledger(books.study_books(evaluation["ledger"], unit))
 
 
-def _rollouts(found: EvaluationBatch) -> RolloutsSection:
-    groups = found["groups"]["rollout"]
+def _rollouts(evaluation: EvaluationBatch) -> RolloutsSection:
+    groups = evaluation["groups"]["rollout"]
     rows: list[RolloutRow] = [{"rollout": int(name), **group} for name, group in groups.items()]
     return {"rows": sorted(rows, key=lambda row: row["value"])}
 
 
 def _tokens(
-    run: RunFiles, found: EvaluationBatch, absent: dict[str, str], most: int
+    run: RunFiles, evaluation: EvaluationBatch, absent: dict[str, str], most: int
 ) -> tuple[TextsSection, CovarianceSection | None]:
-    name = f"{found['name']}_tokens.parquet"
+    name = f"{evaluation['name']}_tokens.parquet"
     table = run.table(name)
     columns = {c: table.column(c).to_numpy(zero_copy_only=False) for c in COLUMNS}
     whole = "piece" in table.column_names
@@ -181,23 +183,25 @@ def _tokens(
     return views, by_cell
 
 
-def _what_if(found: EvaluationBatch, absent: dict[str, str]) -> WhatIfSection | None:
-    asked, without = found.get("what_if") or [], found.get("leave_one_out") or []
-    budget = found.get("entropy_budget")
-    if not asked and not without and budget is None:
+def _what_if(evaluation: EvaluationBatch, absent: dict[str, str]) -> WhatIfSection | None:
+    answers, without = evaluation.get("what_if") or [], evaluation.get("leave_one_out") or []
+    budget = evaluation.get("entropy_budget")
+    if not answers and not without and budget is None:
         absent["what if"] = "nothing was asked (entropy-probe influence --what-if drop=negative)"
         return None
-    measured = found["ledger"]["entropy"]["measured"]
-    return {"asked": asked, "without": without, "budget": budget, "measured": measured}
+    measured = evaluation["ledger"]["entropy"]["measured"]
+    return {"asked": answers, "without": without, "budget": budget, "measured": measured}
 
 
 def _matrix(
-    run: RunFiles, found: EvaluationBatch, summary: InfluenceResult, absent: dict[str, str]
+    run: RunFiles, evaluation: EvaluationBatch, summary: InfluenceResult, absent: dict[str, str]
 ) -> MatrixSection | None:
-    name = f"{found['name']}_delta_matrix.npy"
+    name = f"{evaluation['name']}_delta_matrix.npy"
     matrix_EN = run.array(name)
     if not np.isfinite(matrix_EN).all():
-        absent["the matrix"] = "single rollouts were measured (influence.finite), not every pair"
+        absent["the matrix"] = (
+            "single rollouts were measured (influence.measured_matrix), not every pair"
+        )
         return None
     rows_E = np.argsort(matrix_EN.sum(1), kind="stable")
     columns_N = np.argsort(matrix_EN.sum(0), kind="stable")
@@ -239,21 +243,21 @@ def _white(matrix_EN: np.ndarray, drawn: np.ndarray) -> str:
     return sentence
 
 
-def _other(found: EvaluationBatch) -> OtherBatch:
-    ledger = found["ledger"]["entropy"]
+def _other(evaluation: EvaluationBatch) -> OtherBatch:
+    ledger = evaluation["ledger"]["entropy"]
     return {
-        "name": found["name"],
-        "kind": found["kind"],
-        "rollouts": found["rollouts"],
-        "prompts": found["prompts"],
-        "level": found["level"],
+        "name": evaluation["name"],
+        "kind": evaluation["kind"],
+        "rollouts": evaluation["rollouts"],
+        "prompts": evaluation["prompts"],
+        "level": evaluation["level"],
         "predicted": ledger["predicted"],
         "measured": ledger["measured"],
     }
 
 
 def _environment(
-    run: RunFiles, summary: InfluenceResult, found: EvaluationBatch
+    run: RunFiles, summary: InfluenceResult, evaluation: EvaluationBatch
 ) -> EnvironmentSection:
     update = summary["update"]
     versions = {k: v for k, v in summary["provenance"].items() if not isinstance(v, dict)}
@@ -263,8 +267,8 @@ def _environment(
             "learning rate": words.plain(summary["lr"]),
             "update batch": f"{update['rollouts']} rollouts of {update['prompts']} prompts, "
             f"{update['tokens']} counted tokens",
-            "evaluation batch": f"{found['name']}: {found['rollouts']} rollouts of "
-            f"{found['prompts']} prompts, {found['tokens']} tokens",
+            "evaluation batch": f"{evaluation['name']}: {evaluation['rollouts']} rollouts of "
+            f"{evaluation['prompts']} prompts, {evaluation['tokens']} tokens",
             "loss": ", ".join(f"{k} {v}" for k, v in update["objective"].items()),
             "clip factor": words.plain(update["clip_factor"]),
             "precision": ", ".join(
@@ -326,9 +330,9 @@ def _advantage_edges(a_C: np.ndarray) -> np.ndarray:
     for part_C in (a_C[a_C < 0], a_C[a_C >= 0]):
         if len(part_C):
             edges.append(np.quantile(part_C, np.linspace(0, 1, PARTS + 1)))
-    found = np.unique(np.concatenate(edges))
-    found[-1] = np.nextafter(found[-1], np.inf)
-    return found if len(found) > 1 else np.array([found[0], np.nextafter(found[0], np.inf)])
+    unique = np.unique(np.concatenate(edges))
+    unique[-1] = np.nextafter(unique[-1], np.inf)
+    return unique if len(unique) > 1 else np.array([unique[0], np.nextafter(unique[0], np.inf)])
 
 
 def _spoken(a_R: np.ndarray) -> str:

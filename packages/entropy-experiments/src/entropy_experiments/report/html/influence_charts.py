@@ -1,4 +1,4 @@
-"""Drawings of who moved the entropy: rollouts, tokens, cells of probability x advantage, pairs."""
+"""Charts of what changed the entropy: rollouts, tokens, cells of probability x advantage, pairs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FULL = 0.99
 DIVERGING = [[0, "$destroy"], [0.5, "$paper"], [1, "$create"]]
 
 
-def by_rollout(found: RolloutsSection) -> Figure:
+def by_rollout(section: RolloutsSection) -> Figure:
     """Every update rollout, from most destroying to most creating."""
-    rows = found["rows"]
+    rows = section["rows"]
     whiskers = len(rows) <= WHISKERS
     traces = []
     place = {row["rollout"]: at for at, row in enumerate(rows, start=1)}
@@ -68,9 +68,9 @@ def by_rollout(found: RolloutsSection) -> Figure:
     )
 
 
-def points(found: CovarianceSection) -> Figure:
+def points(section: CovarianceSection) -> Figure:
     """Single tokens: influence against probability, by the advantage's sign."""
-    at = found["points"]
+    at = section["points"]
     traces = []
     for name, symbol, keep in (
         ("sign unsure", "circle", lambda a, sure: not sure),
@@ -105,13 +105,13 @@ def points(found: CovarianceSection) -> Figure:
     )
 
 
-def cells(found: CovarianceCells) -> Figure:
+def cells(section: CovarianceCells) -> Figure:
     """Sums over cells of probability and advantage."""
     shown = [
         [None if not count else value for value, count in zip(*row)]
-        for row in zip(found["influence"], found["tokens"])
+        for row in zip(section["influence"], section["tokens"])
     ]
-    power = power_of(found["influence"])
+    power = power_of(section["influence"])
     words = [
         ["" if value is None else cell_text(value / 10.0**power) for value in row] for row in shown
     ]
@@ -119,16 +119,16 @@ def cells(found: CovarianceCells) -> Figure:
         [
             {
                 "type": "heatmap",
-                "x": found["probability"],
-                "y": found["advantage"],
+                "x": section["probability"],
+                "y": section["advantage"],
                 "z": shown,
                 "text": words,
                 "texttemplate": "%{text}",
                 "textfont": {"size": 10, "color": "$ink"},
-                "customdata": found["tokens"],
+                "customdata": section["tokens"],
                 "colorscale": DIVERGING,
                 "zmid": 0,
-                **symmetric(found["influence"], 1.0),
+                **symmetric(section["influence"], 1.0),
                 "showscale": False,
                 "xgap": 2,
                 "ygap": 2,
@@ -155,21 +155,21 @@ def cells(found: CovarianceCells) -> Figure:
     )
 
 
-def matrix(found: MatrixSection) -> Figure:
+def matrix(section: MatrixSection) -> Figure:
     """Contributions of pairs; rows and columns in order of their sums."""
-    rows = len(found["values"])
+    rows = len(section["values"])
     places = {"type": "category", "showgrid": False, "showticklabels": False, "ticks": ""}
     return figure_of(
         [
             {
                 "type": "heatmap",
-                "x": [f"#{i}" for i in found["columns"]],
-                "y": [f"#{i}" for i in found["rows"]],
+                "x": [f"#{i}" for i in section["columns"]],
+                "y": [f"#{i}" for i in section["rows"]],
                 # As many digits as pointing at a cell shows: most of a page's data is here.
-                "z": [[float(f"{value:.3g}") for value in row] for row in found["values"]],
+                "z": [[float(f"{value:.3g}") for value in row] for row in section["values"]],
                 "colorscale": DIVERGING,
                 "zmid": 0,
-                **symmetric(found["values"], FULL),
+                **symmetric(section["values"], FULL),
                 "colorbar": {
                     "thickness": 8,
                     "outlinewidth": 0,
@@ -182,9 +182,9 @@ def matrix(found: MatrixSection) -> Figure:
             }
         ],
         max(300, min(560, 120 + 5 * rows)),
-        xaxis={"title": {"text": f"{found['shape'][1]} update rollouts"}, **places},
+        xaxis={"title": {"text": f"{section['shape'][1]} update rollouts"}, **places},
         yaxis={
-            "title": {"text": f"{found['shape'][0]} evaluation rollouts"},
+            "title": {"text": f"{section['shape'][0]} evaluation rollouts"},
             **places,
             "autorange": "reversed",
         },

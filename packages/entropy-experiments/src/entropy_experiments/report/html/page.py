@@ -93,10 +93,10 @@ TERMS = {
     "hypothetical": "A step on rollouts drawn here; training made another one.",
     "certificate": "The rebuilt step compared with the weights that training really saved.",
     "ledger": "The change as a sum of lines, each with its cause.",
-    "evaluation rollouts": "Rollouts that judge the step; the step does not learn from them.",
+    "evaluation rollouts": "Rollouts that the step is measured on; it does not learn from them.",
     "update rollouts": "Rollouts that the step learns from.",
     "reliability": "Correlation of single tokens' influence between two halves of the prompts.",
-    "cancellation": "Sum of the parts' sizes over the size of their sum.",
+    "cancellation": "Sum of |parts| over |total|: how far the parts cancel.",
 }
 """In the order of the page's own glossary."""
 _FIND = re.compile(

@@ -18,12 +18,12 @@ def sentence(
     size = plain(abs(value), 2)
     share = f", {abs(value) / level:.1%} of it" if level and not doubted else ""
     if interval is None:
-        said = (
+        text = (
             f"{update} changes the policy’s entropy by {number(value)} nats per {unit}{share}; "
             "without an interval nobody knows how sure that is"
         )
     elif interval[0] <= 0 <= interval[1]:
-        said = (
+        text = (
             f"{update} changes the policy’s entropy by {number(value)} nats per {unit} (95 % "
             f"{ends(interval)}): too little to tell from nothing with these rollouts"
         )
@@ -31,12 +31,12 @@ def sentence(
         verb = "lowers" if value < 0 else "raises"
         low, high = sorted(abs(end) for end in interval)  # sizes, as the verb has the sign
         bar = f" (95 % {plain(low, 2)} to {plain(high, 2)})"
-        said = f"{update} {verb} the policy’s entropy by {size} nats per {unit}{bar}{share}"
+        text = f"{update} {verb} the policy’s entropy by {size} nats per {unit}{bar}{share}"
     if predicted is not None:
         unsure = " (not trusted)" if predicted.get("trusted") is False else ""
-        said += f"; first order predicts {number(predicted['value'])}{unsure}"
+        text += f"; first order predicts {number(predicted['value'])}{unsure}"
     why = ", for the reasons given" if change.get("why_not") else ""
-    return f"Not trusted{why}: {said}." if doubted else f"{said}."
+    return f"Not trusted{why}: {text}." if doubted else f"{text}."
 
 
 def of_probe(
@@ -58,25 +58,25 @@ def of_probe(
     )
 
 
-def gap(found: AnyNumber) -> str:
-    return f"Predicted minus measured, paired: {with_bar(found, 2)}."
+def gap(estimate: AnyNumber) -> str:
+    return f"Predicted minus measured, paired: {with_bar(estimate, 2)}."
 
 
-def with_bar(found: AnyNumber, digits: int = 3) -> str:
+def with_bar(estimate: AnyNumber, digits: int = 3) -> str:
     """A value and, where there is one, its interval."""
-    bar = found.get("interval")
-    return number(found["value"], digits) + ("" if bar is None else f" (95 % {ends(bar)})")
+    bar = estimate.get("interval")
+    return number(estimate["value"], digits) + ("" if bar is None else f" (95 % {ends(bar)})")
 
 
 def made_by_training(results: ProbeResult | ProbeLog) -> str:
     """Which update `results`, of `entropy-probe run` or of a log of it, are about."""
-    made, certificate = results.get("made_step") or {}, results.get("step_certificate") or {}
+    step, certificate = results.get("made_step") or {}, results.get("step_certificate") or {}
     return made_by(
         results["checkpoint"],
         real=results["update"] == "recorded",
-        checked=bool(certificate) or bool(made.get("of_recorded_gradient")),
+        checked=bool(certificate) or bool(step.get("of_recorded_gradient")),
         apart=bool(certificate.get("apart")),
-        altered=made.get("altered") or (),
+        altered=step.get("altered") or (),
     )
 
 
@@ -167,5 +167,5 @@ def sampling_points(notes: Iterable[str]) -> list[str]:
 
 def doubts_of(*estimates: AnyNumber | None) -> list[str]:
     """Why numbers are not trusted, each reason once."""
-    found = (why for one in estimates if one is not None for why in one.get("why_not") or ())
-    return list(dict.fromkeys(found))
+    doubts = (why for one in estimates if one is not None for why in one.get("why_not") or ())
+    return list(dict.fromkeys(doubts))
