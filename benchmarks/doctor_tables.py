@@ -1,4 +1,4 @@
-"""The page docs/doctor_comparison.md, from the result of `benchmarks.doctor_comparison`."""
+"""docs/benchmarks/doctor_comparison.md, from the result of `benchmarks.doctor_comparison`."""
 
 from __future__ import annotations
 
