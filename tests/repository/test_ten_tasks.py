@@ -44,7 +44,17 @@ TASKS = (
     Task("what is k-hat?", "what does this word mean", "glossary.md#how-sure-it-is"),
     Task("where would a new loss go?", "code", "architecture.md#where-a-new-part-goes"),
     Task("what does exit code 2 mean?", "exit codes", "reference/commands.md#exit-codes"),
-    Task("what does momentum 90 % mean?", "share", "shares.md#why-momentum-is-often-90-percent"),
+    Task(
+        "what does momentum 90 % mean?",
+        "share",
+        "tutorial_influence.md#why-momentum-is-often-90-percent",
+    ),
+    Task("how large a batch?", "batch size", "howto_online.md#how-large-a-batch-do-i-need"),
+    Task(
+        "a real language model on a laptop",
+        "real language model",
+        "tutorial_first.md#5-a-real-language-model-on-a-laptop",
+    ),
 )
 
 
