@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 COLUMNS = ("notices", "kind", "line", "parameters")
-INTRODUCTION = """\
-# The doctor and other tools
+TITLE = """\
+# How does the doctor compare with other tools?
+
+What each tool says about the same faulty training scripts, as counts of cases; what the columns
+mean is [below](#how-it-was-done).
+"""
+METHOD = """\
+## How it was done
 
 Made by `python -m benchmarks.doctor_comparison{option}` (its docstring says how to make an
 environment with the other tools); the messages behind every mark are in
-`benchmarks/doctor_comparison.json`.
+[doctor_comparison.json](doctor_comparison.json).
 Versions: {versions}.
 
 The cases are the held-out faults of `packages/gradient-doctor/tests/doctor/judged` on
@@ -71,15 +77,7 @@ def markdown(result: dict[str, Any]) -> str:
             f" Left out for their running time: the cases on {', '.join(heavy)}\n"
             "(`--recipes all`); the doctor's own tests judge it on those too."
         )
-    parts = [
-        INTRODUCTION.format(
-            option="" if heavy else " --recipes all",
-            versions=", ".join(versions),
-            recipes=", ".join(result["recipes"]),
-            count=len(cases),
-            left_out=left_out,
-        )
-    ]
+    parts = [TITLE]
     parts.append("| tool | how it is applied | cases | notices | kind | line | parameters |"
                  " false alarms |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
     for name, entry in tools.items():
@@ -89,6 +87,16 @@ def markdown(result: dict[str, Any]) -> str:
         cells = [name, entry["form"], str(len(rows))]
         cells += [count(rows, column) for column in COLUMNS] + [false]
         parts.append("| " + " | ".join(cells) + " |")
+    parts.append(
+        "\n"
+        + METHOD.format(
+            option="" if heavy else " --recipes all",
+            versions=", ".join(versions),
+            recipes=", ".join(result["recipes"]),
+            count=len(cases),
+            left_out=left_out,
+        ).rstrip()
+    )
     parts.append(
         "\n## Case by case\n\nK kind, L line, P parameters; `!` says something, but none of these;"
         " `·` silent; n/a not applicable.\n"

@@ -126,7 +126,7 @@ def commands_page() -> str:
     """`--help` of every command, and what their exit codes mean."""
     page = [
         BY_HAND,
-        "# Commands and exit codes\n",
+        "# Which commands and exit codes are there?\n",
         "What `entropy-probe COMMAND --help` prints. Help does not import torch. `doctor` and",
         "`arc` exist when their packages are installed ([install](../install.md)).",
         "[Exit codes](#exit-codes) are at the end.\n",
