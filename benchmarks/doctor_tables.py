@@ -40,9 +40,9 @@ What torch itself says (its errors and warnings) is a row of its own: the other 
 detect_anomaly, are what the tool adds to it. A one-batch tool is not applicable where the script
 has no loss function to hand over or where the fault is in the loop; that is not counted as a miss.
 The linters and the one-batch tools were given files and functions cut out for them, which their
-user would have to do by hand. Only gradient_doctor is told what the case's contract says
-(`trainable`, `dtype`, `phase`); torcheck is told that every parameter must change, the others have
-no place to say such things.
+user would have to do by hand. Only gradient_doctor gets the case's contract (`trainable`,
+`dtype`, `phase`); torcheck is configured to expect that every parameter changes, the others have
+no such option.
 """
 
 
