@@ -42,7 +42,10 @@ def explanation(page: str) -> str:
     """The hand-written part of a page, up to and with the mark."""
     text = (DOCS / page).read_text("utf-8")
     if text.count(BELOW) != 1:
-        raise ValueError(f"docs/{page}: got {text.count(BELOW)} marks; expected one line {BELOW}")
+        raise ValueError(
+            f"docs/{page}: got {text.count(BELOW)} marks; expected one. Put this line between the "
+            f"explanation and the list of keys: {BELOW.strip()}"
+        )
     return text.partition(BELOW)[0] + BELOW
 
 

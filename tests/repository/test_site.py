@@ -56,6 +56,17 @@ def test_generated_pages_are_what_the_code_says(path):
     assert path.read_text("utf-8") == REFERENCE.PAGES[path](), again
 
 
+def test_a_page_of_keys_that_lost_its_mark_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(REFERENCE, "DOCS", tmp_path)
+    page = tmp_path / "config.md"
+    page.write_text(f"# Keys\n\n{REFERENCE.BELOW}old rows\n", "utf-8")
+    assert REFERENCE.explanation("config.md") == f"# Keys\n\n{REFERENCE.BELOW}"
+    for text, count in (("# Keys\n", 0), (2 * REFERENCE.BELOW, 2)):
+        page.write_text(text, "utf-8")
+        with pytest.raises(ValueError, match=rf"config\.md: got {count} marks; expected one\. Put"):
+            REFERENCE.explanation("config.md")
+
+
 def test_the_reference_has_every_key_and_every_command():
     keys = (DOCS / "config.md").read_text("utf-8")
     for name, section in known_fields().items():
