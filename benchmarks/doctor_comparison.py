@@ -253,7 +253,9 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, default=ROOT / "docs/benchmarks/doctor_comparison.json"
     )
-    parser.add_argument("--markdown", type=Path, default=ROOT / "docs/doctor_comparison.md")
+    parser.add_argument(
+        "--markdown", type=Path, default=ROOT / "docs/benchmarks/doctor_comparison.md"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     recipes = {"light": LIGHT, "all": LIGHT + HEAVY}.get(arguments.recipes[0], arguments.recipes)

@@ -1,16 +1,22 @@
-"""The page docs/doctor_comparison.md, from the result of `benchmarks.doctor_comparison`."""
+"""docs/benchmarks/doctor_comparison.md, from the result of `benchmarks.doctor_comparison`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 COLUMNS = ("notices", "kind", "line", "parameters")
-INTRODUCTION = """\
-# The doctor and other tools
+TITLE = """\
+# How does the doctor compare with other tools?
+
+What each tool says about the same faulty training scripts, as counts of cases; what the columns
+mean is [below](#how-it-was-done).
+"""
+METHOD = """\
+## How it was done
 
 Made by `python -m benchmarks.doctor_comparison{option}` (its docstring says how to make an
 environment with the other tools); the messages behind every mark are in
-`benchmarks/doctor_comparison.json`.
+[doctor_comparison.json](doctor_comparison.json).
 Versions: {versions}.
 
 The cases are the held-out faults of `packages/gradient-doctor/tests/doctor/judged` on
@@ -34,9 +40,9 @@ What torch itself says (its errors and warnings) is a row of its own: the other 
 detect_anomaly, are what the tool adds to it. A one-batch tool is not applicable where the script
 has no loss function to hand over or where the fault is in the loop; that is not counted as a miss.
 The linters and the one-batch tools were given files and functions cut out for them, which their
-user would have to do by hand. Only gradient_doctor is told what the case's contract says
-(`trainable`, `dtype`, `phase`); torcheck is told that every parameter must change, the others have
-no place to say such things.
+user would have to do by hand. Only gradient_doctor gets the case's contract (`trainable`,
+`dtype`, `phase`); torcheck is configured to expect that every parameter changes, the others have
+no such option.
 """
 
 
@@ -71,15 +77,7 @@ def markdown(result: dict[str, Any]) -> str:
             f" Left out for their running time: the cases on {', '.join(heavy)}\n"
             "(`--recipes all`); the doctor's own tests judge it on those too."
         )
-    parts = [
-        INTRODUCTION.format(
-            option="" if heavy else " --recipes all",
-            versions=", ".join(versions),
-            recipes=", ".join(result["recipes"]),
-            count=len(cases),
-            left_out=left_out,
-        )
-    ]
+    parts = [TITLE]
     parts.append("| tool | how it is applied | cases | notices | kind | line | parameters |"
                  " false alarms |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
     for name, entry in tools.items():
@@ -89,6 +87,16 @@ def markdown(result: dict[str, Any]) -> str:
         cells = [name, entry["form"], str(len(rows))]
         cells += [count(rows, column) for column in COLUMNS] + [false]
         parts.append("| " + " | ".join(cells) + " |")
+    parts.append(
+        "\n"
+        + METHOD.format(
+            option="" if heavy else " --recipes all",
+            versions=", ".join(versions),
+            recipes=", ".join(result["recipes"]),
+            count=len(cases),
+            left_out=left_out,
+        ).rstrip()
+    )
     parts.append(
         "\n## Case by case\n\nK kind, L line, P parameters; `!` says something, but none of these;"
         " `·` silent; n/a not applicable.\n"

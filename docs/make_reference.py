@@ -32,23 +32,35 @@ from entropy_experiments.config.training_reading import TRAINING_ALIASES, known_
 DOCS = Path(__file__).parent
 WIDTH = 96
 BY_HAND = "<!-- Written by docs/make_reference.py: `make docs` writes it again. -->\n"
+BELOW = "<!-- Below: written by docs/make_reference.py; `make docs` writes it again. -->\n"
+"""Ends what is written by hand in a page that explains keys and then lists them."""
 
 Schema = Mapping[str, Any]
 
 
+def explanation(page: str) -> str:
+    """The hand-written part of a page, up to and with the mark."""
+    text = (DOCS / page).read_text("utf-8")
+    if text.count(BELOW) != 1:
+        raise ValueError(
+            f"docs/{page}: got {text.count(BELOW)} marks; expected one. Put this line between the "
+            f"explanation and the list of keys: {BELOW.strip()}"
+        )
+    return text.partition(BELOW)[0] + BELOW
+
+
 def config_page() -> str:
-    """Every key of the schema: kind, default, meaning."""
+    """How to configure, then every key of the schema: kind, default, meaning."""
     schema, defaults = json_schema(), known_fields()
     page = [
-        BY_HAND,
-        "# Configuration reference\n",
-        "Every section and every key is optional. `null` means *not given*. How files are read,",
-        "and which templates there are: [the configuration](../config.md). The same as JSON",
+        explanation("config.md"),
+        "## All keys\n",
+        "Every section and every key is optional. `null` means *not given*. The same as JSON",
         "schema, for editors: `entropy-probe config schema`.\n",
     ]
     for name, info in Config.model_fields.items():
         kind = type(info.default)
-        page += [f"## {name}\n", f"{_line(kind.__doc__)}\n", *_header()]
+        page += [f"### {name}\n", f"{_line(kind.__doc__)}\n", *_header()]
         page += _rows(kind, schema, defaults[name], prefix="")
         page.append("")
     page += ["## Keys of the earlier documents\n"]
@@ -66,15 +78,14 @@ def config_page() -> str:
 
 
 def training_page() -> str:
-    """Every key of `entropy-probe train`."""
+    """How to train, then every key of `entropy-probe train`."""
     schema = training_schema()
     # The keys are flat: the whole file is one section.
     schema["$defs"][TrainingConfig.__name__] = {"properties": schema["properties"]}
     page = [
-        BY_HAND,
-        "# Training configuration reference\n",
-        "The file of `entropy-probe train --config`. Every key is optional. Meanings and",
-        "presets: [how to train with the probe inside](../howto_train.md).\n",
+        explanation("howto_train.md"),
+        "## All keys\n",
+        "The file of `entropy-probe train --config`. Every key is optional.\n",
         *_header(),
         *_rows(TrainingConfig, schema, known_training_fields(), prefix=""),
         "",
@@ -118,7 +129,7 @@ def commands_page() -> str:
     """`--help` of every command, and what their exit codes mean."""
     page = [
         BY_HAND,
-        "# Commands and exit codes\n",
+        "# Which commands and exit codes are there?\n",
         "What `entropy-probe COMMAND --help` prints. Help does not import torch. `doctor` and",
         "`arc` exist when their packages are installed ([install](../install.md)).",
         "[Exit codes](#exit-codes) are at the end.\n",
@@ -277,8 +288,8 @@ def _stub_path(package: str) -> Path:
 
 
 PAGES: dict[Path, Callable[[], str]] = {
-    DOCS / "reference" / "config.md": config_page,
-    DOCS / "reference" / "training.md": training_page,
+    DOCS / "config.md": config_page,
+    DOCS / "howto_train.md": training_page,
     DOCS / "reference" / "commands.md": commands_page,
     **{DOCS / "api" / f"{name}.md": partial(api_page, group) for name, group in API.items()},
     **{_stub_path(package): partial(stub, package) for package in DISTRIBUTIONS},

@@ -33,7 +33,7 @@ LONG = (
 )
 """Pages of many runs, or of a training: the slow tier executes them."""
 
-QUICK = ("entropy-probe evaluate ", "evaluate_checkpoints")
+QUICK = ("entropy-probe evaluate ", "evaluate_checkpoints", "import NoiseScale", "b1, steps, size")
 """Blocks of such pages that the fast tier executes all the same."""
 
 

@@ -56,10 +56,21 @@ def test_generated_pages_are_what_the_code_says(path):
     assert path.read_text("utf-8") == REFERENCE.PAGES[path](), again
 
 
+def test_a_page_of_keys_that_lost_its_mark_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(REFERENCE, "DOCS", tmp_path)
+    page = tmp_path / "config.md"
+    page.write_text(f"# Keys\n\n{REFERENCE.BELOW}old rows\n", "utf-8")
+    assert REFERENCE.explanation("config.md") == f"# Keys\n\n{REFERENCE.BELOW}"
+    for text, count in (("# Keys\n", 0), (2 * REFERENCE.BELOW, 2)):
+        page.write_text(text, "utf-8")
+        with pytest.raises(ValueError, match=rf"config\.md: got {count} marks; expected one\. Put"):
+            REFERENCE.explanation("config.md")
+
+
 def test_the_reference_has_every_key_and_every_command():
-    keys = (DOCS / "reference" / "config.md").read_text("utf-8")
+    keys = (DOCS / "config.md").read_text("utf-8")
     for name, section in known_fields().items():
-        part = keys.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        part = keys.split(f"\n### {name}\n")[1].split("\n##")[0]
         for key in every_key(section):
             assert f"| `{key}` |" in part, f"{name}.{key}"
     said = (DOCS / "reference" / "commands.md").read_text("utf-8")
@@ -68,7 +79,7 @@ def test_the_reference_has_every_key_and_every_command():
 
 
 def test_bounds_of_the_schema_are_told():
-    keys = (DOCS / "reference" / "config.md").read_text("utf-8")
+    keys = (DOCS / "config.md").read_text("utf-8")
     for row in (
         "| `lr` | number, above 0 |",
         "| `clip_low` | number, at least 0, at most 1 |",

@@ -44,7 +44,17 @@ TASKS = (
     Task("what is k-hat?", "what does this word mean", "glossary.md#how-sure-it-is"),
     Task("where would a new loss go?", "code", "architecture.md#where-a-new-part-goes"),
     Task("what does exit code 2 mean?", "exit codes", "reference/commands.md#exit-codes"),
-    Task("what does momentum 90 % mean?", "share", "shares.md#why-momentum-is-often-90-percent"),
+    Task(
+        "what does momentum 90 % mean?",
+        "share",
+        "tutorial_influence.md#why-momentum-is-often-90-percent",
+    ),
+    Task("how large a batch?", "batch size", "howto_online.md#how-large-a-batch-do-i-need"),
+    Task(
+        "a real language model on a laptop",
+        "real language model",
+        "tutorial_first.md#5-a-real-language-model-on-a-laptop",
+    ),
 )
 
 
@@ -127,4 +137,4 @@ def test_it_has_teeth():
 def test_the_navigation_has_every_page_once():
     pages = [page for _, page in shown_everywhere()]
     assert sorted(pages) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
-    assert len([page for page in pages if not page.startswith("api/")]) <= 28
+    assert len([page for page in pages if not page.startswith("api/")]) <= 23

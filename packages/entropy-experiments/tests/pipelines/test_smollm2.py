@@ -29,7 +29,7 @@ from entropy_experiments.types.direction import AdamGroup
 pytestmark = pytest.mark.contract
 
 QUESTIONS = Path(__file__).parents[1] / "data" / "arithmetic.jsonl"
-HOWTO = ROOT / "docs" / "howto_smollm2.md"
+HOWTO = ROOT / "docs" / "howto_checkpoint.md"
 
 
 def _example() -> Any:

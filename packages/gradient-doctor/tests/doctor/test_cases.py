@@ -35,7 +35,7 @@ QUICK = {
     "20-peft_checkpointing-both-adapters-zero",
 }
 SHARE_RIGHT = 0.9
-# listed with their reasons in docs/doctor.md
+# listed with their reasons in docs/benchmarks.md
 KNOWN_MISSES = {
     "13-peft_checkpointing-weights-shrunk-before-backward",
     "14-trl_grpo-last-entropy",

@@ -2,7 +2,7 @@
 
     measured = frozen prediction + (denominator and clip) + curvature + rest
 
-Three questions, three rules (docs/shares.md has them in words):
+Three questions, three rules (docs/tutorial_influence.md has them in words):
 
     agrees      the frozen prediction lies in the measured interval
     accounted   the paired interval of the rest covers 0, or |rest| <= 1 % of |measured|
