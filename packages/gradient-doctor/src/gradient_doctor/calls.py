@@ -15,7 +15,7 @@ from gradient_doctor.graph import NodeOrigin, mark_origin
 from gradient_doctor.guards import observed
 from gradient_doctor.patches import Patches
 from gradient_doctor.session import Session
-from gradient_doctor.taint import Cut, Region, Taint, inputs_in, merged, plain, tensors_in
+from gradient_doctor.taint import Cut, Region, Taint, merged, tensors_in
 from gradient_doctor.trace import Trace
 
 _SCALER = {
@@ -27,7 +27,7 @@ _SCALER = {
 
 
 class Calls:
-    """Observers of modes, custom Functions, optimizers, gradient scalers, clipping and saving."""
+    """Observers of modes, custom Functions, optimizers, gradient scalers and clipping."""
 
     def __init__(self, session: Session, trace: Trace) -> None:
         self.session = session
@@ -41,7 +41,6 @@ class Calls:
         patch(nn.Module, "train", self._mode)
         patch(torch.inference_mode, "__enter__", self._inference)
         patch(torch, "from_numpy", self._from_numpy)
-        patch(torch, "save", self._save)
         patch(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         patch(torch.optim.Optimizer, "__init__", self._new_optimizer)
         patch(torch.optim.Optimizer, "load_state_dict", self._load_state)
@@ -96,11 +95,11 @@ class Calls:
     def _opaque(self, cls: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Outputs of a custom Function depend on its inputs and on what its forward computed."""
         session = self.session
-        inputs, floats = inputs_in(args, kwargs, session.numbers)
+        inputs, numbers = session.numbers.among(args, kwargs)
         outputs = tensors_in(result)
         site = session.here()
         taints = [t for t in map(session.taint_of, inputs) if t is not None]
-        taints.extend(f.taint for f in floats)
+        taints.extend(number.taint for number in numbers)
         reentrant = cls is checkpoint.CheckpointFunction
         if reentrant:
             session.add_event("checkpoint", inputs_need_grad=any(t.requires_grad for t in inputs))
@@ -125,10 +124,6 @@ class Calls:
     def _from_numpy(self, array: Any) -> Iterator[Any]:
         tensor = yield
         self.trace.from_numpy(array, tensor)
-
-    def _save(self, obj: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Checkpoints hold plain floats: a reduced one is refused by `weights_only`."""
-        yield (plain(obj), *args), kwargs
 
     # what is made
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gradient_doctor.findings import Site
 from gradient_doctor.graph import Graph
-from gradient_doctor.taint import Taint, TracedFloat, tensors_in
+from gradient_doctor.python_numbers import Number
+from gradient_doctor.taint import Taint, tensors_in
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class OpCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Tensor]
-    floats: list[TracedFloat]
+    numbers: list[Number]
     outputs: list[Tensor]
     taint: Taint | None
     result: Any = None

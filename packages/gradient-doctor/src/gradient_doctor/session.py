@@ -19,11 +19,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.findings import Culprit, Finding, Severity, Site, add_note
 from gradient_doctor.graph import node_of, walk
+from gradient_doctor.python_numbers import Numbers
 from gradient_doctor.readable import alone, unreadable, values_of
 from gradient_doctor.records import Backward, Event, OpCall, StepRecord
 from gradient_doctor.registry import Registry
 from gradient_doctor.sites import here
-from gradient_doctor.taint import NO_CUTS, CutBook, Numbers, Region, Taint
+from gradient_doctor.taint import NO_CUTS, CutBook, Region, Taint
 
 STRICT = "GRADIENT_DOCTOR_STRICT"  # set in our own tests: a detector's error is an error there
 _KEPT = 32  # step records

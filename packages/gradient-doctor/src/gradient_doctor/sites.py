@@ -103,6 +103,25 @@ def called_by_user() -> bool:
     return frame is not None and _frame_kind(frame) == "user"
 
 
+_WRAPPERS = ("_tensor.py", "overrides.py", "functional.py")
+
+
+def calling_frame() -> FrameType | None:
+    """The user's frame whose expression is the call that the doctor is looking at.
+
+    None for calls of libraries and of torch's own modules, whose arguments are not the user's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        kind = _frame_kind(frame)
+        if kind == "torch" and frame.f_code.co_filename.endswith(_WRAPPERS):
+            kind = "doctor"
+        if kind != "doctor":
+            return frame if kind == "user" else None
+        frame = frame.f_back
+    return None
+
+
 def user_frame() -> FrameType | None:
     """The innermost frame of the user's code, to look for names of variables in it."""
     frame: FrameType | None = sys._getframe(1)

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.findings import Site
+from gradient_doctor.python_numbers import Number
 from gradient_doctor.session import OpCall, Session
-from gradient_doctor.taint import Taint, TracedFloat
+from gradient_doctor.taint import Taint
 
 _ADD, _SUB, _MUL, _DIV = {"add"}, {"sub", "subtract"}, {"mul", "multiply"}, {"div", "divide"}
 _DIV |= {"true_divide", "__truediv__"}
@@ -136,7 +137,7 @@ class Terms:
             op = op.strip("_")[1:]
         many = output.numel() > 1
         inputs = [self.of(tensor) for tensor in call.inputs]
-        data = many or any(term.data for term in inputs) or bool(call.floats)
+        data = many or any(term.data for term in inputs) or bool(call.numbers)
         term = Term(
             *("value", op, call.site, self.session.step, call.taint, not many, data),
             amount=_amount(output),
@@ -185,21 +186,21 @@ class Terms:
                 term.kind, term.parts = "scale", ((alive[0], math.nan),)
                 term.factor = next(v for v in values if v is not alive[0])
 
-    def _operand(self, value: Any) -> Term:
+    def _operand(self, value: Tensor | Number) -> Term:
         if isinstance(value, Tensor):
             return self.of(value)
         taint = value.taint
         return Term(
             *("cut", taint.op, taint.site, self.session.step, taint, True, True),
-            amount=float.__add__(value, 0.0),
+            amount=float(value.value),
         )
 
 
-def _value(value: Any, call: OpCall) -> Tensor | TracedFloat | None:
+def _value(value: Any, call: OpCall) -> Tensor | Number | None:
     """A tensor or a number that came from one; None for the constants of the program."""
-    if isinstance(value, (Tensor, TracedFloat)):
+    if isinstance(value, Tensor):
         return value
-    return next((f for f in call.floats if f.source is value), None) if value is not None else None
+    return next((number for number in call.numbers if number.value is value), None)
 
 
 def _is_ratio(op: str, call: OpCall, inputs: list[Term]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,13 +19,10 @@ from gradient_doctor.taint import (
     Cut,
     Region,
     Taint,
-    TracedFloat,
     in_graphs,
-    inputs_in,
     merged,
     tensors_in,
 )
-from gradient_doctor.yaml_tables import teach_yaml
 
 # calls that only look: no value comes out of them that a loss could be made from
 _LOOKS = {
@@ -160,7 +157,7 @@ class Trace(TorchFunctionMode):
     ) -> tuple[OpCall, list[Taint], Any]:
         session = self.session
         site = here(session.module_path)
-        inputs, floats = inputs_in(args, kwargs, session.numbers)
+        inputs, numbers = session.numbers.among(args, kwargs)
         # taken before the call: an operation in place changes what its input is
         taints = [t for t in map(session.taint_of, inputs) if t is not None]
         short = name.rsplit(".", 1)[-1]
@@ -168,11 +165,11 @@ class Trace(TorchFunctionMode):
             taints = []
         elif short in _OVERWRITES:
             taints = [t for t in map(session.taint_of, inputs[1:]) if t is not None]
-        taints.extend(f.taint for f in floats)
+        taints.extend(number.taint for number in numbers)
         if short in _FROM_ARRAYS and args:
             taints.extend(self._of_array(args[0]))
         was = args[0].dtype if short == "__set__" else None
-        call = OpCall(name, site, args, kwargs, inputs, floats, [], None)
+        call = OpCall(name, site, args, kwargs, inputs, numbers, [], None)
         if (short == "__set__" or call.targets) and session.wants("write_starts"):
             touchable, blind = self._sight(inputs)
             if touchable:
@@ -195,7 +192,7 @@ class Trace(TorchFunctionMode):
             outputs = [args[0]]
             taint = self._spread(name, short, site, taints, outputs)
         if short in _SCALARS and taints:
-            result = self._scalar(short, site, taints, result)
+            self._scalar(short, site, taints, result)
         elif short in _ARRAYS and taints:
             self._array(short, site, taints, result)
         if session.wants("op"):
@@ -292,14 +289,11 @@ class Trace(TorchFunctionMode):
             call = OpCall("torch.from_numpy", site, (array,), {}, [], [], [tensor], None, tensor)
             self.session.tell("op", call)
 
-    def _scalar(self, short: str, site: Site | None, taints: list[Taint], result: Any) -> Any:
+    def _scalar(self, short: str, site: Site | None, taints: list[Taint], result: Any) -> None:
         taint = self._outside("scalar", short, site, taints)
-        if not taint.depends:
-            return result
-        if short == "__float__":
-            self.session.numbers.keep(result, taint)  # float() insists on a plain float
-            return result
-        return _traced(result, taint)
+        if taint.depends:
+            for number in _floats(result):
+                self.session.numbers.keep(number, taint)
 
     def _outside(self, kind: str, short: str, site: Site | None, taints: list[Taint]) -> Taint:
         """The taint of what left torch: a Python number, an array."""
@@ -355,10 +349,9 @@ def _address(array: Any) -> int | None:
     return None if interface is None else interface["data"][0]
 
 
-def _traced(value: Any, taint: Taint) -> Any:
+def _floats(value: Any) -> Iterator[float]:
     if type(value) is float:
-        teach_yaml()
-        return TracedFloat(value, taint)
-    if isinstance(value, list):
-        return [_traced(item, taint) for item in value]
-    return value
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _floats(item)

@@ -9,7 +9,8 @@ from gradient_doctor import Doctor, Finding, Severity
 from gradient_doctor.command import main
 from gradient_doctor.detectors.places import called
 from gradient_doctor.findings import add_note
-from gradient_doctor.taint import Numbers, Taint
+from gradient_doctor.python_numbers import Numbers
+from gradient_doctor.taint import Taint
 
 
 def numbers_of(examination):
@@ -254,10 +255,10 @@ def test_numbers_are_known_as_objects_and_not_by_value():
     known, equal = float("0.25"), float("0.25")
     numbers = Numbers()
     numbers.keep(known, taint)
-    assert numbers.get(known) is taint
-    assert numbers.get(equal) is None
+    assert numbers.known(known) is taint
+    assert numbers.known(equal) is None
     numbers.clear()
-    assert numbers.get(known) is None
+    assert numbers.known(known) is None
 
 
 # class 20 and others: parameters without elements

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import io
 import os
 import threading
 import warnings
@@ -103,11 +102,10 @@ class Bench:
     def from_numpy(self):
         return torch.from_numpy(np.ones(3, dtype=np.float32))
 
-    def save(self):
-        file = io.BytesIO()
-        torch.save({"x": self.x}, file)
-        file.seek(0)
-        return torch.load(file)["x"]
+    def number(self):
+        loss = self.loss()
+        twice = 2.0 * loss.item()
+        return loss.detach() + twice
 
     def train(self):
         self.calls += self.model.eval().training is False
@@ -142,22 +140,22 @@ class Bench:
 ACTIONS = [name for name in vars(Bench) if not name.startswith("_") and name != "loss"]
 
 
-def sabotage(session, monkeypatch):
+def sabotage(session):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("our own mistake")
 
     for name in ("here", "add_event", "taint_of", "before_backward", "values"):
         setattr(session, name, broken)
     session.registry.made = session.registry.add_optimizer = broken
-    monkeypatch.setattr("gradient_doctor.calls.plain", broken)
+    session.numbers.behind = broken
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_our_mistakes_do_not_reach_the_user(action, monkeypatch):
+def test_our_mistakes_do_not_reach_the_user(action):
     plain, watched = Bench(), Bench()
     expected = getattr(plain, action)()
     with Doctor({"model": watched.model}, {"sgd": watched.sgd}, mode="trace") as doctor:
-        sabotage(doctor.session, monkeypatch)
+        sabotage(doctor.session)
         got = getattr(watched, action)()
     assert torch.equal(got, expected)
     assert watched.calls == plain.calls

@@ -1,153 +1,224 @@
-"""Numbers from `.item()` in a traced step: libraries take them for the floats that they are."""
+"""Numbers from `.item()` in a traced step are plain floats, and are known again all the same."""
 
-import importlib
-import json
+import gc
 import statistics
 import sys
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from gradient_doctor import Doctor
-from gradient_doctor.taint import Taint, TracedFloat, plain
-from gradient_doctor.yaml_tables import teach_yaml
+
+SCALE = 0.3
 
 
-def traced(value=0.25):
-    return TracedFloat(value, Taint(1, 0, frozenset(), None, "item", 0))
+class Setting:
+    """A loss with a term that left torch; `term` brings it back in some way."""
+
+    def __init__(self, term):
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 3)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.term, self.seen, self.baseline = term, [], 0.0
+
+    def findings(self):
+        with Doctor({"model": self.model}, {"sgd": self.sgd}) as doctor:
+            for _ in range(3):
+                out = self.model(torch.randn(8, 4))
+                loss = self.term(self, out.square().mean(), out)
+                self.sgd.zero_grad()
+                loss.backward()
+                self.sgd.step()
+                doctor.step()
+        return doctor.findings
 
 
-def losses():
-    """Numbers of two traced steps."""
-    torch.manual_seed(0)
+def as_it_is(setting, loss, out):
+    reward = out.mean().item()
+    return loss + reward
+
+
+def in_an_expression(setting, loss, out):
+    reward = out.mean().item() * 5.0
+    return 0.7 * loss + SCALE * reward
+
+
+def in_one_statement(setting, loss, out):
+    return loss + 2.0 * out.mean().item()
+
+
+def augmented(setting, loss, out):
+    reward = 0.0
+    reward += out.mean().item()
+    loss += reward / 2
+    return loss
+
+
+def scored(out):
+    total = 0.0
+    for row in out:
+        total += row.mean().item()
+    return total / len(out)
+
+
+def by_a_function(setting, loss, out):
+    reward = scored(out)
+    return loss + reward
+
+
+def by_a_list(setting, loss, out):
+    rewards = [row.mean().item() for row in out]
+    return loss + sum(rewards) / len(rewards)
+
+
+def by_a_list_that_grows(setting, loss, out):
+    rewards = []
+    for row in out:
+        rewards.append(row.mean().item())
+    reward = statistics.fmean(rewards)
+    return loss + reward
+
+
+def by_numpy(setting, loss, out):
+    reward = np.mean(out.mean(1).tolist())
+    return loss + reward
+
+
+def by_an_attribute(setting, loss, out):
+    setting.baseline = 0.9 * setting.baseline + 0.1 * out.mean().item()
+    return loss + setting.baseline
+
+
+def by_float(setting, loss, out):
+    reward = -float(out.mean().detach())
+    return loss + reward
+
+
+WAYS = [
+    as_it_is,
+    in_an_expression,
+    in_one_statement,
+    augmented,
+    by_a_function,
+    by_a_list,
+    by_a_list_that_grows,
+    by_numpy,
+    by_an_attribute,
+    by_float,
+]
+
+
+@pytest.mark.parametrize("term", WAYS)
+def test_a_term_of_the_loss_that_left_torch_is_told(term):
+    findings = Setting(term).findings()
+    assert [f.number for f in findings] == [23]
+    assert findings[0].site.function == term.__name__
+    assert "no gradient" in findings[0].what
+    assert findings[0].parameters == ("model.weight", "model.bias")
+
+
+# what is no data
+
+
+def logged(setting, loss, out):
+    setting.seen.append(loss.item())
+    return SCALE * loss + 0.5
+
+
+def logged_with_a_rate(setting, loss, out):
+    rate = 0.25
+    shown = loss.item() * rate
+    setting.seen.append(shown)
+    return loss * rate
+
+
+def overwritten(setting, loss, out):
+    weight = out.mean().item()
+    setting.seen.append(weight)
+    weight = 0.5
+    return loss * weight
+
+
+def an_argument(setting, loss, out):
+    setting.seen.append(out.mean().item())
+    return nn.functional.smooth_l1_loss(out, torch.zeros_like(out), beta=0.5) * SCALE
+
+
+@pytest.mark.parametrize("term", [logged, logged_with_a_rate, overwritten, an_argument])
+def test_constants_of_the_program_beside_numbers_that_left(term):
+    setting = Setting(term)
+    assert not setting.findings()
+    assert len(setting.seen) == 3
+
+
+def test_backward_of_a_number_names_where_it_left():
     model = nn.Linear(4, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    with Doctor({"model": model}, {"sgd": sgd}) as doctor:
-        for _ in range(2):
+
+    def step(doctor):
+        with doctor:
             loss = model(torch.randn(8, 4)).square().mean()
-            sgd.zero_grad()
-            loss.backward()
-            sgd.step()
-            found.append(loss.item())
-            doctor.step()
-    assert all(type(number) is TracedFloat for number in found)  # or nothing is tested here
-    return found
+            total = 0.5 * loss.item()
+            total.backward()
+
+    doctor = Doctor({"model": model}, {"sgd": sgd})
+    with pytest.raises(AttributeError):
+        step(doctor)
+    (finding,) = [f for f in doctor.findings if f.number in (1, 3)]
+    assert "item" in finding.what + finding.why
 
 
-def test_statistics_make_floats_of_their_type():
-    numbers = losses()
-    for middle in (statistics.mean, statistics.fmean, statistics.median, statistics.stdev):
-        assert middle(numbers) == middle([float(n) for n in numbers])
-    assert type(statistics.mean(numbers)) is float
+# nothing of the user's is changed
 
 
-def test_its_type_makes_floats_of_anything():
-    assert type(type(traced())("0.5")) is float
-    assert type(traced())() == 0.0
-    assert TracedFloat.fromhex("0x1p-1") == 0.5
+def test_they_are_plain_floats_and_libraries_are_as_they_were():
+    yaml = pytest.importorskip("yaml")
+    tables = dict(yaml.SafeDumper.yaml_representers), dict(yaml.Dumper.yaml_representers)
+    paths = list(sys.meta_path)
+
+    def term(setting, loss, out):
+        setting.seen += [loss.item(), float(loss.detach()), *out[0].tolist()]
+        return loss
+
+    setting = Setting(term)
+    assert not setting.findings()
+    assert {type(number) for number in setting.seen} == {float}
+    assert yaml.safe_load(yaml.safe_dump(setting.seen)) == setting.seen
+    assert type(statistics.mean(setting.seen)) is float
+    assert (yaml.SafeDumper.yaml_representers, yaml.Dumper.yaml_representers) == tables
+    assert sys.meta_path == paths
 
 
-# PyYAML
+def test_saving_is_torch_s_own(tmp_path):
+    save = torch.save
+
+    def term(setting, loss, out):
+        assert torch.save is save
+        torch.save({"loss": loss.item()}, tmp_path / "state.pt")
+        return loss
+
+    assert not Setting(term).findings()
+    assert type(torch.load(tmp_path / "state.pt", weights_only=True)["loss"]) is float
 
 
-@pytest.fixture
-def without_yaml(monkeypatch):
-    """As in a program that has not imported it yet."""
-    for name in [n for n in sys.modules if n == "yaml" or n.startswith("yaml.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    yield
-    for name in [n for n in sys.modules if n == "yaml" or n.startswith("yaml.")]:
-        del sys.modules[name]
+def test_locals_of_the_user_are_neither_kept_alive_nor_emptied():
+    kept = []
 
+    def term(setting, loss, out):
+        large = torch.zeros(1000)
+        kept.append(weakref.ref(large))
+        reward = out.mean().item() * 2
+        total = loss + reward
+        del large
+        gc.collect()
+        assert kept[-1]() is None
+        mine = locals()
+        again = total + reward
+        assert mine["reward"] == reward
+        return again
 
-def dumps(yaml, value):
-    # its dumpers in C cannot be imported twice in a process; they share these tables
-    return yaml.safe_dump(value), yaml.dump(value)
-
-
-def test_yaml_imported_after_the_number(without_yaml):
-    numbers = losses()
-    assert "yaml" not in sys.modules
-    yaml = importlib.import_module("yaml")
-    for text in dumps(yaml, {"loss": numbers}):
-        assert text == yaml.safe_dump({"loss": [float(n) for n in numbers]})
-    assert not any(type(f).__module__ == "gradient_doctor.yaml_tables" for f in sys.meta_path)
-
-
-def test_yaml_imported_before_and_its_tables_copied(without_yaml):
-    yaml = importlib.import_module("yaml")
-
-    class Mine(yaml.SafeDumper):
-        pass
-
-    for dumper in (yaml.SafeDumper, Mine):
-        dumper.add_representer(tuple, lambda d, t: d.represent_list(list(t)))
-    number = losses()[0]
-    for text in (*dumps(yaml, number), yaml.dump(number, Dumper=Mine)):
-        assert text == yaml.safe_dump(float(number))
-
-
-def test_a_dumper_with_its_own_way_of_floats_keeps_it(without_yaml):
-    yaml = importlib.import_module("yaml")
-    number = losses()[0]
-    yaml.SafeDumper.add_representer(
-        float, lambda d, x: d.represent_scalar("tag:yaml.org,2002:float", f"{x:.1e}")
-    )
-    assert yaml.safe_dump([number]) == yaml.safe_dump([float(number)]) == f"- {number:.1e}\n"
-
-
-def test_another_module_of_that_name_is_left_alone(without_yaml, tmp_path, monkeypatch):
-    (tmp_path / "yaml.py").write_text("representer = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    teach_yaml()
-    assert importlib.import_module("yaml").representer == 1
-
-
-# checkpoints
-
-
-def test_plain_keeps_what_is_one_object_one():
-    shared, other = [traced()], [1.0]
-    given = {"a": shared, "b": shared, "c": other, traced(0.5): (shared, other)}
-    made = plain(given)
-    assert made == given
-    assert {type(key) for key in made} == {str, float}
-    assert type(made["a"][0]) is float
-    assert made["a"] is made["b"] is made[0.5][0]
-    assert made["c"] is made[0.5][1] is other  # nothing in it to be changed
-
-
-def test_plain_of_what_has_none_is_itself():
-    given: dict = {"a": [1.0, (2.0,)]}
-    given["self"] = given
-    assert plain(given) is given
-
-
-def test_plain_of_what_contains_itself(tmp_path):
-    given: dict = {"loss": traced(), "rows": [traced(0.5)]}
-    given["self"] = given
-    pair = (given, given["rows"])
-    given["rows"].append(pair)
-    made = plain(given)
-    assert made is made["self"] is made["rows"][1][0]
-    assert made["rows"][1][1] is made["rows"]
-    assert type(made["loss"]) is type(made["rows"][0]) is float
-    assert type(given["loss"]) is TracedFloat  # the user's own is as it was
-
-
-def test_a_state_that_contains_itself_is_saved(tmp_path):
-    model = nn.Linear(2, 1)
-    with Doctor({"model": model}) as doctor:
-        loss = model(torch.ones(1, 2)).sum()
-        loss.backward()
-        state = {"loss": loss.item(), "model": model.state_dict()}
-        state["self"] = state
-        torch.save(state, tmp_path / "state.pt")
-    assert not doctor.findings
-    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert loaded["self"] is loaded
-    assert type(loaded["loss"]) is float
-    assert json.dumps(loaded["loss"]) == json.dumps(state["loss"])
+    assert {f.number for f in Setting(term).findings()} == {23}
+    assert len(kept) == 3

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from gradient_doctor.detectors.late import Claim
 from gradient_doctor.explain import CutFact, Ledger, bits_of, how_to_mend, what_cuts
 from gradient_doctor.findings import Finding, Severity, Site, listed
+from gradient_doctor.python_numbers import Running
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file
-from gradient_doctor.taint import Taint, TracedFloat
+from gradient_doctor.taint import Taint
 
 _NO_GRAD_FN = "does not require grad and does not have a grad_fn"
 _INFERENCE = "Inference tensors cannot be saved for backward"
@@ -133,11 +134,11 @@ class Missing(Detector):
         if not isinstance(value, (int, float)):
             return
         site = _raised_at(error)
-        if isinstance(value, TracedFloat):
-            mask = value.taint.depends & self.ledger.should_train()
-            if mask:
-                self._cut_loss(site, value.taint, mask, "a number has no backward()")
-                return
+        taint = self.session.numbers.behind(float(value), _running(error))
+        mask = 0 if taint is None else taint.depends & self.ledger.should_train()
+        if taint is not None and mask:
+            self._cut_loss(site, taint, mask, "a number has no backward()")
+            return
         mask = self.ledger.by_site.get(site, 0)
         self.report(
             1,
@@ -348,14 +349,22 @@ def _all_modules(registry: Any) -> list[nn.Module]:
 
 
 def _raised_at(error: BaseException) -> Site | None:
-    site = None
+    place = _running(error)
+    if place is None:
+        return None
+    code = place.frame.f_code
+    return Site(code.co_filename, place.line, code.co_name)
+
+
+def _running(error: BaseException) -> Running | None:
+    """The user's innermost expression that the error came out of."""
+    place = None
     trail = error.__traceback__
     while trail is not None:
-        code = trail.tb_frame.f_code
-        if is_user_file(code.co_filename):
-            site = Site(code.co_filename, trail.tb_lineno, code.co_name)
+        if is_user_file(trail.tb_frame.f_code.co_filename):
+            place = Running(trail.tb_frame, trail.tb_lasti, trail.tb_lineno)
         trail = trail.tb_next
-    return site
+    return place
 
 
 def _upper(text: str) -> str:
