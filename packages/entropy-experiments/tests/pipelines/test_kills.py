@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,15 +105,26 @@ def undisturbed(request, tmp_path_factory):
 @pytest.mark.parametrize("folder", range(FOLDERS))
 def test_killed_ten_times(undisturbed, tmp_path, folder):
     verb, wanted, seconds = undisturbed
-    out, draw = tmp_path / "out", random.Random(folder)
-    killed = sum(kill_after(draw.uniform(0, seconds), verb, out) for _ in range(KILLS))
-    assert killed >= KILLS // 2
+    out, draw, killed = tmp_path / "out", random.Random(folder), 0
+    for _ in range(3 * KILLS):
+        if kill_after(draw.uniform(0, seconds), verb, out):
+            killed += 1
+            if killed == KILLS:
+                break
+        else:  # a quieter machine than it was: it had finished, so it begins anew
+            _same(contents(out), wanted)
+            shutil.rmtree(out)
+            seconds *= 0.7
+    assert killed == KILLS
     finish(verb, out)
-    found = contents(out)
+    _same(contents(out), wanted)
+    assert not list(out.rglob("*.partial"))
+
+
+def _same(found: dict[str, object], wanted: dict[str, object]) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name] == value, name
-    assert not list(out.rglob("*.partial"))
 
 
 # train

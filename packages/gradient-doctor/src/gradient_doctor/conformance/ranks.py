@@ -127,6 +127,7 @@ def one_rank(order: str, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
     )
+    dist.barrier()  # a rank that leaves while another is still connecting fails the other's start
     function = load_target(target)
     form = forms_of(function, roles)[reading]
     args, kwargs = form.arguments(sharded().shards[rank])
