@@ -31,7 +31,7 @@ ALLOWED = {
 """Where the documents' keys may stand: all of them (None), or this string literal alone."""
 
 SOURCES = ("packages/*/src/**/*.py", "examples/**/*.py", "recipes/**/*.py", "benchmarks/**/*.py")
-PAGES = ("README.md", "packages/*/README.md", "docs/**/*.md")
+PAGES = ("README.md", "packages/*/README.md", "docs/**/*.md", "packages/*/src/**/*.j2")
 TEMPLATES = (f"{PACKAGE}/configs/*.yaml",)
 
 
