@@ -64,7 +64,7 @@ def follow(arguments: list[str]) -> Walk:
             main()
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # pyright: ignore[reportArgumentType]
+        threading.setprofile(None)
         sys.argv = before
     return walk
 

@@ -95,7 +95,7 @@ def test_what_cannot_be_sharded_is_refused():
 @pytest.mark.parametrize("method", ["jvp", "double_backward"])
 def test_forward_mode_of_a_sharded_model_is_refused_before_it_is_read(method):
     given = {"checkpoint": {"sharding": "fsdp"}, "approx_delta_h": {"method": method}}
-    said = rf"approx_delta_h\.method is '{method}' with checkpoint\.sharding 'fsdp'.* central"
+    said = rf"predict\.method is '{method}' with checkpoint\.sharding 'fsdp'.* central"
     with pytest.raises(ValueError, match=said):
         open_checkpoint(parse_config(given), "no such checkpoint", may_shard=True)
 
