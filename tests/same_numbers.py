@@ -49,7 +49,7 @@ COMMANDS = {
 NOT_NUMBERS = re.compile(
     r"(^|[._/])(seconds|time|times|timing|timings|elapsed|date|created|started|finished|versions?|"
     r"git|commit|hash|sha256|bytes|path|paths|file|files|folder|directory|out|command|threads|"
-    r"machine|platform|python|output_dir|logging_dir|run_name|train_runtime|memory|rss|"
+    r"line|machine|platform|python|output_dir|logging_dir|run_name|train_runtime|memory|rss|"
     r"[a-z_]*_seconds|[a-z_]*_per_second|[a-z_]*_path|cpu_share|cost|overhead)($|[._\[])"
 )
 """Keys whose values differ between two runs of one tree."""
