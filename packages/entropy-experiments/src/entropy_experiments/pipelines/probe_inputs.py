@@ -97,7 +97,7 @@ class ProbeInputs:
     def reasons(self) -> tuple[str, ...]:
         """Why a step rebuilt from the batch may be another than training's."""
         return (
-            *(f"{option} is not followed here" for option in self.facts.unfollowed),
+            *(f"not followed here: {option}" for option in self.facts.unfollowed),
             *limits_of(self.checkpoint.model, self.facts, real=self.real),
         )
 
@@ -365,13 +365,13 @@ def with_reference(
 
 
 def limits_of(model: Any, facts: TrainingFacts, *, real: bool) -> list[str]:
-    """Facts of training that the rebuilt step does not follow."""
+    """Facts of training that a step rebuilt from its batch does not follow."""
     notes: list[str] = []
     dropout = _dropout(model)
     if dropout:
         notes.append(
-            f"training may have had dropout ({dropout}); the step is rebuilt without it, and "
-            "differs from the real one by that noise"
+            f"training may have had dropout ({dropout}); a step rebuilt from its batch has none, "
+            "and differs from training's by that noise"
         )
     if facts["num_iterations"] > 1 and not real:
         notes.append(
@@ -380,8 +380,8 @@ def limits_of(model: Any, facts: TrainingFacts, *, real: bool) -> list[str]:
         )
     if facts["amp_dtype"] not in ("float32", "none"):
         notes.append(
-            f"training computed in {facts['amp_dtype']}; the step is rebuilt in the precision of "
-            "the parameters here, and differs from the real one by that rounding"
+            f"training computed in {facts['amp_dtype']}; a step rebuilt from its batch is in the "
+            "parameters' precision, and differs from training's by that rounding"
         )
     return notes
 
