@@ -199,7 +199,7 @@ def _sums_of(steps: Steps) -> list[str]:
 
 
 def _without_rows(steps: Steps) -> list[str]:
-    """Why a step of the training is not among its rows, a warm-up's first at learning rate 0 say."""
+    """Why steps of the training are not among its rows: a warm-up's first has learning rate 0."""
     probed = {row["step"] for row in steps.get("probed") or ()}
     missing = sorted(set(range(max(probed, default=0))) - probed)
     if not missing:
