@@ -43,13 +43,9 @@ from entropy_experiments.update.adamw import (
     update_of_gradient,
 )
 from entropy_experiments.update.gradient import clip_factor, loss_gradient
+from entropy_experiments.update.objective import LOSS_SETTINGS
 
 Say = Callable[[str], None]
-OF_THE_LOSS = (
-    *("loss", "clip_low", "clip_high", "ratio", "beta", "entropy_coef", "delta"),
-    *("kl_ratio", "sapo_positive", "sapo_negative", "max_completion_length"),
-)
-
 WEIGHTS_NOTE = "weights: nothing in the files records their sha256 as training saved them"
 
 
@@ -79,7 +75,7 @@ class ProbeInputs:
     @property
     def altered(self) -> tuple[str, ...]:
         """Facts of the loss for which the config asks for something else than training had."""
-        names = (*OF_THE_LOSS, "max_grad_norm")
+        names = (*LOSS_SETTINGS, "max_grad_norm")
         return tuple(
             f"{name} = {self.facts.values[name]} instead of {self.facts.read[name]}"
             for name in names
