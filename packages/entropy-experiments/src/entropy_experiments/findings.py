@@ -52,8 +52,8 @@ class MadeCheck:
             )
         if certificate is None and not self.of_gradient and self.unfollowed and not self.altered:
             return (
-                f"not followed here: {'; '.join(self.unfollowed)}; and nothing was recorded to "
-                "check the step by"
+                f"not followed here: {'; '.join(self.unfollowed)}; and "
+                "nothing was recorded to check the step by"
             )
         return ""
 
