@@ -4,10 +4,10 @@
     python recipes/embedded_default.py grpo build/embedded    # TRL, LoRA: entropy collapses
     python recipes/embedded_default.py ship build/embedded    # what goes into the package
 
-Supervised on Countdown with written searches (`tasks/countdown.py`), then GRPO by TRL on the same
-task (`entropy-probe train --preset tiny` is the same with other problems), every step recorded: a
-checkpoint with its AdamW state before the step, and the batch that made it. Dropout is 0 and
-everything is fp32, so that each step can be rebuilt to rounding.
+Supervised on Countdown with written searches (`sampling/countdown.py`), then GRPO by TRL on the
+same task (`entropy-probe train --preset tiny` is the same with other problems), every step
+recorded: a checkpoint with its AdamW state before the step, and the batch that made it. Dropout is
+0 and everything is fp32, so that each step can be rebuilt to rounding.
 """
 
 from __future__ import annotations

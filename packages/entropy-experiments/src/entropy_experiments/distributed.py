@@ -69,7 +69,7 @@ class Ranks:
     """The processes that share a computation; alone, nothing is communicated.
 
     `group` must work on CPU tensors (gloo): what travels is one number per token, and sums of
-    gradients, as large as the trainable parameters. Parameters travel in a mesh (`models.mesh`).
+    gradients, as large as the trainable parameters. Parameters travel in a mesh (`models.sharded`).
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

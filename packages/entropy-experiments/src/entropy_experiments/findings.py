@@ -52,7 +52,7 @@ class MadeCheck:
             )
         if certificate is None and not self.of_gradient and self.unfollowed and not self.altered:
             return (
-                f"training had {'; '.join(self.unfollowed)}, which is not followed here, and "
+                f"not followed here: {'; '.join(self.unfollowed)}; and "
                 "nothing was recorded to check the step by"
             )
         return ""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
+from entropy_experiments.pipelines.influence import certified
 from entropy_experiments.report.html.words import made_by_study, made_by_training
+from entropy_experiments.update.certificate import FingerprintCertificate
 
 pytestmark = pytest.mark.naive
 
@@ -42,3 +47,26 @@ def test_a_probe(found, words):
 )
 def test_a_study(update, words):
     assert made_by_study({"checkpoint": "step_5", "update": update}).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("gradient_distance", "advice"),
+    [
+        (0.2, "`entropy-probe run` analyses the whole step, by the gradient that training"),
+        # The gradient is the recorded one and the step is not: another hand was at work.
+        (0.0, "`entropy-probe run` does not trust it either"),
+    ],
+)
+def test_a_refused_study_points_to_run_where_run_is_trusted(monkeypatch, gradient_distance, advice):
+    certificate = FingerprintCertificate(relative_error=1.0, cosine=0.0)
+    monkeypatch.setattr(certified, "certificate_of", lambda probe, direction: (certificate, ""))
+    probe = SimpleNamespace(
+        real=True,
+        bound=True,
+        has_gradient=True,
+        reasons=(),
+        checkpoint=SimpleNamespace(recorded="update_batch"),
+        gradient_distance=lambda gradient: gradient_distance,
+    )
+    with pytest.raises(ValueError, match=advice):
+        certified.certified_step(cast(Any, probe), cast(Any, None), {})

@@ -47,7 +47,7 @@ def test_without_its_gradient_another_loss_is_not_trusted(run, tmp_path):
     found, split = probed(_copy(run, tmp_path, gradient=False))
     first = found["verdict"][0]
     assert first.startswith("This is not the step that training made: after step_3")
-    assert "OwnLoss has a _compute_loss of its own is not followed here" in first
+    assert "not followed here: OwnLoss has a _compute_loss of its own" in first
     assert found["step_certificate"]["apart"]
     for why in _reasons(found):
         assert any("this is not the step that training made" in reason for reason in why)

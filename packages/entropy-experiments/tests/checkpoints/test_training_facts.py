@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from entropy_experiments.checkpoints import training_facts as module
 from entropy_experiments.checkpoints.training_facts import read_facts
+from entropy_experiments.config.sections import Update
+from entropy_experiments.online import trl_trainer
+from entropy_experiments.pipelines.training_facts import ASSUMED, OPTIONAL
 from entropy_experiments.sampling.datasets import DATASETS
 from entropy_experiments.sampling.rewards import NAMED
+from entropy_experiments.update.objective import LOSS_SETTINGS
 
 pytestmark = pytest.mark.faults
 
@@ -80,9 +85,27 @@ def test_values_that_can(tmp_path):
 
 
 def test_every_known_name_has_a_rule(tmp_path):
-    for name in module.KNOWN:
+    for name in module.KNOWN_FACTS:
         with pytest.raises(ValueError, match=f"entropy_probe.json: {name} is"):
             own(tmp_path, **{name: {"no": "such"}})
+
+
+def test_every_setting_of_the_loss_is_read_everywhere():
+    """A setting added to the loss and forgotten on its way there is named here."""
+    settings = set(LOSS_SETTINGS)
+    assert settings <= set(Update.model_fields)  # the config sets it
+    assert settings <= set(module.KNOWN_FACTS)  # entropy_probe.json states it
+    assert settings <= {fact for fact, _ in module.FROM_TRL.values()}  # a TRL YAML does
+    assert settings <= {*ASSUMED, *OPTIONAL}  # it is resolved
+    trainer = SimpleNamespace(args=EverySetting())
+    assert settings <= set(trl_trainer.training_facts(trainer))  # and the callback records it
+
+
+class EverySetting:
+    """A trainer's arguments, all of them set."""
+
+    def __getattr__(self, name):
+        return 1
 
 
 def test_a_checkpoint_cannot_name_code(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ def grpo(
     *,
     callbacks: list[Any],
     lora: bool = True,
+    lora_dropout: float = 0.0,
     double: bool = False,
     kind: Any = None,
     rewards: Any = None,
@@ -65,7 +66,7 @@ def grpo(
     adapter = LoraConfig(
         r=4,
         lora_alpha=8,
-        lora_dropout=0.0,
+        lora_dropout=lora_dropout,
         target_modules=["q_proj", "v_proj", "down_proj"],
         task_type="CAUSAL_LM",
     )

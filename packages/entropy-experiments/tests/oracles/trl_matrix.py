@@ -205,6 +205,13 @@ CASES = (
         split="refused",
         why="bfloat16",
     ),
+    _case(
+        "dropout",
+        "`lora_dropout` 0.1",
+        lora_dropout=0.1,
+        why="lora_dropout 0.1",
+        **BY_GRADIENT,
+    ),
     _case("sgd", "`optim` sgd", optim="sgd", run="refused", split="-", why="is SGD"),
     _case(
         "adafactor",
@@ -235,7 +242,7 @@ MEANING = {
     "not trusted": "not trusted, with the reason",
     "refused": "refused by name",
     "right, by the recorded gradient": "right, by the recorded gradient",
-    "marked": "of the rebuilt step, whose distance is given",
+    "marked": "of the rebuilt step within 5 % (its distance is given), else refused",
     "-": "-",
 }
 

@@ -179,6 +179,7 @@ def test_the_command_in_words_as_json_and_as_a_page(three, tmp_path):
     assert text.count('<div class="chart" data-figure="') == 3
     assert "default-src &#39;none&#39;" in text
     assert write_comparison(three, tmp_path / "again.html").read_text() == text
+    assert "<noscript>" in text  # a page without its drawings says why
 
 
 @pytest.mark.parametrize("width", ["60", "200"])

@@ -92,6 +92,13 @@ def test_the_mean_of_a_graded_reward_is_printed():
     assert "+0.250" in changed
 
 
+def test_a_missing_interval_is_named():
+    lines = report(GRADED, BETTER)
+    (missing,) = (line for line in lines if line.startswith("No interval"))
+    assert "mean closeness of step 0" in missing
+    assert "every prompt gave the same" in missing
+
+
 def test_pass_or_fail_has_no_mean_beside_its_rate():
     assert not any("mean closeness" in line for line in report(BINARY, BINARY))
 

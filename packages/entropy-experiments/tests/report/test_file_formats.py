@@ -9,13 +9,23 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+import torch
 from safetensors import safe_open
 
 from checkout import DOCS
-from entropy_experiments import OfflineEntropyProbe, load_config, probe_trajectory
+from entropy_experiments import (
+    OfflineEntropyProbe,
+    StepOptions,
+    analyze_step,
+    load_config,
+    probe_trajectory,
+)
+from entropy_experiments.attribution.token_rows import token_rows
+from entropy_experiments.attribution.token_table import fold_columns
 from entropy_experiments.config import parse_config
 from entropy_experiments.pipelines.probe_log import LEVELS, DetailedLogger, read_log
 from entropy_experiments.pipelines.trajectory import write_trajectory
+from entropy_experiments.toy import BigramPolicy
 
 pytestmark = pytest.mark.contract
 
@@ -104,7 +114,20 @@ def test_files_of_a_study(study):
 
 @pytest.mark.slow
 def test_columns_of_the_token_table(study):
-    columns = set(pyarrow.parquet.read_schema(study[0] / "tokens.parquet").names)
+    check_columns(set(pyarrow.parquet.read_schema(study[0] / "tokens.parquet").names))
+
+
+def test_columns_of_a_toys_token_table():
+    """The same of a step small enough for every run of the tests: a new column has its row."""
+    policy = BigramPolicy()
+    optimizer = torch.optim.AdamW(policy.params.values(), lr=0.02)
+    batch, evaluation = policy.update_batch(seed=1), policy.draw(seed=2)
+    analysis = analyze_step(policy, optimizer, batch, evaluation, StepOptions())
+    columns = {**token_rows(analysis.tokens), **fold_columns(analysis.tokens)}
+    check_columns({*columns, "piece"})  # which the study's files add, from the whole text
+
+
+def check_columns(columns: set[str]) -> None:
     listed = {name for cell, _ in rows("### tokens.parquet") for name in names(cell)}
     assert listed <= columns
     assert {re.sub(r"_\d+$", "_0", name) for name in columns} == listed

@@ -192,6 +192,21 @@ def test_the_verdict_is_in_words(data, summary):
     assert [one["name"] for one in data["others"]] == ["eval_01"]
 
 
+def test_the_step_certificate_is_on_the_page(run, summary, tmp_path):
+    update = {**summary["update"], "real": True}
+    for place, certified, point in (
+        (
+            "checked",
+            {"step_distance": 1e-6, "certificate": "the same"},
+            "Step certificate: the same.",
+        ),
+        ("unchecked", {"unchecked": "no step follows"}, "No step certificate: no step follows."),
+    ):
+        told = {**summary, "update": {**update, "certified": certified}}
+        page_of = changed(run, tmp_path / place, {"summary.json": json.dumps(told).encode()})
+        assert point in gather(page_of)["verdict"]["points"]
+
+
 def test_another_evaluation_batch_can_be_told(run, summary):
     other = gather(run, evaluation="eval_01")
     assert other["measured"] == summary["evaluations"][1]["ledger"]["entropy"]["measured"]
@@ -289,16 +304,16 @@ def test_a_term_in_a_hostile_sentence_stays_text():
     )
 
 
-def test_the_white_part_of_the_matrix_is_explained(run, data, tmp_path):
+def test_the_blank_part_of_the_matrix_is_explained(run, data, tmp_path):
     name = "eval_00_delta_matrix.npy"
     matrix = np.load(run / name)
     matrix[:, [1, 4]] = 0.0
     buffer = io.BytesIO()
     np.save(buffer, matrix)
-    found = gather(changed(run, tmp_path / "white", {name: buffer.getvalue()}))["matrix"]["white"]
+    found = gather(changed(run, tmp_path / "blank", {name: buffer.getvalue()}))["matrix"]["blank"]
     assert f"2 of {matrix.shape[1]} update rollouts have none at all" in found
-    assert re.search(r"Of the other cells \d+% are nearly white", found)
-    assert found in html.unescape(render(gather(tmp_path / "white")))
+    assert re.search(r"Of the other cells \d+% are nearly blank", found)
+    assert found in html.unescape(render(gather(tmp_path / "blank")))
 
 
 @pytest.mark.parametrize("text", ["", "a", "</script><!--", "\x00\r\n<" * 40, "η–\U0001f600" * 9])

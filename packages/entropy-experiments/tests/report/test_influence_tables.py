@@ -321,6 +321,34 @@ def test_what_if_confirmed(summary):
     assert "    its prediction is inside the measured interval: confirmed, as a whole" in lines
 
 
+def test_an_effect_that_did_not_come_is_not_confirmed_as_a_whole(summary):
+    confirmation = summary["evaluations"][0]["what_if"][0]["confirmation"]
+    confirmation["change"] = estimate(0.0001, 1e-4, [-0.0001, 0.0003])
+    confirmation["effect"] = "not as predicted (the steps bend)"
+    lines = influence_report(summary)
+    assert any("effect NOT as predicted (the steps bend)" in text for text in lines)
+    assert not any("confirmed, as a whole" in text for text in lines)
+    assert (
+        "    its prediction is inside the measured interval: but its effect is not confirmed, see "
+        "above" in lines
+    )
+
+
+def test_trust_and_the_step_certificate_are_printed(summary):
+    for name in ("predicted", "measured"):
+        summary["evaluations"][0]["ledger"]["entropy"][name]["trusted"] = True
+    summary["update"]["certified"] = {"step_distance": 1e-6, "certificate": "to rounding"}
+    lines = influence_report(summary)
+    assert "The predicted change is trusted." in lines
+    assert "The measured change is trusted." in lines
+    assert "Step certificate: to rounding." in lines
+    del summary["update"]["certified"]["certificate"]  # as an earlier version wrote it
+    assert any(
+        text.startswith("Step certificate: the step rebuilt here is 1e-06 of its size away")
+        for text in influence_report(summary)
+    )
+
+
 @pytest.mark.parametrize(
     ("accounted", "words"), [(True, ", explained by"), (False, "NOT explained by")]
 )

@@ -100,6 +100,24 @@ def test_steps_that_were_left_out_are_not_summed(tmp_path):
     assert "summed from the first" not in text
 
 
+def test_steps_without_a_row_are_named(tmp_path):
+    """The first step of a warm-up has learning rate 0: it is not probed, and the page says so."""
+    data = gather(written(tmp_path / "run", rows(range(1, 5))))
+    (without,) = (text for text in data["verdict"]["points"] if "no row" in text)
+    assert without.startswith("1 of 5 steps have no row (0). Not probed: steps at learning rate 0")
+    every = gather(written(tmp_path / "every", rows(range(5))))
+    assert not any("no row" in text for text in every["verdict"]["points"])
+
+
+def test_a_run_that_lost_little_is_not_drawn_as_a_flat_line(tmp_path):
+    def axis(name, **changes):
+        data = gather(written(tmp_path / name, rows(range(4), **changes)))
+        return figures(data)["trajectory"]["layout"]["yaxis"]["rangemode"]
+
+    assert axis("steady") == "normal"
+    assert axis("collapse", step_3={"entropy": 0.1, "entropy_low": 0.05}) == "tozero"
+
+
 def test_a_step_made_again_after_a_resume_counts_once(tmp_path):
     again = [*rows(range(3)), *rows((2, 3), step_2={"measured": -0.5})]
     found = gather(written(tmp_path / "run", again))["trajectory"]

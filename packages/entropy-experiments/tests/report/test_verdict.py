@@ -61,6 +61,14 @@ def real(tmp_path_factory):
     return run(tmp_path_factory.mktemp("real"), {"approx_delta_h.curvature": False})
 
 
+def test_a_change_of_next_to_nothing_has_no_signed_zero(probed):
+    found, _ = probed
+    assert found.predicted is not None
+    predicted = replace(found.predicted, total=1e-7 * found.predicted.total)
+    nothing = replace(found, predicted=predicted, measured=None)
+    assert "  that is          less than 0.01% of the entropy" in verdict(nothing)
+
+
 def test_a_curvature_that_is_not_trusted_explains_nothing(probed):
     """Not "misses by its curvature", and no range of the straight line: the reason instead."""
     found, _ = probed

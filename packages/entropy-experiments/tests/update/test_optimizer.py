@@ -17,6 +17,8 @@ from entropy_experiments import (
 from entropy_experiments.numerics.derivatives import dot, norm, shifted
 from entropy_experiments.update.adamw import adamw_direction
 from entropy_experiments.update.gradient import clip_factor, loss_gradient
+from entropy_experiments.update.optimizer import TORCH_OPTIMIZERS
+from entropy_experiments.update.rebuilt import rebuilt_direction
 from entropy_experiments.update.sgd import sgd_direction
 from oracles.cases import case
 from tolerances import OPTIMIZER, PARTS
@@ -271,3 +273,12 @@ def test_groups_without_a_ratio_of_rates_are_not_given_one():
     assert rates(0.0, 0.0) == [1e-5, 1e-5]
     with pytest.raises(ValueError, match=r"rates 0 and 0.0001: there is no ratio to keep"):
         rates(0.0, 1e-4)
+
+
+@pytest.mark.parametrize("kind", TORCH_OPTIMIZERS, ids=lambda kind: kind.__name__)
+def test_every_optimizer_that_is_read_has_its_step(kind):
+    """An optimizer added to one table and not to the other is named here."""
+    params, gradient, state = world(torch.float64, two_groups(kind), 3)
+    direction = rebuilt_direction(params, gradient, state, max_grad_norm=0.5)
+    certificate = optimizer_certificate(direction, params, gradient, state, max_grad_norm=0.5)
+    assert certificate.passed

@@ -53,12 +53,10 @@ from entropy_experiments.types import (
     Policy,
     Rollouts,
     Scores,
-    SGDGroup,
 )
 from entropy_experiments.types.direction import check_finite
-from entropy_experiments.update.adamw import adamw_direction
 from entropy_experiments.update.optimizer import direction_like
-from entropy_experiments.update.sgd import sgd_direction
+from entropy_experiments.update.rebuilt import rebuilt_direction
 
 __all__ = [
     "Confirmation",
@@ -140,8 +138,8 @@ def recomputed_direction(
     it, everything is made again.
     """
     if optimizer is not None:
-        step = sgd_direction if isinstance(optimizer.groups[0], SGDGroup) else adamw_direction
-        return replace(step(params, gradient, optimizer, max_grad_norm=max_grad_norm), lr=lr)
+        step = rebuilt_direction(params, gradient, optimizer, max_grad_norm=max_grad_norm)
+        return replace(step, lr=lr)
     if direction.preconditioner is None:
         raise ValueError(
             "This direction has no preconditioner, so another loss cannot be stepped with it; "

@@ -71,7 +71,7 @@ class FactsFile(TypedDict, total=False):
     note: list[str]
 
 
-KNOWN = tuple(FactsFile.__annotations__)
+KNOWN_FACTS = tuple(FactsFile.__annotations__)
 
 DATASETS = ("gsm8k_r1_template", "gsm8k", "jsonl", "countdown", "countdown_r1_template")
 GYM = "reasoning_gym:"
@@ -98,7 +98,7 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "top_entropy_quantile": (1,),
 }
 """TRL's keys that change the step in ways this program does not rebuild, and where they do not."""
-OF_THE_LOSS = ("top_entropy_quantile",)
+CHANGE_THE_LOSS = ("top_entropy_quantile",)
 """Those that make the step rebuilt from a recorded batch another one."""
 
 
@@ -174,13 +174,14 @@ def read_facts(folders: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str
 
 def _own(path: Path, _earlier: tuple[str, ...]) -> dict[str, Any]:
     content = read_json(path)
-    unknown = [name for name in content if name not in KNOWN]
+    unknown = [name for name in content if name not in KNOWN_FACTS]
     if unknown:
-        near = get_close_matches(unknown[0], KNOWN, n=1)
+        near = get_close_matches(unknown[0], KNOWN_FACTS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         rest = f" ({len(unknown)} in all)" if len(unknown) > 5 else ""
         raise ValueError(
-            f"{path} has unknown keys {unknown[:5]}{rest}.{hint} Known keys: {', '.join(KNOWN)}."
+            f"{path} has unknown keys {unknown[:5]}{rest}.{hint} Known keys: "
+            f"{', '.join(KNOWN_FACTS)}."
         )
     facts = {n: _valid(path, n, n, value) for n, value in content.items() if value is not None}
     _refuse_code(path, facts.get("reward_functions", ()))
@@ -261,7 +262,7 @@ def _trl(path: Path, earlier: tuple[str, ...]) -> dict[str, Any]:
         "which this program does not follow"
         for key in odd
     ]
-    of_loss = [f"{key} = {shown(content[key])}" for key in odd if key in OF_THE_LOSS]
+    of_loss = [f"{key} = {shown(content[key])}" for key in odd if key in CHANGE_THE_LOSS]
     return {
         **facts,
         **named,

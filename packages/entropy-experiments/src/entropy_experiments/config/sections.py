@@ -27,6 +27,7 @@ from entropy_experiments.config.fields import (
     TorchSeed,
 )
 from entropy_experiments.config.keys import shown
+from entropy_experiments.loss_names import Loss, Ratio
 
 FUNCTION = re.compile(r"([A-Za-z_][\w.]*|.+\.py)(:[A-Za-z_]\w*)?")
 
@@ -143,14 +144,11 @@ class Sampling(Section):
 class Update(Section):
     """How training made its step. null: read from entropy_probe.json or a TRL YAML, or assumed."""
 
-    loss: (
-        Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "rloo"]
-        | None
-    ) = None
+    loss: Loss | None = None
     """Training loss (TRL's loss_type; rloo: RLOOTrainer's)."""
     advantage: Literal["group", "batch", "none"] | None = None
     """What rewards are scaled by (TRL's scale_rewards)."""
-    ratio: Literal["token", "sequence"] | None = None
+    ratio: Ratio | None = None
     """Importance ratio per token, or per sequence as in GSPO."""
     clip_low: Annotated[Number, Field(ge=0, le=1)] | None = None
     """Ratios are clipped at 1 - clip_low (TRL's epsilon). 1 never clips."""

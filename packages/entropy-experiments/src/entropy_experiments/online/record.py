@@ -49,7 +49,7 @@ from entropy_experiments.checkpoints.recorded_step import (
     base_location,
     gradient_bytes,
 )
-from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN, FactsFile
+from entropy_experiments.checkpoints.training_facts import FACTS_FILE, KNOWN_FACTS, FactsFile
 from entropy_experiments.checkpoints.training_record import (
     RECORD_FILE,
     SCHEMA,
@@ -61,6 +61,7 @@ from entropy_experiments.checkpoints.training_record import (
     read_record,
 )
 from entropy_experiments.distributed import Ranks
+from entropy_experiments.loss_names import Loss
 from entropy_experiments.numerics.sketch import Fingerprint, sketch
 from entropy_experiments.online.evaluation_rollouts import chosen_rows
 from entropy_experiments.online.trl_options import (
@@ -81,7 +82,6 @@ from entropy_experiments.online.trl_trainer import (
 from entropy_experiments.sampling.importers import BY_FUNCTION
 from entropy_experiments.sampling.rollout_files import save_rollouts, save_update_batch
 from entropy_experiments.types import Params, Rollouts
-from entropy_experiments.update.objective import Loss
 
 PROMPTS = "prompts"
 IDS = "_prompt_ids"
@@ -304,10 +304,12 @@ def _by_function(parts: list[dict[str, Any]], trainer: Any) -> dict[str, list[fl
 def refuse_unknown(facts: Mapping[str, object]) -> None:
     """A name that the offline commands would refuse, before it is in every checkpoint."""
     for name in facts:
-        if name not in KNOWN:
-            near = get_close_matches(name, KNOWN, n=1)
+        if name not in KNOWN_FACTS:
+            near = get_close_matches(name, KNOWN_FACTS, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"facts has {name!r}.{hint} Expected names among {', '.join(KNOWN)}.")
+            raise ValueError(
+                f"facts has {name!r}.{hint} Expected names among {', '.join(KNOWN_FACTS)}."
+            )
 
 
 def facts_of(trainer: Any, own_facts: FactsFile) -> FactsFile:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import torch
 
-from entropy_experiments.update.objective import Loss
+from entropy_experiments.loss_names import Loss
 
 LOSS_METHODS = (
     "compute_loss",

@@ -39,7 +39,8 @@ from entropy_experiments.sampling.importers import (
 )
 from entropy_experiments.types import Rollouts, UpdateBatch
 from entropy_experiments.types.estimate import MIN_PROMPTS
-from entropy_experiments.update.objective import Objective
+from entropy_experiments.update.objective import objective_from
+from entropy_experiments.update.optimizer import TORCH_OPTIMIZERS
 
 PRIVATES = (
     *("_buffered_inputs", "_step", "_metrics", "_tokenizer", "_tokenize_prompts"),
@@ -47,14 +48,8 @@ PRIVATES = (
 )
 """Of GRPOTrainer and RLOOTrainer (trl 1.16), from their making on; a contract test holds each."""
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")
-OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 IN_TRAINING = ("current_gradient_accumulation_steps",)
 """Of transformers' Trainer, once the first step has begun; held by the same test."""
-OF_THE_LOSS = (
-    *("loss", "clip_low", "clip_high", "ratio", "beta", "entropy_coef"),
-    *("max_completion_length", "delta", "sapo_positive", "sapo_negative", "kl_ratio"),
-)
-"""Facts that the objective is made of."""
 LOG = logging.getLogger("entropy_experiments.online")
 T = TypeVar("T")
 MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
@@ -90,7 +85,7 @@ def refuse_unsupported(trainer: Any) -> None:
 def refuse_other_optimizers(trainer: Any) -> None:
     """When training begins, not at its first step."""
     optimizer = unwrapped_optimizer(trainer.optimizer)
-    if optimizer is not None and not isinstance(optimizer, OPTIMIZERS):
+    if optimizer is not None and not isinstance(optimizer, TORCH_OPTIMIZERS):
         raise ValueError(
             f"EntropyProbeCallback with the optimizer {type(optimizer).__name__}: expected torch's "
             "Adam, AdamW or SGD, whose next step can be predicted. Set optim='adamw_torch' in the "
@@ -276,10 +271,7 @@ def own_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -> O
     rollouts = replace(batch.rollouts, behaviour_logprob_NS=drawn_NS)
     return OwnBatch(
         batch=replace(batch, rollouts=rollouts),
-        objective=Objective(
-            **{name: facts[name] for name in OF_THE_LOSS if facts.get(name) is not None},
-            divisor=token_divisor(trainer),
-        ),
+        objective=objective_from(facts, divisor=token_divisor(trainer)),
     )
 
 

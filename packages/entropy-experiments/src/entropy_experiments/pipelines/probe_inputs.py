@@ -43,13 +43,9 @@ from entropy_experiments.update.adamw import (
     update_of_gradient,
 )
 from entropy_experiments.update.gradient import clip_factor, loss_gradient
+from entropy_experiments.update.objective import LOSS_SETTINGS
 
 Say = Callable[[str], None]
-OF_THE_LOSS = (
-    *("loss", "clip_low", "clip_high", "ratio", "beta", "entropy_coef", "delta"),
-    *("kl_ratio", "sapo_positive", "sapo_negative", "max_completion_length"),
-)
-
 WEIGHTS_NOTE = "weights: nothing in the files records their sha256 as training saved them"
 
 
@@ -79,7 +75,7 @@ class ProbeInputs:
     @property
     def altered(self) -> tuple[str, ...]:
         """Facts of the loss for which the config asks for something else than training had."""
-        names = (*OF_THE_LOSS, "max_grad_norm")
+        names = (*LOSS_SETTINGS, "max_grad_norm")
         return tuple(
             f"{name} = {self.facts.values[name]} instead of {self.facts.read[name]}"
             for name in names
@@ -97,7 +93,7 @@ class ProbeInputs:
     def reasons(self) -> tuple[str, ...]:
         """Why a step rebuilt from the batch may be another than training's."""
         return (
-            *(f"{option} is not followed here" for option in self.facts.unfollowed),
+            *(f"not followed here: {option}" for option in self.facts.unfollowed),
             *limits_of(self.checkpoint.model, self.facts, real=self.real),
         )
 
@@ -365,13 +361,13 @@ def with_reference(
 
 
 def limits_of(model: Any, facts: TrainingFacts, *, real: bool) -> list[str]:
-    """Facts of training that the rebuilt step does not follow."""
+    """Facts of training that a step rebuilt from its batch does not follow."""
     notes: list[str] = []
     dropout = _dropout(model)
     if dropout:
         notes.append(
-            f"training may have had dropout ({dropout}); the step is rebuilt without it, and "
-            "differs from the real one by that noise"
+            f"training may have had dropout ({dropout}); a step rebuilt from its batch has none, "
+            "and differs from training's by that noise"
         )
     if facts["num_iterations"] > 1 and not real:
         notes.append(
@@ -380,8 +376,8 @@ def limits_of(model: Any, facts: TrainingFacts, *, real: bool) -> list[str]:
         )
     if facts["amp_dtype"] not in ("float32", "none"):
         notes.append(
-            f"training computed in {facts['amp_dtype']}; the step is rebuilt in the precision of "
-            "the parameters here, and differs from the real one by that rounding"
+            f"training computed in {facts['amp_dtype']}; a step rebuilt from its batch is in the "
+            "parameters' precision, and differs from training's by that rounding"
         )
     return notes
 

@@ -16,7 +16,7 @@ from entropy_experiments.checkpoints.training_record import RECORDED
 from entropy_experiments.config import Config
 from entropy_experiments.sampling.rewards import Reward, build_reward, default_functions
 from entropy_experiments.types import OptimizerState
-from entropy_experiments.update.objective import Objective
+from entropy_experiments.update.objective import LOSS_SETTINGS, Objective, objective_from
 
 ASSUMED: dict[str, Any] = {
     "loss": "dapo",
@@ -34,7 +34,7 @@ ASSUMED: dict[str, Any] = {
     "dataset_name": "gsm8k_r1_template",
 }
 """TRL's GRPO defaults, but for amp_dtype: the probe computes in the precision it says."""
-OPTIONAL = ("delta", "sapo_positive", "sapo_negative", "kl_ratio")
+OPTIONAL = tuple(name for name in LOSS_SETTINGS if name not in ASSUMED)
 """Options of the loss that are off, or at the loss's own default, unless set."""
 
 
@@ -93,17 +93,7 @@ class TrainingFacts:
 
     @property
     def objective(self) -> Objective:
-        return Objective(
-            **{name: self.values[name] for name in OPTIONAL if self.values.get(name) is not None},
-            divisor=self.values.get("divisor"),
-            loss=self["loss"],
-            clip_low=self["clip_low"],
-            clip_high=self["clip_high"],
-            ratio=self["ratio"],
-            beta=self["beta"],
-            entropy_coef=self["entropy_coef"],
-            max_completion_length=self["max_completion_length"],
-        )
+        return objective_from(self.values, divisor=self.values.get("divisor"))
 
 
 def training_facts(

@@ -11,6 +11,13 @@ TOKENS_SHOWN = 8
 REWARD = "reward:"
 """Before the name of a reward function whose mean was measured: one that is no pass or fail."""
 
+HEADS = {
+    "pass_rate": "pass rate",
+    "format_rate": "format",
+    "length": "tokens",
+    "high_entropy_share": "tokens above the threshold",
+}
+
 
 def evaluation_report(result: EvaluationResult) -> list[str]:
     """Lines: what was asked, a row per checkpoint, changes from the first, tokens in doubt."""
@@ -36,7 +43,6 @@ def evaluation_report(result: EvaluationResult) -> list[str]:
 
 def _task(result: EvaluationResult) -> tuple[list[str], list[list[str]]]:
     names = ["pass_rate", *(f"pass@{k}" for k in result["k"] if k > 1), "format_rate", "answered"]
-    heads = {"pass_rate": "pass rate", "format_rate": "format"}
     graded = _graded(result)
     rows = [
         [
@@ -47,7 +53,7 @@ def _task(result: EvaluationResult) -> tuple[list[str], list[list[str]]]:
         for one in result["checkpoints"]
     ]
     means = (f"mean {name.removeprefix(REWARD)}" for name in graded)
-    return ["checkpoint", *(heads.get(name, name) for name in names), *means], rows
+    return ["checkpoint", *(HEADS.get(name, name) for name in names), *means], rows
 
 
 def _graded(result: EvaluationResult) -> list[str]:
@@ -134,16 +140,21 @@ def _agreement(result: EvaluationResult) -> list[str]:
 
 
 def _doubts(result: EvaluationResult) -> list[str]:
-    """Why intervals are missing."""
-    missing = dict.fromkeys(
-        why
-        for one in result["checkpoints"]
-        for measure in one["measures"].values()
-        if measure["interval"] is None
-        for why in measure["why_not"]
-    )
-    lines = [f"No interval: {why}." for why in missing]
+    """Which intervals are missing, and why."""
+    missing: dict[str, list[str]] = {}
+    for one in result["checkpoints"]:
+        for name, measure in one["measures"].items():
+            for why in measure["why_not"] if measure["interval"] is None else ():
+                missing.setdefault(why, []).append(f"{_spelled(name)} of {one['label']}")
+    lines = [f"No interval for {', '.join(names)}: {why}." for why, names in missing.items()]
     return ["", *lines] if lines else []
+
+
+def _spelled(measure: str) -> str:
+    """The name of a measure as the tables' heads have it."""
+    if measure.startswith(REWARD):
+        return f"mean {measure.removeprefix(REWARD)}"
+    return HEADS.get(measure, measure.replace("_", " "))
 
 
 def _percent(number: AnyNumber) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import cast
 
 from entropy_experiments.report.amounts import cell, contains_zero, left_over, spoken, value_of
-from entropy_experiments.report.html.words import sampling_points
+from entropy_experiments.report.html import words
 from entropy_experiments.results import (
     AnyNumber,
     Confirmation,
@@ -87,7 +87,7 @@ def influence_report(
         lines += [
             *(f"Note: {note}." for note in evaluation.get("notes", ())),
         ]
-    return [*lines, *_provenance(summary)]
+    return [*lines, *words.study_certificate(summary), *_provenance(summary)]
 
 
 def _headline(summary: InfluenceResult) -> list[str]:
@@ -112,7 +112,7 @@ def _headline(summary: InfluenceResult) -> list[str]:
         lines.append(f"  not the step that training made: {another}")
     elif unchecked:
         lines.append(f"  not checked against the step that training made: {unchecked}")
-    lines += [f"  {point}" for point in sampling_points(summary.get("notes") or ())]
+    lines += [f"  {point}" for point in words.sampling_points(summary.get("notes") or ())]
     return [*lines, *_assumed(summary)]
 
 
@@ -237,9 +237,12 @@ def _trust(evaluation: EvaluationBatch) -> list[str]:
     if ledger is not None:
         sums = (ledger.get("predicted"), ledger.get("measured"), ledger.get("curvature"))
     for name, estimate in zip(("predicted", "measured"), sums):
-        why_not = None if estimate is None else estimate.get("why_not")
-        if why_not:
-            lines.append(f"The {name} change is NOT trusted: {'; '.join(why_not)}.")
+        if estimate is None:
+            continue
+        if estimate.get("why_not"):
+            lines.append(f"The {name} change is NOT trusted: {'; '.join(estimate['why_not'])}.")
+        elif estimate.get("trusted"):
+            lines.append(f"The {name} change is trusted.")
     why_not = None if sums[2] is None else sums[2].get("why_not")
     if why_not:
         lines.append(
@@ -416,7 +419,13 @@ def _confirmed(confirmation: Confirmation | None, predicted: float) -> list[str]
     if not confirmation["agrees"]:
         lines.append(f"    its prediction is outside the measured interval, {settled} by")
     elif confirmation.get("accounted") and not beyond:
-        lines.append("    its prediction is inside the measured interval: confirmed, as a whole")
+        # An effect that did not come is not covered up by a whole step that is mostly the old one.
+        whole = (
+            "but its effect is not confirmed, see above"
+            if _effect(confirmation).startswith(NOT_AS_PREDICTED)
+            else "confirmed, as a whole"
+        )
+        lines.append(f"    its prediction is inside the measured interval: {whole}")
     else:
         doubt = "not confirmed" if confirmation.get("accounted") else "NOT explained by"
         lines.append(f"    its prediction is inside the measured interval, but {doubt}")
@@ -434,6 +443,9 @@ def _confirmed(confirmation: Confirmation | None, predicted: float) -> list[str]
     return lines
 
 
+NOT_AS_PREDICTED = "NOT as predicted"
+
+
 def _effect(confirmation: ConfirmationAnswer) -> str:
     seen, agrees = confirmation.get("effect"), confirmation.get("effect_agrees")
     if seen is None and agrees is not None:  # an older summary
@@ -441,7 +453,7 @@ def _effect(confirmation: ConfirmationAnswer) -> str:
     if seen is None:
         return "unknown (no interval)"
     # What was hoped for and did not come must not be read over.
-    return seen.replace("not as predicted", "NOT as predicted")
+    return seen.replace("not as predicted", NOT_AS_PREDICTED)
 
 
 def _budget(evaluation: EvaluationBatch) -> list[str]:

@@ -151,7 +151,7 @@ class MatrixSection(TypedDict):
     """Contributions of pairs of rollouts, perhaps summed in blocks."""
 
     values: list[list[float]]
-    white: str
+    blank: str
     rows: list[int]
     columns: list[int]
     block: list[int]

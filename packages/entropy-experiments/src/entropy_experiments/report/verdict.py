@@ -59,9 +59,9 @@ def _headline(findings: Findings) -> list[str]:
             f"  measured change  {spoken(findings.change)}, {WEIGHTS[findings.form]} weights"
         )
     if change is not None and findings.level.value > 0:
-        lines.append(
-            f"  that is          {change.value / findings.level.value:+.2%} of the entropy"
-        )
+        share = change.value / findings.level.value
+        shown = f"{share:+.2%}" if abs(share) >= 0.5e-4 or not share else "less than 0.01%"
+        lines.append(f"  that is          {shown} of the entropy")
     return lines
 
 

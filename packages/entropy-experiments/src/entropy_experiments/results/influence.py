@@ -262,6 +262,8 @@ class Certified(TypedDict, total=False):
 
     gradient_distance: float | None
     step_distance: float
+    certificate: str
+    """The same in words, as `entropy-probe run` prints it."""
     unchecked: str
     another_step: str
 

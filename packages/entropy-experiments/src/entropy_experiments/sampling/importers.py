@@ -32,8 +32,8 @@ TrlInputs = Mapping[str, Any]
 REQUIRED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "tool_mask")
 POLICY_FACTOR, REWARD, BY_FUNCTION = "policy_factor", "reward", "rewards_by_function"
-"""What `online.captures` adds: factors of each token's policy loss, the weighted reward of each
-rollout, and its reward by each function."""
+"""What `online.trl_trainer.Captures` adds: factors of each token's policy loss, the weighted
+reward of each rollout, and its reward by each function."""
 OTHER = ("num_items_in_batch", "importance_sampling_ratio", "old_logps")
 OTHER = (*OTHER, POLICY_FACTOR, REWARD, BY_FUNCTION)
 NO_PADDING = 1

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from entropy_experiments.types import Direction, OptimizerState, Params, SGDGroup
-from entropy_experiments.update.adamw import adamw_direction
+from entropy_experiments.types import Direction, OptimizerState, Params
 from entropy_experiments.update.optimizer import direction_of, moving_part, read_state
-from entropy_experiments.update.sgd import sgd_direction
+from entropy_experiments.update.rebuilt import rebuilt_direction
 
 
 def live_direction(
@@ -28,8 +27,7 @@ def live_direction(
             "The probe must be called after backward() and before zero_grad()."
         )
     state = live_state(params, optimizer)
-    build = sgd_direction if isinstance(state.groups[0], SGDGroup) else adamw_direction
-    return direction_of(params, given, state, build)
+    return direction_of(params, given, state, rebuilt_direction)
 
 
 def live_state(params: Params, optimizer: torch.optim.Optimizer) -> OptimizerState:

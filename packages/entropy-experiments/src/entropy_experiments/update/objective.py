@@ -27,19 +27,19 @@ the model, PPO clipping, KL and the entropy bonus need no derivative of their ow
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from entropy_experiments.loss_names import Loss, Ratio
 from entropy_experiments.types import Scores, UpdateBatch
 
-Loss = Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "rloo"]
 UNCLIPPED = ("reinforce", "cispo", "sapo")
 """Losses in which no token's coefficient is zero for its ratio."""
 KL = Literal["k1", "k2", "k3"]
-Ratio = Literal["token", "sequence"]
 
 
 class TokenWeights(NamedTuple):
@@ -206,6 +206,18 @@ class Objective:
         if self.kl == "k2":
             return gap_NS**2 / 2
         return gap_NS.exp() - gap_NS - 1
+
+
+LOSS_SETTINGS = tuple(f.name for f in fields(Objective) if f.name not in ("kl", "divisor"))
+"""Fields that training's settings decide: TRL has one kind of KL, and a divisor is of one batch."""
+
+
+def objective_from(settings: Mapping[str, Any], *, divisor: float | None) -> Objective:
+    """The loss of a training; a setting that is absent or None is at its default."""
+    values = {name: settings.get(name) for name in LOSS_SETTINGS}
+    return Objective(
+        **{name: value for name, value in values.items() if value is not None}, divisor=divisor
+    )
 
 
 def token_coefficients(objective: Objective, scores: Scores, batch: UpdateBatch) -> Scores:

@@ -20,6 +20,8 @@ from entropy_experiments.types import (
 from entropy_experiments.types.direction import check_finite
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Torch's classes whose next step can be rebuilt."""
 SGD_KEYS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
 
@@ -82,13 +84,13 @@ def _own(value: Tensor, copy: bool) -> Tensor:
 def _group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], names: tuple[str, ...]
 ) -> AdamGroup | SGDGroup:
-    if isinstance(optimizer, torch.optim.SGD):
-        return SGDGroup(names=names, **{key: group[key] for key in SGD_KEYS})
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+    if not isinstance(optimizer, TORCH_OPTIMIZERS):
         raise TypeError(
             f"Got {type(optimizer).__name__}; expected torch's Adam, AdamW or SGD. Other "
             "optimizers can be judged by the step they made: entropy_experiments.observed()."
         )
+    if isinstance(optimizer, torch.optim.SGD):
+        return SGDGroup(names=names, **{key: group[key] for key in SGD_KEYS})
     # Before torch 2.8 only the class tells the two kinds of decay apart.
     adamw = isinstance(optimizer, torch.optim.AdamW)
     decoupled = adamw or bool(group.get("decoupled_weight_decay", False))

@@ -32,7 +32,8 @@ SAME_STEP = 1e-4
 
 
 def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -> Certified:
-    """JSON: `step_distance` relative to the step made, or `unchecked`, why it is not known.
+    """JSON: `step_distance` relative to the step made and its `certificate` in words, or
+    `unchecked`, why it is not known.
 
     `another_step` says that an imported batch makes another step than training's.
     """
@@ -44,17 +45,20 @@ def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -
     distances: Certified = {"gradient_distance": gradient_distance}
     certificate, absent = certificate_of(probe, direction)
     apart = None
+    other_gradient = gradient_distance is not None and gradient_distance > APART
     if certificate is not None and certificate.apart:
         apart = str(certificate)
-    elif gradient_distance is not None and gradient_distance > APART:
+    elif other_gradient:
         apart = (
             "the gradient rebuilt from the recorded batch is not the one that training used: it is "
             f"{gradient_distance:.0%} away from its recorded fingerprint"
         )
     if apart is not None and probe.bound:
-        raise _refused(apart[:1].upper() + apart[1:], probe)
+        whole = probe.has_gradient and other_gradient
+        raise _refused(apart[:1].upper() + apart[1:], probe, by_recorded_gradient=whole)
     if certificate is not None:
         distances["step_distance"] = certificate.relative_error
+        distances["certificate"] = str(certificate)
     else:
         distances["unchecked"] = absent
     if apart is not None:
@@ -62,12 +66,18 @@ def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -
     return distances
 
 
-def _refused(what: str, probe: ProbeInputs) -> ValueError:
+def _refused(what: str, probe: ProbeInputs, *, by_recorded_gradient: bool) -> ValueError:
+    """`by_recorded_gradient`: training recorded another gradient than the rebuilt one, so that
+    `run` has the step that training made."""
     reasons = "; ".join(probe.reasons) or "no reason is known"
+    whole = (
+        "`entropy-probe run` analyses the whole step, by the gradient that training recorded"
+        if by_recorded_gradient
+        else "`entropy-probe run` does not trust it either"
+    )
     return ValueError(
         f"{what} ({reasons}). Its split into rollouts and tokens would be of a step that nobody "
-        "made. `entropy-probe run` analyses the whole step, by the gradient that training "
-        "recorded; data.update_rollouts: drawn splits a hypothetical one."
+        f"made. {whole}; data.update_rollouts: drawn splits a hypothetical one."
     )
 
 

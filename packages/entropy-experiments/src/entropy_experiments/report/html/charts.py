@@ -307,6 +307,8 @@ def trajectory(run: Steps) -> Figure:
             continue  # the page says why
         summed = [first, *(first + change for change in sums)]
         traces.append(line(at, summed, f"{label}, summed", colour, dash=dash))
+    # A collapse is drawn down to 0; a run that lost little would be a flat line there.
+    collapsed = min(low for low, _ in ends) < 0.5 * max(high for _, high in ends)
     return figure_of(
         traces,
         380,
@@ -317,7 +319,10 @@ def trajectory(run: Steps) -> Figure:
             "showgrid": False,
             "range": reach_of(run),
         },
-        yaxis={"title": {"text": f"entropy, nats per {run['unit']}"}, "rangemode": "tozero"},
+        yaxis={
+            "title": {"text": f"entropy, nats per {run['unit']}"},
+            "rangemode": "tozero" if collapsed else "normal",
+        },
         showlegend=True,
     )
 

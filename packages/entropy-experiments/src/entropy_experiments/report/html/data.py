@@ -35,6 +35,8 @@ EXPECTED = (
 )
 MOST_REASONS = 2
 """Untrusted steps of a training that are listed one by one."""
+MOST_NAMED = 5
+"""Steps without a row that are named."""
 NO_RUN = "one step was studied; give the run's trajectory.json (--trajectory)"
 
 
@@ -186,6 +188,7 @@ def _sums_of(steps: Steps) -> list[str]:
         )
     if "rows" in steps and steps["trusted"] == steps["rows"]:
         sentences.append(f"All {steps['rows']} probed steps are trusted.")
+    sentences += _without_rows(steps)
     sampling = steps.get("sampling")
     if sampling:
         sentences.append(
@@ -193,6 +196,20 @@ def _sums_of(steps: Steps) -> list[str]:
             f"{', '.join(sampling)}."
         )
     return sentences
+
+
+def _without_rows(steps: Steps) -> list[str]:
+    """Why steps of the training are not among its rows: a warm-up's first has learning rate 0."""
+    probed = {row["step"] for row in steps.get("probed") or ()}
+    missing = sorted(set(range(max(probed, default=0))) - probed)
+    if not missing:
+        return []
+    named = ", ".join(map(str, missing[:MOST_NAMED])) + (", ..." * (len(missing) > MOST_NAMED))
+    return [
+        f"{len(missing)} of {max(probed) + 1} steps have no row ({named}). Not probed: steps at "
+        "learning rate 0, with a gradient that is not finite, and those that every or max_overhead "
+        "leaves out."
+    ]
 
 
 def _both_orders(first: Number, second: Number | None) -> str:

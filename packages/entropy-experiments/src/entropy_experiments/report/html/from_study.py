@@ -43,7 +43,7 @@ COLUMNS = (
 CELLS = (160, 400)
 """Rows and columns of the matrix that are drawn; more are added up in blocks."""
 FAINT = 0.05
-"""Of the full colour: what eyes take for white."""
+"""Of the full colour: what eyes take for blank."""
 EARLIER = "the run was written by an earlier version; run the study again to have it"
 LARGEST, REST = 1_000, 1_500
 """Tokens drawn: those of most influence, and a random part of the others."""
@@ -134,6 +134,10 @@ def _verdict(summary: InfluenceResult, evaluation: EvaluationBatch, unit: str) -
     if tokens is not None:
         advice = "" if tokens >= RELIABLE else "; read groups, not single tokens"
         points.append(f"Reliability of single tokens {tokens:.2f} (two halves of E){advice}.")
+    unchecked = (summary["update"].get("certified") or {}).get("unchecked")
+    if unchecked:
+        points.append(f"No step certificate: {unchecked}.")
+    points += words.study_certificate(summary)
     points += words.sampling_points(summary["notes"])
     return {
         "sentence": words.sentence(
@@ -213,7 +217,7 @@ def _matrix(
             drawn = np.add.reduceat(drawn, np.arange(0, drawn.shape[axis], size), axis=axis)
     return {
         "values": drawn.tolist(),
-        "white": _white(matrix_EN, drawn),
+        "blank": _blank(matrix_EN, drawn),
         "rows": rows_E[:: sizes[0]].tolist(),
         "columns": columns_N[:: sizes[1]].tolist(),
         "block": sizes,
@@ -222,14 +226,14 @@ def _matrix(
     }
 
 
-def _white(matrix_EN: np.ndarray, drawn: np.ndarray) -> str:
-    """What the white part of the drawing is."""
+def _blank(matrix_EN: np.ndarray, drawn: np.ndarray) -> str:
+    """What the blank part of the drawing is: white, or black in dark mode."""
     rollouts = matrix_EN.shape[1]
     none = int((matrix_EN == 0).all(0).sum())
-    sentence = "White is no influence."
+    sentence = "Blank is no influence."
     if none:
         sentence = (
-            f"White is no influence: {none} of {rollouts} update rollouts have none at all, since "
+            f"Blank is no influence: {none} of {rollouts} update rollouts have none at all, since "
             "their advantage is 0 (all responses to their prompt got the same reward) or the loss "
             "does not count them."
         )
@@ -237,7 +241,7 @@ def _white(matrix_EN: np.ndarray, drawn: np.ndarray) -> str:
     full, other = sizes[min(len(sizes) - 1, int(FULL * len(sizes)))], sizes[sizes > 0]
     if len(other):
         sentence += (
-            f" Of the other cells {(other < FAINT * full).mean():.0%} are nearly white: below a "
+            f" Of the other cells {(other < FAINT * full).mean():.0%} are nearly blank: below a "
             "twentieth of the full colour, which one cell in a hundred exceeds."
         )
     return sentence

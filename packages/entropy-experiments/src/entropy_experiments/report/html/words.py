@@ -88,6 +88,19 @@ def made_by_study(summary: InfluenceResult) -> str:
     return made_by(summary["checkpoint"], real=update["real"], checked=checked)
 
 
+def study_certificate(summary: InfluenceResult) -> list[str]:
+    """The step certificate of an influence study, a sentence; none of a hypothetical update, and
+    none where the headline says why the step was not checked."""
+    certified = (summary.get("update") or {}).get("certified") or {}
+    if "step_distance" not in certified:
+        return []
+    earlier = (  # what a study of an earlier version stored
+        f"the step rebuilt here is {certified['step_distance']:.2g} of its size away from the one "
+        "that training made"
+    )
+    return [f"Step certificate: {certified.get('certificate', earlier)}."]
+
+
 def made_by(
     checkpoint: str,
     *,
