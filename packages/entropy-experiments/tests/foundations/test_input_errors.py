@@ -17,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from entropy_experiments import input_errors
-from entropy_experiments.artifacts import try_file, try_folder
+from entropy_experiments.artifacts import try_file, try_folder, write_changed, write_whole
 from entropy_experiments.checkpoints.adapter import check_adapter_config, check_patterns
 from entropy_experiments.checkpoints.sizes import check_config_file, check_size
 from entropy_experiments.cli import app
@@ -37,6 +37,7 @@ from entropy_experiments.input_errors import (
     users_code,
     words_of_os_error,
 )
+from entropy_experiments.online.rows import RowFile
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.torchrun import ranks_of_job
 
@@ -240,6 +241,31 @@ def test_a_place_that_cannot_be_written(tmp_path):
     with pytest.raises(IsADirectoryError):
         try_file(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_output_is_no_device_and_no_pipe(tmp_path):
+    """Renaming over one replaces it; reading one to append to it may never end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for write in (
+        lambda: write_whole(pipe, b"x"),
+        lambda: write_changed(pipe, b"x"),
+        lambda: try_file(pipe),
+        lambda: RowFile(pipe),
+    ):
+        with pytest.raises(InputError, match="pipe is a device, a pipe or a socket; expected a"):
+            write()
+    assert pipe.is_fifo()
+
+
+def test_the_report_refuses_a_pipe_before_it_reads_the_run(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for option in ("--html", "--out"):
+        end = CliRunner().invoke(app, ["report", "no_such_run", option, str(pipe)])
+        assert end.exit_code == 2
+        assert "expected a regular file" in end.output
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("verb", ["run", "measure", "influence"])
