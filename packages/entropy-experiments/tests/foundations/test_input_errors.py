@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +25,7 @@ from entropy_experiments.checkpoints.adapter import check_adapter_config, check_
 from entropy_experiments.checkpoints.sizes import check_config_file, check_size
 from entropy_experiments.cli import app
 from entropy_experiments.cli.job import ending, signals_interrupt
+from entropy_experiments.cli.options import keep_stdout_for_json
 from entropy_experiments.config import ConfigError, parse_training
 from entropy_experiments.config.training_batch import batch_plan
 from entropy_experiments.input_errors import (
@@ -185,6 +189,76 @@ def test_users_code_is_named_whatever_it_does(tmp_path, monkeypatch):
     assert Path.cwd() == tmp_path
     with pytest.raises(KeyboardInterrupt), users_code(*own):
         raise KeyboardInterrupt
+    for odd in (asyncio.CancelledError, GeneratorExit, type("Odd", (BaseException,), {})):
+        named = rf"Reward 'm:f' failed \({odd.__name__}\)"
+        with pytest.raises(InputError, match=named), users_code(*own):
+            raise odd
+
+
+def test_users_code_leaves_the_process_as_it_was(monkeypatch, tmp_path):
+    """Else the analysis runs in inference mode or bf16, or its messages go nowhere."""
+    stream = (tmp_path / "stdout").open("w")
+    monkeypatch.setattr(sys, "stdout", stream)
+    limit, inference = sys.getrecursionlimit(), torch.inference_mode()
+    for leave, words in {
+        inference.__enter__: "left torch.inference_mode on",
+        lambda: torch.set_grad_enabled(False): "left torch's grad mode off",
+        lambda: torch.set_autocast_enabled("cpu", True): r"left torch.autocast\('cpu'\) on",
+        lambda: sys.setrecursionlimit(limit - 1): "lowered the recursion limit to",
+        stream.close: "closed sys.stdout",
+        lambda: setattr(sys, "stdout", None): "closed sys.stdout",
+    }.items():
+        with (
+            pytest.raises(InputError, match=rf"Reward 'm:f' {words}.*; expected it to stay"),
+            users_code("Reward 'm:f'", ""),
+        ):
+            leave()
+        assert not torch.is_inference_mode_enabled()
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        assert sys.getrecursionlimit() == limit
+        assert not sys.stdout.closed
+    with torch.no_grad(), users_code("Reward 'm:f'", ""), torch.inference_mode():
+        sys.setrecursionlimit(limit + 1)  # raised: nobody minds
+    sys.setrecursionlimit(limit)
+
+
+def test_a_descriptor_that_is_closed_comes_back():
+    program = (
+        "import os\nfrom entropy_experiments.input_errors import users_code\n"
+        "try:\n    with users_code('Reward', ''):\n        os.close(1)\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.startswith("Reward closed the descriptor 1 of stdout; expected")
+
+
+def test_a_warning_that_is_an_error_is_one_sentence(capsys):
+    with pytest.raises(typer.Exit) as end, ending(debug=False):
+        raise DeprecationWarning("jit is old")
+    assert end.value.exit_code == 2
+    assert "warning was raised as an error (DeprecationWarning: jit is old)" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_reader_that_leaves_gets_an_exit_code_and_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "entropy_experiments.cli", "config", "schema"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_stdout_has_json_alone_whatever_a_child_prints(capfd):
+    with keep_stdout_for_json(as_json=True):
+        subprocess.run(["echo", "a child"], check=True)
+        os.write(1, b"a library\n")
+    print("{}")
+    captured = capfd.readouterr()
+    assert captured.out == "{}\n"
+    assert captured.err == "a child\na library\n"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import entropy_experiments
-from entropy_experiments.input_errors import library_errors, message, printable, words_of_os_error
+from entropy_experiments.input_errors import (
+    library_errors,
+    message,
+    printable,
+    words_of,
+    words_of_os_error,
+)
 from entropy_experiments.sampling.finishing import TERMINATED
 from entropy_experiments.torchrun import ranks_of_job, variable
 
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
 
 DONE, UNEXPECTED, BAD_INPUT, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
 HUNG_UP = 128 + signal.SIGHUP
+CLOSED_PIPE = 128 + signal.SIGPIPE
 EXIT_CODES = {
     DONE: "done",
     UNEXPECTED: "an unexpected error, with its traceback; doctor: the script crashed",
@@ -56,6 +63,7 @@ EXIT_CODES = {
     FINDINGS: "doctor: findings of warning or above; arc, train: no gradient where one must be",
     HUNG_UP: "ended by SIGHUP (the terminal closed): run the same command to resume",
     INTERRUPTED: "interrupted: the message says what is saved and how to resume",
+    CLOSED_PIPE: "the reader of stdout left (| head): files are written, the text is cut",
     TERMINATED: "ended by SIGTERM: current work is saved; run the same command to resume",
 }
 """Of every verb; docs/reference/commands.md says more."""
@@ -126,7 +134,8 @@ def ending(
         typer.echo(printable(f"\n{interrupted()}"), err=True)
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        raise
+        _discard_stdout()
+        raise typer.Exit(CLOSED_PIPE) from None
     except (ValueError, MemoryError, OSError) as failure:
         ours = _ours(failure, packages)
         if debug or not ours:
@@ -137,9 +146,23 @@ def ending(
         raise typer.Exit(BAD_INPUT) from None
     except typer.Exit:
         raise
+    except Warning as failure:  # raised by a library's warnings.warn
+        typer.echo(
+            f"Error: A library's warning was raised as an error ({words_of(failure)}). Set no "
+            "PYTHONWARNINGS=error and no -W error, or exclude this warning there.",
+            err=True,
+        )
+        raise typer.Exit(BAD_INPUT) from None
     except Exception as failure:
         _unexpected(failure)
         raise typer.Exit(UNEXPECTED) from None
+
+
+def _discard_stdout() -> None:
+    """Nobody reads it any more: what is still buffered may not fail again when Python exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _ours(failure: BaseException, packages: tuple[Path, ...]) -> bool:
