@@ -24,7 +24,7 @@ from entropy_experiments.artifacts import try_file, try_folder, write_changed, w
 from entropy_experiments.checkpoints.adapter import check_adapter_config, check_patterns
 from entropy_experiments.checkpoints.sizes import check_config_file, check_size
 from entropy_experiments.cli import app
-from entropy_experiments.cli.job import ending, signals_interrupt
+from entropy_experiments.cli.job import ending, on_threads, signals_interrupt
 from entropy_experiments.cli.options import keep_stdout_for_json
 from entropy_experiments.config import ConfigError, parse_training
 from entropy_experiments.config.training_batch import batch_plan
@@ -231,6 +231,20 @@ def test_a_descriptor_that_is_closed_comes_back():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.startswith("Reward closed the descriptor 1 of stdout; expected")
+
+
+def test_more_threads_than_a_process_can_have(monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for threads, variable, name in ((100000, "1", "--threads"), (None, "99999,2", "OMP_NUM")):
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        with pytest.raises(typer.Exit), ending(debug=False), on_threads(threads):
+            raise AssertionError("not refused")
+        error = capsys.readouterr().err
+        assert error.startswith(f"Error: {name}")
+        assert "expected at most 64. This machine has 2 cores" in error
+    monkeypatch.setenv("OMP_NUM_THREADS", "auto")
+    with ending(debug=False), on_threads(None):
+        pass
 
 
 def test_a_warning_that_is_an_error_is_one_sentence(capsys):

@@ -70,6 +70,10 @@ EXIT_CODES = {
 PACKAGE = Path(entropy_experiments.__file__).parent
 LAST_WORDS = timedelta(seconds=5)
 """For the message of the rank that failed: torchrun ends the others with the first that leaves."""
+OMP_VARIABLE = "OMP_NUM_THREADS"
+MOST_THREADS = 64
+"""Also on a machine with fewer cores: last digits depend on the number of threads, and a run of a
+larger machine may have to be repeated."""
 ONE_PROCESS = ("report", "config", "arc")
 """Verbs that rank 0 runs alone."""
 STORED = "Ended by SIGTERM. Current work is saved; run the same command to resume."
@@ -234,12 +238,26 @@ def shared_ending(
 
 def on_threads(threads: int | None) -> AbstractContextManager[None]:
     """Inside, so many on the CPU; None leaves it to the computation."""
+    _check_threads("--threads", threads)
+    # A list is for nested parallel regions; what is no number the library itself complains about.
+    first = os.environ.get(OMP_VARIABLE, "").partition(",")[0].strip()
+    _check_threads(OMP_VARIABLE, int(first) if first.isdecimal() else None)
     if threads is None:  # torch takes a second to import; bad input is refused before that
         return nullcontext()
 
     from entropy_experiments.threads import fixed_threads
 
     return fixed_threads(threads)
+
+
+def _check_threads(what: str, threads: int | None) -> None:
+    """Refuse a number at which OpenMP ends the process: each thread has a stack."""
+    most = max(MOST_THREADS, os.cpu_count() or 1)
+    if threads is not None and threads > most:
+        raise ValueError(
+            f"{what} is {threads}; expected at most {most}. This machine has {os.cpu_count()} "
+            "cores, and more threads than cores are slower."
+        )
 
 
 def _join_ranks() -> Ranks:
