@@ -109,6 +109,7 @@ EXIT_CODES = """\
 | 3 | `arc train`: a gradient contract is broken; the message names parameters and fix. `train`: no group of the first five steps had two different rewards, or `doctor.raise_on` ended it | findings of warning or above; with `--entropy`, a case is wrong |
 | 129 | SIGHUP, as when the terminal is closed: as 130 | |
 | 130 | interrupted by Ctrl-C. Current work is saved; run the same command to resume (`arc train` with `--resume`) | interrupted; the report so far is printed |
+| 141 | the reader of stdout left, as `head` does: files are written, the text is cut | |
 | 143 | SIGTERM, from a scheduler: as 130; [under torchrun](../howto_scale.md#when-something-fails) after storing the current unit | |
 | other | | the script's own `sys.exit(n)` |
 

@@ -30,8 +30,18 @@ DIGITS = 64
 _PARTIAL = re.compile(r"\..+\.(\d+)\.partial")
 
 
+def refuse_special_file(path: Path) -> None:
+    """Refuse an output that is a device, a pipe or a socket: the rename would replace it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(
+            f"{path} is a device, a pipe or a socket; expected a regular file, or a name that is "
+            "free. Choose another place."
+        )
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """The file appears complete or not at all, also after a power cut."""
+    refuse_special_file(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
@@ -272,6 +282,7 @@ def try_file(path: str | Path) -> None:
     path = Path(path).expanduser()
     if path.is_dir():
         raise IsADirectoryError(21, os.strerror(21), str(path))
+    refuse_special_file(path)
     try_folder(path.parent)
 
 

@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.process_state import ProcessState
+
 PACKAGE = Path(__file__).parent
 LONGEST = 300
 """Characters of a library's own words that are repeated."""
@@ -178,23 +180,25 @@ def time_limit(seconds: float, what: str, advice: str) -> Iterator[None]:
 def users_code(what: str, advice: str, *, failed: str = "failed") -> Iterator[None]:
     """Code of the user's, such as a reward: what it raises, sys.exit too, becomes one sentence.
 
-    It may change the working directory only of its own: that would move every relative path of the
-    run, so the directory is restored and the change refused.
+    It may change the state of the process (`process_state`) only for itself: the state is restored,
+    and the change refused. Ctrl-C and an outer `time_limit` pass.
     """
-    before = Path.cwd()
+    before = ProcessState()
     try:
         yield
-    except (Exception, SystemExit) as error:
-        os.chdir(before)
+    except (KeyboardInterrupt, _Expired):
+        before.restore()
+        raise
+    except BaseException as error:  # asyncio.CancelledError and GeneratorExit are no Exceptions
+        before.restore()
         if isinstance(error, TimeLimitError):
             raise
         what_it_did = "called sys.exit" if isinstance(error, SystemExit) else failed
         raise InputError(f"{what} {what_it_did} ({words_of(error)}). {advice}") from error
-    if (after := Path.cwd()) != before:
-        os.chdir(before)
+    if changes := before.restore():
         raise InputError(
-            f"{what} changed the working directory to {after}; expected it to stay {before}, from "
-            "which the paths of this run are read. Change it back before returning."
+            f"{what} {', '.join(changes)}; expected it to stay as it was before, for this run "
+            "depends on it. Change it back before returning."
         )
 
 

@@ -66,6 +66,7 @@ def recorded(**changes) -> Recorded:
         ("drop_tokens=3", r"Got '3' in 'drop_tokens=3'; expected ROLLOUT.K such as 3.5"),
         ("drop=p<0.1:2", r"Got 'p<0.1:2' in 'drop=p<0.1:2'; expected a selector alone"),
         ("reweight=p<0.1", r"Got 'p<0.1' in 'reweight=p<0.1'; expected SELECTOR:FACTOR"),
+        ("reweight=k>=0:1e308", r"Got '1e308' in .*; expected a number up to 1e\+30"),
         ("clip_high=much", r"Got 'much' in 'clip_high=much'; expected a finite number of at least"),
         ("beta=-1", r"Got '-1' in 'beta=-1'; expected a finite number of at least 0"),
         ("entropy_coef=nan", r"Got 'nan' in 'entropy_coef=nan'; expected a finite number\."),

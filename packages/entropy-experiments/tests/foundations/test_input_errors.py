@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,11 +20,12 @@ import typer
 from typer.testing import CliRunner
 
 from entropy_experiments import input_errors
-from entropy_experiments.artifacts import try_file, try_folder
+from entropy_experiments.artifacts import try_file, try_folder, write_changed, write_whole
 from entropy_experiments.checkpoints.adapter import check_adapter_config, check_patterns
 from entropy_experiments.checkpoints.sizes import check_config_file, check_size
 from entropy_experiments.cli import app
-from entropy_experiments.cli.job import ending, signals_interrupt
+from entropy_experiments.cli.job import ending, on_threads, signals_interrupt
+from entropy_experiments.cli.options import keep_stdout_for_json
 from entropy_experiments.config import ConfigError, parse_training
 from entropy_experiments.config.training_batch import batch_plan
 from entropy_experiments.input_errors import (
@@ -37,6 +41,7 @@ from entropy_experiments.input_errors import (
     users_code,
     words_of_os_error,
 )
+from entropy_experiments.online.rows import RowFile
 from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.torchrun import ranks_of_job
 
@@ -184,6 +189,90 @@ def test_users_code_is_named_whatever_it_does(tmp_path, monkeypatch):
     assert Path.cwd() == tmp_path
     with pytest.raises(KeyboardInterrupt), users_code(*own):
         raise KeyboardInterrupt
+    for odd in (asyncio.CancelledError, GeneratorExit, type("Odd", (BaseException,), {})):
+        named = rf"Reward 'm:f' failed \({odd.__name__}\)"
+        with pytest.raises(InputError, match=named), users_code(*own):
+            raise odd
+
+
+def test_users_code_leaves_the_process_as_it_was(monkeypatch, tmp_path):
+    """Else the analysis runs in inference mode or bf16, or its messages go nowhere."""
+    stream = (tmp_path / "stdout").open("w")
+    monkeypatch.setattr(sys, "stdout", stream)
+    limit, inference = sys.getrecursionlimit(), torch.inference_mode()
+    for leave, words in {
+        inference.__enter__: "left torch.inference_mode on",
+        lambda: torch.set_grad_enabled(False): "left torch's grad mode off",
+        lambda: torch.set_autocast_enabled("cpu", True): r"left torch.autocast\('cpu'\) on",
+        lambda: sys.setrecursionlimit(limit - 1): "lowered the recursion limit to",
+        stream.close: "closed sys.stdout",
+        lambda: setattr(sys, "stdout", None): "closed sys.stdout",
+    }.items():
+        with (
+            pytest.raises(InputError, match=rf"Reward 'm:f' {words}.*; expected it to stay"),
+            users_code("Reward 'm:f'", ""),
+        ):
+            leave()
+        assert not torch.is_inference_mode_enabled()
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        assert sys.getrecursionlimit() == limit
+        assert not sys.stdout.closed
+    with torch.no_grad(), users_code("Reward 'm:f'", ""), torch.inference_mode():
+        sys.setrecursionlimit(limit + 1)  # raised: nobody minds
+    sys.setrecursionlimit(limit)
+
+
+def test_a_descriptor_that_is_closed_comes_back():
+    program = (
+        "import os\nfrom entropy_experiments.input_errors import users_code\n"
+        "try:\n    with users_code('Reward', ''):\n        os.close(1)\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.startswith("Reward closed the descriptor 1 of stdout; expected")
+
+
+def test_more_threads_than_a_process_can_have(monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for threads, variable, name in ((100000, "1", "--threads"), (None, "99999,2", "OMP_NUM")):
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        with pytest.raises(typer.Exit), ending(debug=False), on_threads(threads):
+            raise AssertionError("not refused")
+        error = capsys.readouterr().err
+        assert error.startswith(f"Error: {name}")
+        assert "expected at most 64. This machine has 2 cores" in error
+    monkeypatch.setenv("OMP_NUM_THREADS", "auto")
+    with ending(debug=False), on_threads(None):
+        pass
+
+
+def test_a_warning_that_is_an_error_is_one_sentence(capsys):
+    with pytest.raises(typer.Exit) as end, ending(debug=False):
+        raise DeprecationWarning("jit is old")
+    assert end.value.exit_code == 2
+    assert "warning was raised as an error (DeprecationWarning: jit is old)" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_reader_that_leaves_gets_an_exit_code_and_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "entropy_experiments.cli", "config", "schema"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_stdout_has_json_alone_whatever_a_child_prints(capfd):
+    with keep_stdout_for_json(as_json=True):
+        subprocess.run(["echo", "a child"], check=True)
+        os.write(1, b"a library\n")
+    print("{}")
+    captured = capfd.readouterr()
+    assert captured.out == "{}\n"
+    assert captured.err == "a child\na library\n"
 
 
 @pytest.mark.parametrize(
@@ -240,6 +329,31 @@ def test_a_place_that_cannot_be_written(tmp_path):
     with pytest.raises(IsADirectoryError):
         try_file(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_output_is_no_device_and_no_pipe(tmp_path):
+    """Renaming over one replaces it; reading one to append to it may never end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for write in (
+        lambda: write_whole(pipe, b"x"),
+        lambda: write_changed(pipe, b"x"),
+        lambda: try_file(pipe),
+        lambda: RowFile(pipe),
+    ):
+        with pytest.raises(InputError, match="pipe is a device, a pipe or a socket; expected a"):
+            write()
+    assert pipe.is_fifo()
+
+
+def test_the_report_refuses_a_pipe_before_it_reads_the_run(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for option in ("--html", "--out"):
+        end = CliRunner().invoke(app, ["report", "no_such_run", option, str(pipe)])
+        assert end.exit_code == 2
+        assert "expected a regular file" in end.output
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("verb", ["run", "measure", "influence"])

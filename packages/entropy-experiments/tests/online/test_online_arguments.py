@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -58,6 +59,13 @@ def test_of_a_loop(mistake):
 def test_a_wrapped_model_is_refused_by_its_wrapper():
     with pytest.raises(ValueError, match=r"model is a DataParallel; expected the bare model"):
         loop(model=nn.DataParallel(tiny_model()))
+
+
+def test_rows_go_into_no_pipe(tmp_path):
+    """To read one to its end, as a file that is resumed is, never ends."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a device, a pipe or a socket; expected a regular"):
+        loop(out=tmp_path / "pipe")
 
 
 def test_what_is_right_is_taken():

@@ -60,6 +60,12 @@ def short(completions, **_):
 
 def number(completions, **_):
     return 3.0
+
+def mapping(completions, **_):
+    return {0: 1.0, 1: 0.5}
+
+def by_step(completions, trainer_state, **_):
+    return [float(trainer_state.global_step)] * len(completions)
 """
 PROBLEMS = [
     Problem(
@@ -124,7 +130,10 @@ def test_a_conversation_is_handed_over_as_messages(file):
 
 
 def test_none_is_no_opinion_and_somebody_must_have_one(file):
-    with pytest.raises(ValueError, match=r"Every reward function returned None for completion 0"):
+    with pytest.raises(
+        ValueError,
+        match=r"Every reward function returned None for completion 0 .* return 0",
+    ):
         _scored(file, "silent")
     both = build_reward([f"{file}:silent", f"{file}:later"], [2.0, 1.0])
     found = both(["a", "b"], PROBLEMS, completion_ids=IDS)
@@ -137,7 +146,8 @@ def test_none_is_no_opinion_and_somebody_must_have_one(file):
         ("fails", r"'.*fails' failed \(ZeroDivisionError: division by zero\)\. It was called"),
         ("nan", r"returned nan for completion 1; expected a finite number"),
         ("short", r"returned 1 values for 2 completions; expected one each"),
-        ("number", r"returned float; expected a list of 2 numbers"),
+        ("number", r"returned float; expected a list, tuple, tensor or array of 2 numbers"),
+        ("mapping", r"returned dict; expected a list, tuple, tensor or array of 2 numbers"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence(file, name, message):
@@ -261,6 +271,33 @@ def test_a_script_that_would_train_again_is_not_imported(tmp_path, monkeypatch):
     assert "importing that would run its line 5" in found["why_not"]
     guarded = head + "if __name__ == '__main__':\n    print()\n"
     assert _of_script(tmp_path, monkeypatch, guarded)["function"] == "score"
+
+
+def test_a_script_that_trains_is_no_file_for_a_reward(tmp_path):
+    """`--reward train.py:score` trained again while it was imported."""
+    head = "import re\nWORD = re.compile('a')\ndef score(completions):\n    return [1.0, 2.0]\n"
+    script = tmp_path / "train.py"
+    for trains, call in (
+        ("trainer.train(resume=None)\n", r"its line 5 calls trainer\.train\(\.\.\.\)"),
+        ("for _ in range(3):\n    loss(_).backward()\n", r"line 5 calls loss\(_\)\.backward"),
+        ("def main():\n    x.train()\nmain()\n", r"line 7 calls x\.train"),
+    ):
+        script.write_text(head + trains)
+        with pytest.raises(ValueError, match=rf"would train: .*{call}.* a file of its own"):
+            _scored(script, "score")
+    script.write_text(head + "if '__main__' == __name__:\n    trainer.train()\n")
+    assert _scored(script, "score").total_N.tolist() == [1, 2]
+
+
+def test_a_function_gets_the_checkpoints_own_trainer_state(file, tmp_path):
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 7, "of_another_version": 1}')
+    reward = build_reward([f"{file}:by_step"])
+    assert reward.at_checkpoint(tmp_path)(["0", "x"], PROBLEMS).total_N.tolist() == [7, 7]
+    (tmp_path / "trainer_state.json").write_text("[7]")
+    with pytest.raises(
+        ValueError, match=r"trainer_state.json holds a list; expected a JSON object"
+    ):
+        reward.at_checkpoint(tmp_path)
 
 
 def test_two_functions_of_one_name_are_told_apart():

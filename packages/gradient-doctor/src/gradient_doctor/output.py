@@ -42,6 +42,8 @@ def to_json(findings: Sequence[Finding], steps: int, **about: Any) -> str:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """The whole file or none: written under another name, then renamed."""
     target = Path(path)
+    if target.exists() and not target.is_file():  # a device would be replaced by the report
+        raise OSError(f"{target} is not a regular file; expected one, or a name that is free")
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w") as file:

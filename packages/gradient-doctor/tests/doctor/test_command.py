@@ -210,6 +210,17 @@ def test_a_report_that_cannot_be_written_is_said(write, monkeypatch, tmp_path, c
     assert "cannot write" in capsys.readouterr().err
 
 
+def test_a_report_does_not_replace_a_pipe(write, tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--json", str(pipe), write(LOOP)])
+    assert "expected a file in a folder that exists" in capsys.readouterr().err
+    with pytest.raises(OSError, match="is not a regular file"):
+        write_text(pipe, "new")
+    assert pipe.is_fifo()
+
+
 @pytest.mark.parametrize(("rank", "code", "name"), [("0", 3, "d.json"), ("2", 0, "d.rank2.json")])
 def test_one_rank_speaks(write, monkeypatch, tmp_path, capsys, rank, code, name):
     use(monkeypatch, Stub)

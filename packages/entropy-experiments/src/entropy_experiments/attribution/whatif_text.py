@@ -46,6 +46,8 @@ WORDS = {
     "correct": "correct==1",
     "wrong": "correct==0",
 }
+LARGEST = 1e30
+"""Of a number in a what-if: its square is a number, too, and in fp32 it is one itself."""
 COMPARISON = re.compile(r"(\w+)\s*(<=|>=|==|!=|<|>)\s*(\S+)")
 
 
@@ -87,7 +89,7 @@ def selector(text: str) -> Selector:
 
 
 def _number(text: str, whole: str, *, low: float | None = None, above: bool = False) -> float:
-    """A finite number, at least `low` (or `above` it)."""
+    """A number of at most LARGEST, at least `low` (or `above` it)."""
     try:
         value = float(text)
     except ValueError:
@@ -96,6 +98,8 @@ def _number(text: str, whole: str, *, low: float | None = None, above: bool = Fa
     if not isfinite(value) or small:
         bound = "" if low is None else f" {'above' if above else 'of at least'} {low:g}"
         raise ValueError(f"Got {text!r} in {whole!r}; expected a finite number{bound}.")
+    if abs(value) > LARGEST:
+        raise ValueError(f"Got {text!r} in {whole!r}; expected a number up to {LARGEST:g}.")
     return value
 
 

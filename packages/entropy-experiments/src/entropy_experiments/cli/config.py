@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from entropy_experiments.artifacts import refuse_special_file
 from entropy_experiments.cli.job import ending
 from entropy_experiments.cli.options import AsJson, Debug, Overrides, Quiet, print_results
 from entropy_experiments.input_errors import printable
@@ -136,4 +137,5 @@ def migrate(
 def _write(out: Path, text: str, *, force: bool) -> None:
     if out.exists() and not force:
         raise ValueError(f"{out} exists. Choose another name, or overwrite it with --force.")
+    refuse_special_file(out)
     out.write_text(text, "utf-8")

@@ -39,7 +39,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import entropy_experiments
-from entropy_experiments.input_errors import library_errors, message, printable, words_of_os_error
+from entropy_experiments.input_errors import (
+    library_errors,
+    message,
+    printable,
+    words_of,
+    words_of_os_error,
+)
 from entropy_experiments.sampling.finishing import TERMINATED
 from entropy_experiments.torchrun import ranks_of_job, variable
 
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
 
 DONE, UNEXPECTED, BAD_INPUT, FINDINGS, INTERRUPTED = 0, 1, 2, 3, 130
 HUNG_UP = 128 + signal.SIGHUP
+CLOSED_PIPE = 128 + signal.SIGPIPE
 EXIT_CODES = {
     DONE: "done",
     UNEXPECTED: "an unexpected error, with its traceback; doctor: the script crashed",
@@ -56,12 +63,17 @@ EXIT_CODES = {
     FINDINGS: "doctor: findings of warning or above; arc, train: no gradient where one must be",
     HUNG_UP: "ended by SIGHUP (the terminal closed): run the same command to resume",
     INTERRUPTED: "interrupted: the message says what is saved and how to resume",
+    CLOSED_PIPE: "the reader of stdout left (| head): files are written, the text is cut",
     TERMINATED: "ended by SIGTERM: current work is saved; run the same command to resume",
 }
 """Of every verb; docs/reference/commands.md says more."""
 PACKAGE = Path(entropy_experiments.__file__).parent
 LAST_WORDS = timedelta(seconds=5)
 """For the message of the rank that failed: torchrun ends the others with the first that leaves."""
+OMP_VARIABLE = "OMP_NUM_THREADS"
+MOST_THREADS = 64
+"""Also on a machine with fewer cores: last digits depend on the number of threads, and a run of a
+larger machine may have to be repeated."""
 ONE_PROCESS = ("report", "config", "arc")
 """Verbs that rank 0 runs alone."""
 STORED = "Ended by SIGTERM. Current work is saved; run the same command to resume."
@@ -126,7 +138,8 @@ def ending(
         typer.echo(printable(f"\n{interrupted()}"), err=True)
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        raise
+        _discard_stdout()
+        raise typer.Exit(CLOSED_PIPE) from None
     except (ValueError, MemoryError, OSError) as failure:
         ours = _ours(failure, packages)
         if debug or not ours:
@@ -137,9 +150,23 @@ def ending(
         raise typer.Exit(BAD_INPUT) from None
     except typer.Exit:
         raise
+    except Warning as failure:  # raised by a library's warnings.warn
+        typer.echo(
+            f"Error: A library's warning was raised as an error ({words_of(failure)}). Set no "
+            "PYTHONWARNINGS=error and no -W error, or exclude this warning there.",
+            err=True,
+        )
+        raise typer.Exit(BAD_INPUT) from None
     except Exception as failure:
         _unexpected(failure)
         raise typer.Exit(UNEXPECTED) from None
+
+
+def _discard_stdout() -> None:
+    """Nobody reads it any more: what is still buffered may not fail again when Python exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _ours(failure: BaseException, packages: tuple[Path, ...]) -> bool:
@@ -211,12 +238,26 @@ def shared_ending(
 
 def on_threads(threads: int | None) -> AbstractContextManager[None]:
     """Inside, so many on the CPU; None leaves it to the computation."""
+    _check_threads("--threads", threads)
+    # A list is for nested parallel regions; what is no number the library itself complains about.
+    first = os.environ.get(OMP_VARIABLE, "").partition(",")[0].strip()
+    _check_threads(OMP_VARIABLE, int(first) if first.isdecimal() else None)
     if threads is None:  # torch takes a second to import; bad input is refused before that
         return nullcontext()
 
     from entropy_experiments.threads import fixed_threads
 
     return fixed_threads(threads)
+
+
+def _check_threads(what: str, threads: int | None) -> None:
+    """Refuse a number at which OpenMP ends the process: each thread has a stack."""
+    most = max(MOST_THREADS, os.cpu_count() or 1)
+    if threads is not None and threads > most:
+        raise ValueError(
+            f"{what} is {threads}; expected at most {most}. This machine has {os.cpu_count()} "
+            "cores, and more threads than cores are slower."
+        )
 
 
 def _join_ranks() -> Ranks:

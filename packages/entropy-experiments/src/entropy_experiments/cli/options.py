@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -43,6 +44,7 @@ Threads = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress and no notes.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+STDOUT, STDERR = 1, 2
 
 
 def load_settings(
@@ -76,9 +78,32 @@ def try_to_write(config: Config, *more: str | Path | None) -> None:
     try_outputs((logs, config.rollout_folder, *more), (config.output.results_file,))
 
 
-def keep_stdout_for_json(*, as_json: bool) -> AbstractContextManager[Any]:
-    """With --json, stdout carries JSON and nothing else, whatever a library prints."""
-    return redirect_stdout(sys.stderr) if as_json else nullcontext()
+@contextmanager
+def keep_stdout_for_json(*, as_json: bool) -> Iterator[None]:
+    """With --json, stdout carries JSON and nothing else, whatever a library or a child prints."""
+    if not as_json:
+        yield
+        return
+    with _descriptor_to_stderr(sys.stdout), redirect_stdout(sys.stderr):
+        yield
+
+
+@contextmanager
+def _descriptor_to_stderr(stdout: TextIO | None) -> Iterator[None]:
+    """Inside, descriptor 1, which child processes and C libraries write to, is descriptor 2."""
+    if stdout is None or sys.stderr is None:  # closed by whoever started this
+        yield
+        return
+    stdout.flush()
+    saved = os.dup(STDOUT)
+    try:
+        os.dup2(STDERR, STDOUT)
+        yield
+    finally:
+        if not stdout.closed:
+            stdout.flush()  # what was written to the stream itself meanwhile
+        os.dup2(saved, STDOUT)
+        os.close(saved)
 
 
 def print_results(results: Any, words: Callable[[], Sequence[str]], *, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from entropy_experiments.artifacts import try_outputs
 from entropy_experiments.cli.job import ending
 from entropy_experiments.cli.options import AsJson, Debug, Quiet, print_results
 
@@ -83,6 +84,7 @@ def report(
 ) -> None:
     """Read runs' files again: in words, as one HTML file, as figures; several side by side."""
     with ending(debug=debug, interrupted=lambda: "No longer following; the last report stays."):
+        try_outputs((figures,), (html, out))
         if follow:
             unusable = {"--no-html": no_html, "--figures": figures, "--trajectory": trajectory}
             unusable |= {"--evaluation": evaluation, "--linearity": linearity, "--samples": samples}

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from entropy_experiments.artifacts import refuse_special_file
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.online.evaluation_rollouts import (
@@ -130,6 +131,8 @@ class LoopProbe:
             check_counts({"max_new_tokens": max_new_tokens})
         check_order(order)
         check_positive("temperature", temperature)
+        if out is not None:
+            refuse_special_file(Path(out))  # here: what set_up raises only turns the probe off
         self._model, self._optimizer, self._on_row = model, optimizer, on_row
         self._next = 0
         ranks = Ranks.all(PATIENCE)

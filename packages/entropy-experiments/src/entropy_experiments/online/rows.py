@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from entropy_experiments.artifacts import refuse_special_file
 from entropy_experiments.online.probe import NEVER_MADE, StepMeasurement
 from entropy_experiments.results import TRAINING_ROW, JSONObject, TrainingRow, read_rows
 from entropy_experiments.types import Estimate
@@ -98,6 +99,7 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        refuse_special_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             whole = path.read_bytes()

@@ -215,7 +215,7 @@ def _evaluated(
             rollouts,
             scores,
             problems,
-            evaluation.reward,
+            evaluation.reward.at_checkpoint(candidate.layout.root),
             samples=samples,
             threshold=settings["threshold"],
         )

@@ -180,7 +180,7 @@ class Sampler:
         self.retries: int | None = None
         self.notes: list[str] = []
         """What is to be said about the prompts."""
-        self._record = probed.checkpoint.record
+        self._record, self._folder = probed.checkpoint.record, probed.checkpoint.path
         self._folder = config.rollout_folder
         self._loaded = None if config.sampling.load is None else Path(config.sampling.load)
         identity = self.generator.identity()
@@ -244,7 +244,7 @@ class Sampler:
             pool,
             prompts=count,
             group=data.responses_per_prompt,
-            reward=reward_of(facts, self.config),
+            reward=reward_of(facts, self.config).at_checkpoint(self._folder),
             scale=facts["advantage"],
             filter_zero_advantage=data.resample_equal_rewards,
             tol=data.zero_advantage_tolerance,

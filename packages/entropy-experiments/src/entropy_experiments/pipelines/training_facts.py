@@ -182,8 +182,9 @@ def reward_of(facts: TrainingFacts, config: Config) -> Reward:
     absent = facts.values.get("reward_absent")
     if absent:
         raise ValueError(
-            f"The run's own reward cannot be called here: {absent}. Name one: "
-            "data.reward_functions (entropy-probe evaluate: --reward)."
+            f"The run's own reward cannot be called here: {absent}. Name one in a file of its "
+            "own, which no training script is: data.reward_functions (entropy-probe evaluate: "
+            "--reward)."
         )
     return build_reward(
         facts["reward_functions"],

@@ -36,22 +36,26 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from entropy_experiments.checkpoints.layout import TRAINER_STATE, read_json
 from entropy_experiments.checkpoints.training_record import RewardSource, module_is_file
 from entropy_experiments.input_errors import (
+    InputError,
     TimeLimitError,
     can_interrupt,
+    library_errors,
     short,
     time_limit,
     users_code,
 )
 from entropy_experiments.sampling.countdown import Countdown, solved
 from entropy_experiments.sampling.datasets import Problem
+from entropy_experiments.sampling.reward_scripts import training_on_import
 
 if TYPE_CHECKING:
     from torch import Tensor  # names are looked up, in a dry run, without it
@@ -136,9 +140,30 @@ class Reward:
         if bool(silent_N.any()):
             raise ValueError(
                 f"Every reward function returned None for completion {int(silent_N.int().argmax())}"
-                f" ({', '.join(self.functions)}); expected a number from at least one."
+                f" ({', '.join(self.functions)}); expected a number from at least one. TRL counts "
+                "such a completion as 0: to do the same, return 0 instead of None, or name a "
+                "function that does: data.reward_functions (entropy-probe evaluate: --reward)."
             )
         return RewardResult(total_N=total_N, by_function=by_function)
+
+    def at_checkpoint(self, folder: Path) -> Reward:
+        """The same at this checkpoint's TrainerState, which TRL hands over as `trainer_state`."""
+        file = folder / TRAINER_STATE
+        if not self.own or not file.is_file():
+            return self
+        from transformers import TrainerState
+
+        content = read_json(file)
+        known = {field.name for field in fields(TrainerState)}  # other versions have others
+        with library_errors(f"{file} is no state of a trainer", "Restore it, or delete it."):
+            state = TrainerState(**{k: value for k, value in content.items() if k in known})
+        functions = {
+            name: replace(function, trainer_state=state)
+            if isinstance(function, OwnReward)
+            else function
+            for name, function in self.functions.items()
+        }
+        return replace(self, functions=functions)
 
 
 def build_reward(
@@ -324,16 +349,13 @@ def _checked(name: str, values: Any, count: int, *, optional: bool = False) -> T
     """[N] of finite numbers, whatever the function returned them in; `optional`: None is NaN."""
     import torch
 
-    if isinstance(values, torch.Tensor):
+    if hasattr(values, "tolist"):  # of torch and of numpy, and what pandas has of it
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
-        try:
-            values = list(values)
-        except TypeError:
-            raise ValueError(
-                f"Reward {name!r} returned {type(values).__name__}; expected a list of {count} "
-                "numbers, one per completion."
-            ) from None
+        raise ValueError(
+            f"Reward {name!r} returned {type(values).__name__}; expected a list, tuple, tensor or "
+            f"array of {count} numbers, one per completion."
+        )
     if len(values) != count:
         raise ValueError(
             f"Reward {name!r} returned {len(values)} values for {count} completions; expected one "
@@ -362,6 +384,8 @@ class OwnReward:
     seconds: float = SECONDS
     as_trl: bool = False
     """With every argument that TRL gives, and no other."""
+    trainer_state: Any = None
+    """transformers' TrainerState of the checkpoint; None: it has none."""
 
     def __call__(
         self,
@@ -401,6 +425,7 @@ class OwnReward:
         completion_ids: Sequence[Sequence[int]] | None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         offered = _of_trl(completions, problems, completion_ids)
+        offered["trainer_state"] = self.trainer_state
         if self.as_trl:
             return (), offered
         others = {"problems": problems, "answers": [problem.answer for problem in problems]}
@@ -418,7 +443,18 @@ def import_reward(name: str, *, seconds: float = SECONDS) -> OwnReward:
     """`module:function` or `path/to/file.py:function`."""
     where, _, function = name.rpartition(":")
     hint = "Is the path right?" if where.endswith(".py") else "Is its folder on PYTHONPATH?"
-    with users_code(f"Reward {name!r}: module {where!r}", hint, failed="cannot be imported"):
+    what = f"Reward {name!r}: module {where!r}"
+    with users_code(what, hint, failed="cannot be imported"):
+        file = Path(where) if where.endswith(".py") else _file_of(where)
+        is_source = file is not None and file.suffix == ".py" and file.is_file()
+        training = training_on_import(file) if file is not None and is_source else None
+    if training is not None:
+        raise InputError(
+            f"Reward {name!r}: to import {file} would train: its line {training.line} calls "
+            f"{training.call}. Move the function to a file of its own and name that one, or put "
+            "the rest of the script under `if __name__ == '__main__':`."
+        )
+    with users_code(what, hint, failed="cannot be imported"):
         module = _from_file(Path(where)) if where.endswith(".py") else _module(where)
     return OwnReward(name=name, function=_callable(module, function, name), seconds=seconds)
 
@@ -437,6 +473,11 @@ def import_recorded_reward(source: RewardSource, *, seconds: float = SECONDS) ->
         imported_module = _module(module) if same and module is not None else _from_file(file)
     function = _callable(imported_module, source["function"], f"{file}:{source['function']}")
     return OwnReward(name=name, function=function, seconds=seconds, as_trl=True)
+
+
+def _file_of(module: str) -> Path | None:
+    spec = importlib.util.find_spec(module)
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def _unread(values: Any) -> bool:
@@ -499,7 +540,6 @@ def _of_trl(
             for name in (columns[0] if columns else ())
             if name in shared - fixed
         },
-        "trainer_state": None,
         "log_extra": _nothing,
         "log_metric": _nothing,
     }

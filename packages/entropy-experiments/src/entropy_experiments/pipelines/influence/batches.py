@@ -395,7 +395,7 @@ class _Maker:
         return [available[i] for i in ids]
 
     def _reward(self) -> Reward:
-        return reward_of(self.probed.facts, self.config)
+        return reward_of(self.probed.facts, self.config).at_checkpoint(self.probed.checkpoint.path)
 
     def _refuse_shared(
         self, avoid: set[PromptIds], prompts: Rollouts | set[PromptIds], where: str

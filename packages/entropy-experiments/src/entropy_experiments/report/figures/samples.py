@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from entropy_experiments.artifacts import write_changed
 from entropy_experiments.report.figures.style import (
     ACCENT,
     INK,
@@ -54,9 +55,7 @@ def plot_grad_delta_samples(
     path = run.folder / samples_name(evaluation, rollouts) if path is None else Path(path)
     with paper_style():
         data = image(samples_figure(chosen), path.suffix)
-    if not (path.is_file() and path.read_bytes() == data):  # the study's own drawing stays
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+    write_changed(path, data)  # the study's own drawing stays
     return path
 
 
