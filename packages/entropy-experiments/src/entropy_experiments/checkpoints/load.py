@@ -23,6 +23,7 @@ from entropy_experiments.checkpoints.adapter import (
     adapter_notes,
     load_adapter,
     read_adapter_config,
+    refuse_random_base,
 )
 from entropy_experiments.checkpoints.base import (
     Base,
@@ -258,7 +259,9 @@ def _lora(
         and layout.stored is not None
         and take_base(model, layout.sharded, layout.stored)
     )
-    if base_saved:
+    if not base_saved:
+        refuse_random_base(layout.config / ADAPTER_CONFIG, config)
+    else:
         words += ", with the weights saved beside the adapter"
     notes = adapter_notes(
         config,
