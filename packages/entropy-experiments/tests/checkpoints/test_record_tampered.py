@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.config import parse_config
+from entropy_experiments.findings import MadeCheck
 from entropy_experiments.pipelines.probe_inputs import gather
 from entropy_experiments.pipelines.training_facts import training_facts
+from entropy_experiments.update.certificate import FingerprintCertificate
 from online.test_trl_matrix import probed, trained
 from oracles.trl_matrix import STEP, Case
 
@@ -119,3 +123,70 @@ def test_untouched_it_is_trusted(run):
     results, _ = probed(run)
     assert results["verdict"][0].startswith("The update that training made")
     assert all(results["estimates"][name]["trusted"] for name in ("deltaH1", "deltaH_true"))
+
+
+def test_another_step_s_batch_is_refused(run):
+    place = _checkpoint(run) / "update_batch"
+    shutil.rmtree(place)
+    shutil.copytree(run / "run" / "record" / f"step_{STEP - 1}" / "update_batch", place)
+    with pytest.raises(ValueError, match=rf"update_batch is of step {STEP - 1}; .* step {STEP},"):
+        _gathered(run)
+
+
+def test_another_step_s_fingerprint_is_refused(run):
+    place = _checkpoint(run) / "made_step"
+    shutil.rmtree(place)
+    shutil.copytree(run / "run" / "record" / f"step_{STEP + 1}" / "made_step", place)
+    with pytest.raises(ValueError, match=rf"made_step is of step {STEP + 1}; .* step {STEP},"):
+        _gathered(run, evaluation_rollouts="recorded")
+
+
+def _counting(run: Path, steps: int) -> None:
+    """The optimizer counts so many steps, and no record says which file it was."""
+    file = _checkpoint(run) / "optimizer.pt"
+    stored = torch.load(file, weights_only=True)
+    for entry in stored["state"].values():
+        entry["step"].fill_(steps)
+    torch.save(stored, file)
+    record = json.loads((_checkpoint(run) / RECORD).read_text())
+    del record["files"]["optimizer.pt"]
+    (_checkpoint(run) / RECORD).write_text(json.dumps(record))
+
+
+def test_a_later_step_s_optimizer_is_refused(run):
+    _counting(run, STEP + 15)
+    says = f"optimizer.pt counts {STEP + 15} steps and trainer_state.json {STEP}: it is of a later"
+    with pytest.raises(ValueError, match=says):
+        _gathered(run)
+
+
+@pytest.mark.parametrize("fingerprint", [True, False])
+def test_an_earlier_step_s_optimizer_is_not_trusted(run, fingerprint):
+    """Adam's moments with another count make another step, which a fingerprint shows."""
+    _counting(run, STEP - 1)
+    if not fingerprint:
+        shutil.rmtree(_checkpoint(run) / "made_step")
+    results, split = probed(run)
+    why = results["estimates"]["deltaH1"]["why_not"]
+    if fingerprint:
+        assert any("this is not the step that training made" in reason for reason in why)
+    else:
+        says = f"optimizer.pt counts {STEP - 1} steps and trainer_state.json {STEP}"
+        assert any(says in reason for reason in why)
+        assert says in split["unchecked"]
+
+
+def test_a_count_is_no_reason_where_the_step_is_certified():
+    same = FingerprintCertificate(relative_error=1e-5, cosine=1.0)
+    assert MadeCheck(other_count="counts 2").doubt(same) == ""
+    assert MadeCheck(other_count="counts 2").doubt(None) == "counts 2"
+
+
+def test_a_count_that_the_record_vouches_for_is_no_reason(run):
+    """A trainer that trains twice keeps its optimizer, and its steps begin at 0 again."""
+    assert _loaded(run).other_count == ""
+    _counting(run, STEP + 1)
+    assert "carried over from an earlier training" in _loaded(run).other_count
+    own = sha256(_checkpoint(run) / "optimizer.pt")
+    _edit(_checkpoint(run) / RECORD, files={"optimizer.pt": own})
+    assert _loaded(run).other_count == ""

@@ -56,7 +56,8 @@ def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -
     if certificate is not None:
         distances["step_distance"] = certificate.relative_error
     else:
-        distances["unchecked"] = absent
+        open_questions = (absent, probe.checkpoint.other_count)
+        distances["unchecked"] = "; ".join(text for text in open_questions if text)
     if apart is not None:
         distances["another_step"] = apart
     return distances
