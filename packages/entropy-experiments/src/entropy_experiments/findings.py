@@ -32,6 +32,8 @@ class MadeCheck:
     """Why a rebuilt step may be another than training's."""
     unfollowed: tuple[str, ...] = ()
     """Options of training's loss that a rebuilt step does not have."""
+    other_count: str = ""
+    """Why the optimizer's state may be another step's than the weights'."""
 
     @property
     def loss_differs(self) -> bool:
@@ -50,6 +52,8 @@ class MadeCheck:
                 "this is not the step that training made: the gradient rebuilt from the batch is "
                 f"{self.gradient_distance:.0%} away from the recorded one"
             )
+        if certificate is None and self.other_count:
+            return self.other_count
         if certificate is None and not self.of_gradient and self.unfollowed and not self.altered:
             return (
                 f"not followed here: {'; '.join(self.unfollowed)}; and "

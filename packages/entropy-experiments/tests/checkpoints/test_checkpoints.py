@@ -450,6 +450,69 @@ def test_optimizers_that_cannot_be_rebuilt(lora):
     refused(lora.path, "optimizer.pt is not an optimizer's state: got ['model']")
 
 
+@pytest.mark.parametrize("value", [True, 0.5, "mean", torch.ones(1)])
+def test_an_unknown_option_that_is_set_is_refused_by_name(lora, value):
+    """timm's AdamW has Adam's moments, and with caution=True another step."""
+    edit_optimizer(lora.path / "optimizer.pt", lambda s: s["param_groups"][0].update(caution=value))
+    refused(lora.path, "optimizer.pt", "cannot be rebuilt: its option 'caution' is ")
+
+
+def test_options_that_change_no_step_are_read_over(lora):
+    """Unset ones of a relative, a scheduler's notes, and how torch computes the step."""
+    harmless = {
+        "caution": False,
+        "corrected_weight_decay": None,
+        "initial_lr": 1e-3,
+        "max_lr": 1e-2,
+        "fused": True,
+        "foreach": True,
+        "capturable": True,
+    }
+    edit_optimizer(lora.path / "optimizer.pt", lambda s: s["param_groups"][0].update(harmless))
+    assert load_checkpoint(lora.path).optimizer is not None
+
+
+def test_amsgrad_without_its_maximum(lora):
+    edit_optimizer(lora.path / "optimizer.pt", lambda s: s["param_groups"][0].update(amsgrad=True))
+    refused(lora.path, "optimizer.pt: amsgrad is set and the state of", "lacks max_exp_avg_sq")
+
+
+def test_a_full_model_that_was_frozen_in_part(full):
+    """No adapter config is to blame."""
+
+    def frozen(stored):
+        left = stored["param_groups"][0]["params"].pop()
+        stored["state"].pop(left)
+
+    edit_optimizer(full.path / "optimizer.pt", frozen)
+    refused(full.path, "it holds 25 parameters; expected 26", "training froze a part of the model")
+
+
+def test_a_base_that_was_changed_at_random_is_refused(tmp_path):
+    """A randomised SVD gives another residual each time: the logits would be of no policy."""
+    saved = save_tiny_checkpoint(
+        tmp_path, "lora", "hf", lora={"init_lora_weights": "pissa_niter_4"}
+    )
+    refused(
+        saved.path,
+        "adapter_config.json: init_lora_weights is 'pissa_niter_4'",
+        "cannot be made again",
+        "path_initial_model_for_weight_conversion",
+    )
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora", "orthogonal"])
+def test_starts_without_random_numbers_in_the_base_give_the_trained_logits(tmp_path, start):
+    saved = save_tiny_checkpoint(tmp_path, "lora", "hf", lora={"init_lora_weights": start})
+    loaded = load_checkpoint(saved.path)
+    ids = torch.arange(2, 14).reshape(2, 6)
+    with torch.no_grad():
+        gap = loaded.model(input_ids=ids).logits - saved.model.eval()(input_ids=ids).logits
+    assert float(gap.abs().max()) < 1e-4
+    changed = any("changes the base at the start" in note for note in loaded.not_verifiable)
+    assert changed is (start != "orthogonal")
+
+
 def test_a_truncated_optimizer(lora):
     file = lora.path / "optimizer.pt"
     file.write_bytes(file.read_bytes()[:500])

@@ -45,6 +45,7 @@ FLAGS = (
     "inference_mode",
 )
 STARTS = ("gaussian", "olora", "orthogonal", "pissa")
+KEEP_THE_BASE = ("gaussian", "orthogonal")
 NEEDS_DATA = ("corda", "eva", "lora_ga", "loftq")
 """Starts that change the base by data or by a quantisation that a checkpoint does not hold."""
 PISSA_ROUNDS = re.compile(r"pissa_niter_(\d{1,3})")
@@ -192,12 +193,28 @@ def adapter_notes(
         return tuple(notes)
     notes.append(SKETCH_NOTE if base_compared else BASE_NOTE)
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start != "gaussian":
+    if isinstance(start, str) and start not in KEEP_THE_BASE:
         notes.append(
             f"init_lora_weights is {start!r}, which changes the base at the start of training; it "
             "is changed again here, as peft does, but the files do not say whether to the same"
         )
     return tuple(notes)
+
+
+def refuse_random_base(path: Path, config: AdapterConfig) -> None:
+    """PiSSA by a randomised SVD subtracts another product from the base each time it is made.
+
+    Of the other starts that change the base, `pissa` (a full SVD) and `olora` (a QR) use no random
+    numbers.
+    """
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and PISSA_ROUNDS.fullmatch(start):
+        raise InputError(
+            f"{path}: init_lora_weights is {start!r}, which changed the base by a randomised SVD "
+            "that cannot be made again. Save the adapter converted to plain LoRA (peft: "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)), or save the base "
+            "as training had it, set checkpoint.base to it and init_lora_weights to true."
+        )
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:

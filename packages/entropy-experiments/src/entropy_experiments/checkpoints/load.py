@@ -23,6 +23,7 @@ from entropy_experiments.checkpoints.adapter import (
     adapter_notes,
     load_adapter,
     read_adapter_config,
+    refuse_random_base,
 )
 from entropy_experiments.checkpoints.base import (
     Base,
@@ -104,6 +105,31 @@ class Checkpoint:
     """Of `hashes`, the files that hold the checkpoint's own weights."""
     record: TrainingRecord | None = None
     """What the run recorded about itself, if it did."""
+
+    @property
+    def optimizer_count(self) -> int:
+        """Steps that the optimizer has counted: a parameter without gradients counts fewer."""
+        return int(max(self.coverage.get("steps", ()), default=0))
+
+    @property
+    def other_count(self) -> str:
+        """Why the optimizer's state may be another step's than the weights'; empty: it is theirs.
+
+        The number in a folder's name is no count of steps: Accelerate numbers what it saves.
+        """
+        path, count = self.optimizer_path, self.optimizer_count
+        counted = any(Path(name).name == TRAINER_STATE for name in self.hashes)
+        if path is None or not counted or self.step is None or count == self.step:
+            return ""
+        if self.record is not None and self.record.covers(path):
+            return ""  # compared with the sha256 of the one that was saved with the weights
+        cause = "it is of a later step, or was carried over from an earlier training"
+        if count < self.step:
+            cause = "it is of an earlier step, or steps were skipped or its state was lost"
+        return (
+            f"{path.name} counts {count} steps and {TRAINER_STATE} {self.step}: {cause}. Use the "
+            "optimizer that was saved with these weights"
+        )
 
 
 def load_checkpoint(
@@ -258,7 +284,9 @@ def _lora(
         and layout.stored is not None
         and take_base(model, layout.sharded, layout.stored)
     )
-    if base_saved:
+    if not base_saved:
+        refuse_random_base(layout.config / ADAPTER_CONFIG, config)
+    else:
         words += ", with the weights saved beside the adapter"
     notes = adapter_notes(
         config,

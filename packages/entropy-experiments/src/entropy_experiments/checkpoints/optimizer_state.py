@@ -44,6 +44,17 @@ RELATIVES = {
 }
 """By which of MARKS they have; before its first step an optimizer is known by its options alone."""
 MARKS = {"weight_decay", "decoupled_weight_decay", "momentum_decay", "ns_steps"}
+OPTIONS = {
+    "adam": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
+    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+}
+"""Options that the rebuilt step follows."""
+NOT_OF_THE_STEP = (
+    *("params", "param_names", "name"),
+    *("foreach", "capturable", "differentiable", "fused"),
+    *("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),
+)
+"""Entries of a group that change no step: labels, how torch computes it, notes of schedulers."""
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """transformers.Trainer's patterns of names that do not decay (tests hold that they are)."""
 NO_DECAY_BEFORE_V5 = (r"bias",)
@@ -110,6 +121,7 @@ def read_optimizer_state(
         _group(path, group, tuple(members), kind, unsure)
         for group, members in zip(groups, names, strict=True)
     )
+    _refuse_without_maximum(path, read_groups, entries)
     alike = _alike(named)
     if order not in ("names in the file", PARAM_NAMES) and alike:
         unsure.append(
@@ -204,7 +216,23 @@ def _kind(path: Path, groups: Sequence[ParamGroup], state: Mapping[Any, Any]) ->
             f"{sorted(foreign or groups[0])[:6]}; expected torch's Adam, AdamW or SGD (8-bit, "
             "Adafactor and others can be probed through their observed step)."
         )
+    _refuse_unknown_options(path, groups, kind)
     return kind
+
+
+def _refuse_unknown_options(path: Path, groups: Sequence[ParamGroup], kind: str) -> None:
+    """A relative of Adam's may have its moments, and options that make another step of them."""
+    for group in groups:
+        for key, value in group.items():
+            if key in OPTIONS[kind] or key in NOT_OF_THE_STEP:
+                continue
+            if bool(value.any()) if isinstance(value, Tensor) else value:
+                known = ", ".join(OPTIONS[kind])
+                raise ValueError(
+                    f"{path} is the state of an optimizer that cannot be rebuilt: its option "
+                    f"{short(key, 40)!r} is {short(value, 40)}; expected torch's own options "
+                    f"({known}). An optimizer with others can be probed through its observed step."
+                )
 
 
 def _names(
@@ -222,7 +250,7 @@ def _names(
         raise ValueError(
             f"{path} is the optimizer of a model of another size: it holds {sum(sizes)} parameters;"
             f" expected {len(named)}, such as {next(iter(named))!r}. It belongs to another run, or "
-            "training moved other modules than the adapter config says."
+            f"{_other_parameters(model)}."
         )
     names = _names_in_file(groups, model)
     source = "names in the file"
@@ -253,6 +281,16 @@ def _names(
         f"{path} has groups of {sizes} parameters, which is no order this program knows: expected "
         f"one group of {len(named)}, or the Trainer's two. Write the names in the optimizer's order"
         f" to {PARAM_NAMES} beside it (a list, or one list per group)."
+    )
+
+
+def _other_parameters(model: nn.Module) -> str:
+    """How training may have moved other parameters than the checkpoint suggests."""
+    if hasattr(model, "peft_config"):
+        return "training moved other modules than the adapter config says"
+    return (
+        "training froze a part of the model, which a full checkpoint does not say: such a step "
+        "cannot be rebuilt from it, and EntropyProbeCallback probes it while it is made"
     )
 
 
@@ -401,6 +439,23 @@ def _entry(
             "written in part."
         )
     return entry
+
+
+def _refuse_without_maximum(
+    path: Path,
+    groups: Sequence[AdamGroup | SGDGroup],
+    entries: Mapping[str, Mapping[str, Any]],
+) -> None:
+    for group in groups:
+        if not isinstance(group, AdamGroup) or not group.amsgrad:
+            continue
+        for name in group.names:
+            if name in entries and "max_exp_avg_sq" not in entries[name]:
+                raise ValueError(
+                    f"{path}: amsgrad is set and the state of {name!r} lacks max_exp_avg_sq; it "
+                    f"has {sorted(entries[name])}. The file was written in part or was edited: use "
+                    "another checkpoint."
+                )
 
 
 def _group(

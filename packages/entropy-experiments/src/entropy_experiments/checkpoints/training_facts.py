@@ -4,8 +4,9 @@
 held to the config's own rules. A TRL YAML (the file given to `trl grpo --config`) has hundreds of
 keys; those that decide the step are translated, or noted in `facts["note"]` where this program does
 not follow them, and the rest are not ours to judge. `entropy_probe_record.json` is what the
-callback saw: the run's own prompts and rewards, and the options that are not followed. The JSON
-wins over the record, and the record over the YAML.
+callback saw: the run's own prompts and rewards, the options that are not followed, and the facts as
+they were, which the JSON beside it must still have. The JSON wins over the record, and the record
+over the YAML. Where a record was lost, no dataset and no reward are assumed in its place.
 
 All may come with a download, so none can name code to run; but for the record, which may name code
 that is already on this machine, under the conditions that `training_record` states.
@@ -21,8 +22,9 @@ from typing import Annotated, Any, TypedDict
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from entropy_experiments.checkpoints.layout import read_json
-from entropy_experiments.checkpoints.training_record import RECORD_FILE, read_record
+from entropy_experiments.checkpoints.layout import OF_RECORDS, STEP, read_json
+from entropy_experiments.checkpoints.layout import RECORDED as BATCH
+from entropy_experiments.checkpoints.training_record import RECORD_FILE, RECORDED, read_record
 from entropy_experiments.config.fields import Names, Text
 from entropy_experiments.config.keys import shown
 from entropy_experiments.config.reading import LARGEST_FILE
@@ -157,10 +159,16 @@ def read_facts(folders: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str
     facts: dict[str, Any] = {}
     sources: dict[str, str] = {}
     files: list[Path] = []
+    record = read_record(folders)
     for names, read in (((FACTS_FILE,), _own), ((RECORD_FILE,), _recorded), (TRL_FILES, _trl)):
         path = next((f / n for f in folders for n in names if (f / n).is_file()), None)
         if path is None:
             continue
+        if read is _own and record is not None and "facts" in record.content:
+            if folders.index(record.path.parent) < folders.index(path.parent):
+                continue  # the checkpoint's own file is gone, and its record has the facts
+            if record.path.parent == path.parent:
+                _refuse_edited(path, record.content["facts"])
         files.append(path)
         content = read(path, tuple(facts))
         if "note" in content and "note" in facts:
@@ -169,11 +177,55 @@ def read_facts(folders: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str
         for name, value in content.items():
             if name not in facts:
                 facts[name], sources[name] = value, path.name
+    if record is None and (sign := _sign_of_a_record(folders)) is not None:
+        lost = f"{RECORD_FILE} is missing, and {sign} shows that the run was recorded; copy it back"
+        for group, absent in zip(GROUPS, (LOST_PROMPTS, LOST_REWARDS), strict=True):
+            if not any(name in facts for name in group):
+                facts |= {name: value or lost for name, value in absent.items()}
+                sources |= dict.fromkeys(absent, "what is left of a record")
     return facts, sources, files
 
 
+def _sign_of_a_record(folders: tuple[Path, ...]) -> Path | None:
+    """What only a recorded run leaves, in the checkpoint or beside it; None: there is nothing."""
+    for folder in folders[:-1] or folders:
+        signs = [folder / name for name in sorted(OF_RECORDS - {BATCH})]
+        if (folder / FACTS_FILE).is_file():  # a batch alone may have been put there by hand
+            signs.append(folder / BATCH)
+        if (sign := next((sign for sign in signs if sign.is_dir()), None)) is not None:
+            return sign
+    *inner, run = folders
+    if not inner or STEP.search(inner[-1].name) is None:
+        return None
+    return next(iter(sorted(run.glob(f"*/{RECORD_FILE}"))), None)
+
+
+def _refuse_edited(path: Path, recorded: Mapping[str, Any]) -> None:
+    """The facts beside a record are those that it holds: they decide the step."""
+    content = {name: value for name, value in read_json(path).items() if value is not None}
+    odd = [
+        f"{name} is {_shown(content, name)} and was {_shown(recorded, name)} in training"
+        for name in sorted({*content, *recorded})
+        if content.get(name) != recorded.get(name)
+    ]
+    if odd:
+        raise ValueError(
+            f"{path} is not the file that training wrote: {', '.join(odd)}, as {RECORD_FILE} says. "
+            "Restore it. Another value belongs in the config, such as sampling.temperature or "
+            "update.loss: the result then says that it differs from training's."
+        )
+
+
+def _shown(content: Mapping[str, Any], name: str) -> str:
+    return shown(content[name]) if name in content else "missing"
+
+
 def _own(path: Path, _earlier: tuple[str, ...]) -> dict[str, Any]:
-    content = read_json(path)
+    return _checked(path, read_json(path))
+
+
+def _checked(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts under this project's names, held to their rules."""
     unknown = [name for name in content if name not in KNOWN_FACTS]
     if unknown:
         near = get_close_matches(unknown[0], KNOWN_FACTS, n=1)
@@ -204,16 +256,29 @@ GROUPS = (
     ("reward_functions", "reward_weights", "reward_sources", "reward_absent"),
 )
 """Facts that belong together: of two files that speak, all of a group come from one."""
+LOST_PROMPTS = {"dataset_name": RECORDED, "dataset_absent": ""}
+LOST_REWARDS = {"reward_absent": ""}
+"""What is read where a record is gone; "" is filled with the reason."""
 
 
 def _recorded(path: Path, earlier: tuple[str, ...]) -> dict[str, Any]:
     record = read_record((path.parent,))
     assert record is not None  # the caller has seen the file
     facts: dict[str, Any] = record.facts()
+    stated: dict[str, Any] = {}
+    if not earlier:  # entropy_probe.json is gone
+        options = record.content["options"]
+        own = record.content.get("facts")
+        stated = _translated(path, options) if own is None else _checked(path, own)
     for group in GROUPS:
-        if any(name in earlier for name in group):
+        if any(name in earlier or name in stated for name in group):
             facts = {name: value for name, value in facts.items() if name not in group}
-    return {**facts, "unfollowed": list(record.unfollowed), "sampling": list(record.sampling)}
+    return {
+        **facts,
+        **stated,
+        "unfollowed": list(record.unfollowed),
+        "sampling": list(record.sampling),
+    }
 
 
 def _trl(path: Path, earlier: tuple[str, ...]) -> dict[str, Any]:
@@ -224,6 +289,31 @@ def _trl(path: Path, earlier: tuple[str, ...]) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8. Repair or remove it.") from error
     content, _ = parse_text(text, source=str(path))
+    facts = _translated(path, content)
+    named, notes = _trl_task(path, content, earlier)
+    if "unfollowed" in earlier:  # a record has seen what became of these
+        return {**facts, **named, **({"note": tuple(notes)} if notes else {})}
+    odd = [
+        key
+        for key, harmless in NOT_FOLLOWED.items()
+        if content.get(key) is not None and content[key] not in harmless
+    ]
+    notes += [
+        f"{path.name}: training had {key} = {shown(content[key])}, "
+        "which this program does not follow"
+        for key in odd
+    ]
+    of_loss = [f"{key} = {shown(content[key])}" for key in odd if key in CHANGE_THE_LOSS]
+    return {
+        **facts,
+        **named,
+        **({"note": tuple(notes)} if notes else {}),
+        **({"unfollowed": of_loss} if of_loss else {}),
+    }
+
+
+def _translated(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """TRL's options under this project's names, but for the task."""
     facts: dict[str, Any] = {}
     for key, (name, convert) in FROM_TRL.items():
         if content.get(key) is None or name in (
@@ -249,26 +339,7 @@ def _trl(path: Path, earlier: tuple[str, ...]) -> dict[str, Any]:
             "bfloat16" if content.get("bf16") else "float16" if content.get("fp16") else "float32"
         )
         facts["amp_dtype"] = half
-    named, notes = _trl_task(path, content, earlier)
-    if "unfollowed" in earlier:  # a record has seen what became of these
-        return {**facts, **named, **({"note": tuple(notes)} if notes else {})}
-    odd = [
-        key
-        for key, harmless in NOT_FOLLOWED.items()
-        if content.get(key) is not None and content[key] not in harmless
-    ]
-    notes += [
-        f"{path.name}: training had {key} = {shown(content[key])}, "
-        "which this program does not follow"
-        for key in odd
-    ]
-    of_loss = [f"{key} = {shown(content[key])}" for key in odd if key in CHANGE_THE_LOSS]
-    return {
-        **facts,
-        **named,
-        **({"note": tuple(notes)} if notes else {}),
-        **({"unfollowed": of_loss} if of_loss else {}),
-    }
+    return facts
 
 
 def _trl_task(

@@ -9,6 +9,7 @@ The callback writes it beside every checkpoint (and once into the record's folde
     rewards     the reward functions: where each can be imported from, or why it cannot
     prompts     where the prompts are, with every column of the dataset, and their sha256
     files       sha256 of every file of the checkpoint as the trainer saved it
+    facts       the training facts, as entropy_probe.json beside it has them
     base        a fingerprint of the frozen weights below a LoRA adapter
     base_location   the name that these were loaded by, and the folder if it was a local one
 
@@ -99,6 +100,8 @@ class RecordContent(TypedDict):
     base: NotRequired[BaseFingerprint | None]
     base_location: NotRequired[BaseLocation | None]
     files: NotRequired[Mapping[str, str]]
+    facts: NotRequired[Mapping[str, Any]]
+    """Earlier records have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +256,12 @@ def read_record(folders: tuple[Path, ...]) -> TrainingRecord | None:
             f"{SCHEMA}, as EntropyProbeCallback(record=...) writes it. Restore it, or delete it to "
             "go on without the record."
         )
+    for name in ("facts", "options"):
+        if not isinstance(content.get(name, {}), dict):
+            raise ValueError(
+                f"{path}: {name} is a {type(content[name]).__name__}; expected an object. Restore "
+                "the file."
+            )
     return TrainingRecord(path=path, content=cast(RecordContent, content))
 
 

@@ -132,8 +132,8 @@ class Recorder:
             "base": base_fingerprint(model),
             "base_location": base_location(model),
         }
+        self._write_record(self.folder, trainer)
         write_facts(self.folder, trainer, self.facts)
-        self._write_record(self.folder)
 
     def record(
         self,
@@ -216,9 +216,9 @@ class Recorder:
         """The trainer has just written this checkpoint: the next step's batch belongs to it."""
         if ranks.rank or not checkpoint.is_dir():
             return
-        files = _hashes(checkpoint)
+        # The record before the facts, which it has too: killed in between, nothing is lost.
+        self._write_record(checkpoint, trainer, files=_hashes(checkpoint))
         write_facts(checkpoint, trainer, self.facts)
-        self._write_record(checkpoint, files=files)
         self._belongs_to(trainer.state.global_step, checkpoint)
 
     def resumed(self, trainer: Any, checkpoint: Path, ranks: Ranks) -> None:
@@ -229,20 +229,19 @@ class Recorder:
         own = checkpoint.resolve().parent == Path(trainer.args.output_dir).resolve()
         if ranks.rank or not own or not checkpoint.is_dir():
             return
-        if not (checkpoint / FACTS_FILE).is_file():
-            write_facts(checkpoint, trainer, self.facts)
         if not (checkpoint / RECORD_FILE).is_file():
             # killed between the trainer's last file and our first
-            self._write_record(checkpoint, files=_hashes(checkpoint))
+            self._write_record(checkpoint, trainer, files=_hashes(checkpoint))
+            write_facts(checkpoint, trainer, self.facts)
         self._resumed = checkpoint
         self._belongs_to(trainer.state.global_step, checkpoint)
 
     def _describe_again(self, trainer: Any, checkpoint: Path) -> None:
         """Facts and record of the training at hand, whose batch is about to replace the earlier
         one's: its options may be others. The files are as they were saved."""
-        write_facts(checkpoint, trainer, self.facts)
         earlier = read_record((checkpoint,))
-        self._write_record(checkpoint, files=None if earlier is None else earlier.files)
+        self._write_record(checkpoint, trainer, files=None if earlier is None else earlier.files)
+        write_facts(checkpoint, trainer, self.facts)
         self._resumed = None
 
     def _belongs_to(self, step: int, checkpoint: Path) -> None:
@@ -256,13 +255,17 @@ class Recorder:
             places.append((checkpoint, {"step": step, "weights": weights}))
         return places
 
-    def _write_record(self, folder: Path, *, files: Mapping[str, str] | None = None) -> None:
+    def _write_record(
+        self, folder: Path, trainer: Any, *, files: Mapping[str, str] | None = None
+    ) -> None:
         if self._record is None:  # `begin` failed, and the probe is off
             return
         prompts = self._record["prompts"].copy()
         if prompts["sets"]:
             prompts["folder"] = os.path.relpath(self.folder / PROMPTS, folder)
-        content = {**self._record, "prompts": prompts, **({"files": files} if files else {})}
+        facts = facts_of(trainer, self.facts)
+        content = {**self._record, "prompts": prompts, "facts": facts}
+        content |= {"files": files} if files else {}
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content, indent=1, sort_keys=True) + "\n"
         write_whole(folder / RECORD_FILE, text.encode())

@@ -293,6 +293,9 @@ def _points(
         changes = measured_many(
             policy, rollouts, {"step": direction}, etas, options, base=base, clips=clips
         )
+    if doubt := inputs.checkpoint.other_count:
+        slope, bend = slope and slope.doubted(doubt), bend and bend.doubted(doubt)
+        changes = {case: change.doubted(doubt) for case, change in changes.items()}
     return [_point(eta, plan, slope, bend, changes, own, level) for eta in etas], level
 
 

@@ -287,7 +287,10 @@ def made_step(checkpoint: Checkpoint) -> RecordedStep | None:
     """What is recorded of the step that was made from this checkpoint."""
     if checkpoint.recorded is None:
         return None
-    return read_recorded_step(checkpoint.recorded.parent / MADE_STEP)
+    step = read_recorded_step(checkpoint.recorded.parent / MADE_STEP)
+    if step is not None:
+        _refuse_other_step(f"The recorded step in {step.folder}", step.step, checkpoint)
+    return step
 
 
 def with_divisor(facts: TrainingFacts, checkpoint: Checkpoint) -> TrainingFacts:
@@ -404,6 +407,8 @@ def made_already(
     """(batch, whether training made it, notes); None when one has to be drawn."""
     if config.data.update_rollouts != "drawn" and checkpoint.recorded is not None:
         batch, meta = load_update_batch(checkpoint.recorded)
+        where = f"The update batch in {checkpoint.recorded}"
+        _refuse_other_step(where, meta.get("step"), checkpoint)
         refuse_foreign(batch, meta, checkpoint, checkpoint.recorded)
         return batch, True, []
     if config.data.update_rollouts == "recorded":
@@ -419,6 +424,16 @@ def weights_of_batch(checkpoint: Checkpoint) -> str | None:
     """The weights that the recorded batch says it belongs to."""
     assert checkpoint.recorded is not None
     return recorded_meta(checkpoint.recorded).get("weights")
+
+
+def _refuse_other_step(what: str, step: Any, checkpoint: Checkpoint) -> None:
+    """Step N, counted from 0, is made from checkpoint N."""
+    if isinstance(step, int) and checkpoint.step is not None and step != checkpoint.step:
+        raise ValueError(
+            f"{what} is of step {step}; expected that of step {checkpoint.step}, which was made "
+            f"from {checkpoint.path}. Put each batch beside the checkpoint it was drawn from, or "
+            "set data.update_rollouts: drawn."
+        )
 
 
 def refuse_foreign(

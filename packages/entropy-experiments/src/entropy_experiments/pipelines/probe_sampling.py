@@ -85,6 +85,8 @@ def open_checkpoint(
     check_sharded_derivatives(config)
     checkpoint, sharded = loaded(config, load)
     assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
+    if settings.optimizer is None and checkpoint.optimizer_count > (checkpoint.step or 0):
+        _refuse_later_optimizer(checkpoint)
     own_lr = config.update.lr
     lr = checkpoint.optimizer.lr if own_lr is None else own_lr
     refuse_zero_lr(lr, checkpoint.path)
@@ -110,6 +112,15 @@ def open_checkpoint(
         )
     optimizer = with_learning_rate(checkpoint.optimizer, lr)
     return OpenCheckpoint(checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer)
+
+
+def _refuse_later_optimizer(checkpoint: Checkpoint) -> None:
+    reason = checkpoint.other_count
+    if reason:
+        raise ValueError(
+            f"{checkpoint.path}: {reason}; if this is the one, set checkpoint.optimizer to it (the "
+            "result is then not trusted unless a certificate shows the step that was made)."
+        )
 
 
 def contents(

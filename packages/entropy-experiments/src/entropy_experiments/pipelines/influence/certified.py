@@ -60,7 +60,8 @@ def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -
         distances["step_distance"] = certificate.relative_error
         distances["certificate"] = str(certificate)
     else:
-        distances["unchecked"] = absent
+        open_questions = (absent, probe.checkpoint.other_count)
+        distances["unchecked"] = "; ".join(text for text in open_questions if text)
     if apart is not None:
         distances["another_step"] = apart
     return distances
