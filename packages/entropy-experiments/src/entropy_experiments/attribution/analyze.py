@@ -40,7 +40,7 @@ from entropy_experiments.attribution.step import (
 from entropy_experiments.attribution.terms import line_directions, rollouts_by_line
 from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.estimate.modes import used_forward_mode
-from entropy_experiments.numerics.derivatives import How
+from entropy_experiments.numerics.derivatives import How, no_autocast
 from entropy_experiments.types import (
     Direction,
     Estimate,
@@ -113,6 +113,7 @@ class StepAnalysis:
         return self.ledger.measured
 
 
+@no_autocast()
 def analyze_step(
     policy: Policy,
     optimizer: OptimizerState | torch.optim.Optimizer,

@@ -19,7 +19,7 @@ from math import isfinite
 
 from torch import Tensor
 
-from entropy_experiments.estimate.measured import change, coarse_weights
+from entropy_experiments.estimate.measured import change, coarse_weights, coarsest_dtype
 from entropy_experiments.estimate.ratio import (
     check_estimand,
     check_repeatable,
@@ -79,7 +79,7 @@ def finite_columns(
     base = base or score_all(policy, policy.params, evaluation, microbatch=microbatch)
     out: dict[tuple[Key, float], Estimate] = {}
     along = {key: partial(directions.__getitem__, key) for key in directions}
-    doubt = coarse_weights(policy)
+    doubt, dtype = coarse_weights(policy), coarsest_dtype(policy)
     for key, eta, moved, rounding in moved_scores(
         policy, evaluation, along, steps, base=base, microbatch=microbatch, chunk=grad_chunk or 1
     ):
@@ -91,6 +91,7 @@ def finite_columns(
             clip=clip,
             noise_floor=noise_floor,
             step_rounding=rounding,
+            computed_in=dtype,
         )
         share_N = contributions(base, moved, evaluation, estimand, clip=clip)
         diagnostics = {**estimate.diagnostics, "contribution_N": share_N}

@@ -185,7 +185,7 @@ def measured_many(
     floors = noise_floors(
         policy, rollouts, base, estimand, clips, microbatch=microbatch, count=options.repackings
     )
-    doubt = coarse_weights(policy)
+    doubt, dtype = coarse_weights(policy), coarsest_dtype(policy)
     out: dict[Case, Estimate] = {}
     along = {name: partial(_total, direction) for name, direction in directions.items()}
     for name, eta, moved, rounding in moved_scores(
@@ -200,6 +200,7 @@ def measured_many(
                 clip=clip,
                 noise_floor=floors[clip],
                 step_rounding=rounding,
+                computed_in=dtype,
             )
             out[Case(name, eta, clip)] = seen.doubted(doubt) if doubt else seen
     return out
@@ -211,13 +212,20 @@ def coarse_weights(policy: Policy) -> str:
     Frozen ones count: over a bf16 base, fp32 adapters move activations that are rounded to bf16.
     Other packings round alike, so that the noise floor does not show it.
     """
+    dtype = coarsest_dtype(policy)
+    if torch.finfo(dtype).eps <= FP32_EPS:
+        return ""
+    kind = str(dtype).removeprefix("torch.")
+    return f"weights are {kind}, whose rounding the interval has not"
+
+
+def coarsest_dtype(policy: Policy) -> torch.dtype:
+    """Of all weights, frozen ones included: that with the fewest digits."""
     model = getattr(policy, "model", None)
     frozen = model.parameters() if isinstance(model, torch.nn.Module) else ()
-    for value in (*policy.params.values(), *frozen):
-        if value.dtype.is_floating_point and torch.finfo(value.dtype).eps > FP32_EPS:
-            kind = str(value.dtype).removeprefix("torch.")
-            return f"weights are {kind}, whose rounding the interval has not"
-    return ""
+    kinds = {value.dtype for value in (*policy.params.values(), *frozen)}
+    floating = [kind for kind in kinds if kind.is_floating_point]
+    return max(floating, key=lambda kind: torch.finfo(kind).eps, default=torch.float64)
 
 
 def _total(direction: Direction) -> Params:
@@ -233,8 +241,13 @@ def change(
     clip: float | None = None,
     noise_floor: float | None = None,
     step_rounding: float = 0.0,
+    computed_in: torch.dtype | None = None,
 ) -> Estimate:
-    """H under `moved` minus H under `base`, scores of the same rollouts at two parameters."""
+    """H under `moved` minus H under `base`, scores of the same rollouts at two parameters.
+
+    `computed_in`: the dtype of the scores' computation, below whose rounding no change is trusted;
+    packings that round alike have a noise floor of 0. None: the scores are exact.
+    """
     sums_N4, moved_NS = _change_sums(base, moved, rollouts, estimand, clip)
     weight_N1 = rollouts.weight_N[:, None]
     new_top_N, new_N, old_top_N, old_N = (weight_N1 * sums_N4).unbind(1)
@@ -252,6 +265,12 @@ def change(
         doubts.append(
             f"{step_rounding:.0%} of the step is lost when theta + eta v is stored: the "
             "parameters' dtype is too coarse for this eta"
+        )
+    value, level = point(_difference, sums_N4, rollouts), float(old_top_N.sum() / old_N.sum())
+    if computed_in is not None and abs(value) < (least := _rounding(computed_in, level)):
+        doubts.append(
+            f"|{value:.3g}| is below {least:.3g}, the rounding of the entropy in "
+            f"{str(computed_in).removeprefix('torch.')}: take a larger eta, or compute in float64"
         )
     return by_prompt(
         _difference,
@@ -271,6 +290,11 @@ def change(
             "truncated": rollouts.truncated_share,
         },
     )
+
+
+def _rounding(dtype: torch.dtype, level: float) -> float:
+    """In nats. Log-probs of likely tokens, too, are differences of numbers of size 1 and more."""
+    return torch.finfo(dtype).eps * max(1.0, abs(level))
 
 
 def odd_and_even(plus: Estimate, minus: Estimate) -> tuple[Estimate, Estimate]:

@@ -18,7 +18,14 @@ from weakref import finalize
 import torch
 
 from entropy_experiments.estimate.ratio import shortest
-from entropy_experiments.numerics.derivatives import How, dot, first_line, norm, pushforward
+from entropy_experiments.numerics.derivatives import (
+    How,
+    dot,
+    first_line,
+    no_autocast,
+    norm,
+    pushforward,
+)
 from entropy_experiments.types import Params, Policy, Rollouts, Scores
 
 Mode = Literal["auto", "jvp", "double_backward", "reverse", "central"]
@@ -106,7 +113,7 @@ def _first_that_works(policy: Policy, one: Rollouts) -> Used:
 def _gradient(policy: Policy, one: Rollouts) -> Params:
     """Of the sum of all scores; parameters that one rollout does not reach get zeros."""
     leaves = {name: value.detach().requires_grad_() for name, value in policy.params.items()}
-    with torch.enable_grad():
+    with torch.enable_grad(), no_autocast():
         value = _total(policy.score(leaves, one), one)
         if not value.requires_grad:  # the scores ignore the parameters: refused where that is seen
             return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.distributed import Ranks, current, local_part
-from entropy_experiments.numerics.derivatives import norm, require_full_precision
+from entropy_experiments.numerics.derivatives import no_autocast, norm, require_full_precision
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.numerics.weights import (
     diagnose,
@@ -162,7 +162,7 @@ def score_each(
 
     def local() -> list[Tensor]:
         out = [no_scores(rollouts) for _ in settings]
-        with torch.no_grad():
+        with torch.no_grad(), no_autocast():
             for rows_N, columns, part in ranks.shard(rollouts.split(microbatch, policy)):
                 for into, params in zip(out, settings, strict=True):
                     scores = policy.score(params, part)

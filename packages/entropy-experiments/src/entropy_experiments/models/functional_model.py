@@ -55,6 +55,7 @@ from entropy_experiments.models.trials import (
     own_trial,
     passing_tokens,
 )
+from entropy_experiments.numerics.derivatives import no_autocast
 from entropy_experiments.numerics.forward_mode import frozen_weights
 from entropy_experiments.types import Params
 
@@ -176,6 +177,7 @@ class FunctionalModel:
         # Recomputation happens in backward.
         recompute = self._layers if records_a_graph() else ()
         with (
+            no_autocast(),
             eval_mode(self.model),
             plain_inputs(self.model),
             fastest_attention(),

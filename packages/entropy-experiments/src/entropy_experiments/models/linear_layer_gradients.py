@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from entropy_experiments.numerics.derivatives import no_autocast
 from entropy_experiments.numerics.rollout_gradients import (
     Score,
     at_least_fp32,
@@ -76,7 +77,7 @@ def batched(
     """One forward, one backward per cotangent; None if the sums show that a use went unseen."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     caught = _Caught(len(rollouts))
-    with torch.enable_grad(), _listening(owners, caught):
+    with torch.enable_grad(), no_autocast(), _listening(owners, caught):
         scores = score(leaves, rollouts)
     if not caught.by_rollout:
         return None
@@ -84,9 +85,10 @@ def batched(
     for cotangent in cotangents:
         caught.gradients = {}
         value = weighted_sum(scores, cotangent, rollouts.response_NS)
-        sums = torch.autograd.grad(
-            value, tuple(leaves.values()), retain_graph=True, allow_unused=True
-        )
+        with no_autocast():
+            sums = torch.autograd.grad(
+                value, tuple(leaves.values()), retain_graph=True, allow_unused=True
+            )
         mine = {name: caught.gradients.get(name) for name in leaves}
         if not _adds_up(mine, dict(zip(leaves, sums, strict=True))):
             return None

@@ -41,6 +41,7 @@ from entropy_experiments.models.trials import (
     trial_tokens,
     two_of_one_prompt,
 )
+from entropy_experiments.numerics.derivatives import no_autocast
 from entropy_experiments.numerics.entropy import (
     before_response,
     nucleus_fingerprint,
@@ -335,7 +336,7 @@ class SequenceProcessor(FunctionalModel):
         """
         tokens_NS = few_tokens(self.model)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), no_autocast():
                 hidden_NSD, head_VD, bias_V = self._hidden(self.params, tokens_NS)
                 linear_NSV = nn.functional.linear(hidden_NSD.to(head_VD.dtype), head_VD)
                 largest = float(linear_NSV.abs().max())

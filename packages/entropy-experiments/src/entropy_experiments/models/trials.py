@@ -30,6 +30,7 @@ from entropy_experiments.models.call_conditions import (
     forward_as,
     plain_inputs,
 )
+from entropy_experiments.numerics.derivatives import no_autocast
 from entropy_experiments.types import Rollouts
 
 FEW = 5
@@ -163,7 +164,7 @@ def own_trial(model: nn.Module) -> Trial:
 
 def _own_call(model: nn.Module, tokens_1S: Tensor) -> Tensor:
     try:
-        with torch.no_grad(), eval_mode(model), plain_inputs(model):
+        with torch.no_grad(), no_autocast(), eval_mode(model), plain_inputs(model):
             return model(input_ids=tokens_1S).logits
     except torch.OutOfMemoryError:
         raise

@@ -14,7 +14,7 @@ which have neither forward mode nor a double backward. Gradients of single rollo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -46,6 +46,12 @@ NEAR = 4.0
 ROUNDINGS = 2.0**12
 """And at least so many roundings of theta, so that theta + h v is where it should be."""
 IN_CACHE = 2**14
+AUTOCAST_DEVICES = tuple(
+    device
+    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "ipu", "xla", "mtia", "privateuseone")
+    if torch.amp.is_autocast_available(device)
+)
+"""Kinds of devices whose autocast torch switches one by one."""
 
 
 class NoDerivativeError(ValueError):
@@ -63,13 +69,13 @@ def pushforward(
     """f(params) and its derivative along v, both with f's own structure of tensors."""
     params, v = _aligned(params, v)
     if how in ("jvp", "double_backward"):
-        with differentiating(how):
+        with differentiating(how), no_autocast():
             if how == "double_backward":
                 return _double_backward(f, params, v)
             with torch.no_grad():
                 return dual(f, (params,), (v,))
     if how == "central":
-        with torch.no_grad():
+        with torch.no_grad(), no_autocast():
             return f(params), _difference(f, params, v, step)
     raise ValueError(f"how={how!r}; expected one of {get_args(How)}.")
 
@@ -114,7 +120,7 @@ def pushforwards(
     steps of about `lr` (None: where rounding and truncation balance).
     """
     if how == "central":
-        with torch.no_grad():
+        with torch.no_grad(), no_autocast():
             return f(params), [
                 _difference(f, *_aligned(params, v), difference_step(params, v, lr)) for v in many
             ]
@@ -153,14 +159,15 @@ def pullback(f: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, dic
 
 def _pulled_back(f: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, dict[str, Tensor]]:
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    with torch.enable_grad():
+    with torch.enable_grad(), no_autocast():
         value = f(leaves)
     if not value.requires_grad:
         raise ValueError(
             "The loss does not depend on any parameter: it is a constant. Was it computed under "
             "no_grad, or from an empty response mask?"
         )
-    grads = torch.autograd.grad(value, tuple(leaves.values()), allow_unused=True)
+    with no_autocast():  # backward's products, too, would be made in half
+        grads = torch.autograd.grad(value, tuple(leaves.values()), allow_unused=True)
     missing = [name for name, grad in zip(leaves, grads, strict=True) if grad is None]
     if missing:
         raise ValueError(
@@ -248,9 +255,23 @@ def full_precision() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with no_autocast():
+            yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Products in the precision of their factors, whoever has switched autocast on around it.
+
+    A change of entropy is the difference of two nearly equal numbers, and bf16 has three digits.
+    """
+    with ExitStack() as stack:
+        for device in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def shifted(params: Params, v: Params, step: float) -> dict[str, Tensor]:

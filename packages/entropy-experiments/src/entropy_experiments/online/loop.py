@@ -136,7 +136,8 @@ class LoopProbe:
         self._model, self._optimizer, self._on_row = model, optimizer, on_row
         self._next = 0
         ranks = Ranks.all(PATIENCE)
-        self._watch = Watch(throttle=Throttle(every=every, max_overhead=max_overhead), ranks=ranks)
+        throttle = Throttle(every=every, max_overhead=max_overhead)
+        self._watch = Watch(throttle=throttle, ranks=ranks, model=model)
 
         def build() -> OnlineProbe:
             policy = SequenceProcessor(model, temperature=temperature)

@@ -48,6 +48,7 @@ from entropy_experiments.estimate.level import level_of_scores, within_entropy
 from entropy_experiments.estimate.measured import (
     change,
     coarse_weights,
+    coarsest_dtype,
     even_part,
 )
 from entropy_experiments.estimate.modes import used_forward_mode
@@ -316,7 +317,13 @@ class OnlineProbe:
                 microbatch=self.microbatch,
                 ranks=self.ranks,
             )
-        seen = change(pending.base, scores, pending.rollouts, self.estimand)
+        seen = change(
+            pending.base,
+            scores,
+            pending.rollouts,
+            self.estimand,
+            computed_in=coarsest_dtype(self.policy),
+        )
         if doubt := coarse_weights(self.policy):
             seen = seen.doubted(doubt)
         measurement = StepMeasurement(

@@ -240,9 +240,8 @@ class EntropyProbeCallback(TrainerCallback):
         if self.noise_scale:
             refuse_scaled(args)
         ranks = Ranks.all(PATIENCE)
-        watch = Watch(
-            throttle=Throttle(every=self._every, max_overhead=self._max_overhead), ranks=ranks
-        )
+        throttle = Throttle(every=self._every, max_overhead=self._max_overhead)
+        watch = Watch(throttle=throttle, ranks=ranks, model=self._model)
         self._watch = watch
         watch.also_forget = self._release
         watch.sampling = tuple(sampled_otherwise(args))

@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from entropy_experiments.distributed import ALONE, RankError, Ranks, announced
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.online.probe import OnlineProbe, check_counts
 from entropy_experiments.online.rows import RowFile, probed_before, row_of
+from entropy_experiments.online.training_state import training_state_kept
 from entropy_experiments.results import TrainingRow
 
 LOG = logging.getLogger("entropy_experiments.online")
@@ -49,8 +50,15 @@ PATIENCE = timedelta(minutes=30)
 
 
 class Guard:
-    def __init__(self, ranks: Ranks = ALONE, *, on_failure: Callable[[], None] | None = None):
-        self.ranks, self.error = ranks, None
+    def __init__(
+        self,
+        ranks: Ranks = ALONE,
+        *,
+        on_failure: Callable[[], None] | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        """`model`: in training, so that its buffers are to be as they were after each `run`."""
+        self.ranks, self.error, self.model = ranks, None, model
         self._on_failure = on_failure
 
     @property
@@ -62,7 +70,8 @@ class Guard:
         if self.off:
             return None
         try:
-            result = work()
+            with training_state_kept(self.model):
+                result = work()
             self.ranks.agree()
             return result
         except Exception as error:  # whatever it is, training goes on
@@ -164,9 +173,11 @@ class Throttle:
 class Watch:
     """Guarded and throttled. Nothing that fails in here reaches the training around it."""
 
-    def __init__(self, *, throttle: Throttle, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, *, throttle: Throttle, ranks: Ranks = ALONE, model: nn.Module | None = None
+    ) -> None:
         self.ranks, self.throttle = ranks, throttle
-        self.guard = Guard(ranks, on_failure=self.forget)
+        self.guard = Guard(ranks, on_failure=self.forget, model=model)
         self.rows: list[TrainingRow] = []
         """One per probed step (rank 0)."""
         self.sampling: tuple[str, ...] = ()

@@ -33,6 +33,7 @@ from entropy_experiments.input_errors import library_errors
 from entropy_experiments.models.call_conditions import eval_mode, math_attention
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.models.sharded import ShardedPolicy
+from entropy_experiments.numerics.derivatives import no_autocast
 from entropy_experiments.sampling.advantages import Scale, group_advantages
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.decode import Draw, Drawn, LastLogits, Step, decode, draw_here
@@ -333,7 +334,7 @@ class SampleGenerator:
                 broadcast=broadcast,
             )
 
-        with torch.no_grad(), eval_mode(policy.model), math_attention():
+        with torch.no_grad(), no_autocast(), eval_mode(policy.model), math_attention():
             if isinstance(policy, ShardedPolicy):
                 # The ranks stay in step only if they go on with the same tokens.
                 return policy.sharded.run_pass(
