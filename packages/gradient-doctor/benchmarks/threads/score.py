@@ -126,8 +126,9 @@ def examine(script: Path) -> tuple[list[Said], str | None]:
     for finding in report["findings"]:
         if finding["severity"] in SERIOUS:
             site = finding["site"]
-            here = site is not None and Path(site["file"]).name == script.name
-            line = site["line"] if here else None
+            line = None
+            if site is not None and Path(site["file"]).name == script.name:
+                line = site["line"]
             said.append(Said(finding["severity"], finding["class"], line, finding["what"]))
     return said, None
 

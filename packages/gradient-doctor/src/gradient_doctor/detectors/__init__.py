@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradient_doctor.detectors.activations import Activations
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.cosmetic import Cosmetic
@@ -48,6 +49,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Ceased,
     Cosmetic,
     Targets,
+    Activations,
     Lengths,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Zeros,
