@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradient_doctor.detectors.accumulated import Accumulated
 from gradient_doctor.detectors.activations import Activations
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
@@ -39,6 +40,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Frozen,
     Ownership,
     Erased,
+    Accumulated,
     GraphReuse,
     InPlace,
     HiddenWrites,
