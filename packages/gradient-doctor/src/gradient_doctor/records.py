@@ -99,7 +99,7 @@ class Event:
     load_state (optimizer, state), scale, unscale,
     clip (parameters, max_norm), scaler_step (optimizer), scaler_update, step_starts,
     step (optimizer, update facts), closure (optimizer: it takes the gradients now), backward,
-    checkpoint, mode (module, training).
+    checkpoint, mode (module, training), schedule (scheduler, optimizer, by_user).
     """
 
     kind: str

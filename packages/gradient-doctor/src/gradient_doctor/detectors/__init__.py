@@ -24,6 +24,7 @@ from gradient_doctor.detectors.padding import Padding
 from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.scaler import Scaler
+from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -57,6 +58,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Zeros,
     NonFinite,
     Unchanged,
+    Schedule,
     Magnitude,
     Estimators,
     Swallowed,
