@@ -37,10 +37,17 @@ _LOOKS_AT_NEW_PARTS = 4  # a model may grow in every step
 class Watch:
     """Installs and removes all wrappers and hooks of one session."""
 
-    def __init__(self, session: Session, trace: Trace, stepped: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        trace: Trace,
+        *,
+        stepped: Callable[[Any], None],
+        went_back: Callable[[], None],
+    ) -> None:
         self.session = session
         self.trace = trace
-        self.backwards = Backwards(session)
+        self.backwards = Backwards(session, went_back)
         self._stepped = stepped  # told after each optimizer step: scripts find their steps by it
         self._patches = Patches()
         self._handles: list[Any] = []

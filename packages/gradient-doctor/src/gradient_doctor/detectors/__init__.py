@@ -15,6 +15,7 @@ from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.late import Late
+from gradient_doctor.detectors.leaves import Leaves
 from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.missing import Missing
@@ -40,6 +41,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Unread,  # before those who would call unseen parameters idle
     Frozen,
     Ownership,
+    Leaves,
     Erased,
     Accumulated,
     GraphReuse,
