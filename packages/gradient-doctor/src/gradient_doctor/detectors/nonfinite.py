@@ -145,7 +145,14 @@ class NonFinite(Detector):
             if len(self._losses) > 1 and not self._scaled():
                 self._say_loss()
 
+    def _is_said(self) -> bool:
+        """An empty mask explains what is no number."""
+        findings = self.session.findings
+        return any(f.number == 19 and f.severity is Severity.ERROR for f in findings)
+
     def _say_loss(self) -> None:
+        if self._is_said():
+            return
         birth, site, received = self._losses[max(self._losses)]
         cause = _HINTS.get(birth.op.rstrip("_"))
         numbers = "NaN" if birth.kind == "nan" else "infinite"
@@ -228,8 +235,8 @@ class NonFinite(Detector):
 
     def _say(self, bad: Bad, severity: Severity) -> None:
         bits, birth = bad.bits, bad.birth
-        if any(f.number == 19 and f.severity is Severity.ERROR for f in self.session.findings):
-            return  # an empty mask: said already
+        if self._is_said():
+            return
         numbers = "NaN" if birth.kind == "nan" else "infinite"
         stepped = ""
         if severity is Severity.ERROR:
