@@ -24,6 +24,7 @@ from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
 from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.precision import Precision
+from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.scaler import Scaler
 from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.swallowed import Swallowed
@@ -57,6 +58,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Activations,
     Lengths,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
+    Ragged,
     Zeros,
     NonFinite,
     Unchanged,
