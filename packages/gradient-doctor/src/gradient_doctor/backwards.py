@@ -27,8 +27,9 @@ from gradient_doctor.taint import Taint, merged, tensors_in
 class Backwards:
     """Wraps `Tensor.backward`, `autograd.backward` and `autograd.grad`."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, ended: Callable[[], None]) -> None:
         self.session = session
+        self._ended = ended  # called after each backward of the user's
         self._numbers = itertools.count(1)
         self._home: int | None = None
         self._inside = False  # Tensor.backward calls autograd.backward: one event, not two
@@ -67,6 +68,7 @@ class Backwards:
             yield from self._run(kind, arguments)
         finally:
             self._inside = False
+        self._ended()
 
     def _is_stranger(self) -> bool:
         """One thread is examined: that of the first backward, while it lives.

@@ -15,6 +15,7 @@ from gradient_doctor.graph import NodeOrigin, mark_origin
 from gradient_doctor.guards import observed
 from gradient_doctor.patches import Patches
 from gradient_doctor.session import Session
+from gradient_doctor.sites import called_by_torch, called_by_user
 from gradient_doctor.taint import Cut, Region, Taint, merged, tensors_in
 from gradient_doctor.trace import Trace
 
@@ -45,6 +46,8 @@ class Calls:
         patch(torch.optim.Optimizer, "__init__", self._new_optimizer)
         patch(torch.optim.Optimizer, "load_state_dict", self._load_state)
         patch(torch.optim.lr_scheduler.LRScheduler, "__init__", self._new_scheduler)
+        for scheduler in _schedulers():
+            patch(scheduler, "step", self._schedule)
         patch(nn.Module, "zero_grad", self._zero_grad)
         # the helper behind clip_grad_norm_: found also when the user imported that name before
         for namespace, name, observe in (
@@ -141,6 +144,16 @@ class Calls:
         yield
         self.session.registry.scheduled_at[optimizer] = self.session.here()
 
+    def _schedule(self, scheduler: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """A scheduler's first step is its own, and one that is made of others steps them."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        if optimizer is None or called_by_torch():
+            return
+        self.session.add_event(
+            "schedule", scheduler=scheduler, optimizer=optimizer, by_user=called_by_user()
+        )
+        yield
+
     def _new_parameter(self, original: Any) -> Any:
         make = original.__func__  # `__new__` is a static method
         return staticmethod(observed(self.session, self, self._parameter)(make))
@@ -198,6 +211,17 @@ class Calls:
         del event.data["result"]
         if kind == "scale":
             event.data["args"] = ()  # a loss must not live longer than the user's own
+
+
+def _schedulers() -> list[type]:
+    """torch's schedulers that have a `step` of their own."""
+    base = torch.optim.lr_scheduler.LRScheduler
+    kinds = vars(torch.optim.lr_scheduler).values()
+    return [
+        kind
+        for kind in kinds
+        if isinstance(kind, type) and issubclass(kind, base) and "step" in vars(kind)
+    ]
 
 
 def _unbound(method: Any) -> Callable[..., Any]:

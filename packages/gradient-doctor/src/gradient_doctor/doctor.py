@@ -21,6 +21,8 @@ from gradient_doctor.trace import Trace
 from gradient_doctor.watch import Watch
 
 MODES = ("auto", "trace", "light", "off")
+_BY_HAND = 6  # backwards without an optimizer after which each of them is a step
+_MICRO_BATCHES = 32  # backwards of one step that are traced
 _CONTRACT = {"trainable", "frozen", "dtype", "phase"}
 
 
@@ -89,11 +91,14 @@ class Doctor:
         )
         self.session: Session = Session(registry, scaler, _checked_contract(contract), trace_steps)
         self._trace = Trace(self.session)
-        self._watch = Watch(self.session, self._trace, self._stepped)
+        self._watch = Watch(
+            self.session, self._trace, stepped=self._stepped, went_back=self._went_back
+        )
         self._find_steps = find_steps
         self._boundaries = Boundaries(registry)
         self._look_closer = False
         self._pushed = False
+        self._by_hand = False  # every backward is a step: weights are moved without an optimizer
         self._depth = 0  # our place among function modes of the user's
 
     # life
@@ -158,6 +163,7 @@ class Doctor:
         step = session.step
         first = session.age < session.trace_steps
         closer = self._look_closer or session.look_again
+        first &= not self._by_hand  # there the traced steps are one
         traced = self.mode == "trace" or (self.mode == "auto" and (first or closer))
         checked = traced or (self.mode == "light" and first) or step % self.every == 0
         checked = checked or session.look_again
@@ -200,6 +206,25 @@ class Doctor:
     def _stepped(self, optimizer: Any) -> None:
         if self._find_steps and self._boundaries.stepped(optimizer, self.session.step):
             self.step()
+
+    def _went_back(self) -> None:
+        """A loop that moves its weights by hand has no steps that we see: its backwards are ones.
+
+        The first few are one traced step, because what belongs together is not known; so are many
+        micro batches of one optimizer's step, of which the first few are traced.
+        """
+        if not self._find_steps or self.mode != "auto":
+            return
+        record, registry = self.session.record, self.session.registry
+        by_hand = not registry.optimizers and not registry.unnamed and not self.session.age
+        if record.traced and len(record.backwards) < (_BY_HAND if by_hand else _MICRO_BATCHES):
+            return
+        if by_hand or self._by_hand:
+            self._by_hand = not registry.optimizers
+            self.step()
+        elif record.traced:
+            record.traced = False
+            self._switch_trace(False)
 
     # over a resume
 

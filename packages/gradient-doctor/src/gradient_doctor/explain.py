@@ -269,7 +269,7 @@ class Ledger(Detector):
 
     def made_at(self, root: Tensor) -> Term:
         """Where a constant began: its first part that is not made of others."""
-        term = self.terms.of(root)
+        term = self.terms.behind(root)
         while term.parts and term.kind != "cut" and term.parts[0][0].site is not None:
             term = term.parts[0][0]
         return term

@@ -34,3 +34,20 @@ def padded_places(ids: Tensor, pad: int, eos: Any = None) -> Tensor:
     leading = is_pad.long().cumprod(1).bool()
     whole = is_pad.all(1, keepdim=True)
     return (leading | trailing) & ~whole
+
+
+def inferred_pad(ids: Tensor) -> int | None:
+    """The id that fills the ends of rows of [rows, length] and stands nowhere else, if one does.
+
+    Rows of one length say nothing: a last token that all texts share is no padding.
+    """
+    rows, length = ids.shape
+    if rows < 2 or length < 3:
+        return None
+    pad = int(ids[:, -1].mode().values)
+    is_pad = ids == pad
+    runs = is_pad.flip(1).long().cumprod(1).sum(1)
+    ragged = int(runs.max()) > int(runs.min()) and int(runs.max()) > 1
+    only_there = int(is_pad.sum()) == int(runs.sum())
+    many = 2 * int((runs > 0).sum()) >= rows
+    return pad if ragged and only_there and many and int(runs.max()) < length else None

@@ -158,6 +158,25 @@ class Registry:
         """Of a parameter or an optimizer; None for one that is older than the examination."""
         return self._births.get(thing)
 
+    def entered(self, parameter: Tensor, optimizer: Any) -> Site | None:
+        """The line that put a parameter into its model, if that was after the optimizer was made.
+
+        A layer may be made first and put in its place later: the outermost part that is newer than
+        the optimizer counts.
+        """
+        own, made = self.birth(parameter), self.birth(optimizer)
+        site = None if own is None else own.site
+        ref = self._homes.get(parameter)
+        module = None if ref is None else ref()
+        while module is not None and made is not None:
+            birth = self.birth(module)
+            if birth is None or birth.order < made.order or birth.site is None:
+                break
+            site = birth.site
+            parent = self._parents.get(module)
+            module = None if parent is None else parent()
+        return site
+
     def refresh(self) -> None:
         """Modules grow parameters while they run: look again before names are used."""
         self._stale = True

@@ -103,6 +103,14 @@ def called_by_user() -> bool:
     return frame is not None and _frame_kind(frame) == "user"
 
 
+def called_by_torch() -> bool:
+    """Whether the call that the doctor is looking at is torch's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _frame_kind(frame) == "doctor":
+        frame = frame.f_back
+    return frame is not None and _frame_kind(frame) == "torch"
+
+
 _WRAPPERS = ("_tensor.py", "overrides.py", "functional.py")
 
 

@@ -82,6 +82,7 @@ class Terms:
         self.session = session
         self._known = WeakIdKeyDictionary()
         self.scalars: list[Term] = []  # of this step, with gradient
+        self._addresses: dict[int | None, Term] = {}  # of this step: what was last written there
 
     def of(self, tensor: Tensor) -> Term:
         term = self._known.get(tensor)
@@ -95,8 +96,20 @@ class Terms:
             term.parts, term.factor = (), None  # histories end with their step
         return term
 
+    def behind(self, leaf: Tensor) -> Term:
+        """The term whose memory a leaf shares: `Variable(loss)` is a tensor that nobody sees made.
+
+        A leaf that some call has made has a term of its own.
+        """
+        known = self._known.get(leaf)
+        if (known is None or not known.op) and leaf.is_leaf and leaf.numel() == 1:
+            address = _address(leaf)
+            return self.of(leaf) if address is None else self._addresses.get(address, self.of(leaf))
+        return self.of(leaf)
+
     def step_ended(self) -> None:
         self.scalars.clear()
+        self._addresses.clear()
 
     def made(self, call: OpCall) -> Term | None:
         """The term of what this call made."""
@@ -112,6 +125,8 @@ class Terms:
         output = call.outputs[0]
         term = self._build(call, output)
         self._known[output] = term
+        if term.scalar and output.is_floating_point():
+            self._addresses[_address(output)] = term
         if term.scalar and term.live:
             self.scalars.append(term)
         return term
@@ -213,6 +228,13 @@ def _is_ratio(op: str, call: OpCall, inputs: list[Term]) -> bool:
     if op in _DIV and count is not None and float(count).is_integer():
         return True
     return op not in _ADD | _SUB | _RSUB and any(t.ratio for t in inputs)
+
+
+def _address(tensor: Tensor) -> int | None:
+    try:
+        return tensor.data_ptr() or None
+    except (RuntimeError, NotImplementedError):
+        return None  # no memory behind it
 
 
 def _counts(tensor: Tensor) -> bool:

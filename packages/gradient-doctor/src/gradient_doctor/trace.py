@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -332,6 +333,9 @@ def _gradient_set(session: Session, args: Any) -> None:
 
 def _gradient_read(session: Session, args: Any) -> None:
     if asked_by_user(3):
+        tensor = args[0]
+        if not tensor.is_leaf and tensor.requires_grad and not tensor.retains_grad:
+            session.add_event("no_grad_kept", tensor=weakref.ref(tensor))
         bit = session.registry.known_bit(args[0])
         session.gradients_read |= bit
         session.read_since_backward |= bit

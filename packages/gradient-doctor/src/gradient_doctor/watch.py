@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,19 +31,28 @@ from gradient_doctor.trace import Trace
 
 # torch's name for the block that an optimizer's step and its hooks run in, however it ends
 _STEP = "Optimizer.step#"
+_LOOKS_AT_NEW_PARTS = 4  # a model may grow in every step
 
 
 class Watch:
     """Installs and removes all wrappers and hooks of one session."""
 
-    def __init__(self, session: Session, trace: Trace, stepped: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        trace: Trace,
+        *,
+        stepped: Callable[[Any], None],
+        went_back: Callable[[], None],
+    ) -> None:
         self.session = session
         self.trace = trace
-        self.backwards = Backwards(session)
+        self.backwards = Backwards(session, went_back)
         self._stepped = stepped  # told after each optimizer step: scripts find their steps by it
         self._patches = Patches()
         self._handles: list[Any] = []
         self._updates: dict[int, steps.Before] = {}
+        self._looks_at_new_parts = 0
         # optimizers whose step is running, the innermost last, and how often we were paused before
         self._running: list[tuple[Any, int]] = []
 
@@ -137,6 +147,7 @@ class Watch:
     def _parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
             self.session.registry.born(module, parameter, self.session.here(), self.session.step)
+            self._look_at_new_part(module)
 
     @guarded
     def _module(self, parent: nn.Module, name: str, child: Any) -> None:
@@ -144,6 +155,19 @@ class Watch:
             registry = self.session.registry
             registry.adopted(parent, child)
             registry.made(child, self.session.here(), self.session.step)
+            self._look_at_new_part(parent)
+
+    def _look_at_new_part(self, parent: nn.Module) -> None:
+        """A model that is trained already gets a part: who will train that?"""
+        session = self.session
+        if not session.age or self._looks_at_new_parts >= _LOOKS_AT_NEW_PARTS:
+            return
+        top = session.registry.top_of(parent)
+        if any(top is root for root in session.registry.roots.values()):
+            if not session.look_again:
+                self._looks_at_new_parts += 1
+            session.look_again = True
+            session.add_event("new_part", parent=weakref.ref(parent))
 
     # optimizer steps
 

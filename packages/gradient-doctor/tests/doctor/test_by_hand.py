@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from doctor.snippets import look, loop, nothing, only
 from gradient_doctor import Doctor
 from gradient_doctor.findings import Severity
 
@@ -84,3 +85,74 @@ def test_evolution_strategies_have_no_backward_at_all():
             adam.step()
             doctor.step()
     assert not graver(doctor)
+
+
+# loops that move their weights themselves
+
+DESCENT = """
+w = {make}
+b = torch.zeros(1, requires_grad=True)
+x = torch.randn(64, 5)
+y = x @ torch.randn(5, 1)
+for step in range({steps}):
+    loss = ((x @ w + b - y) ** 2).mean()
+    loss.backward()
+    with torch.no_grad():
+        for p in (w, b):
+            if p.grad is not None:
+                p -= 0.1 * p.grad
+                p.grad.zero_()
+"""
+HIDDEN_LEAVES = {
+    "view": "torch.randn(5, requires_grad=True).view(5, 1)  # FAULT",
+    "cast": "torch.randn(5, 1, dtype=torch.float64, requires_grad=True).float()  # FAULT",
+}
+
+
+@pytest.mark.parametrize("make", HIDDEN_LEAVES.values(), ids=HIDDEN_LEAVES)
+def test_a_weight_that_is_no_leaf(tmp_path, make):
+    finding = only(tmp_path, DESCENT.format(make=make, steps=5), 7)
+    assert "no leaf" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("condition", "error"), [("True", TypeError), ("p.grad is not None", RuntimeError)]
+)
+def test_what_ends_the_program_is_explained(tmp_path, condition, error):
+    """By the None itself, or because the graph that computed the weight is freed."""
+    make = "torch.randn(5, 1, requires_grad=True) * 0.1  # FAULT"
+    source = DESCENT.format(make=make, steps=5)
+    examination, lines = look(tmp_path, source.replace("p.grad is not None", condition))
+    (finding,) = [f for f in examination.findings if f.number == 7]
+    assert (type(examination.error), finding.site.line) == (error, lines[0])
+
+
+def test_weights_that_are_leaves(tmp_path):
+    nothing(tmp_path, DESCENT.format(make="torch.randn(5, 1).requires_grad_()", steps=40))
+
+
+def test_gradients_of_activations_may_be_looked_at(tmp_path):
+    lines = ("h = body(x)", "loss = F.cross_entropy(head(h), y)", "kept = h.grad")
+    nothing(tmp_path, loop(*lines))
+
+
+def test_backwards_are_the_steps_of_a_loop_by_hand(tmp_path):
+    """They are traced for a while, and not for ever."""
+    source = DESCENT.format(make="torch.randn(5, 1).requires_grad_()", steps=40)
+    examination, _ = look(tmp_path, source)
+    assert examination.steps == 35
+
+
+def test_micro_batches_of_one_step_are_one_step(tmp_path):
+    source = """
+net = nn.Linear(4, 3)
+sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    sgd.zero_grad()
+    for part in range(50):
+        (F.cross_entropy(net(torch.randn(8, 4)), torch.randint(0, 3, (8,))) / 50).backward()
+    sgd.step()
+"""
+    examination, _ = look(tmp_path, source)
+    assert examination.steps == 3
+    assert not examination.findings

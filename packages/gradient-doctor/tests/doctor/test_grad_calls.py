@@ -79,6 +79,7 @@ def test_the_error_about_unused_inputs_is_translated(inputs, tmp_path):
 def test_backward_with_inputs_that_it_cannot_reach(tmp_path):
     source = loop(
         "loss = F.cross_entropy(head(body(x).detach()), y)",
+        "optimizer.zero_grad()",
         "loss.backward(inputs=[*body.parameters(), *head.parameters()])  # FAULT",
         "optimizer.step()",
         "continue",

@@ -1,6 +1,9 @@
 """Class 22 while training; the doubling test is in test_preflight.py."""
 
+import pytest
+
 from doctor.look import look
+from doctor.snippets import nothing, only
 
 LOOP = """\
 model = nn.Linear(4, 1)
@@ -36,3 +39,39 @@ def test_a_division_by_almost_nothing(tmp_path):
     loss = "(model(x) / (x[:, :1].abs() * 1e-9)).mean()  # HERE"
     assert "division" in loop(tmp_path, loss, clip="pass").one(22).why
     loop(tmp_path, "(model(x) / (x[:, :1].abs() + 1.0)).mean()", clip="pass").clean()
+
+
+VARIATIONAL = """
+encode, decode = nn.Linear(6, 4), nn.Linear(2, 6)
+optimizer = torch.optim.Adam([*encode.parameters(), *decode.parameters()])
+for step in range(4):
+    x = torch.randn(32, 6)
+    mean, logvar = encode(x).chunk(2, -1)
+    z = mean + (0.5 * logvar).exp() * torch.randn(32, 2)
+    terms = 1 + logvar - mean.square() - logvar.exp()
+    recon = F.mse_loss(decode(z), x)
+{body}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_sum_beside_a_mean(tmp_path):
+    body = "    kl = -0.5 * terms.sum()  # FAULT\n    loss = recon + kl"
+    finding = only(tmp_path, VARIATIONAL.format(body=body), 22)
+    assert "is added to a mean" in finding.what
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    loss = recon - 0.5 * terms.sum(-1).mean()",
+        "    loss = recon - 0.5 * terms.sum() / len(x)",
+        "    loss = recon + 1e-3 * -0.5 * terms.sum()",
+        "    loss = F.mse_loss(decode(z), x, reduction='sum') - 0.5 * terms.sum()",
+        "    loss = recon + encode.weight.square().sum()",
+    ],
+)
+def test_terms_of_one_measure(tmp_path, body):
+    nothing(tmp_path, VARIATIONAL.format(body=body))

@@ -396,6 +396,8 @@ def test_one_backward_is_no_verdict_while_the_optimizer_waits():
             hidden = body(torch.randn(3, 4))
             if step < 4:
                 hidden = hidden.detach()
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
             head(hidden).sum().backward()
             fast.step()
             if step >= 4:
@@ -419,3 +421,24 @@ def test_what_is_added_late_has_missed_nothing_yet():
             optimizer.step()
             doctor.step()
     assert not [f for f in doctor.findings if f.number == 5]
+
+
+def test_a_constant_loss_that_is_wrapped_again(tmp_path):
+    """`Variable` makes a tensor out of sight: the cut before it is the cause."""
+    lines = (
+        "scores = head(body(x)).data  # FAULT",
+        "loss = F.cross_entropy(scores, y)",
+        "loss = torch.autograd.Variable(loss, requires_grad=True)",
+    )
+    finding = only(tmp_path, loop(*lines), 3)
+    assert "`data` at" in finding.why
+
+
+def test_a_leaf_of_its_own_is_not_taken_for_a_loss(tmp_path):
+    """A leaf in memory that a loss has left is made of nothing."""
+    lines = (
+        "first = F.cross_entropy(head(body(x)), y)",
+        "loss = torch.autograd.Variable(torch.zeros(()), requires_grad=True)  # FAULT",
+    )
+    finding = only(tmp_path, loop(*lines), 1)
+    assert "constant" in finding.what

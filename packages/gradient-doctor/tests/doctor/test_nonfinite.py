@@ -96,3 +96,14 @@ def test_a_scaler_that_looks_for_its_scale_is_no_fault(tmp_path):
     assert not found.of(27)
     always = loop(tmp_path, *FAULTS["zero-rows"], scaler=SCALER.format("8.0"), step=SCALED)
     assert [f.site.line for f in always.of(27)] == [always.line]
+
+
+def test_a_loss_that_is_no_number_with_a_gradient_that_is(tmp_path):
+    found = loop(tmp_path, "loss = (model(x) - 10).log().mean()  # HERE")
+    finding = found.one(27)
+    assert finding.what.startswith("The loss is NaN in")
+    assert "of values between -1" in finding.why
+
+
+def test_a_loss_that_is_a_number(tmp_path):
+    loop(tmp_path, "loss = (model(x).square() + 1).log().mean()").clean()

@@ -382,3 +382,45 @@ def test_a_skipped_bad_batch_is_no_erasure(tmp_path):
 
 def test_zero_grad_after_the_step(tmp_path):
     nothing(tmp_path, script(step="loss.backward()\noptimizer.step()\noptimizer.zero_grad()"))
+
+
+# parts that are exchanged in the middle of training
+
+EXCHANGED = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+model = Model()
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(11):
+    if step == 6:
+        head = nn.Linear(8, 3)
+        with torch.no_grad():
+            head.weight.copy_(model.head.weight)
+        model.head = head  # FAULT
+        {line}
+    loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_layer_exchanged_between_two_looks(tmp_path):
+    finding = only(tmp_path, EXCHANGED.format(line="pass"), 8)
+    assert names(finding) == {"model.head.weight", "model.head.bias"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "optimizer = torch.optim.Adam(model.parameters())",
+        "optimizer.add_param_group({'params': head.parameters()})",
+        "head.requires_grad_(False)",
+    ],
+)
+def test_a_layer_exchanged_and_cared_for(tmp_path, line):
+    nothing(tmp_path, EXCHANGED.format(line=line))

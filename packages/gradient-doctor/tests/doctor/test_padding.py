@@ -187,3 +187,74 @@ MASKS = {
 @pytest.mark.parametrize("loss", MASKS)
 def test_padding_that_is_masked(tmp_path, loss):
     tokens(tmp_path, "(ids != 0).long()", MASKS[loss]).clean()
+
+
+# rows of different lengths, with no mask in sight
+
+RAGGED = """\
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(12, 8{pad})
+        self.read = nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 12)
+    def forward(self, ids, lengths):
+        h = self.embed(ids)
+        {forward}
+model = Tagger()
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(4):
+    lengths = torch.randint(3, 7, (16,))
+    ids = torch.randint(1, 12, (16, 20))
+    ids = torch.where(torch.arange(20) < lengths[:, None], ids, 0)
+    {loss}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+ALL_STATES = "return self.head(self.read(h)[0])"
+NEXT = "loss = F.cross_entropy(model(ids[:, :-1], lengths).transpose(1, 2), ids[:, 1:]{more})"
+LABEL = "loss = F.cross_entropy(model(ids, lengths), ids[:, 0])"
+
+
+def ragged(forward=ALL_STATES, loss=LABEL, pad=""):
+    return RAGGED.format(forward=forward, loss=loss, pad=pad)
+
+
+@pytest.mark.parametrize("pad", ["", ", padding_idx=0"])
+def test_padding_among_the_next_tokens(tmp_path, pad):
+    found = look(tmp_path, ragged(loss=NEXT.format(more="") + "  # HERE", pad=pad))
+    assert "ignore_index=0" in found.one(19).fix
+    look(tmp_path, ragged(loss=NEXT.format(more=", ignore_index=0"), pad=pad)).clean()
+
+
+LAST = {
+    "output": "return self.head(self.read(h)[0][:, -1])  # HERE",
+    "state": "_, state = self.read(h)  # HERE\n        return self.head(state[-1])",
+}
+AT_THE_LENGTH = {
+    "gathered": "return self.head(self.read(h)[0][torch.arange(len(h)), lengths - 1])",
+    "packed": "packed = nn.utils.rnn.pack_padded_sequence("
+    "h, lengths, batch_first=True, enforce_sorted=False)\n"
+    "        return self.head(self.read(packed)[1][-1])",
+}
+
+
+@pytest.mark.parametrize("forward", LAST.values(), ids=LAST)
+def test_the_state_after_the_padding(tmp_path, forward):
+    assert "pack_padded_sequence" in look(tmp_path, ragged(forward)).one(19).fix
+
+
+@pytest.mark.parametrize("forward", AT_THE_LENGTH.values(), ids=AT_THE_LENGTH)
+def test_the_state_after_the_text(tmp_path, forward):
+    look(tmp_path, ragged(forward)).clean()
+
+
+@pytest.mark.parametrize("ids", ["ids[:, -1] = 0", "ids = ids.clamp(max=3)", "ids[:, 9:] = 5"])
+def test_rows_of_one_length_have_no_padding(tmp_path, ids):
+    body = ragged(LAST["output"], NEXT.format(more=""))
+    start = body.index("    ids = torch.where")
+    end = body.index("\n", start)
+    body = body[:start] + f"    {ids}" + body[end:]
+    body = body.replace("return self.head(self.read(h)[0][:, -1])", ALL_STATES)
+    look(tmp_path, body).clean()

@@ -1,6 +1,9 @@
 """Class 26: train() and eval() modes."""
 
+import pytest
+
 from doctor.look import look, names
+from doctor.snippets import nothing, only
 
 LOOP = """\
 class Model(nn.Module):
@@ -93,3 +96,46 @@ def test_evaluated_in_train_mode(tmp_path):
 def test_the_contract_may_say_eval(tmp_path):
     found = loop(tmp_path, contract={"phase": "eval"})
     assert any(f.number == 26 and f.severity == 2 for f in found.findings)
+
+
+FUNCTIONAL = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        h = F.relu(self.body(x))
+        {line}
+        return self.head(h)
+model = Model()
+optimizer = torch.optim.Adam(model.parameters())
+for epoch in range(2):
+    model.train()
+    for step in range(4):
+        loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(8, 4))
+"""
+
+
+def test_functional_dropout_does_not_know_the_mode(tmp_path):
+    finding = only(tmp_path, FUNCTIONAL.format(line="h = F.dropout(h, 0.2)  # FAULT"), 26)
+    assert "self.training" in finding.fix
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "h = F.dropout(h, 0.2, training=self.training)",
+        "h = F.dropout(h, 0.2, self.training)",
+        "h = F.dropout(h, 0.2, training=True)",
+        "h = F.dropout(h, 0.0)",
+        "h = nn.Dropout(0.2).train(self.training)(h)",
+    ],
+)
+def test_dropout_that_knows_it(tmp_path, line):
+    nothing(tmp_path, FUNCTIONAL.format(line=line))

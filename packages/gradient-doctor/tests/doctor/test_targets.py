@@ -2,6 +2,7 @@
 
 import pytest
 
+from doctor import snippets
 from doctor.look import look
 
 LOOP = """\
@@ -173,3 +174,32 @@ def test_classes_on_the_last_axis_are_told_even_where_the_sizes_agree(tmp_path):
     differ = look(tmp_path, SEQUENCE.format(classes=7, logits="logits"))
     assert "last axis" in differ.one(18).what
     look(tmp_path, SEQUENCE.format(classes=5, logits="logits.transpose(1, 2)")).clean()
+
+
+# one element in the place of a batch
+
+
+def test_a_target_of_one_element(tmp_path):
+    snippets.only(
+        tmp_path,
+        snippets.loop("loss = F.mse_loss(head(body(x))[:, 0], y.float().std())  # FAULT"),
+        18,
+    )
+
+
+def test_a_prediction_of_one_element(tmp_path):
+    snippets.only(
+        tmp_path, snippets.loop("loss = F.mse_loss(head(body(x)).mean(), y.float())  # FAULT"), 18
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "loss = F.mse_loss(head(body(x))[:, 0], torch.tensor(1.0))",
+        "loss = F.mse_loss(head(body(x)).mean(), y.float().mean())",
+        "loss = F.mse_loss(head(body(x[:1]))[:, :1], y[:1].float().view(1, 1))",
+    ],
+)
+def test_a_label_for_all(tmp_path, line):
+    snippets.nothing(tmp_path, snippets.loop(line))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gradient_doctor.detectors.accumulated import Accumulated
+from gradient_doctor.detectors.activations import Activations
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.cosmetic import Cosmetic
@@ -13,6 +15,7 @@ from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.late import Late
+from gradient_doctor.detectors.leaves import Leaves
 from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.missing import Missing
@@ -21,7 +24,9 @@ from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
 from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.precision import Precision
+from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.scaler import Scaler
+from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -37,7 +42,9 @@ DETECTORS: tuple[type[Detector], ...] = (
     Unread,  # before those who would call unseen parameters idle
     Frozen,
     Ownership,
+    Leaves,
     Erased,
+    Accumulated,
     GraphReuse,
     InPlace,
     HiddenWrites,
@@ -48,11 +55,14 @@ DETECTORS: tuple[type[Detector], ...] = (
     Ceased,
     Cosmetic,
     Targets,
+    Activations,
     Lengths,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
+    Ragged,
     Zeros,
     NonFinite,
     Unchanged,
+    Schedule,
     Magnitude,
     Estimators,
     Swallowed,

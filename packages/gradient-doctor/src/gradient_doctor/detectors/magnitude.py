@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradient_doctor.detectors.common import live_in
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.readable import values_of
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
@@ -22,11 +23,25 @@ _DIVIDES = {"div", "div_", "true_divide", "divide", "__rtruediv__", "reciprocal"
 _LINEAR = {"neg", "add", "sub", "__rsub__", "squeeze", "view", "reshape", "float", "__radd__"}
 
 
+_MEANS = {"mean", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss"}
+_MEANS |= {"huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
+_MIXED = 64  # values of a sum over the batch that outweigh the mean beside it
+
+
 @dataclass(frozen=True)
 class Summed:
     """A sum over samples that nothing has divided yet."""
 
     count: int
+    site: Site | None
+    rows: int = 0  # the length of its first axis
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """A mean over samples."""
+
+    rows: int
     site: Site | None
 
 
@@ -34,6 +49,8 @@ class Magnitude(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._sums = WeakIdKeyDictionary()
+        self._means = WeakIdKeyDictionary()
+        self._mixed: dict[Site | None, set[int]] = {}  # steps by the line that adds the two
         self._root: Summed | None = None
         self._cuts: list[float] = []
         self._smallest: tuple[float, Site | None] = (math.inf, None)
@@ -45,13 +62,44 @@ class Magnitude(Detector):
         result, source = call.outputs[0], call.inputs[0]
         plain = call.short == "sum" and result.dim() == 0
         if (plain or call.kwargs.get("reduction") == "sum") and source.numel() >= _ENOUGH:
-            self._sums[result] = Summed(source.numel(), call.site)
+            rows = source.shape[0] if source.dim() > 1 else 0
+            self._sums[result] = Summed(source.numel(), call.site, rows)
+        elif call.short in _MEANS and result.dim() == 0 and source.dim():
+            self._means[result] = Averaged(source.shape[0], call.site)
+        elif call.short == "add" and len(call.inputs) == 2 and self._mixes(call):
+            return
         elif call.short in _LINEAR or call.short == "mul":
             sums = [self._sums[t] for t in call.inputs if t in self._sums]
             if sums and (call.short != "mul" or _plain_factor(call)):
                 self._sums[result] = max(sums, key=lambda s: s.count)
         elif call.short in _DIVIDES:
             self._divisor(call)
+
+    def _mixes(self, call: OpCall) -> bool:
+        """A mean over the batch plus a sum over the same batch: the sum grows with its size."""
+        summed = next((self._sums[t] for t in call.inputs if t in self._sums), None)
+        mean = next((self._means[t] for t in call.inputs if t in self._means), None)
+        if summed is None or mean is None or summed.count < _MIXED:
+            return False
+        if summed.rows != mean.rows or summed.rows < 2:
+            return False
+        steps = self._mixed.setdefault(call.site, set())
+        steps.add(self.session.step)
+        if len(steps) > 1:
+            self.report(
+                22,
+                Severity.WARNING,
+                f"A sum over {summed.count} values is added to a mean over the same batch.",
+                why=f"The term at {summed.site} is summed over all {summed.rows} samples, the one "
+                f"at {mean.site} is averaged over them: the sum weighs {summed.rows} times as much "
+                "for each sample, and more with a larger batch.",
+                fix="Average both over the batch (sum over features, then mean), and set their "
+                "balance with a factor.",
+                site=summed.site,
+                parameters=live_in(self.session, call.inputs),
+                related=(mean.site, call.site),
+            )
+        return True
 
     def _divisor(self, call: OpCall) -> None:
         below = call.inputs[-1] if call.short.startswith("div") else call.inputs[0]

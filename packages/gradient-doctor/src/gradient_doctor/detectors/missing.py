@@ -58,7 +58,7 @@ class Missing(Detector):
     def _constant(self, backward: Backward, root: Tensor) -> None:
         ledger = self.ledger
         # a leaf that was made to need gradient has no taint but its own: its term knows better
-        taint = ledger.terms.of(root).taint if backward.taint is not None else None
+        taint = ledger.terms.behind(root).taint if backward.taint is not None else None
         mask = taint.depends & ledger.should_train() if taint is not None else 0
         fate = (
             "backward() runs, but from a leaf: no parameter receives anything"
@@ -102,8 +102,8 @@ class Missing(Detector):
         if origin is not None and origin.site is not None:
             why = f"It was made by `{origin.op}` at {origin.site}, from no parameter at all"
         else:
-            why = "It depends on no parameter (where it was made is not known: this step was not"
-            why += " traced)"
+            unseen = "it was made out of sight" if backward.taint is not None else "not traced"
+            why = f"It depends on no parameter (where it was made is not known: {unseen})"
         why += f", so {fate}."
         if before:
             count = len(self.session.registry.names(before))

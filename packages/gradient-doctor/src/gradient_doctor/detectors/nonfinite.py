@@ -50,6 +50,7 @@ class Birth:
     op: str
     site: Site | None
     kind: str
+    inputs: str = ""  # the range of what went in
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class NonFinite(Detector):
         self._loss_is_finite = True  # before it was scaled
         self._steps: set[int] = set()
         self._good = False  # some backward was finite: a scaler has found its scale
+        self._losses: dict[int, tuple[Birth, Site | None, int]] = {}  # step -> a loss that is none
         self._poisoned = False  # a step was taken with such gradients: all that follows is too
 
     def op(self, call: OpCall) -> None:
@@ -99,7 +101,15 @@ class NonFinite(Detector):
             return inherited
         if kind == "inf" and (call.short in _ON_PURPOSE or _infinite(call)):
             return None
-        return Birth(call.short, call.site, kind)
+        return Birth(call.short, call.site, kind, self._range(call))
+
+    def _range(self, call: OpCall) -> str:
+        contents = [self.session.values(t) for t in call.inputs[:1] if t.is_floating_point()]
+        finite = [v[v.isfinite()] for v in contents if v is not None]
+        known = [v for v in finite if v.numel()]
+        if not known:
+            return ""
+        return f" of values between {float(known[0].min()):.3g} and {float(known[0].max()):.3g}"
 
     # gradients
 
@@ -111,6 +121,8 @@ class NonFinite(Detector):
         for bit, fact in backward.gradients.items():
             bits |= 0 if fact.finite else bit
         self._good |= not bits
+        if not bits and backward.received:
+            self._look_at_loss(backward)
         earlier = self._bad.get(backward.step)
         if not bits or self._poisoned or (earlier is not None and not earlier.by_scale):
             return
@@ -120,6 +132,45 @@ class NonFinite(Detector):
             self._bad[backward.step] = bad
         if not self._scaled():
             self._say(bad, Severity.WARNING)
+
+    def _look_at_loss(self, backward: Backward) -> None:
+        """log of a negative number is NaN, and its slope is a number."""
+        for root in backward.roots:
+            values = self.session.values(root)
+            if values is None or not values.numel() or bool(values.isfinite().all()):
+                continue
+            kind = "nan" if bool(values.isnan().any()) else "inf"
+            birth = self._births.get(root) or Birth("backward", backward.site, kind)
+            self._losses[backward.step] = (birth, backward.site, backward.received)
+            if len(self._losses) > 1 and not self._scaled():
+                self._say_loss()
+
+    def _is_said(self) -> bool:
+        """An empty mask explains what is no number."""
+        findings = self.session.findings
+        return any(f.number == 19 and f.severity is Severity.ERROR for f in findings)
+
+    def _say_loss(self) -> None:
+        if self._is_said():
+            return
+        birth, site, received = self._losses[max(self._losses)]
+        cause = _HINTS.get(birth.op.rstrip("_"))
+        numbers = "NaN" if birth.kind == "nan" else "infinite"
+        steps = len(self._losses)
+        self.report(
+            27,
+            Severity.ERROR,
+            f"The loss is {numbers} in {steps} of {len(self._steps)} examined steps, although its "
+            "gradient is finite.",
+            why=f"The first {numbers} values come from {birth.op}{birth.inputs}"
+            + (f" ({cause}, or of less)" if cause else "")
+            + ". Its slope is a number there, so the weights move, by a rule that is not the "
+            "derivative of any loss.",
+            fix=_FIXES.get(birth.op.rstrip("_"), "Keep its inputs where it is defined."),
+            site=birth.site,
+            parameters=received,
+            related=(site,),
+        )
 
     def _scaled(self) -> bool:
         """A scaler that looks for its scale makes infinities, and skips those steps."""
@@ -184,8 +235,8 @@ class NonFinite(Detector):
 
     def _say(self, bad: Bad, severity: Severity) -> None:
         bits, birth = bad.bits, bad.birth
-        if any(f.number == 19 and f.severity is Severity.ERROR for f in self.session.findings):
-            return  # an empty mask: said already
+        if self._is_said():
+            return
         numbers = "NaN" if birth.kind == "nan" else "infinite"
         stepped = ""
         if severity is Severity.ERROR:
@@ -197,7 +248,7 @@ class NonFinite(Detector):
             27,
             severity,
             f"The gradient of {plural(bits.bit_count(), 'parameter')} is not finite{stepped}.",
-            why=f"The first {numbers} values come from {birth.op}"
+            why=f"The first {numbers} values come from {birth.op}{birth.inputs}"
             + (f": {cause}." if cause else ".")
             + (
                 " A gradient that was scaled less might have passed."

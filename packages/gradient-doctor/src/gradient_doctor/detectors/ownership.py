@@ -30,6 +30,7 @@ class Ownership(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._received = self._again = 0  # by any backward; by two or more
+        self._lately = 0  # by a backward since the model last got a new part
         self._sums: dict[int, float] = {}  # of parameters in no optimizer: do they change?
         self._fresh: dict[Site, dict[int, int]] = {}  # birth line -> step -> parameters
         self._born_in_loop: set[Site] = set()
@@ -63,6 +64,8 @@ class Ownership(Detector):
     def event(self, event: Event) -> None:
         if event.kind == "grad_set" and not event.data["empty"]:
             self._receive(self.session.registry.bit(event.data["parameter"]))
+        elif event.kind == "new_part":
+            self._lately = 0
         elif event.kind == "step_starts":
             if self.session.record.checked:
                 self._check_state(event.data["optimizer"], event.site)
@@ -76,6 +79,7 @@ class Ownership(Detector):
     def _receive(self, parameters: int) -> None:
         self._again |= self._received & parameters
         self._received |= parameters
+        self._lately |= parameters
 
     def step_ended(self, record: StepRecord) -> None:
         if record.checked and self.session.age + 1 >= self.session.trace_steps:
@@ -154,7 +158,7 @@ class Ownership(Detector):
         left = orphans
         for name, optimizer in registry.optimizers.items():
             held = list(owned_by(optimizer))
-            idle = [p for p in held if p.requires_grad and not registry.bit(p) & self._received]
+            idle = [p for p in held if p.requires_grad and not registry.bit(p) & self._lately]
             theirs, mine = Counter(map(_form, idle)), Counter(map(_form, left))
             if not idle or not left:
                 continue
@@ -180,20 +184,20 @@ class Ownership(Detector):
         registry = self.session.registry
         birth = registry.birth(optimizer)
         later = [p for p in trained if self._made_after(p, optimizer)]
-        born = most_common(birth_site(registry, p) for p in trained)
+        born = most_common(registry.entered(p, optimizer) for p in trained)
         at = None if birth is None else birth.site
         if len(later) == len(trained):
             site, when = born, f" They were made after {name}."
         else:
             site, when = at or self._steps.get(id(optimizer)) or born, ""
-        gets = sum(bool(registry.bit(p) & self._received) for p in held)
+        gets = sum(bool(registry.bit(p) & self._lately) for p in held)
         self.report(
             8,
             Severity.ERROR,
             f"The {called(name)} steps idle doubles instead of "
             f"{count(len(trained), 'parameter')} "
             "of the model.",
-            why=f"{name} owns {count(len(held), 'parameter')}, of which {gets} ever receive a "
+            why=f"{name} owns {count(len(held), 'parameter')}, of which {gets} receive a "
             f"gradient; the model has {len(trained)} in their place that receive one and are in "
             f"no optimizer.{when}",
             fix="Build the optimizer from the parameters of the model that is trained, after the "

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import linecache
 import re
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from gradient_doctor.detectors.common import argument
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
-from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
+from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
+from gradient_doctor.sites import is_user_file
 
 _EVALUATION = re.compile(
     r"(^|_)(eval|evaluate|evaluation|valid|validate|validation|test|accuracy|score)(_|$)"
+)
+_FUNCTIONAL_DROPOUT = (
+    *("torch.nn.functional.dropout", "torch.nn.functional.alpha_dropout"),
+    "torch.nn.functional.feature_alpha_dropout",
 )
 
 
@@ -34,6 +42,32 @@ class Phases(Detector):
         self._trained: set[str] = set()  # roots that a forward in train mode was seen of
         # in eval at a backward of a step that is not checked: told when their optimizer steps
         self._suspects: dict[str, int] = {}
+        # calls of functional dropout that do not pass the mode on, by line: the model they are of
+        self._always: dict[Site, Any] = {}
+
+    def op(self, call: OpCall) -> None:
+        """`F.dropout(x)` drops in eval() as well: its `training` is True unless it is passed."""
+        stack = self.session.module_stack
+        if not call.name.startswith(_FUNCTIONAL_DROPOUT) or call.site is None or not stack:
+            return
+        if isinstance(stack[-1], nn.modules.dropout._DropoutNd) or call.site in self._always:
+            return
+        drops = argument(call, 2, "training", True) and argument(call, 1, "p", 0.5) > 0
+        if drops and not _passes_mode(call.site):
+            self._always[call.site] = weakref.ref(stack[0])
+            if not stack[0].training:
+                self._drops_in_eval(call.site)
+
+    def _drops_in_eval(self, site: Site) -> None:
+        self.report(
+            26,
+            Severity.WARNING,
+            "Functional dropout is active in eval() mode.",
+            why="It is called without the module's mode, and `training` is True by default: "
+            "evaluation drops at random as training does.",
+            fix="Pass training=self.training, or use nn.Dropout.",
+            site=site,
+        )
 
     def event(self, event: Event) -> None:
         if event.kind == "step" and self._suspects:
@@ -46,6 +80,10 @@ class Phases(Detector):
         if event.kind != "mode":
             return
         module = event.data["module"]()
+        if module is not None and not event.data["training"]:
+            for site, model in self._always.items():
+                if model() is module or any(model() is part for part in module.modules()):
+                    self._drops_in_eval(site)
         for part in module.modules() if module is not None else ():
             if event.data["training"]:
                 self._switches.pop(id(part), None)
@@ -189,6 +227,14 @@ def _kind_of(part: nn.Module) -> str | None:
     # attention modules of common libraries keep the rate as a number
     rates = (getattr(part, name, 0.0) for name in ("attention_dropout", "dropout_p"))
     return "dropout" if max(map(_number, rates)) > 0 else None
+
+
+def _passes_mode(site: Site) -> bool:
+    """Whether the call says in which mode it is; torch hands us the same arguments either way."""
+    if not is_user_file(site.file):
+        return True
+    lines = [linecache.getline(site.file, site.line + k) for k in range(3)]
+    return any("training" in line or "True" in line for line in lines) or not lines[0]
 
 
 def _number(value: Any) -> float:

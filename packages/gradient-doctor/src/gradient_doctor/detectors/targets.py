@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import argument, live_in, shape
@@ -36,6 +36,7 @@ class Targets(Detector):
         super().__init__(session)
         self._pairs = WeakIdKeyDictionary()  # all pairs of a batch: (site, shapes)
         self._classes_last = WeakIdKeyDictionary()
+        self._single_targets: dict[Site | None, set[float]] = {}  # values of targets of one element
 
     def op(self, call: OpCall) -> None:
         if call.name.startswith(_FUNCTIONAL) and call.short in _ELEMENTWISE | _CLASSES:
@@ -60,7 +61,10 @@ class Targets(Detector):
             self._classes(call, prediction, target, live)
 
     def _broadcast(self, call: OpCall, prediction: Tensor, target: Tensor, live: int) -> None:
-        if prediction.shape == target.shape or min(prediction.numel(), target.numel()) <= 1:
+        if prediction.shape == target.shape:
+            return
+        if min(prediction.numel(), target.numel()) <= 1:
+            self._single(call, prediction, target, live)
             return
         size = torch.broadcast_shapes(prediction.shape, target.shape)
         grown = [t for t in (prediction, target) if tuple(t.shape) != tuple(size)]
@@ -88,6 +92,36 @@ class Targets(Detector):
             why=why,
             fix="Give both the same shape: squeeze(-1) the prediction, or unsqueeze(-1) the "
             "target; then assert that the shapes are equal.",
+            site=call.site,
+            parameters=live,
+        )
+
+    def _single(self, call: OpCall, prediction: Tensor, target: Tensor, live: int) -> None:
+        """One element for all of a batch. A label that is always the same (a GAN's 1) is meant."""
+        if max(prediction.numel(), target.numel()) <= 1 or not target.numel():
+            return
+        if target.numel() == 1:
+            seen = self._single_targets.setdefault(call.site, set())
+            seen.add(float(target.detach().reshape(())))
+            if len(seen) < 2:
+                return
+            what, fix = "target", "Pass one target for each prediction: the whole batch of them."
+        elif prediction.numel() == 1 and not isinstance(prediction, nn.Parameter):
+            what, fix = "prediction", "Compare each sample's prediction; reduce after the loss."
+        else:
+            return
+        self.report(
+            18,
+            Severity.WARNING,
+            f"{call.short} compares a prediction {shape(prediction)} with a target "
+            f"{shape(target)}: the {what} has one element, which is repeated.",
+            why="All others are compared with that one value"
+            + (
+                ", which changes from step to step: it is data of one sample, or a mean."
+                if what == "target"
+                else ": the model has one answer for the whole batch."
+            ),
+            fix=fix,
             site=call.site,
             parameters=live,
         )

@@ -1,0 +1,117 @@
+"""Class 28: a step that uses gradients which an earlier step has used already.
+
+Accumulation adds several backwards and steps once. Here a step lies between: what it has used is
+still in `.grad` when the next backward adds to it, and goes into the next step of the same
+optimizer. A gradient that anything clears or replaces before that step does not count, so the
+gradients that one loss of a GAN leaves in the other network are none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradient_doctor.detectors.places import birth_site, called, count
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.registry import owned_by
+from gradient_doctor.session import Backward, Detector, Event, Session
+from gradient_doctor.steps import StepFacts, norm_of
+
+_ENOUGH = 2  # steps of one optimizer that used such gradients
+
+
+@dataclass
+class Repeats:
+    """Steps of one optimizer that used earlier gradients again."""
+
+    mask: int = 0
+    steps: set[int] = field(default_factory=set)
+    said: bool = False
+
+
+class Accumulated(Detector):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._used: dict[int, float] = {}  # by bit: norm of the gradient that a step used
+        self._kept = 0  # it was still there when a backward began
+        self._added: dict[int, Site | None] = {}  # the last backward that added to it
+        self._repeats: weakref.WeakKeyDictionary[Any, Repeats] = weakref.WeakKeyDictionary()
+
+    def backward_starts(self, backward: Backward) -> None:
+        if not self.session.record.checked:
+            self._forget(~0)
+            return
+        watched = self._kept
+        for bit in self._used:
+            watched |= bit
+        for parameter in self.session.registry.tensors(watched):
+            bit = self.session.registry.bit(parameter)
+            values = None if parameter.grad is None else self.session.values(parameter.grad)
+            norm = 0.0 if values is None else norm_of(values)
+            if norm == 0.0:
+                self._forget(bit)
+            elif self._used.pop(bit, None) == norm:
+                self._kept |= bit
+
+    def backward_ended(self, backward: Backward) -> None:
+        if backward.kind != "backward" or not self._kept:
+            return
+        mask = backward.received & self._kept
+        while mask:
+            self._added[mask & -mask] = backward.site
+            mask &= mask - 1
+
+    def event(self, event: Event) -> None:
+        if not (self._used or self._kept) and event.kind != "step":
+            return
+        registry = self.session.registry
+        if event.kind == "zero_grad":
+            self._forget(registry.bits(event.data["parameters"]))
+        elif event.kind == "grad_set":
+            self._forget(registry.bit(event.data["parameter"]))
+        elif event.kind == "step":
+            self._stepped(event)
+
+    def _stepped(self, event: Event) -> None:
+        facts: StepFacts | None = event.data.get("update")
+        if facts is None:
+            return
+        registry, optimizer = self.session.registry, event.data["optimizer"]
+        owned = registry.bits(owned_by(optimizer))
+        added = owned & self._kept & sum(self._added)
+        if added:
+            repeats = self._repeats.setdefault(optimizer, Repeats())
+            repeats.mask |= added
+            repeats.steps.add(event.step)
+            if len(repeats.steps) >= _ENOUGH and not repeats.said:
+                repeats.said = True
+                self._say(optimizer, repeats, added, event.site)
+        self._forget(owned)
+        for update in facts.updates:
+            if update.gradient_norm > 0.0:
+                self._used[registry.bit(update.parameter)] = update.gradient_norm
+
+    def _forget(self, mask: int) -> None:
+        self._kept &= ~mask
+        for known in (self._used, self._added):
+            for bit in [bit for bit in known if bit & mask]:
+                del known[bit]
+
+    def _say(self, optimizer: Any, repeats: Repeats, added: int, step: Site | None) -> None:
+        registry = self.session.registry
+        name = registry.optimizer_name(optimizer)
+        sites = [site for bit, site in self._added.items() if bit & added]
+        self.report(
+            28,
+            Severity.WARNING,
+            f"The gradients of {count(repeats.mask.bit_count(), 'parameter')} are not cleared "
+            f"between the steps of the {called(name)}.",
+            why=f"When this backward begins, their .grad still holds what the last step of {name} "
+            f"used, and the backward adds to it: in {count(len(repeats.steps), 'step')} the "
+            "optimizer stepped on the sum of old and new gradients.",
+            fix=f"Call {name}.zero_grad() before this backward, or right after {name}.step().",
+            site=sites[-1] if sites else step,
+            parameters=repeats.mask,
+            related=(step, birth_site(registry, optimizer)),
+        )

@@ -1,0 +1,120 @@
+"""Class 29: probabilities where a loss expects raw scores, so that softmax or sigmoid acts twice.
+
+cross_entropy, log_softmax and Categorical(logits=...) apply a softmax of their own, and
+binary_cross_entropy_with_logits a sigmoid. Probabilities lie between 0 and 1: a second softmax of
+them is nearly uniform, so the loss is bounded far from 0 and its gradient is small.
+
+An activation is known by the call that made it, through changes of shape. The values must agree: a
+softmax over the axis of the classes sums to 1 there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradient_doctor.detectors.common import argument, live_in
+from gradient_doctor.detectors.places import birth_site
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.session import Detector, OpCall, Session
+from gradient_doctor.sites import within
+
+_SOFTMAX = {"softmax"}
+_SIGMOID = {"sigmoid", "sigmoid_", "expit"}
+# the same values in another shape or precision
+_SAME = {
+    *("view", "reshape", "squeeze", "unsqueeze", "flatten", "transpose", "permute", "contiguous"),
+    *("float", "double", "to", "type_as", "clone", "__getitem__", "T", "mT", "stack", "cat"),
+}
+_OF_SCORES = {"cross_entropy", "log_softmax", "softmax", "gumbel_softmax", "logsumexp"}
+_OF_LOGITS = {"binary_cross_entropy_with_logits", "multilabel_soft_margin_loss"}
+_MODULES = (nn.Softmax, nn.Softmax2d, nn.Sigmoid)
+_CLOSE = 1e-3
+
+
+@dataclass(frozen=True)
+class Activation:
+    name: str  # "softmax" or "sigmoid"
+    site: Site | None  # of the layer's own line, if it is a module
+    call: Site | None
+
+
+class Activations(Detector):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._made = WeakIdKeyDictionary()
+
+    def op(self, call: OpCall) -> None:
+        if not call.outputs or not call.inputs:
+            return
+        if call.short in _OF_SCORES | _OF_LOGITS:
+            self._check(call)
+        if call.short in _SOFTMAX | _SIGMOID:
+            name = "softmax" if call.short in _SOFTMAX else "sigmoid"
+            made = Activation(name, self._layer() or call.site, call.site)
+            self._made[call.outputs[0]] = made
+        elif call.short in _SAME:
+            sources = [self._made.get(tensor) for tensor in call.inputs]
+            if sources[0] is not None and None not in sources:
+                for output in call.outputs:
+                    self._made[output] = sources[0]
+
+    def _layer(self) -> Site | None:
+        """The line of the layer, if the activation is a module of its own."""
+        stack = self.session.module_stack
+        if stack and isinstance(stack[-1], _MODULES):
+            return birth_site(self.session.registry, stack[-1])
+        return None
+
+    def _check(self, call: OpCall) -> None:
+        scores = argument(call, 0, "input")
+        if not isinstance(scores, Tensor):
+            return
+        made = self._made.get(scores)
+        live = live_in(self.session, [scores]) if made is not None else 0
+        if made is None or not live:
+            return
+        if call.short == "logsumexp" and not within("distributions"):
+            return  # only where torch takes the values for logits
+        axis = _axis(call, scores)
+        values = self.session.values(scores)
+        if values is None or axis is None or not values.numel():
+            return
+        if made.name == "softmax" and call.short in _OF_SCORES:
+            twice = bool(((values.sum(axis) - 1).abs() < _CLOSE).all()) and values.shape[axis] > 1
+        else:
+            # a sigmoid before another softmax squeezes the scores between 0 and 1 as well
+            twice = made.name == "sigmoid" or call.short in _OF_LOGITS
+        if twice and bool((values >= 0).all()):
+            self._say(call, made, values, live)
+
+    def _say(self, call: OpCall, made: Activation, values: Tensor, live: int) -> None:
+        taker = "Categorical(logits=...)" if call.short == "logsumexp" else call.short
+        own = "sigmoid" if call.short in _OF_LOGITS else "softmax"
+        self.report(
+            29,
+            Severity.WARNING,
+            f"The output of {made.name} goes into {taker}, which applies {own} itself.",
+            why=f"{taker} at {call.site} takes its input for raw scores, and gets values between "
+            f"{float(values.min()):.3g} and {float(values.max()):.3g}: with a second {own} no "
+            "prediction can be sure, so the loss stays far from 0 and its gradient small.",
+            fix=f"Remove the {made.name} before the loss, and apply it to predictions only.",
+            site=made.site,
+            parameters=live,
+            related=(call.site, made.call),
+        )
+
+
+def _axis(call: OpCall, scores: Tensor) -> int | None:
+    """The axis of the classes, as the call takes it."""
+    if call.short == "cross_entropy":
+        return 1 if scores.dim() > 1 else 0
+    if call.short in _OF_LOGITS:
+        return -1 if scores.dim() else None
+    position = {"gumbel_softmax": 4}.get(call.short, 1)
+    axis = argument(call, position, "dim", -1)
+    if isinstance(axis, (tuple, list)) and len(axis) == 1:
+        axis = axis[0]
+    return axis if isinstance(axis, int) and scores.dim() else None

@@ -1,0 +1,166 @@
+"""Class 31: learning rates that a schedule takes away, and schedulers out of step.
+
+Three rules. Most updates were made at a thousandth of the optimizer's highest rate or less. A
+scheduler is stepped several times for each step of its optimizer. A scheduler is stepped before
+its optimizer in every round, so the first value of the schedule is never used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gradient_doctor.detectors.places import birth_site, called
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.registry import owned_by
+from gradient_doctor.session import Detector, Event, Session
+
+_NOTHING = 1.001e-3  # of the highest rate so far; three decays by ten are rounded to either side
+_ENOUGH = 6  # updates before a share of them means something
+_ROUNDS = 3
+
+
+@dataclass
+class Scheduler:
+    """The steps of one scheduler, beside those of its optimizer."""
+
+    site: Site | None = None  # of its last step
+    plateau: bool = False
+    by_user: bool = True  # all of its steps stand in the user's own code
+    steps: int = 0
+    since_update: int = 0  # steps since the last update of the optimizer
+    several: int = 0  # updates with two or more steps of the scheduler before them
+    first: bool = False  # its first step came before any update
+    early: int = 0  # steps before the first update
+
+
+@dataclass
+class Rates:
+    """One optimizer. An update that a gradient scaler skips is an update here."""
+
+    updates: int = 0
+    highest: float = 0.0
+    low: int = 0  # updates at next to nothing of the highest rate
+    lowest: float = float("inf")  # of these
+    site: Site | None = None
+    schedulers: weakref.WeakKeyDictionary[Any, Scheduler] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    kept: list[Scheduler] = field(default_factory=list)  # also of schedulers that have died
+
+
+class Schedule(Detector):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._rates: weakref.WeakKeyDictionary[Any, Rates] = weakref.WeakKeyDictionary()
+
+    def event(self, event: Event) -> None:
+        if event.kind == "step":
+            self._updated(event)
+        elif event.kind == "schedule":
+            self._scheduled(event)
+
+    def _updated(self, event: Event) -> None:
+        optimizer = event.data["optimizer"]
+        rates = self._rates.setdefault(optimizer, Rates())
+        groups = [group.get("lr") for group in optimizer.param_groups]
+        known = [float(rate) for rate in groups if rate is not None]
+        if known:
+            rate = max(known)
+            if rates.highest > 0.0 and rate <= _NOTHING * rates.highest:
+                rates.low += 1
+                rates.lowest = min(rates.lowest, rate)
+            rates.highest = max(rates.highest, rate)
+        rates.updates += 1
+        rates.site = event.site
+        for scheduler in rates.kept:
+            scheduler.several += scheduler.since_update > 1
+            scheduler.since_update = 0
+
+    def _scheduled(self, event: Event) -> None:
+        scheduler, optimizer = event.data["scheduler"], event.data["optimizer"]
+        rates = self._rates.setdefault(optimizer, Rates())
+        known = rates.schedulers.get(scheduler)
+        if known is None:
+            known = rates.schedulers[scheduler] = Scheduler(first=rates.updates == 0)
+            known.plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            rates.kept.append(known)
+        known.steps += 1
+        known.since_update += 1
+        known.early += rates.updates == 0
+        known.by_user &= event.data["by_user"]
+        known.site = event.site
+
+    def finish(self, error: BaseException | None) -> None:
+        for optimizer, rates in list(self._rates.items()):
+            if rates.updates >= _ENOUGH and 2 * rates.low > rates.updates:
+                self._taken_away(optimizer, rates)
+            elif self.session.scaler is None:  # which may skip steps: that is torch's way
+                for scheduler in rates.kept:
+                    self._out_of_step(optimizer, rates, scheduler)
+
+    def _taken_away(self, optimizer: Any, rates: Rates) -> None:
+        registry = self.session.registry
+        name = registry.optimizer_name(optimizer)
+        often = [s for s in rates.kept if 2 * s.steps > rates.updates]
+        if rates.kept and not often and any(s.plateau for s in rates.kept):
+            return  # the loss itself has asked for it
+        made = registry.scheduled_at.get(optimizer)
+        stepped = often[0].site if often else None
+        how = (
+            f"Its scheduler is stepped {often[0].steps} times in {rates.updates} updates, "
+            "as often as the optimizer: a schedule that counts epochs is over after a few batches."
+            if often
+            else "Its schedule ends long before the training does."
+            if rates.kept
+            else "The rate was set in its param_groups."
+        )
+        self.report(
+            31,
+            Severity.ERROR if rates.lowest == 0.0 else Severity.WARNING,
+            f"{rates.low} of {rates.updates} updates of the {called(name)} had a learning rate "
+            f"of {'0' if rates.lowest == 0.0 else 'next to nothing'}.",
+            why=f"The rate fell from {rates.highest:g} to {rates.lowest:g}, and the weights hardly "
+            f"moved after that. {how}",
+            fix="Step the scheduler in the unit that it counts (once per epoch), or count its "
+            "step size and T_max in updates.",
+            site=stepped or made or rates.site,
+            parameters=registry.bits(owned_by(optimizer)),
+            related=(made, rates.site, birth_site(registry, optimizer)),
+        )
+
+    def _out_of_step(self, optimizer: Any, rates: Rates, scheduler: Scheduler) -> None:
+        registry = self.session.registry
+        name = registry.optimizer_name(optimizer)
+        made = registry.scheduled_at.get(optimizer)
+        rounds = min(rates.updates, scheduler.steps)
+        if rounds < _ROUNDS or not scheduler.by_user:
+            return
+        if 2 * scheduler.several > rates.updates:
+            self.report(
+                31,
+                Severity.WARNING,
+                f"The scheduler of the {called(name)} is stepped {scheduler.steps} times for "
+                f"{rates.updates} updates.",
+                why="The rate moves on several times before the weights do once, as if every "
+                "micro batch of an accumulation were an update: the schedule is over too soon.",
+                fix="Step the scheduler right after the optimizer's own step, and only then.",
+                site=scheduler.site,
+                parameters=registry.bits(owned_by(optimizer)),
+                related=(rates.site, made),
+            )
+        elif scheduler.first and scheduler.early == 1 and not scheduler.since_update:
+            self.report(
+                31,
+                Severity.WARNING,
+                f"The scheduler is stepped before the {called(name)} in every round.",
+                why="The first value of the schedule is never used, and all others come one round "
+                "too early; a warm-up loses its first step.",
+                fix="Call optimizer.step() first, then scheduler.step().",
+                site=scheduler.site,
+                parameters=registry.bits(owned_by(optimizer)),
+                related=(rates.site, made),
+            )

@@ -1,0 +1,98 @@
+"""Class 28: gradients that nothing clears between two steps of their optimizer."""
+
+import pytest
+
+from doctor.snippets import nothing, only
+
+LOOP = """
+net, other = nn.Linear(4, 3), nn.Linear(3, 1)
+sgd = torch.optim.SGD(net.parameters(), lr=0.01)
+second = torch.optim.Adam(other.parameters())
+for step in range(5):
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+{body}
+"""
+
+
+def loop(body):
+    return LOOP.format(body="\n".join(f"    {line}" for line in body.strip().splitlines()))
+
+
+FAULTS = {
+    "never": """
+loss = F.cross_entropy(net(x), y)
+loss.backward()  # FAULT
+sgd.step()
+""",
+    "clipped": """
+loss = F.cross_entropy(net(x), y)
+loss.backward()  # FAULT
+nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+sgd.step()
+""",
+    "the-other-one-is-cleared": """
+second.zero_grad()
+F.cross_entropy(net(x), y).backward()  # FAULT
+sgd.step()
+other(net(x).detach()).square().mean().backward()
+second.step()
+""",
+    "micro-batches": """
+for part in x.chunk(2):
+    net(part).square().mean().backward()  # FAULT
+sgd.step()
+""",
+}
+CLEAN = {
+    "after": """
+F.cross_entropy(net(x), y).backward()
+sgd.step()
+sgd.zero_grad()
+""",
+    "accumulation": """
+F.cross_entropy(net(x), y).backward()
+if step % 2:
+    sgd.step()
+    sgd.zero_grad()
+""",
+    "by-hand": """
+F.cross_entropy(net(x), y).backward()
+sgd.step()
+for p in net.parameters():
+    p.grad = None
+""",
+    "zeroed-by-hand": """
+F.cross_entropy(net(x), y).backward()
+sgd.step()
+for p in net.parameters():
+    p.grad.zero_()
+""",
+    "what-the-other-loss-leaves": """
+sgd.zero_grad()
+net(x).square().mean().backward()
+sgd.step()
+second.zero_grad()
+other(net(x)).square().mean().backward()
+second.step()
+""",
+    "module": """
+net.zero_grad()
+F.cross_entropy(net(x), y).backward()
+sgd.step()
+""",
+}
+
+
+@pytest.mark.parametrize("body", FAULTS.values(), ids=FAULTS)
+def test_used_again(tmp_path, body):
+    finding = only(tmp_path, loop(body), 28)
+    assert finding.parameters == ("net.weight", "net.bias")
+    assert "sgd.zero_grad()" in finding.fix
+
+
+@pytest.mark.parametrize("body", CLEAN.values(), ids=CLEAN)
+def test_cleared(tmp_path, body):
+    source = loop(body)
+    if "second" not in body:
+        source = source.replace("second = torch.optim.Adam(other.parameters())\n", "")
+    nothing(tmp_path, source)

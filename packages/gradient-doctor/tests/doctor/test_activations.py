@@ -1,0 +1,92 @@
+"""Class 29: probabilities in the place of raw scores, and code that only looks like it."""
+
+import pytest
+
+from doctor.snippets import look, loop, nothing, only
+
+FAULTS = {
+    "softmax-into-cross-entropy": (
+        "p = head(torch.tanh(body(x))).softmax(-1)  # FAULT",
+        "loss = F.cross_entropy(p, y)",
+    ),
+    "through-shapes": (
+        "p = torch.softmax(head(body(x)).view(2, 4, 3), dim=-1)  # FAULT",
+        "loss = F.cross_entropy(p.reshape(-1, 3).float(), y)",
+    ),
+    "log-softmax-of-softmax": (
+        "p = F.softmax(head(body(x)), dim=1)  # FAULT",
+        "loss = F.nll_loss(F.log_softmax(p, dim=1), y)",
+    ),
+    "sigmoid-into-bce-with-logits": (
+        "p = torch.sigmoid(head(body(x))[:, 0])  # FAULT",
+        "loss = F.binary_cross_entropy_with_logits(p, (y > 0).float())",
+    ),
+    "sigmoid-into-cross-entropy": (
+        "p = head(body(x)).sigmoid()  # FAULT",
+        "loss = F.cross_entropy(p, y)",
+    ),
+    "logits-of-a-policy": (
+        "p = head(body(x)).softmax(-1)  # FAULT",
+        "loss = -(Categorical(logits=p).log_prob(y) * torch.randn(8)).mean()",
+    ),
+}
+CLEAN = {
+    "probabilities-for-a-metric": (
+        "scores = head(body(x))",
+        "accuracy = (scores.softmax(-1).argmax(-1) == y).float().mean()",
+        "loss = F.cross_entropy(scores, y)",
+    ),
+    "log-of-probabilities": ("loss = F.nll_loss(head(body(x)).softmax(-1).log(), y)",),
+    "probabilities-of-a-policy": (
+        "p = head(body(x)).softmax(-1)",
+        "loss = -(Categorical(probs=p).log_prob(y) * torch.randn(8)).mean()",
+    ),
+    "log-softmax-twice-is-once": ("loss = F.cross_entropy(head(body(x)).log_softmax(-1), y)",),
+    "attention": (
+        "h = body(x)",
+        "loss = F.cross_entropy(head((h @ h.T).softmax(-1) @ h), y)",
+    ),
+    "soft-targets": ("loss = F.cross_entropy(head(body(x)), torch.randn(8, 3).softmax(-1))",),
+    "sigmoid-into-bce": (
+        "loss = F.binary_cross_entropy(head(body(x))[:, 0].sigmoid(), (y > 0).float())",
+    ),
+    "a-gate": ("loss = F.cross_entropy(head(body(x) * body(x).sigmoid()), y)",),
+}
+
+
+@pytest.mark.parametrize("lines", FAULTS.values(), ids=FAULTS)
+def test_twice(tmp_path, lines):
+    finding = only(tmp_path, loop(*lines), 29)
+    assert "head.weight" in finding.parameters
+
+
+@pytest.mark.parametrize("lines", CLEAN.values(), ids=CLEAN)
+def test_once(tmp_path, lines):
+    nothing(tmp_path, loop(*lines))
+
+
+def test_a_layer_is_named_where_it_was_put_in(tmp_path):
+    source = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+        self.out = nn.Softmax(dim=-1)  # FAULT
+    def forward(self, x):
+        return self.out(self.net(x))
+model = Model()
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(4):
+    loss = nn.CrossEntropyLoss()(model(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    finding = only(tmp_path, source, 29)
+    assert "which applies softmax itself" in finding.what
+
+
+def test_softmax_over_another_axis_is_not_this(tmp_path):
+    source = loop("loss = F.cross_entropy(head(body(x)).softmax(0), y)")
+    examination, _ = look(tmp_path, source)
+    assert 29 not in [f.number for f in examination.findings]
