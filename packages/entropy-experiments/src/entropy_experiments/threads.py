@@ -35,7 +35,7 @@ SHARE = 50
 MUCH_SLOWER = 3.0
 TWICE = 2
 """Passes in a row that are much slower: one alone may have met a hiccup."""
-KNOWN = 5
+ENOUGH_PASSES = 5
 """Passes of a kind from which on its usual time is known."""
 VARIABLE = "OMP_NUM_THREADS"
 
@@ -80,12 +80,12 @@ class Threads:
         yield
         seconds = (self._clock() - start) / max(amount, 1)
         earlier = self._seconds.setdefault(kind, [])
-        if len(earlier) >= KNOWN and seconds > MUCH_SLOWER * median(earlier):
+        if len(earlier) >= ENOUGH_PASSES and seconds > MUCH_SLOWER * median(earlier):
             self._slow += 1
             return
         self._slow = 0
         earlier.append(seconds)
-        del earlier[:-KNOWN]
+        del earlier[:-ENOUGH_PASSES]
 
     def _timed(self, work: Callable[[], object], count: int) -> float:
         torch.set_num_threads(count)

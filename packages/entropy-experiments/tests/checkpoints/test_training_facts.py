@@ -98,7 +98,7 @@ def test_every_setting_of_the_loss_is_read_everywhere():
     assert settings <= {fact for fact, _ in module.FROM_TRL.values()}  # a TRL YAML does
     assert settings <= {*ASSUMED, *OPTIONAL}  # it is resolved
     trainer = SimpleNamespace(args=EverySetting())
-    assert settings <= set(trl_trainer.training_facts(trainer))  # and the callback records it
+    assert settings <= set(trl_trainer.trainer_facts(trainer))  # and the callback records it
 
 
 class EverySetting:
@@ -211,4 +211,4 @@ def test_trl_values_that_cannot_be(tmp_path, line, says):
 
 def test_the_names_are_those_of_the_tasks():
     assert (*module.DATASETS, f"{module.GYM}<task>") == DATASETS
-    assert set(module.REWARDS) == set(NAMED)
+    assert set(module.REWARD_NAMES) == set(NAMED)

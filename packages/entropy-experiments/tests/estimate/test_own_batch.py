@@ -9,7 +9,7 @@ import torch
 
 from entropy_experiments import Objective
 from entropy_experiments.estimate.own_batch import OwnBatch
-from entropy_experiments.online.evaluation_rollouts import Given
+from entropy_experiments.online.evaluation_rollouts import Supplied
 from entropy_experiments.online.probe import OnlineProbe
 from entropy_experiments.types import UpdateBatch
 from entropy_experiments.update.gradient import loss_gradient
@@ -43,11 +43,11 @@ def test_across_prompts_it_is_unbiased_and_in_sample_it_is_not():
         batch = _batch(policy, generator)
         gradient = loss_gradient(policy, batch, objective, microbatch=64).gradient
         optimizer = torch.optim.SGD([table], lr=LR)
-        probe = OnlineProbe(policy, Given(), microbatch=64)
+        probe = OnlineProbe(policy, Supplied(), microbatch=64)
         own = OwnBatch(batch=batch, objective=objective)
         found = probe.before_step(gradient, optimizer, own=own)
         across.append(found.change.value / LR)
-        assert isinstance(probe.buffer, Given)
+        assert isinstance(probe.buffer, Supplied)
         probe.skip()
         probe.buffer.put(batch.rollouts)
         in_sample.append(probe.before_step(gradient, optimizer).change.value / LR)
@@ -71,7 +71,7 @@ def test_the_step_is_measured_without_its_own_part_too():
     gradient = loss_gradient(policy, batch, objective, microbatch=64).gradient
     table.grad = gradient["table"]
     optimizer = torch.optim.SGD([table], lr=LR)
-    probe = OnlineProbe(policy, Given(), microbatch=64)
+    probe = OnlineProbe(policy, Supplied(), microbatch=64)
     own = OwnBatch(batch=batch, objective=objective)
     prediction = probe.before_step(gradient, optimizer, own=own)
     optimizer.step()
@@ -87,8 +87,8 @@ def test_second_order_takes_only_the_bend_in_sample():
     objective = Objective(loss="reinforce")
     gradient = loss_gradient(policy, batch, objective, microbatch=64).gradient
     optimizer = torch.optim.SGD([policy.params["table"]], lr=100 * LR)
-    probe = OnlineProbe(policy, Given(), microbatch=64, order=2)
-    assert isinstance(probe.buffer, Given)
+    probe = OnlineProbe(policy, Supplied(), microbatch=64, order=2)
+    assert isinstance(probe.buffer, Supplied)
     own = probe.before_step(gradient, optimizer, own=OwnBatch(batch=batch, objective=objective))
     probe.skip()
     probe.buffer.put(batch.rollouts)
@@ -105,7 +105,7 @@ def test_another_loss_than_the_trainer_s_is_refused():
     policy: Any = MarkovPolicy.random(2, horizon=12, stop=0.1)
     batch = _batch(policy, torch.Generator().manual_seed(3))
     gradient = loss_gradient(policy, batch, Objective(loss="reinforce"), microbatch=64).gradient
-    probe = OnlineProbe(policy, Given(), microbatch=64)
+    probe = OnlineProbe(policy, Supplied(), microbatch=64)
     other = OwnBatch(batch=batch, objective=Objective(loss="grpo"))
     optimizer = torch.optim.SGD(list(policy.params.values()), lr=LR)
     with pytest.raises(ValueError, match=r"differs from the trainer's by \d+\.\d%"):

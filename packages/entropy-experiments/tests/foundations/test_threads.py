@@ -11,7 +11,7 @@ import torch
 from entropy_experiments import threads
 from entropy_experiments.threads import (
     AGAIN,
-    KNOWN,
+    ENOUGH_PASSES,
     MUCH_SLOWER,
     SHARE,
     Threads,
@@ -79,7 +79,7 @@ def test_passes_much_slower_than_before_are_timed_again():
                 machine.work()
 
     ours._next = math.inf  # of time alone there is another test
-    passes(KNOWN)
+    passes(ENOUGH_PASSES)
     machine.seconds = {4: 1.1 * MUCH_SLOWER, 2: 2.0, 1: 1.5}
     passes(3, kind="decode")  # of another kind: nothing is known of it yet
     assert not ours.due
@@ -89,7 +89,7 @@ def test_passes_much_slower_than_before_are_timed_again():
     assert ours.due
     assert ours.choose(machine.work) == 1
     ours._next = math.inf
-    passes(KNOWN)
+    passes(ENOUGH_PASSES)
     assert not ours.due
 
 
@@ -119,7 +119,7 @@ def test_a_slow_pass_does_not_become_the_usual_one():
     ours = Threads(4, clock=machine.clock)
     ours.choose(machine.work)
     ours._next = math.inf
-    for slow in [1.0] * KNOWN + [9.0, 1.0] * KNOWN:
+    for slow in [1.0] * ENOUGH_PASSES + [9.0, 1.0] * ENOUGH_PASSES:
         machine.seconds = {4: slow}
         with ours.timing("score", 10):
             machine.work()

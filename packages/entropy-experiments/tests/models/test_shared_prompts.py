@@ -9,7 +9,7 @@ import torch
 
 from entropy_experiments.models import scoring, shared_prompts
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.shared_prompts import KNOWN, Segments, shared_rows
+from entropy_experiments.models.shared_prompts import KNOWN_MODELS, Segments, shared_rows
 from entropy_experiments.numerics.derivatives import pullback, pushforward, pushforwards
 from entropy_experiments.types import Rollouts, Scores
 from models.test_scoring import MODELS, assert_scores, direction, made, one_at_a_time
@@ -249,7 +249,7 @@ def long_groups() -> Rollouts:
     )
 
 
-@pytest.mark.parametrize("kind", sorted(KNOWN))
+@pytest.mark.parametrize("kind", sorted(KNOWN_MODELS))
 def test_every_known_architecture_shares_and_stays_right(kind):
     policy = SequenceProcessor(architecture(kind))
     assert policy.shares_prompts

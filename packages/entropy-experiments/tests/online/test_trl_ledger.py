@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from entropy_experiments import EntropyInfluenceRunner
 from entropy_experiments.cli import app
 from entropy_experiments.online import trl
-from entropy_experiments.online.step_ledger import LEDGERS
 from entropy_experiments.online.trl import EntropyProbeCallback
+from entropy_experiments.results import LEDGERS_FOLDER
 from entropy_experiments.sampling.rollout_files import load_rollouts
 from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
 from oracles.tiny_models import tiny_model, tiny_tokenizer
@@ -104,7 +104,7 @@ def test_a_ledger_is_the_online_prediction_split(run):
         told = found["notes"][-2].split("online prediction of this step is ")[1]
         assert float(told) == pytest.approx(row["predicted"], rel=1e-5)
         assert not (path / "stages").exists()
-    assert not (folder / "run" / LEDGERS / "step_0").exists()
+    assert not (folder / "run" / LEDGERS_FOLDER / "step_0").exists()
 
 
 def test_another_step_s_ledger_is_not_the_prediction(run):

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from entropy_experiments.online.rows import read_rows
-from entropy_experiments.online.step_ledger import LEDGERS
 from entropy_experiments.online.trl_noise import NOISE_ROWS
+from entropy_experiments.results import LEDGERS_FOLDER
 from online.test_train_ranks import torchrun
 
 pytestmark = pytest.mark.contract
@@ -25,10 +25,10 @@ def test_two_ranks_have_one_ledger_and_share_no_prompt(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout)["probe"]
     assert summary["off"] is None
-    assert summary["ledgers"] == [str(out / LEDGERS / f"step_{n}") for n in (2, 4)]
+    assert summary["ledgers"] == [str(out / LEDGERS_FOLDER / f"step_{n}") for n in (2, 4)]
     rows = {row["step"]: row for row in read_rows(out / "entropy_probe.jsonl")}
     for step in (2, 4):
-        found = json.loads((out / LEDGERS / f"step_{step}" / "summary.json").read_text())
+        found = json.loads((out / LEDGERS_FOLDER / f"step_{step}" / "summary.json").read_text())
         row = rows[step]
         size = max(abs(row["predicted"]), (row["predicted_high"] - row["predicted_low"]) / 2)
         assert found["update"]["rollouts"] == 8 * 8  # of both ranks

@@ -14,8 +14,14 @@ from entropy_experiments.online import trl_trainer
 from entropy_experiments.online.rows import ALIASES, PREFIX, read_rows
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.online.trl_options import LAST_ENTROPY
-from entropy_experiments.online.trl_trainer import GENERATES, IN_TRAINING, MASKS, PRIVATES, REWARDS
-from entropy_experiments.online.watch import ROWS
+from entropy_experiments.online.trl_trainer import (
+    GENERATE_METHOD,
+    IN_TRAINING,
+    MASKS,
+    PRIVATES,
+    REWARD_METHOD,
+)
+from entropy_experiments.results import ROWS_FILE
 from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
 
 pytestmark = pytest.mark.contract
@@ -89,7 +95,7 @@ def _tracker() -> Any:
 def test_its_numbers_reach_the_trackers_the_history_and_a_file(tmp_path):
     callback, tracker = _probe(every=2), _tracker()
     trainer = _trained(tmp_path, callback, tracker)
-    rows = read_rows(tmp_path / ROWS)
+    rows = read_rows(tmp_path / ROWS_FILE)
     assert [row["step"] for row in rows] == [0, 2, 4]
     assert rows == callback.rows
     logged = {row["step"] - 1: row for row in trainer.state.log_history if "loss" in row}
@@ -103,7 +109,7 @@ def test_its_numbers_reach_the_trackers_the_history_and_a_file(tmp_path):
             for alias, name in ALIASES.items():
                 assert seen[alias] == pytest.approx(row[name], rel=1e-3)
         assert not any(name.startswith(PREFIX) for name in told[1])
-    for line in (tmp_path / ROWS).read_text().splitlines():
+    for line in (tmp_path / ROWS_FILE).read_text().splitlines():
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
 
 
@@ -139,7 +145,7 @@ def test_trl_has_the_privates_relied_upon(name, tmp_path):
     assert hasattr(trainer, name)
 
 
-@pytest.mark.parametrize("name", [GENERATES, REWARDS, *MASKS, LAST_ENTROPY])
+@pytest.mark.parametrize("name", [GENERATE_METHOD, REWARD_METHOD, *MASKS, LAST_ENTROPY])
 def test_trl_has_the_methods_whose_results_are_captured(name, tmp_path):
     """Without one of these nothing fails: rewards or masks would be missing from the record."""
     assert hasattr(grpo(tmp_path, callbacks=[]), name)

@@ -329,8 +329,8 @@ def test_an_effect_that_did_not_come_is_not_confirmed_as_a_whole(summary):
     assert any("effect NOT as predicted (the steps bend)" in text for text in lines)
     assert not any("confirmed, as a whole" in text for text in lines)
     assert (
-        "    its prediction is inside the measured interval: but its effect is not confirmed, see "
-        "above" in lines
+        "    its prediction is inside the measured interval, but its effect is not confirmed (see "
+        "above)" in lines
     )
 
 

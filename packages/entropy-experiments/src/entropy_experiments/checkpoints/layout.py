@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from entropy_experiments.input_errors import expand_path, read_json_value, refuse_special_files
+from entropy_experiments.results import TRAINER_STATE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,13 +43,12 @@ MODEL_WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
 SHARDED_OPTIMIZERS = ("optimizer_0", "optimizer", "optim")
 FSDP_WEIGHTS = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
 PARAM_NAMES = "optimizer_param_names.json"
-TRAINER_STATE = "trainer_state.json"
-RECORDED = "update_batch"
-OF_RECORDS = {RECORDED, "evaluation", "made_step"}
+UPDATE_BATCH = "update_batch"
+OF_RECORDS = {UPDATE_BATCH, "evaluation", "made_step"}
 """All that the callback keeps of a step in the folder of its record."""
 INSIDE = ("model", "adapter", "adapter_model")
 STEP = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d+)$")
@@ -155,8 +155,8 @@ def find_checkpoint(
         step=_step(root, weights),
         recorded=_first(
             (
-                weights / RECORDED,
-                root / RECORDED,
+                weights / UPDATE_BATCH,
+                root / UPDATE_BATCH,
                 root.parent / "update_batches" / root.name,
             )
         ),
@@ -165,7 +165,7 @@ def find_checkpoint(
 
 def missing_optimizer(layout: Layout) -> FileNotFoundError:
     return FileNotFoundError(
-        f"No optimizer state for {layout.named}: expected {' or '.join(OPTIMIZERS)} (FSDP: "
+        f"No optimizer state for {layout.named}: expected {' or '.join(OPTIMIZER_FILES)} (FSDP: "
         f"{SHARDED_OPTIMIZERS[0]}/) there or by the weights. Without it there is no momentum and "
         "the step is another one: set checkpoint.optimizer to the file, or save checkpoints "
         "without `save_only_model`."
@@ -208,7 +208,7 @@ def _is_outer(folder: Path, around_shards: bool) -> bool:
     own = (*(() if around_shards else (ADAPTER_CONFIG,)), *ADAPTER_WEIGHTS, *MODEL_WEIGHTS)
     if _first(folder / name for name in own):
         return False  # It has weights of its own: those inside are others.
-    kept = (*OPTIMIZERS, SHARDED_OPTIMIZERS[0], PARAM_NAMES, TRAINER_STATE, RECORDED)
+    kept = (*OPTIMIZER_FILES, SHARDED_OPTIMIZERS[0], PARAM_NAMES, TRAINER_STATE, UPDATE_BATCH)
     return bool(STEP.search(folder.name)) or bool(_first(folder / name for name in kept))
 
 
@@ -243,7 +243,7 @@ def _checkpoints_in(run: Path) -> str:
             if batches
             else ""
         )
-    recorded = [p.name for p in inside if (p / RECORDED).is_dir()]
+    recorded = [p.name for p in inside if (p / UPDATE_BATCH).is_dir()]
     also = f" The step that followed is recorded in {_few(recorded)}." if recorded else ""
     return f" It holds {_few([p.name for p in inside])}: give one of those.{also}"
 
@@ -251,7 +251,7 @@ def _checkpoints_in(run: Path) -> str:
 def _is_record(folder: Path) -> bool:
     """Whether it holds what was recorded of a step, and no weights."""
     held = {path.name for path in folder.iterdir()}
-    return RECORDED in held and held <= OF_RECORDS
+    return UPDATE_BATCH in held and held <= OF_RECORDS
 
 
 def _few(names: list[str]) -> str:
@@ -373,7 +373,7 @@ def _refuse_foreign(root: Path) -> None:
     )
     # A Trainer under DeepSpeed may leave readable weights beside shards; both are then needed.
     readable = _first(root / name for name in (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS))
-    if shards is not None and not (readable and _first(root / name for name in OPTIMIZERS)):
+    if shards is not None and not (readable and _first(root / name for name in OPTIMIZER_FILES)):
         raise ValueError(
             f"{root} holds DeepSpeed shards ({shards.name}), which only unsafe pickle can read. "
             f"Convert the weights: python {root}/zero_to_fp32.py {root} {root}/model "
@@ -402,7 +402,8 @@ def _optimizer(folders: tuple[Path, Path], weights: Path, named: Path | str | No
         if optimizer is None:
             raise FileNotFoundError(
                 f"Optimizer not found: checkpoint.optimizer is {path}. Expected a file, or a "
-                f"folder with {', '.join(OPTIMIZERS)} or {SHARDED_OPTIMIZERS[0]}/ (FSDP's shards)."
+                f"folder with {', '.join(OPTIMIZER_FILES)} or {SHARDED_OPTIMIZERS[0]}/ (FSDP's "
+                "shards)."
             )
         return optimizer
     searched = [weights, folders[1]]
@@ -412,7 +413,7 @@ def _optimizer(folders: tuple[Path, Path], weights: Path, named: Path | str | No
 
 
 def _optimizer_in(folders: list[Path]) -> Path | None:
-    files = (folder / name for folder in folders for name in OPTIMIZERS)
+    files = (folder / name for folder in folders for name in OPTIMIZER_FILES)
     shards = (folder / name for folder in folders for name in SHARDED_OPTIMIZERS)
     return _first(files) or _first(path for path in shards if is_sharded(path))
 
@@ -491,5 +492,5 @@ def _optimizers(layout: Layout, read: Path, named: Path | None) -> Iterator[Path
     else:
         folders = () if named.name == read.name else (read.parent,)
     for folder in dict.fromkeys(folders):
-        yield from (folder / name for name in OPTIMIZERS if (folder / name).is_file())
+        yield from (folder / name for name in OPTIMIZER_FILES if (folder / name).is_file())
         yield from (folder / name for name in SHARDED_OPTIMIZERS if is_sharded(folder / name))

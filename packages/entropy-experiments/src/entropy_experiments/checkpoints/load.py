@@ -43,8 +43,8 @@ from entropy_experiments.checkpoints.dcp import newer_shards
 from entropy_experiments.checkpoints.layout import (
     ADAPTER_CONFIG,
     MODEL_CONFIG,
-    RECORDED,
     TRAINER_STATE,
+    UPDATE_BATCH,
     Layout,
     files_of,
     find_checkpoint,
@@ -362,8 +362,8 @@ def _recorded_batch(layout: Layout, record: TrainingRecord | None) -> Path | Non
         return layout.recorded
     assert record is not None  # beside
     place = record.step_folder(layout.step)
-    whole = place is not None and (place / MADE_STEP).is_dir() and (place / RECORDED).is_dir()
-    return place / RECORDED if place is not None and whole else None
+    whole = place is not None and (place / MADE_STEP).is_dir() and (place / UPDATE_BATCH).is_dir()
+    return place / UPDATE_BATCH if place is not None and whole else None
 
 
 def _commit(base: Base, model: Any) -> str:

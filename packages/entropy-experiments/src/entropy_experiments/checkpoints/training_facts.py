@@ -77,7 +77,7 @@ KNOWN_FACTS = tuple(FactsFile.__annotations__)
 
 DATASETS = ("gsm8k_r1_template", "gsm8k", "jsonl", "countdown", "countdown_r1_template")
 GYM = "reasoning_gym:"
-REWARDS = ("math_verify", "answer_exact", "format", "countdown", "reasoning_gym")
+REWARD_NAMES = ("math_verify", "answer_exact", "format", "countdown", "reasoning_gym")
 """Those of the tasks, a layer above this one; a test holds them together."""
 
 FIELDS: dict[str, Any] = {
@@ -238,8 +238,8 @@ def _checked(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     facts = {n: _valid(path, n, n, value) for n, value in content.items() if value is not None}
     _refuse_code(path, facts.get("reward_functions", ()))
     for name in facts.get("reward_functions", ()):
-        if name not in REWARDS:
-            raise _wrong(path, "reward_functions", name, f"one of {', '.join(REWARDS)}")
+        if name not in REWARD_NAMES:
+            raise _wrong(path, "reward_functions", name, f"one of {', '.join(REWARD_NAMES)}")
     dataset = facts.get("dataset_name")
     if dataset is not None and not _is_dataset(dataset):
         raise _wrong(path, "dataset_name", dataset, f"one of {', '.join(DATASETS)}, {GYM}<task>")
@@ -358,7 +358,7 @@ def _trl_task(
     names = [rewards] if isinstance(rewards, str) else rewards
     if "reward_functions" in earlier:
         pass  # Weights belong to functions: those of another file would be of others.
-    elif isinstance(names, list) and names and all(name in REWARDS for name in names):
+    elif isinstance(names, list) and names and all(name in REWARD_NAMES for name in names):
         facts["reward_functions"] = names
         weights = content.get("reward_weights")
         if weights is not None:
@@ -376,9 +376,9 @@ def _refuse_code(path: Path, functions: Any) -> None:
     code = [name for name in functions if ":" in name]
     if code:
         raise ValueError(
-            f"{path}: reward_functions has {code[0]!r}; expected names among {', '.join(REWARDS)}. "
-            "A checkpoint's file cannot have code imported, and nothing of it was: remove it there "
-            "and set data.reward_functions in the config."
+            f"{path}: reward_functions has {code[0]!r}; expected names among "
+            f"{', '.join(REWARD_NAMES)}. A checkpoint's file cannot have code imported, and none "
+            "of it was: remove it there and set data.reward_functions in the config."
         )
 
 

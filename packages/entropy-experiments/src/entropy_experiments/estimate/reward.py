@@ -46,7 +46,7 @@ from entropy_experiments.estimate.reward_sums import (
     logweights,
     logweights_here,
     matched,
-    score_slopes,
+    rollout_slopes,
     second_order_sums,
     slope_of,
     weighted,
@@ -141,7 +141,7 @@ def reward_slope(
         if slope_N is not None:
             here_N = logweights_here(base, rollouts)
             return columns(paid_N, here_N, slope_N.to(here_N), rollouts)
-        logweight_N, found_N = score_slopes(policy, packed, v, how, size, direction.lr)
+        logweight_N, found_N = rollout_slopes(policy, packed, v, how, size, direction.lr)
         if not found_N.any():
             refuse_unmoved(policy, packed, v)
         return columns(paid_N, logweight_N, found_N, packed)

@@ -21,7 +21,7 @@ from entropy_experiments.numerics.weights import snis_logweights
 from entropy_experiments.types import Params, Policy, Rollouts, Scores
 
 
-def score_slopes(
+def rollout_slopes(
     policy: Policy, rollouts: Rollouts, v: Params, mode: How, microbatch: int, lr: float
 ) -> tuple[Tensor, Tensor]:
     """Per rollout: the log-weight at theta (0 if fresh) and D_v S; `lr` away by differences."""

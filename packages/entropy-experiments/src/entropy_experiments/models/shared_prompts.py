@@ -58,7 +58,7 @@ PAIR = 7e-4
 """What looking at one more token costs, in tokens through the layers. Measured with layers of
 SmolLM2-135M's shape on one busy core: by segments 7e-4 without gradients and 1e-3 in forward mode,
 in squares 7e-4 with the MATH kernel."""
-KNOWN = frozenset(
+KNOWN_MODELS = frozenset(
     (
         *("codegen", "deepseek_v3", "gemma", "gpt2", "gpt_neox", "gptj", "granite", "llama"),
         *("mistral", "mixtral", "olmo", "olmo2", "opt", "phi", "qwen2", "qwen3", "smollm3"),
@@ -489,7 +489,7 @@ def _cost(
 
 def may_share(config: Any) -> bool:
     """Whether every layer of a model of this config looks at all that came before."""
-    if config.model_type not in KNOWN:
+    if config.model_type not in KNOWN_MODELS:
         return False
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

@@ -8,7 +8,7 @@ no longer allow it, the estimate says so and is not trusted.
 |---|---|---|
 | `Fresh` | drawn anew at every k-th probed step | sampling |
 | `Fixed` | the same ones all along | nothing, and trust fades as the policy moves |
-| `Given` | what the trainer hands over: the half that this step does not learn from | nothing |
+| `Supplied` | what the trainer hands over: the half that this step does not learn from | nothing |
 
 The training batch itself is no evaluation set: it made the update that is judged on it. How it can
 serve all the same is in `estimate.own_batch`.
@@ -93,7 +93,7 @@ class Fixed:
         pass
 
 
-class Given:
+class Supplied:
     """Rollouts that the training loop hands over before each step it wants probed."""
 
     def __init__(self) -> None:

@@ -73,9 +73,9 @@ from entropy_experiments.online.trl_options import (
 )
 from entropy_experiments.online.trl_trainer import (
     Captures,
-    step_inputs,
+    step_microbatches,
     token_divisor,
-    training_facts,
+    trainer_facts,
     unwrapped_optimizer,
     update_batch,
 )
@@ -147,7 +147,7 @@ class Recorder:
     ) -> None:
         """The batch of the step at hand, and its gradient's fingerprint."""
         batch = update_batch(trainer, ranks, captures)
-        parts = step_inputs(trainer, ranks)
+        parts = step_microbatches(trainer, ranks)
         if ranks.rank:
             return
         if not (self.folder / FACTS_FILE).is_file():
@@ -316,7 +316,7 @@ def refuse_unknown(facts: Mapping[str, object]) -> None:
 
 
 def facts_of(trainer: Any, own_facts: FactsFile) -> FactsFile:
-    read = training_facts(trainer)
+    read = trainer_facts(trainer)
     if read.get("loss") not in get_args(Loss):
         read.pop("loss", None)  # the record names it among what is not followed
     return {**read, **own_facts}

@@ -29,7 +29,7 @@ from entropy_experiments.checkpoints.training_facts import FactsFile
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.online.evaluation_rollouts import Buffer, Fixed, Fresh, Given, make_draw
+from entropy_experiments.online.evaluation_rollouts import Buffer, Fixed, Fresh, Supplied, make_draw
 from entropy_experiments.online.noise_scale import MIN_STEPS
 from entropy_experiments.online.probe import (
     OnlineProbe,
@@ -41,7 +41,6 @@ from entropy_experiments.online.probe import (
 from entropy_experiments.online.record import Recorder, refuse_unknown
 from entropy_experiments.online.rows import metrics_of
 from entropy_experiments.online.step_ledger import (
-    LEDGERS,
     due,
     refuse_ledger,
     refuse_optimizer,
@@ -71,8 +70,8 @@ from entropy_experiments.online.trl_trainer import (
     used_now,
     without_autocast,
 )
-from entropy_experiments.online.watch import LOG, PATIENCE, ROWS, Throttle, Watch
-from entropy_experiments.results import TrainingRow
+from entropy_experiments.online.watch import LOG, PATIENCE, Throttle, Watch
+from entropy_experiments.results import LEDGERS_FOLDER, ROWS_FILE, TrainingRow
 from entropy_experiments.sampling.generate import SampleGenerator
 from entropy_experiments.types import Rollouts
 from entropy_experiments.types.estimate import MIN_PROMPTS
@@ -247,7 +246,7 @@ class EntropyProbeCallback(TrainerCallback):
         watch.sampling = tuple(sampled_otherwise(args))
         self._captures = Captures(self.trainer)
         self._warn_sampling(args)
-        watch.set_up(self._probe, Path(args.output_dir) / ROWS, step=state.global_step)
+        watch.set_up(self._probe, Path(args.output_dir) / ROWS_FILE, step=state.global_step)
         self._begin_record(args, state)
         if self.noise_scale:
             self._begin_noise(args)
@@ -293,7 +292,7 @@ class EntropyProbeCallback(TrainerCallback):
         def prepare(probe: OnlineProbe) -> OwnBatch | None:
             if self.evaluation == "batch":
                 return own_batch(self.trainer, watch.ranks, self._captures)
-            if isinstance(probe.buffer, Given):
+            if isinstance(probe.buffer, Supplied):
                 probe.buffer.put(other_rollouts(self.trainer, watch.ranks))
             return None
 
@@ -439,7 +438,7 @@ class EntropyProbeCallback(TrainerCallback):
         if isinstance(self.evaluation, Rollouts):
             return Fixed(self.evaluation)
         if self.evaluation in ("half", "batch"):
-            return Given()
+            return Supplied()
         trainer, ranks = self.trainer, self._require_watch().ranks
         generator = SampleGenerator(
             policy,
@@ -467,7 +466,7 @@ class EntropyProbeCallback(TrainerCallback):
         fixed_rollouts = isinstance(self.evaluation, Rollouts)
         with without_autocast(self._model):
             folder = write_ledger(
-                Path(trainer.args.output_dir) / LEDGERS,
+                Path(trainer.args.output_dir) / LEDGERS_FOLDER,
                 trainer=trainer,
                 policy=SequenceProcessor(self._model, temperature=trainer.args.temperature),
                 optimizer=unwrapped_optimizer(trainer.optimizer),

@@ -53,7 +53,7 @@ IN_TRAINING = ("current_gradient_accumulation_steps",)
 LOG = logging.getLogger("entropy_experiments.online")
 T = TypeVar("T")
 MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
-GENERATES, REWARDS = "_generate_and_score_completions", "_calculate_rewards"
+GENERATE_METHOD, REWARD_METHOD = "_generate_and_score_completions", "_calculate_rewards"
 
 
 def refuse_unsupported(trainer: Any) -> None:
@@ -216,7 +216,7 @@ def used_now(trainer: Any) -> tuple[list[int], list[int]]:
 def update_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -> UpdateBatch:
     """The rollouts of the step at hand, of all ranks, as the loss saw them."""
     _, rest = used_now(trainer)
-    parts = step_inputs(trainer, ranks, captures)
+    parts = step_microbatches(trainer, ranks, captures)
     return from_trl_inputs(
         parts,
         eos=trainer.eos_token_ids,
@@ -225,7 +225,7 @@ def update_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -
     )
 
 
-def step_inputs(
+def step_microbatches(
     trainer: Any, ranks: Ranks, captures: Captures | None = None
 ) -> list[dict[str, Any]]:
     """The microbatches of the step at hand, those of rank 0 first, as the trainer has them."""
@@ -265,7 +265,7 @@ def own_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -> O
     """The step's own rollouts and the loss they make. Their policy is the one in training, unless
     they are learned from a second time: then the ratio's denominator tells who drew them."""
     batch = update_batch(trainer, ranks, captures)
-    facts: JSONObject = dict(training_facts(trainer))
+    facts: JSONObject = dict(trainer_facts(trainer))
     # RLOO has one log-prob per response, which tells nothing about single tokens.
     drawn_NS = None if is_rloo(trainer) else batch.old_logprob_NS
     rollouts = replace(batch.rollouts, behaviour_logprob_NS=drawn_NS)
@@ -292,7 +292,7 @@ def _everyones(
     return [part for parts in ranks.all_gather(mine) for part in parts]
 
 
-def training_facts(trainer: Any) -> FactsFile:
+def trainer_facts(trainer: Any) -> FactsFile:
     """What decides a step and is in no checkpoint: the contents of entropy_probe.json."""
     args = trainer.args
     facts: dict[str, Any] = {
@@ -350,7 +350,7 @@ class Captures:
         self._masks: dict[str, deque[Tensor]] = {name: deque(maxlen=passes) for name in MASKS}
         self._wrapped: list[str] = []
         self._warned = False
-        wraps = {REWARDS: self._rewarding, GENERATES: self._generating}
+        wraps = {REWARD_METHOD: self._rewarding, GENERATE_METHOD: self._generating}
         for name, wrap in {**wraps, **dict.fromkeys(MASKS, self._masking)}.items():
             original = getattr(trainer, name, None)
             if original is not None and name not in vars(trainer):

@@ -44,7 +44,6 @@ T = TypeVar("T")
 FARTHEST = 10
 """Steps from one probe to the next, unless `every` is more. A curve with fewer points would miss a
 collapse."""
-ROWS = "entropy_probe.jsonl"
 PATIENCE = timedelta(minutes=30)
 """How long ranks in training wait for one that is late: then the probe is off, not the training."""
 

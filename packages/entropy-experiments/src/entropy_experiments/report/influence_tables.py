@@ -421,11 +421,11 @@ def _confirmed(confirmation: Confirmation | None, predicted: float) -> list[str]
     elif confirmation.get("accounted") and not beyond:
         # An effect that did not come is not covered up by a whole step that is mostly the old one.
         whole = (
-            "but its effect is not confirmed, see above"
+            ", but its effect is not confirmed (see above)"
             if _effect(confirmation).startswith(NOT_AS_PREDICTED)
-            else "confirmed, as a whole"
+            else ": confirmed, as a whole"
         )
-        lines.append(f"    its prediction is inside the measured interval: {whole}")
+        lines.append(f"    its prediction is inside the measured interval{whole}")
     else:
         doubt = "not confirmed" if confirmation.get("accounted") else "NOT explained by"
         lines.append(f"    its prediction is inside the measured interval, but {doubt}")

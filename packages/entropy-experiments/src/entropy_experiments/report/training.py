@@ -24,7 +24,9 @@ from typing import Literal, NotRequired, TypedDict
 
 from entropy_experiments.results import (
     CHANGES,
+    LEDGERS_FOLDER,
     ROWS_FILE,
+    TRAINER_STATE,
     Change,
     EstimateResult,
     JSONObject,
@@ -35,8 +37,6 @@ from entropy_experiments.results import (
     read_rows,
 )
 
-STATE = "trainer_state.json"
-LEDGERS = "entropy_probe_ledgers"
 LOGGED = ("entropy", "reward")
 LEFT_OUT = "steps were left out (every, max_overhead): the changes of the others do not add up"
 EVERY = 5.0
@@ -218,7 +218,7 @@ def _difference(end: Number, first: Number) -> Number:
 def trainer_state(folder: Path) -> JSONObject:
     """The trainer_state.json that has come furthest; empty where there is none yet."""
     states = []
-    for path in (folder / STATE, *folder.glob(f"checkpoint-*/{STATE}")):
+    for path in (folder / TRAINER_STATE, *folder.glob(f"checkpoint-*/{TRAINER_STATE}")):
         try:
             state = json.loads(path.read_bytes())
             states.append((int(state["global_step"]), path.name, state))
@@ -248,7 +248,7 @@ def ended(state: JSONObject) -> bool:
 def ledgers(folder: Path) -> list[StepStudy]:
     """Run directories of single steps, with what they predicted and measured."""
     studies: list[StepStudy] = []
-    for place in (folder / LEDGERS).glob("step_*"):
+    for place in (folder / LEDGERS_FOLDER).glob("step_*"):
         try:
             summary = json.loads((place / "summary.json").read_bytes())
             entropy = summary["evaluations"][0]["ledger"]["entropy"]
@@ -306,8 +306,8 @@ def follow(
 
 def _signature(run: Path, folder: Path) -> tuple[tuple[str, int, int], ...]:
     rows = run / ROWS_FILE if run.is_dir() else run
-    files = [rows, folder / STATE, *sorted(folder.glob(f"checkpoint-*/{STATE}"))]
-    files += sorted(folder.glob("entropy_probe_ledgers/step_*/summary.json"))
+    files = [rows, folder / TRAINER_STATE, *sorted(folder.glob(f"checkpoint-*/{TRAINER_STATE}"))]
+    files += sorted(folder.glob(f"{LEDGERS_FOLDER}/step_*/summary.json"))
     signature = []
     for path in files:
         try:

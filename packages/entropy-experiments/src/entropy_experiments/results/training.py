@@ -93,6 +93,10 @@ class TrainingRow(Stamp):
 
 
 ROWS_FILE = "entropy_probe.jsonl"
+LEDGERS_FOLDER = "entropy_probe_ledgers"
+"""Studies of single steps, in a training's output folder."""
+TRAINER_STATE = "trainer_state.json"
+"""What transformers' Trainer writes, last of a checkpoint."""
 SUMMARY_FILE = "train_summary.json"
 
 

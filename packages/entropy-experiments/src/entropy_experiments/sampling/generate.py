@@ -39,7 +39,7 @@ from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.decode import Draw, Drawn, LastLogits, Step, decode, draw_here
 from entropy_experiments.sampling.rewards import Reward, RewardResult
 from entropy_experiments.sampling.rollout_files import RolloutStore
-from entropy_experiments.sampling.units import Meter, ProgressBar, ProgressCallback, dealt_units
+from entropy_experiments.sampling.units import Meter, ProgressBar, ProgressCallback, draw_units
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 SEVERAL, UNITS = 32, 4
@@ -310,9 +310,7 @@ class SampleGenerator:
         meter = Meter(self.progress, name, len(draws))
         identity = None if self.store is None else self.identity()
         together = isinstance(self.policy, ShardedPolicy)
-        for part in dealt_units(
-            units, self._decode, self.store, identity, meter, together=together
-        ):
+        for part in draw_units(units, self._decode, self.store, identity, meter, together=together):
             for at, drawn in part.items():
                 for n, rollout in zip(plan[at], drawn, strict=True):
                     results[n] = rollout

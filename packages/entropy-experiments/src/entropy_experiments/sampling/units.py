@@ -106,7 +106,7 @@ class ProgressBar:
 
 
 class Meter:
-    """Counts what was drawn and tells the callback."""
+    """Counts what was drawn and reports it to the callback."""
 
     def __init__(self, callback: ProgressCallback | None, name: str, total: int) -> None:
         self.callback, self.name, self.total = callback, name, total
@@ -115,13 +115,13 @@ class Meter:
 
     def tokens_drawn(self, count: int) -> None:
         self.tokens += count
-        self._tell(finished_unit=False)
+        self._report(finished_unit=False)
 
     def finished(self, rollouts: int) -> None:
         self.rollouts += rollouts
-        self._tell(finished_unit=True)
+        self._report(finished_unit=True)
 
-    def _tell(self, *, finished_unit: bool) -> None:
+    def _report(self, *, finished_unit: bool) -> None:
         if self.callback is not None:
             self.callback(
                 Progress(
@@ -135,7 +135,7 @@ class Meter:
             )
 
 
-def dealt_units(
+def draw_units(
     units: Sequence[Unit],
     decode: Callable[[Unit, Meter], list[Drawn]],
     store: RolloutStore | None,
@@ -144,14 +144,14 @@ def dealt_units(
     *,
     together: bool = False,
 ) -> list[dict[int, list[Drawn]]]:
-    """By rank: the units that it found in its store or drew, each under its number.
+    """By rank: the units that it read from its store or drew, each under its number.
 
     `together`: no rank can decode alone (a sharded model). All decode every unit with the tokens
     that rank 0 draws, and rank 0 keeps them.
     """
     ranks, keys = current(), [unit_key(unit) for unit in units]
 
-    def held() -> set[int]:
+    def stored_units() -> set[int]:
         if store is None:
             return set()
         store.bind(identity or {})  # a machine with a disk of its own has a folder of its own
@@ -161,18 +161,18 @@ def dealt_units(
         ranks.broadcast_from_zero(
             lambda: store.bind(identity or {})
         )  # rank 0 first: it makes the folder
-    everyones = ranks.all_gather(held)
+    stored_by_rank = ranks.all_gather(stored_units)
     # A file that several ranks see is read by one of them.
-    reader = {at: rank for rank in reversed(range(ranks.size)) for at in everyones[rank]}
+    reader = {at: rank for rank in reversed(range(ranks.size)) for at in stored_by_rank[rank]}
     missing = [at for at in range(len(units)) if at not in reader]
 
-    def local() -> dict[int, list[Drawn]]:
+    def own_units() -> dict[int, list[Drawn]]:
         out: dict[int, list[Drawn]] = {}
         for at, rank in reader.items():
             if rank == ranks.rank and store is not None:
-                found = store.get(keys[at])
-                assert found is not None  # it was there a moment ago
-                out[at] = unpacked(found, len(units[at]))
+                tensors = store.get(keys[at])
+                assert tensors is not None  # it was there a moment ago
+                out[at] = unpack_drawn(tensors, len(units[at]))
                 meter.finished(len(units[at]))
         for at in missing if together else ranks.shard(missing):
             # Nothing to finish without a store, nor where all ranks are needed and one is gone.
@@ -182,15 +182,15 @@ def dealt_units(
                     continue
                 out[at] = drawn
                 if store is not None:
-                    store.put(keys[at], packed(out[at]))
+                    store.put(keys[at], pack_drawn(out[at]))
             meter.finished(len(units[at]))
         return out
 
-    found = ranks.all_gather(local)
-    others = [part for rank, part in enumerate(found) if rank != ranks.rank]
+    units_by_rank = ranks.all_gather(own_units)
+    others = [part for rank, part in enumerate(units_by_rank) if rank != ranks.rank]
     if others:
         meter.finished(sum(len(drawn) for part in others for drawn in part.values()))
-    return found
+    return units_by_rank
 
 
 def unit_key(unit: Sequence[Draw]) -> str:
@@ -199,7 +199,7 @@ def unit_key(unit: Sequence[Draw]) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def packed(drawn: Sequence[Drawn]) -> dict[str, Tensor]:
+def pack_drawn(drawn: Sequence[Drawn]) -> dict[str, Tensor]:
     """Of all rows one after another: lengths, tokens, log-probs; fp64, so that bits come back."""
     return {
         "length_N": torch.tensor([len(rollout.tokens) for rollout in drawn]),
@@ -209,8 +209,8 @@ def packed(drawn: Sequence[Drawn]) -> dict[str, Tensor]:
     }
 
 
-def unpacked(unit: dict[str, Tensor], rows: int) -> list[Drawn]:
-    """What `packed` was given."""
+def unpack_drawn(unit: dict[str, Tensor], rows: int) -> list[Drawn]:
+    """The rollouts that `pack_drawn` made tensors of."""
     lengths = unit["length_N"].tolist()
     assert len(lengths) == rows  # the key holds every row, the hash every bit
     return [

@@ -17,10 +17,9 @@ from entropy_experiments.checkpoints.runs import checkpoints_by_step
 from entropy_experiments.config.keys import shown
 from entropy_experiments.config.training import TrainingConfig
 from entropy_experiments.config.training_reading import load_training, training_yaml
-from entropy_experiments.results import read_training_summary
+from entropy_experiments.results import TRAINER_STATE, read_training_summary
 
 CONFIG_FILE = "entropy_probe_train.yaml"
-STATE_FILE = "trainer_state.json"
 DOCTOR_FILE = "doctor.json"
 MAY_DIFFER = {
     "output_dir",
@@ -37,7 +36,7 @@ MAY_DIFFER = {
 
 def whole(checkpoint: Path) -> bool:
     try:
-        json.loads((checkpoint / STATE_FILE).read_text("utf-8"))
+        json.loads((checkpoint / TRAINER_STATE).read_text("utf-8"))
     except (OSError, ValueError):
         return False
     return True
@@ -76,7 +75,7 @@ def last_whole_checkpoint(out: Path) -> tuple[Path | None, list[Path]]:
 
 def steps_made(checkpoint: Path) -> int:
     """Optimizer steps that led to a whole checkpoint."""
-    return int(json.loads((checkpoint / STATE_FILE).read_text("utf-8"))["global_step"])
+    return int(json.loads((checkpoint / TRAINER_STATE).read_text("utf-8"))["global_step"])
 
 
 def ended(out: Path, steps: int) -> bool:
@@ -122,7 +121,7 @@ def resume_notes(checkpoint: Path, config: TrainingConfig, ranks: int) -> list[s
             f"{checkpoint.name} has the random numbers of {kept} ranks, and there are {ranks} now: "
             "the run goes on, but not as it would have."
         )
-    state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text("utf-8"))
+    state: dict[str, Any] = json.loads((checkpoint / TRAINER_STATE).read_text("utf-8"))
     other = state.get("max_steps") != config.max_steps
     if other and config.lr_scheduler_type in ("linear", "cosine"):
         notes.append(

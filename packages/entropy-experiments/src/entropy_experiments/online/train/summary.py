@@ -9,15 +9,15 @@ from typing import Any
 from entropy_experiments.artifacts import json_bytes, write_whole
 from entropy_experiments.checkpoints.runs import checkpoints_by_step
 from entropy_experiments.online.record import UPDATE
-from entropy_experiments.online.step_ledger import LEDGERS
 from entropy_experiments.online.train.folder import (
     CONFIG_FILE,
     steps_made,
     whole,
 )
-from entropy_experiments.online.trl import ROWS
 from entropy_experiments.online.trl_noise import NOISE_ROWS
 from entropy_experiments.results import (
+    LEDGERS_FOLDER,
+    ROWS_FILE,
     SUMMARY_FILE,
     TRAINING,
     DoctorSummary,
@@ -67,15 +67,15 @@ def run_summary(
         "probe": None,
     }
     if probe is not None:
-        rows = read_rows(out / ROWS) if (out / ROWS).is_file() else []
+        rows = read_rows(out / ROWS_FILE) if (out / ROWS_FILE).is_file() else []
         summary["probe"] = {
-            "rows": str(out / ROWS),
+            "rows": str(out / ROWS_FILE),
             "record": None if probe._recorder is None else str(probe._recorder.folder),
             "probed_steps": len(rows),
             "predicted": sum(row["predicted"] or 0.0 for row in rows),
             "measured": sum(row["measured"] or 0.0 for row in rows),
             "overhead": rows[-1]["overhead"] if rows else None,
-            "ledgers": [str(path) for path in checkpoints_by_step(out / LEDGERS)],
+            "ledgers": [str(path) for path in checkpoints_by_step(out / LEDGERS_FOLDER)],
             "noise_scale": str(out / NOISE_ROWS) if (out / NOISE_ROWS).is_file() else None,
             "off": None if probe.off is None else f"{type(probe.off).__name__}: {probe.off}",
         }

@@ -36,8 +36,8 @@ from entropy_experiments.pipelines.influence.requests import (
 )
 from entropy_experiments.pipelines.influence.rollout_sources import (
     FOREIGN_REWARDS,
-    Given,
     Made,
+    RolloutReader,
     rewards_fit,
 )
 from entropy_experiments.pipelines.influence.store import batch_digest
@@ -170,7 +170,7 @@ class _Maker:
         self.config, self.probed = config, probed
         self.sampler = Sampler(config, probed, quiet=quiet)
         self.tokenizer = probed.checkpoint.tokenizer
-        self.given = Given(probed=probed, model=self.sampler.generator.identity()["model"])
+        self.given = RolloutReader(probed=probed, model=self.sampler.generator.identity()["model"])
 
     def all(self) -> tuple[Made, tuple[EvaluationBatch, ...]]:
         influence = self.config.influence

@@ -35,7 +35,7 @@ _ESTIMATE, _WEIGHTS = "estimate", "logweight_N"
 _UNITS = ("value_C", "prompt_C", "stratum_C")
 
 
-def packed(groups: Mapping[str, Params]) -> dict[str, Tensor]:
+def pack_params(groups: Mapping[str, Params]) -> dict[str, Tensor]:
     """Named sets of parameters under flat names."""
     return {
         f"{group}{_BETWEEN}{name}": value
@@ -74,7 +74,7 @@ def pack_step(rebuilt: RebuiltStep, certified: Certified) -> Stage:
             "parts": list(direction.parts),
             "lr": direction.lr,
         },
-        tensors={**packed(groups), **pack_scores(rebuilt.scores)},
+        tensors={**pack_params(groups), **pack_scores(rebuilt.scores)},
     )
 
 
@@ -208,7 +208,7 @@ def pack_matrix(matrix: InfluenceMatrix) -> Stage:
             "folds": len(matrix.g_K),
         },
         tensors={
-            **packed({f"g_{k}": g for k, g in enumerate(matrix.g_K)}),
+            **pack_params({f"g_{k}": g for k, g in enumerate(matrix.g_K)}),
             "top_N": matrix.top_N,
             "bottom_N": matrix.bottom_N,
             "dtop_NC": matrix.dtop_NC,

@@ -39,7 +39,7 @@ class Made:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Given:
+class RolloutReader:
     """Reads rollouts for one opened checkpoint."""
 
     probed: OpenCheckpoint

@@ -62,10 +62,10 @@ from entropy_experiments.pipelines.influence.certified import certified_step
 from entropy_experiments.pipelines.influence.packing import (
     pack_estimate,
     pack_matrix,
+    pack_params,
     pack_scores,
     pack_step,
     pack_tokens,
-    packed,
     unpack_matrix,
     unpack_scores,
     unpack_step,
@@ -317,7 +317,7 @@ class Study:
                 self.direction,
                 microbatch=self.probe.estimator.microbatch,
             )
-            return Stage(facts={"names": list(lines)}, tensors=packed(lines))
+            return Stage(facts={"names": list(lines)}, tensors=pack_params(lines))
 
         stage = self.stage("lines", digest_of(self.key), self.cost / 2, compute)
         found = unpacked(stage.tensors, stage.facts["names"])
