@@ -19,7 +19,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -28,6 +29,17 @@ from entropy_experiments.input_errors import InputError
 MANIFEST = "manifest.json"
 DIGITS = 64
 _PARTIAL = re.compile(r"\..+\.(\d+)\.partial")
+
+
+@contextmanager
+def named_os_errors(place: str | Path) -> Iterator[None]:
+    """An OSError of a write, which has no path ("No space left on device"), gets this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(place)
+        raise
 
 
 def refuse_special_file(path: Path) -> None:
@@ -44,7 +56,7 @@ def write_whole(path: Path, data: bytes) -> None:
     refuse_special_file(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "wb") as file:
+        with named_os_errors(path), open(partial, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -268,7 +280,7 @@ def try_folder(folder: str | Path) -> None:
             )
         trial = folder / f".{os.getpid()}.trial"
         try:
-            with open(trial, "wb") as file:
+            with named_os_errors(folder), open(trial, "wb") as file:
                 file.write(b"trial")
         finally:
             trial.unlink(missing_ok=True)

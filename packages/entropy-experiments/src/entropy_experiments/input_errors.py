@@ -205,6 +205,8 @@ def users_code(what: str, advice: str, *, failed: str = "failed") -> Iterator[No
 REMEDIES = {
     errno.ENOSPC: "The disk is full: free some space, or choose another folder",
     errno.EDQUOT: "The quota is used up: free some space, or choose another folder",
+    errno.EFBIG: "It would exceed a limit of the file system or of `ulimit -f`: raise that, or "
+    "choose another folder",
     errno.EROFS: "That place can only be read: choose another folder",
     errno.EACCES: "Permission is missing: change it, or choose another place",
     errno.EPERM: "Permission is missing: change it, or choose another place",

@@ -23,9 +23,9 @@ from entropy_experiments import input_errors
 from entropy_experiments.artifacts import try_file, try_folder, write_changed, write_whole
 from entropy_experiments.checkpoints.adapter import check_adapter_config, check_patterns
 from entropy_experiments.checkpoints.sizes import check_config_file, check_size
-from entropy_experiments.cli import app
+from entropy_experiments.cli import app, options
 from entropy_experiments.cli.job import ending, on_threads, signals_interrupt
-from entropy_experiments.cli.options import keep_stdout_for_json
+from entropy_experiments.cli.options import keep_stdout_for_json, print_results
 from entropy_experiments.config import ConfigError, parse_training
 from entropy_experiments.config.training_batch import batch_plan
 from entropy_experiments.input_errors import (
@@ -279,6 +279,7 @@ def test_stdout_has_json_alone_whatever_a_child_prints(capfd):
     ("number", "remedy"),
     [
         (errno.ENOSPC, "/x/y: No space left on device. The disk is full: free some space"),
+        (errno.EFBIG, "/x/y: File too large. It would exceed a limit of the file system or of"),
         (errno.EROFS, "/x/y: Read-only file system. That place can only be read"),
         (errno.EACCES, "/x/y: Permission denied. Permission is missing"),
         (errno.EIO, "/x/y: Input/output error."),
@@ -344,6 +345,28 @@ def test_an_output_is_no_device_and_no_pipe(tmp_path):
         with pytest.raises(InputError, match="pipe is a device, a pipe or a socket; expected a"):
             write()
     assert pipe.is_fifo()
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    """A write that fails has no path of its own, and stdout may be on a full disk, too."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/results.json'"):
+        write_whole(tmp_path / "results.json", b"x")
+    assert list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(options.typer, "echo", full)
+        with pytest.raises(OSError, match=r"No space left on device: 'standard output'"):
+            print_results({}, lambda: ["x"], as_json=False)
+
+
+def test_too_many_prompts_are_named_by_their_key():
+    end = CliRunner().invoke(app, ["run", "--set", "data.evaluation_prompts=100001"])
+    assert end.exit_code == 2
+    assert "data.evaluation_prompts is 100001; expected at most 100000." in end.output
 
 
 def test_the_report_refuses_a_pipe_before_it_reads_the_run(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ import torch
 from torch import nn
 
 from entropy_experiments.online.loop import LoopProbe
+from entropy_experiments.online.record import _by_function as rewards_by_function
 from entropy_experiments.online.trl import EntropyProbeCallback
+from entropy_experiments.online.trl_trainer import EvaluationPrompts
 from entropy_experiments.online.watch import Throttle
+from entropy_experiments.sampling.importers import BY_FUNCTION
+from entropy_experiments.update.live import live_direction
+from oracles.tiny_grpo import reward
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.faults
@@ -66,6 +72,40 @@ def test_rows_go_into_no_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="is a device, a pipe or a socket; expected a regular"):
         loop(out=tmp_path / "pipe")
+
+
+def test_a_layer_that_is_unfrozen_in_training_is_named():
+    model = nn.Linear(2, 1)
+    params = {"weight": model.weight.detach()}
+    gradient = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"were frozen when the probe was set up: \['bias'\]"):
+        live_direction(params, gradient, torch.optim.AdamW(model.parameters()))
+
+
+class Trainer:
+    """As much of TRL's as evaluation prompts need."""
+
+    train_dataset = ({"prompt": "1"}, {"prompt": ""})
+
+    def __init__(self, eval_dataset: Any) -> None:
+        self.eval_dataset = eval_dataset
+
+    def _tokenize_prompts(self, texts: list[str]) -> tuple[list[list[int]], None]:
+        return [[ord(c) for c in text] for text in texts], None
+
+
+def test_evaluation_prompts_that_are_none_name_the_dataset():
+    with pytest.raises(ValueError, match=r"The trainer's eval_dataset has no rows; expected"):
+        EvaluationPrompts(Trainer([]), 16, seed=0)
+    with pytest.raises(ValueError, match=r"Row 1 of the trainer's train_dataset has the prompt ''"):
+        EvaluationPrompts(Trainer(None), 16, seed=0)(step=0)
+
+
+def test_an_infinite_reward_names_its_function():
+    trainer = SimpleNamespace(reward_funcs=[reward], reward_func_names=["reward"])
+    rewards = {BY_FUNCTION: torch.tensor([[1.0], [torch.inf]])}
+    with pytest.raises(ValueError, match=r"reward function 'reward' gave an infinite reward; exp"):
+        rewards_by_function([rewards], trainer)
 
 
 def test_what_is_right_is_taken():

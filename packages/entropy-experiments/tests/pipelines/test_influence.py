@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import shutil
 import sys
 import types
 from dataclasses import replace
@@ -22,11 +24,14 @@ from entropy_experiments import (
 )
 from entropy_experiments.attribution.analyze import analyze_step
 from entropy_experiments.attribution.finite import contributions
+from entropy_experiments.attribution.token_rows import token_rows
 from entropy_experiments.cli import app
 from entropy_experiments.config import ConfigError, load_config, parse_config
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import shifted
+from entropy_experiments.pipelines.influence import files
+from entropy_experiments.pipelines.influence import runner as runner_module
 from entropy_experiments.pipelines.influence.stages import Study, in_words
 from entropy_experiments.pipelines.influence.store import RunDirectory, Stage, StageStore
 from entropy_experiments.pipelines.influence.summary_json import ledger_json
@@ -324,6 +329,40 @@ def test_a_damaged_stage_is_refused_and_a_damaged_file_is_written_again(study, t
     stage.write_bytes(stage.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match=r"eval_00_matrix.*is damaged.*Delete it and run again"):
         EntropyInfluenceRunner(settings, quiet=True).run(plan(copy))
+
+
+@pytest.mark.parametrize("by", ["overwrite", "version"])
+def test_a_table_with_another_column_is_written_again(study, tmp_path, monkeypatch, by):
+    """A finished study of an earlier program had "nothing to compute", and kept its old table."""
+    folder, _, _ = study
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+
+    def with_column(*args):
+        rows = token_rows(*args)
+        return {**rows, "new": rows["k"]}
+
+    monkeypatch.setattr(files, "token_rows", with_column)
+    if by == "version":
+        monkeypatch.setattr(runner_module, "TABLE_VERSION", files.TABLE_VERSION + 1)
+    stages = {p.name: p.read_bytes() for p in (copy / "stages").iterdir()}
+    EntropyInfluenceRunner(settings_in(copy), quiet=True).run(plan(copy), overwrite=by != "version")
+    assert "new" in pyarrow.parquet.read_table(copy / "tokens.parquet").column_names
+    assert {p.name: p.read_bytes() for p in (copy / "stages").iterdir()} == stages
+
+
+def test_the_columns_of_the_table_are_those_of_its_version(study):
+    """Another column: raise TABLE_VERSION, so that studies of earlier programs get it."""
+    folder, _, _ = study
+    names = pyarrow.parquet.read_table(folder / "tokens.parquet").column_names
+    assert files.TABLE_VERSION == 1
+    assert {re.sub(r"\d+$", "", name) for name in names} == {
+        *("rollout", "prompt", "position", "k", "token_id", "logprob", "probability", "entropy"),
+        *("advantage", "reward", "old_logprob", "ref_logprob", "weight", "microbatch", "stderr"),
+        *("coefficient_logprob", "coefficient_entropy", "slope_logprob", "slope_entropy"),
+        *("influence", "stable", "counted", "text", "piece"),
+        *("fold_", "slope_logprob_", "slope_entropy_"),
+    }
 
 
 def test_a_replaced_study_leaves_no_file(tmp_path):

@@ -349,7 +349,7 @@ def test_what_cannot_be_sampled_is_refused():
         generator(length=0)
     with pytest.raises(ValueError, match=r"expected a list of non-empty strings"):
         generator(stop="###")
-    with pytest.raises(ValueError, match=r"prompt of no tokens"):
+    with pytest.raises(ValueError, match=r"has the prompt '', which is no token; expected"):
         generator().generate([Problem(id="x", prompt="", answer="")], group=1, name="x")
     assert len(tiny_tokenizer()) == VOCABULARY
 

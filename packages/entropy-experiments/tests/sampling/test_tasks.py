@@ -371,7 +371,7 @@ def test_functions_of_ones_own(mine, name):
     ("name", "match"),
     [
         ("short", r"returned 1 values for 3 completions"),
-        ("nothing", r"returned NoneType; expected a list of 3 numbers"),
+        ("nothing", r"returned NoneType; expected a list, tuple, tensor or array of 3"),
         ("nan", r"returned nan for completion 1; expected a finite number"),
         ("words", r"returned '1' for completion 2"),
         ("unsure", r"returned None for completion 0"),

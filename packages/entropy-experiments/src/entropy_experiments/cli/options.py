@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from entropy_experiments.artifacts import try_outputs
+from entropy_experiments.artifacts import named_os_errors, try_outputs
 from entropy_experiments.cli.job import speaks
 from entropy_experiments.input_errors import printable
 
@@ -109,9 +109,11 @@ def _descriptor_to_stderr(stdout: TextIO | None) -> Iterator[None]:
 def print_results(results: Any, words: Callable[[], Sequence[str]], *, as_json: bool) -> None:
     """Results as JSON, or in words."""
     if as_json:
-        typer.echo(json.dumps(results, indent=2, allow_nan=False))
+        text = json.dumps(results, indent=2, allow_nan=False)
     else:
-        typer.echo(printable("\n".join(words())))
+        text = printable("\n".join(words()))
+    with named_os_errors("standard output"):
+        typer.echo(text)
 
 
 def interrupt_message(config: Config | None, kept: Callable[[Config], str]) -> str:

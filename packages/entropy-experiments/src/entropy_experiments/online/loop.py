@@ -185,6 +185,11 @@ class _Prompts:
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], count: int, seed: int) -> None:
         self.ids = list(dict.fromkeys(tuple(tokenizer(text)["input_ids"]) for text in texts))
+        if () in self.ids:
+            raise ValueError(
+                "prompts has a text of no tokens; expected at least one token in each. Leave it "
+                "out."
+            )
         self.count, self.seed = min(count, len(self.ids)), seed
 
     def __call__(self, step: int) -> list[tuple[int, ...]]:

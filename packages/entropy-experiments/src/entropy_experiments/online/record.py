@@ -298,6 +298,12 @@ def _by_function(parts: list[dict[str, Any]], trainer: Any) -> dict[str, list[fl
         return None
     value_NF = torch.cat([part[BY_FUNCTION].cpu().double() for part in parts])
     names = [one["name"] for one in recorded_rewards(trainer)["functions"]]
+    for name, infinite in zip(names, value_NF.isinf().any(0).tolist(), strict=True):
+        if infinite:
+            raise ValueError(
+                f"The reward function {name!r} gave an infinite reward; expected finite numbers, "
+                "which a record can hold and advantages can be made of. Bound what it returns."
+            )
     return {
         name: [None if value != value else value for value in value_NF[:, i].tolist()]
         for i, name in enumerate(names)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from entropy_experiments.artifacts import refuse_special_file
+from entropy_experiments.artifacts import named_os_errors, refuse_special_file
 from entropy_experiments.online.probe import NEVER_MADE, StepMeasurement
 from entropy_experiments.results import TRAINING_ROW, JSONObject, TrainingRow, read_rows
 from entropy_experiments.types import Estimate
@@ -108,7 +108,7 @@ class RowFile:
                 os.truncate(path, end)
 
     def add(self, row: Mapping[str, object]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with named_os_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
 

@@ -144,20 +144,26 @@ class EvaluationPrompts:
         self.longest = longest
         data = trainer.eval_dataset
         if isinstance(data, dict):  # several evaluation sets: the first
-            data = next(iter(data.values()))
+            data = next(iter(data.values()), None)
         self.data = trainer.train_dataset if data is None else data
         if not hasattr(self.data, "__len__"):
             raise ValueError(
                 "Evaluation prompts cannot be drawn from a dataset without a length (a stream). "
                 "Give the trainer an eval_dataset, or the callback evaluation='half' or Rollouts."
             )
+        self._source = "train_dataset" if data is None else "eval_dataset"
+        if not len(self.data):
+            raise ValueError(
+                f"The trainer's {self._source} has no rows; expected prompts to evaluate on. Give "
+                "it rows, or leave it out: without an eval_dataset, prompts of the training set "
+                "are drawn."
+            )
         self.count = min(count, len(self.data))
         self._warned_few = self._warned_long = False
 
     def __call__(self, step: int) -> list[Sequence[int]]:
         rows = chosen_rows(len(self.data), len(self.data), self.seed, step)
-        # One by one: a tokenizer's padding must not join the prompts.
-        ids = (tuple(self.trainer._tokenize_prompts([self.data[r]["prompt"]])[0][0]) for r in rows)
+        ids = (self._ids(row) for row in rows)
         prompts: dict[tuple[int, ...], None] = {}
         too_long: set[tuple[int, ...]] = set()
         for prompt in ids:
@@ -171,6 +177,17 @@ class EvaluationPrompts:
             self._warn_long(max(map(len, too_long)), any_left=bool(prompts))
         self._warn_few(len(prompts))
         return list(prompts)
+
+    def _ids(self, row: int) -> tuple[int, ...]:
+        text = self.data[row]["prompt"]
+        # One by one: a tokenizer's padding must not join the prompts.
+        ids = tuple(self.trainer._tokenize_prompts([text])[0][0])
+        if not ids:
+            raise ValueError(
+                f"Row {row} of the trainer's {self._source} has the prompt {text!r}, which is no "
+                "token; expected at least one. Leave the row out."
+            )
+        return ids
 
     def _warn_long(self, length: int, *, any_left: bool) -> None:
         limit = self.trainer.args.max_completion_length

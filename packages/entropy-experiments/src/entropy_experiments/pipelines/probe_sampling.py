@@ -34,7 +34,7 @@ from entropy_experiments.pipelines.training_facts import (
     training_facts,
     with_learning_rate,
 )
-from entropy_experiments.sampling.datasets import Problem, load_problems
+from entropy_experiments.sampling.datasets import LARGEST_COUNT, Problem, load_problems
 from entropy_experiments.sampling.generate import UNITS, SampleGenerator
 from entropy_experiments.sampling.rollout_files import (
     RolloutStore,
@@ -191,7 +191,7 @@ class Sampler:
         self.retries: int | None = None
         self.notes: list[str] = []
         """What is to be said about the prompts."""
-        self._record, self._folder = probed.checkpoint.record, probed.checkpoint.path
+        self._record, self._root = probed.checkpoint.record, probed.checkpoint.path
         self._folder = config.rollout_folder
         self._loaded = None if config.sampling.load is None else Path(config.sampling.load)
         identity = self.generator.identity()
@@ -255,7 +255,7 @@ class Sampler:
             pool,
             prompts=count,
             group=data.responses_per_prompt,
-            reward=reward_of(facts, self.config).at_checkpoint(self._folder),
+            reward=reward_of(facts, self.config).at_checkpoint(self._root),
             scale=facts["advantage"],
             filter_zero_advantage=data.resample_equal_rewards,
             tol=data.zero_advantage_tolerance,
@@ -294,6 +294,8 @@ class Sampler:
         """
         batch, most, facts = self.config.data, most or least, self.facts
         recorded = facts["dataset_name"] == RECORDED
+        if least > LARGEST_COUNT:
+            raise ValueError(f"data.{role}_prompts is {least}; expected at most {LARGEST_COUNT}.")
         if recorded:
             refuse_unrecorded(facts)
             if self._record is not None:
@@ -303,7 +305,7 @@ class Sampler:
             facts["dataset_name"],
             path=batch.file or facts.values.get("dataset_path"),
             split=split or batch.split or facts.values.get("split") or own_split,
-            count=most + len(avoid) + (leave if recorded else 0),
+            count=min(most + len(avoid) + (leave if recorded else 0), LARGEST_COUNT),
             seed=self.config.sampling.seed,
             tokenizer=self.generator.tokenizer,
             chat=facts.chat,

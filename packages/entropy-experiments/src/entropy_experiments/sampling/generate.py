@@ -273,7 +273,10 @@ class SampleGenerator:
                 ids = self.tokenizer(problem.prompt, add_special_tokens=special)["input_ids"]
         ids = tuple(ids)
         if not ids:
-            raise ValueError(f"Problem {problem.id!r} has a prompt of no tokens; got an empty one.")
+            raise ValueError(
+                f"Problem {problem.id!r} has the prompt {problem.prompt!r}, which is no token; "
+                "expected at least one. Correct it, or leave the problem out."
+            )
         longest = self.longest_prompt
         if longest is not None and len(ids) > longest:
             raise ValueError(

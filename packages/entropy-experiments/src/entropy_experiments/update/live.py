@@ -26,6 +26,12 @@ def live_direction(
             f"Not one of {len(gradient)} parameters has a gradient: there is no step to predict. "
             "The probe must be called after backward() and before zero_grad()."
         )
+    if unknown := sorted(given.keys() - params.keys()):
+        raise ValueError(
+            f"{len(unknown)} parameters have a gradient now and were frozen when the probe was set "
+            f"up: {unknown[:5]}. Expected the same trainable parameters at every step. Make a new "
+            "probe after unfreezing them."
+        )
     state = live_state(params, optimizer)
     return direction_of(params, given, state, rebuilt_direction)
 

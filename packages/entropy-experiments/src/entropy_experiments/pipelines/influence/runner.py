@@ -27,7 +27,7 @@ from entropy_experiments.config.sections import BatchRequest
 from entropy_experiments.config.sections import Workspace as WorkspaceSpec
 from entropy_experiments.distributed import current
 from entropy_experiments.pipelines.influence.batches import check_requests, gather_study
-from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFiles
+from entropy_experiments.pipelines.influence.files import TABLE_FACTS, TABLE_VERSION, StudyFiles
 from entropy_experiments.pipelines.influence.results import study_results
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
 from entropy_experiments.pipelines.influence.store import RunDirectory, open_run
@@ -173,13 +173,13 @@ class EntropyInfluenceRunner:
             questions = influence.model_dump(mode="json", include=set(QUESTIONS))
             # Drawings are made up for once matplotlib is there.
             questions["plots"] = influence.plots and can_draw()
-            key = digest_of(study_key, questions)
+            key = digest_of(study_key, questions, {"table": TABLE_VERSION})
             place = influence.folder
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)
             ranks.broadcast_from_zero(lambda: run.bind(study_key, overwrite=overwrite))
             with _released_unused(run):
-                summary = self._studied(config, probed, run, key, say)
+                summary = self._studied(config, probed, run, key, say, anew=overwrite)
         return InfluenceSummary({**summary, "run_directory": str(run.folder)})
 
     def _studied(
@@ -189,10 +189,15 @@ class EntropyInfluenceRunner:
         run: RunDirectory,
         key: str,
         say: Callable[[str], None] | None,
+        *,
+        anew: bool,
     ) -> InfluenceResult:
-        """Compute what is not there yet; returns summary.json."""
+        """Compute what is not there yet; returns summary.json.
+
+        `anew`: the files of a finished study, too, are made again from its stages.
+        """
         influence, ranks = config.influence, current()
-        finished, inputs = ranks.broadcast_from_zero(lambda: run.finished(key)), None
+        finished, inputs = ranks.broadcast_from_zero(lambda: not anew and run.finished(key)), None
         if not finished or influence.update_batch.save_path is not None:  # which may be new
             inputs = gather_study(config, probed, quiet=self._quiet)
         if inputs is not None and not finished:
