@@ -116,6 +116,8 @@ class Recorder:
 
     def begin(self, trainer: Any, model: Any, ranks: Ranks) -> None:
         """What does not change in training: prompts, rewards, options, the base."""
+        # Of an earlier training of the same trainer, whose checkpoints are not this one's.
+        self._beside = self._resumed = self._pending = None
         if ranks.rank:
             return
         prompts = write_prompts(self.folder / PROMPTS, trainer)

@@ -438,8 +438,8 @@ def made_already(
     if config.data.update_rollouts != "drawn" and checkpoint.recorded is not None:
         batch, meta = load_update_batch(checkpoint.recorded)
         where = f"The update batch in {checkpoint.recorded}"
-        _refuse_other_step(where, meta.get("step"), checkpoint)
         refuse_foreign(batch, meta, checkpoint, checkpoint.recorded)
+        _refuse_other_step(where, meta.get("step"), checkpoint)
         return batch, True, []
     if config.data.update_rollouts == "recorded":
         raise FileNotFoundError(
