@@ -32,6 +32,8 @@ class MadeCheck:
     """Why a rebuilt step may be another than training's."""
     unfollowed: tuple[str, ...] = ()
     """Options of training's loss that a rebuilt step does not have."""
+    other_start: str = ""
+    """Why training's step was not made from the weights of the checkpoint."""
     other_count: str = ""
     """Why the optimizer's state may be another step's than the weights'."""
 
@@ -42,6 +44,8 @@ class MadeCheck:
 
     def doubt(self, certificate: StepCertificate | FingerprintCertificate | None) -> str:
         """Why whole-step numbers are not trusted; empty: nothing here speaks against them."""
+        if self.other_start and not self.altered:
+            return f"this is not the step that training made: {self.other_start}"
         if certificate is not None and certificate.apart:
             return (
                 "this is not the step that training made: it is "
@@ -220,6 +224,7 @@ def results_of(findings: Findings) -> ProbeResult:
             "gradient_distance": findings.made.gradient_distance,
             "reasons": list(findings.made.reasons),
             "altered": list(findings.made.altered),
+            **({"other_start": start} if (start := findings.made.other_start) else {}),
         }
     if batch.reward_N is not None and not bool(batch.reward_N.isnan().all()):
         out["avg_reward"] = float(batch.reward_N.double().nanmean())

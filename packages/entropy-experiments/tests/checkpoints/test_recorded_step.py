@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
 
 from entropy_experiments.checkpoints.recorded_step import MADE_STEP, read_recorded_step
+from entropy_experiments.online.trl import EntropyProbeCallback
+from entropy_experiments.report.html.words import made_by_training
+from entropy_experiments.results import ProbeResult
 from online.test_trl_matrix import probed, trained
+from oracles.tiny_grpo import grpo
+from oracles.tiny_models import tiny_model, tiny_tokenizer
 from oracles.trl_matrix import CASES, STEP, STEPS
 
 pytestmark = pytest.mark.contract
@@ -169,3 +175,55 @@ def test_a_study_that_is_refused_does_not_claim_its_folder(run, tmp_path):
         )
     assert not out.exists() or not (out / "identity.json").exists()
     assert not out.exists() or not any(out.iterdir())
+
+
+class _Shrink(TrainerCallback):
+    """Changes the weights when the trainer calls `event`, as an average of weights does."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self._shrink)
+
+    def _shrink(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        with torch.no_grad():
+            for value in model.parameters():
+                value.mul_(0.9995)
+
+
+def _changed_weights(folder: Path, event: str, **changes: Any) -> list[Any]:
+    tiny_model().save_pretrained(folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+    callback = EntropyProbeCallback(
+        max_overhead=None, prompts=6, microbatch=4, record=folder / "run" / "record"
+    )
+    settings = {"max_steps": STEP + 1, "save_strategy": "steps", "lr_scheduler_type": "constant"}
+    with torch.random.fork_rng(devices=[]):
+        callbacks = [_Shrink(event), callback]
+        grpo(folder / "run", callbacks=callbacks, lora=False, **(settings | changes)).train()
+    assert callback.off is None
+    return callback.rows
+
+
+@pytest.mark.parametrize("save_steps", [STEP, 1], ids=["fingerprint", "next checkpoint"])
+def test_a_change_after_a_step_is_not_charged_to_the_next_one(tmp_path, save_steps):
+    """It is in the checkpoint from which the next step is made, and in no step."""
+    rows = _changed_weights(tmp_path, "on_step_end", save_steps=save_steps)
+    found, split = probed(tmp_path)
+    assert found["verdict"][0].startswith(f"The update that training made after step_{STEP}")
+    assert found["step_certificate"]["relative_error"] < 1e-3
+    assert not any("not the step" in reason for why in _reasons(found) for reason in why)
+    assert split["step_distance"] < 1e-3
+    assert rows[STEP]["step_mismatch"] < 1e-3
+
+
+def test_a_change_before_a_step_is_what_is_said(tmp_path):
+    """The step was made from other weights than those that were saved."""
+    _changed_weights(tmp_path, "on_step_begin", save_steps=STEP)
+    found, split = probed(tmp_path)
+    says = "the weights from which training made its step are 0.0005 of their size away"
+    first = found["verdict"][0]
+    assert first.startswith(f"This is not the step that training made after step_{STEP}: {says}")
+    for why in _reasons(found):
+        assert any(says in reason for reason in why)
+    assert "step_certificate" not in found
+    assert says in split
+    assert "not the step that training made" in made_by_training(cast(ProbeResult, found))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.trainer_utils import SaveStrategy
 
 from entropy_experiments import compute_update_vector_adamw, first_order, step_certificate
 from entropy_experiments.artifacts import sha256
@@ -156,3 +157,38 @@ def test_another_step_s_batch_does_not_replay(run):
     )
     found = step_certificate(direction, policy.params, SequenceProcessor(after.model).params)
     assert not found.passed
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_second_trainer_trains_without_the_probe(tmp_path, caplog):
+    """It would write its batches beside the first one's checkpoints, and over its record."""
+    callback = EntropyProbeCallback(max_overhead=None, prompts=6, record=tmp_path / "record")
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    with torch.random.fork_rng(devices=[]):
+        grpo(tmp_path / "one", callbacks=[callback], max_steps=1, **settings).train()
+        rows, before = list(callback.rows), _files(tmp_path)
+        second = grpo(tmp_path / "two", callbacks=[callback], max_steps=2)
+        second.train()
+    assert second.state.global_step == 2
+    assert isinstance(callback.off, ValueError)
+    assert "has served another trainer" in caplog.text
+    assert callback.rows == rows
+    after = _files(tmp_path)
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_second_training_of_one_trainer_leaves_the_first_one_s_checkpoint(tmp_path):
+    callback = EntropyProbeCallback(max_overhead=None, prompts=6, record=tmp_path / "record")
+    with torch.random.fork_rng(devices=[]):
+        trainer = grpo(tmp_path / "run", callbacks=[callback], max_steps=1, save_strategy="steps")
+        trainer.args.save_steps = 1
+        trainer.train()
+        last = tmp_path / "run" / "checkpoint-1"
+        before = _files(last)
+        trainer.args.save_strategy, trainer.args.max_steps = SaveStrategy.NO, 2
+        trainer.train()
+    assert callback.off is None
+    assert _files(last) == before

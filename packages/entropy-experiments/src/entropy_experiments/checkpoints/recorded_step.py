@@ -1,7 +1,8 @@
 """The step that training made, as far as it is recorded beside its batch.
 
     made_step/fingerprint.json      step, learning rate, and sketches (`numerics.sketch`) of g, as
-                                    the optimizer saw it, and of theta_after - theta_before
+                                    the optimizer saw it, of theta_before, just before it stepped,
+                                    and of theta_after - theta_before
     made_step/gradient.safetensors  g itself, where it is small enough or was asked for; its sha256
                                     is in fingerprint.json
 
@@ -52,6 +53,8 @@ class RecordedStep:
     """Parameters that had none: the optimizer left them alone."""
     change: Tensor | None
     """Sketch of theta_after - theta_before; None: the run ended before it was known."""
+    before: Tensor | None = None
+    """Sketch of theta_before; None: a version before this one recorded the step."""
     gradient_sha256: str | None = None
     """Of the file; None: not recorded, and the sketch alone must do."""
 
@@ -69,6 +72,8 @@ class RecordedStep:
             "without_gradient": list(self.without_gradient),
             "change": None if self.change is None else self.change.tolist(),
         }
+        if self.before is not None:
+            content["before"] = self.before.tolist()
         if self.gradient_sha256 is not None:
             content["gradient_sha256"] = self.gradient_sha256
         return json.dumps(content, indent=1, allow_nan=False).encode()
@@ -115,7 +120,7 @@ def read_recorded_step(folder: Path) -> RecordedStep | None:
             f"{file} has schema {content.get('schema')!r}; this version reads {STEP_SCHEMA}. "
             f"Delete {folder} to go on without the fingerprint."
         )
-    change = content.get("change")
+    change, before = content.get("change"), content.get("before")
     return RecordedStep(
         folder=folder,
         step=int(content["step"]),
@@ -123,6 +128,7 @@ def read_recorded_step(folder: Path) -> RecordedStep | None:
         gradient=Fingerprint.from_json(content["gradient"]),
         without_gradient=tuple(content["without_gradient"]),
         change=None if change is None else torch.tensor(change, dtype=torch.float64),
+        before=None if before is None else torch.tensor(before, dtype=torch.float64),
         gradient_sha256=content.get("gradient_sha256"),
     )
 

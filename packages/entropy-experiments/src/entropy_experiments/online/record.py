@@ -111,13 +111,13 @@ class Recorder:
         self._resumed: Path | None = None
         """The checkpoint that training was resumed from, until its batch is replaced."""
         self._record: RecordContent | None = None
-        self._before: Tensor | None = None
-        """Sketch of the parameters before the step at hand."""
         self._pending: tuple[RecordedStep, str | None] | None = None
         """(the step at hand, sha256 of the gradient that is kept of it)."""
 
     def begin(self, trainer: Any, model: Any, ranks: Ranks) -> None:
         """What does not change in training: prompts, rewards, options, the base."""
+        # Of an earlier training of the same trainer, whose checkpoints are not this one's.
+        self._beside = self._resumed = self._pending = None
         if ranks.rank:
             return
         prompts = write_prompts(self.folder / PROMPTS, trainer)
@@ -160,7 +160,7 @@ class Recorder:
             save_update_batch(place / UPDATE, batch, meta={**meta, **more})
         present = {name: g.detach() for name, g in gradient.items() if g is not None}
         if not all(bool(g.isfinite().all()) for g in present.values()):
-            self._before = self._pending = None  # what it does to the weights is not kept
+            self._pending = None  # what it does to the weights is not kept
             return  # it has no fingerprint; the probe leaves this step out and says so
         recorded = RecordedStep(
             folder=self.folder,
@@ -169,9 +169,9 @@ class Recorder:
             gradient=Fingerprint.of(present),
             without_gradient=tuple(name for name, g in gradient.items() if g is None),
             change=None,  # known after the step
+            # Not the parameters after the step before: anything may have changed them since.
+            before=sketch(params),
         )
-        if self._before is None:
-            self._before = sketch(params)
         places = self._places(step)
         beside = any("weights" in meta for _, meta in places)
         content = gradient_bytes(present) if beside and self._keeps(present) else None
@@ -194,16 +194,16 @@ class Recorder:
             return
         after = sketch(params)
         if not bool(after.isfinite().all()):
-            self._before = self._pending = None
+            self._pending = None
             return  # weights that overflowed have no fingerprint; measuring them says so
-        assert self._before is not None  # set with the pending step
         recorded, digest = self._pending
-        stepped = replace(recorded, change=after - self._before)
+        assert recorded.before is not None  # set by `record`
+        stepped = replace(recorded, change=after - recorded.before)
         for place, meta in self._places(step):
             _write_step(
                 place, replace(stepped, gradient_sha256=digest if "weights" in meta else None)
             )
-        self._before, self._pending = after, None
+        self._pending = None
 
     def evaluated(self, rollouts: Rollouts, step: int, ranks: Ranks) -> None:
         """The rollouts that the step at hand was probed with."""

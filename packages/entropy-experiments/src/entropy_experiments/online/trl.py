@@ -18,6 +18,7 @@ which trainer it serves, so making the first one wraps `Trainer.train` to tell i
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -203,6 +204,8 @@ class EntropyProbeCallback(TrainerCallback):
         self.resumes_from: str | bool | None = None
         """What `trainer.train(resume_from_checkpoint=...)` was given."""
         self._watch: Watch | None = None
+        self._first: weakref.ref[Any] | None = None
+        """The trainer that this callback serves."""
         _hand_trainers_to_callbacks()
 
     def attach(self, trainer: Any) -> EntropyProbeCallback:
@@ -230,6 +233,9 @@ class EntropyProbeCallback(TrainerCallback):
                 "EntropyProbeCallback does not know its trainer. Call .attach(trainer) before "
                 "trainer.train()."
             )
+        if self._first is not None and self._first() is not self.trainer:
+            self._leave_to_the_first()
+            return
         refuse_unsupported(self.trainer)
         refuse_other_optimizers(self.trainer)
         self._refuse_other_distribution(args)
@@ -242,6 +248,7 @@ class EntropyProbeCallback(TrainerCallback):
         throttle = Throttle(every=self._every, max_overhead=self._max_overhead)
         watch = Watch(throttle=throttle, ranks=ranks, model=self._model)
         self._watch = watch
+        self._first = weakref.ref(self.trainer)
         watch.also_forget = self._release
         watch.sampling = tuple(sampled_otherwise(args))
         self._captures = Captures(self.trainer)
@@ -334,6 +341,23 @@ class EntropyProbeCallback(TrainerCallback):
         watch.guard.run(watch.forget, doing="letting go of what it held")
 
     # inside
+
+    def _leave_to_the_first(self) -> None:
+        """The probe is off in this training; the rows of the first one stay."""
+        watch = Watch(
+            throttle=Throttle(every=self._every, max_overhead=self._max_overhead),
+            ranks=Ranks.all(PATIENCE),
+        )
+        watch.rows = self.rows
+        self._watch = watch
+
+        def refuse() -> None:
+            raise ValueError(
+                "This EntropyProbeCallback has served another trainer: its record, its rows and "
+                "the files beside the checkpoints are of that training. Make one for each trainer."
+            )
+
+        watch.guard.run(refuse, doing="it was handed to a second trainer")
 
     def _require_watch(self) -> Watch:
         assert self._watch is not None  # on_train_begin comes first

@@ -122,6 +122,7 @@ class OfflineEntropyProbe:
             altered=inputs.altered if inputs.real else (),
             reasons=inputs.reasons if inputs.real else (),
             unfollowed=inputs.facts.unfollowed if inputs.real else (),
+            other_start=inputs.other_start,
             other_count=inputs.checkpoint.other_count,
         )
         if predicted is not None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from entropy_experiments.checkpoints.load import Checkpoint
 from entropy_experiments.checkpoints.recorded_step import (
     MADE_STEP,
@@ -46,6 +48,9 @@ from entropy_experiments.update.gradient import clip_factor, loss_gradient
 from entropy_experiments.update.objective import LOSS_SETTINGS
 
 Say = Callable[[str], None]
+
+SAME_WEIGHTS = 4
+"""Roundings of the parameters' dtype, by which stored weights may differ from training's."""
 WEIGHTS_NOTE = "weights: nothing in the files records their sha256 as training saved them"
 
 
@@ -96,6 +101,13 @@ class ProbeInputs:
             *(f"not followed here: {option}" for option in self.facts.unfollowed),
             *limits_of(self.checkpoint.model, self.facts, real=self.real),
         )
+
+    @property
+    def other_start(self) -> str:
+        """Why training's step was not made from the weights of this checkpoint."""
+        if not self.real or self.config.checkpoint.sharding != "none":
+            return ""
+        return other_start(self.made, self.policy.params)
 
     @property
     def lr(self) -> float:
@@ -178,6 +190,21 @@ class ProbeInputs:
             if name not in self.made.without_gradient
         }
         return distance(sketch(present), self.made.gradient.sketch)
+
+
+def other_start(step: RecordedStep | None, params: Params) -> str:
+    """Why this step was not made from these weights; empty: it was, or nothing tells."""
+    if step is None or step.before is None:
+        return ""
+    apart = distance(sketch(params), step.before)
+    coarsest = max(torch.finfo(theta.dtype).eps for theta in params.values())
+    if apart <= SAME_WEIGHTS * coarsest:
+        return ""
+    return (
+        f"the weights from which training made its step are {apart:.1g} of their size away from "
+        "the checkpoint's: something changed them after it was saved, such as another callback. "
+        "Save the checkpoint after that change"
+    )
 
 
 def as_the_loss_sees(
@@ -408,8 +435,8 @@ def made_already(
     if config.data.update_rollouts != "drawn" and checkpoint.recorded is not None:
         batch, meta = load_update_batch(checkpoint.recorded)
         where = f"The update batch in {checkpoint.recorded}"
-        _refuse_other_step(where, meta.get("step"), checkpoint)
         refuse_foreign(batch, meta, checkpoint, checkpoint.recorded)
+        _refuse_other_step(where, meta.get("step"), checkpoint)
         return batch, True, []
     if config.data.update_rollouts == "recorded":
         raise FileNotFoundError(

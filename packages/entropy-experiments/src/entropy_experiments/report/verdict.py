@@ -86,6 +86,11 @@ def _which_step(findings: Findings, rate: str) -> list[str]:
         ]
     certificate = findings.certificate
     why = f" ({'; '.join(check.reasons)})" if check.reasons else ""
+    if check.other_start:
+        return [
+            f"This is not the step that training made after {after}: {check.other_start}. About "
+            f"the step rebuilt from the checkpoint's weights, {rate}:"
+        ]
     if certificate is not None and certificate.apart:
         return [
             f"This is not the step that training made: after {after}, the step rebuilt from the "

@@ -31,6 +31,8 @@ class MadeStep(TypedDict):
     gradient_distance: float | None
     reasons: list[str]
     altered: NotRequired[list[str]]
+    other_start: NotRequired[str]
+    """Why training's step was not made from the weights of the checkpoint."""
 
 
 class StepCertificateResult(TypedDict):

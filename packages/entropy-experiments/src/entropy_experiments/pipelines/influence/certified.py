@@ -46,7 +46,9 @@ def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -
     certificate, absent = certificate_of(probe, direction)
     apart = None
     other_gradient = gradient_distance is not None and gradient_distance > APART
-    if certificate is not None and certificate.apart:
+    if start := probe.other_start:
+        apart = f"this is not the step that training made: {start}"
+    elif certificate is not None and certificate.apart:
         apart = str(certificate)
     elif other_gradient:
         apart = (
@@ -104,6 +106,8 @@ def certificate_of(
         return None, f"the config asks for another loss ({'; '.join(probe.altered)})"
     if probe.config.checkpoint.sharding != "none":
         return None, "the model is cut over the processes, and so is the rebuilt step"
+    if probe.other_start:
+        return None, f"another step was made: {probe.other_start}"
     if probe.lr_stored > 0:
         direction = replace(direction, lr=probe.lr_stored)
     later = next_checkpoint(probe.checkpoint.path)
@@ -121,11 +125,17 @@ def certificate_of(
             read_optimizer=False,
         )
         params = SequenceProcessor(after.model).params
-        return step_certificate(direction, probe.policy.params, params), ""
+        certificate = step_certificate(direction, probe.policy.params, params)
     except (ValueError, OSError) as error:  # half-written, say: the probe itself is done
         certificate, absent = _by_fingerprint(probe, direction)
         unusable = f"the checkpoint one step later cannot be used ({error})"
         return certificate, "" if certificate is not None else f"{unusable}; {absent}"
+    if certificate.apart:
+        # More than the step may lie between two checkpoints: a callback that changes weights, say.
+        of_step, _ = _by_fingerprint(probe, direction)
+        if of_step is not None and not of_step.apart:
+            return of_step, ""
+    return certificate, ""
 
 
 def _by_fingerprint(

@@ -75,7 +75,7 @@ def made_by_training(results: ProbeResult | ProbeLog) -> str:
         results["checkpoint"],
         real=results["update"] == "recorded",
         checked=bool(certificate) or bool(step.get("of_recorded_gradient")),
-        apart=bool(certificate.get("apart")),
+        apart=bool(certificate.get("apart") or step.get("other_start")),
         altered=step.get("altered") or (),
     )
 
