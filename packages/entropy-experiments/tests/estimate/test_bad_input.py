@@ -25,6 +25,7 @@ from entropy_experiments import (
 )
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.numerics.derivatives import pullback, pushforward
+from entropy_experiments.sampling.advantages import group_advantages
 from entropy_experiments.toy import BigramPolicy
 from entropy_experiments.types import AdamGroup, OptimizerState, check_params
 from entropy_experiments.update.adamw import adamw_direction
@@ -652,3 +653,21 @@ def test_probabilities_in_place_of_log_probs():
     stale = replace(batch.rollouts, behaviour_logprob_NS=probability_NS)
     with pytest.raises(ValueError, match="behaviour_logprob_NS is above 0"):
         entropy_level(policy, stale)
+
+
+def test_a_learning_rate_without_digits():
+    with pytest.raises(ValueError, match=r"learning rate 1e-320; expected at least 2.2.*larger"):
+        Direction(parts={"gradient": {"w": torch.ones(2)}}, lr=1e-320)
+
+
+def test_a_temperature_at_which_nothing_moves():
+    policy = BigramPolicy(temperature=1e30)
+    direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+    with pytest.raises(ValueError, match=r"At temperature 1e\+30 every token is as likely"):
+        measured(policy, policy.draw(seed=2), direction, 0.1)
+
+
+def test_rewards_whose_spread_overflows():
+    reward_N = torch.tensor([1e308, -1e308, 1e308, -1e308], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"Rewards of up to 1e\+308 .*Scale them down"):
+        group_advantages(reward_N, 2)

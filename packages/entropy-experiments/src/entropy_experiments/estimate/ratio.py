@@ -40,6 +40,8 @@ from entropy_experiments.types import (
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 from entropy_experiments.types.rollouts import SCORE_TOLERANCE, check_logprobs
 
+UNIFORM = 1e4
+"""A temperature at which logits of ordinary size differ by less than fp32 has digits."""
 REPEATABLE = 1e-3
 """Nats: far above what nondeterministic kernels do, far below dropout."""
 
@@ -227,6 +229,12 @@ def refuse_unmoved(policy: Policy, rollouts: Rollouts, v: Params) -> None:
     with torch.no_grad():
         here, there = (policy.score(p, one).logprob_NS for p in (policy.params, elsewhere))
     if torch.equal(here, there):
+        if policy.temperature > UNIFORM:
+            raise ValueError(
+                f"At temperature {policy.temperature:g} every token is as likely as any other, "
+                "whatever the parameters: no step changes the entropy. Set the temperature that "
+                "training samples with (in a config: sampling.temperature)."
+            )
         raise ValueError(
             "The scores do not change along the direction at all. Policy.score must compute with "
             "the `params` it is given: torch.func.functional_call(model, params, ...), not "
