@@ -76,8 +76,7 @@ class EstimatorOptions:
             count = getattr(self, name)
             if count is None and name in ("forward_microbatch", "horizon"):
                 continue
-            whole_number = isinstance(count, Integral) and not isinstance(count, bool)
-            if not whole_number or count < least:
+            if not isinstance(count, Integral) or isinstance(count, bool) or int(count) < least:
                 raise ValueError(
                     f"EstimatorOptions.{name} is {count!r}; expected at least {least}, a whole "
                     "number."

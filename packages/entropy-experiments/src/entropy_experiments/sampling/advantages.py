@@ -82,7 +82,7 @@ def weighted_rewards(reward_NF: Tensor, weights: Sequence[float]) -> Tensor:
 
 def _refuse_overflow(reward_N: Tensor) -> None:
     """Rewards whose squares are infinite would have no advantage, as equal ones have none."""
-    limit = (torch.finfo(reward_N.dtype).max / len(reward_N)) ** 0.5
+    limit = (torch.finfo(reward_N.dtype).max / max(1, len(reward_N))) ** 0.5
     largest = max((abs(reward) for reward in reward_N.tolist() if isfinite(reward)), default=0.0)
     if largest > limit:
         raise ValueError(
