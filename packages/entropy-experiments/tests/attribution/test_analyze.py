@@ -77,6 +77,17 @@ def test_torchs_own_optimizer_serves_and_nothing_changes():
     assert not optimizer.state
 
 
+def test_a_subclass_with_its_own_step_is_refused_by_name():
+    class SignedAdamW(torch.optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    w = world("tabular", 1, "bare")
+    optimizer = SignedAdamW(w.policy.params.values(), lr=LR)
+    with pytest.raises(ValueError, match="a SignedAdamW, a subclass of AdamW with a step"):
+        analyze_step(w.policy, optimizer, w.batch, w.evaluation, options_of(w))
+
+
 def test_options_that_have_no_slope_are_refused():
     with pytest.raises(ValueError, match=r"EstimatorOptions.form is 'resampled'; expected one of"):
         EstimatorOptions(form="resampled")

@@ -23,9 +23,13 @@ from entropy_experiments import (
     read_state,
     resampled,
 )
+from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.numerics.derivatives import pullback, pushforward
+from entropy_experiments.sampling.advantages import group_advantages
+from entropy_experiments.toy import BigramPolicy
 from entropy_experiments.types import AdamGroup, OptimizerState, check_params
 from entropy_experiments.update.adamw import adamw_direction
+from entropy_experiments.update.gradient import clip_factor, loss_gradient
 from entropy_experiments.update.sgd import sgd_direction
 from oracles.cases import case, random_direction
 from oracles.enumeration import all_rollouts
@@ -577,3 +581,93 @@ def test_short_words_for_long_results(oracle):
         "gradient",
         "unexplained",
     ]
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_clipping_to_a_norm_that_is_none(value):
+    with pytest.raises(ValueError, match=r"max_grad_norm is .*; expected a number above 0"):
+        clip_factor({"w": torch.ones(2)}, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("clip_low", -1.0),
+        ("clip_high", float("nan")),
+        ("beta", float("nan")),
+        ("entropy_coef", float("inf")),
+    ],
+)
+def test_options_of_the_loss_that_are_no_sizes(name, value):
+    with pytest.raises(ValueError, match=rf"Objective.{name} is {value}; expected"):
+        Objective(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("microbatch", 2.5),
+        ("microbatch", True),
+        ("microbatch", "8"),
+        ("forward_microbatch", 1.5),
+        ("horizon", 0),
+        ("horizon", 2.5),
+        ("repackings", -1),
+    ],
+)
+def test_counts_that_are_none(name, value):
+    with pytest.raises(ValueError, match=rf"EstimatorOptions.{name} is .*; expected at least"):
+        EstimatorOptions(**{name: value})
+
+
+class _Wrong(BigramPolicy):
+    """Scores that are not what their names say."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def score(self, params, rollouts):
+        return self.change(super().score(params, rollouts))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: Scores(s.logprob_NS.exp(), s.entropy_NS), "logprob_NS = .*; expected at most 0"),
+        (lambda s: Scores(s.logprob_NS, -s.entropy_NS), "entropy_NS = .*; expected at least 0"),
+    ],
+)
+def test_scores_that_no_distribution_has(change, message):
+    policy = _Wrong(change)
+    with pytest.raises(ValueError, match=message):
+        entropy_level(policy, policy.draw(seed=2))
+
+
+def test_probabilities_in_place_of_log_probs():
+    policy = BigramPolicy()
+    batch = policy.update_batch(seed=1)
+    probability_NS = policy.score(policy.params, batch.rollouts).logprob_NS.detach().exp()
+    with pytest.raises(ValueError, match="old_logprob_NS is above 0 on 128 of 128"):
+        loss_gradient(policy, replace(batch, old_logprob_NS=probability_NS), Objective())
+    stale = replace(batch.rollouts, behaviour_logprob_NS=probability_NS)
+    with pytest.raises(ValueError, match="behaviour_logprob_NS is above 0"):
+        entropy_level(policy, stale)
+
+
+def test_a_learning_rate_without_digits():
+    with pytest.raises(ValueError, match=r"learning rate 1e-320; expected at least 2.2.*larger"):
+        Direction(parts={"gradient": {"w": torch.ones(2)}}, lr=1e-320)
+
+
+def test_a_temperature_at_which_nothing_moves():
+    policy = BigramPolicy(temperature=1e30)
+    direction = Direction(parts={"gradient": {"table": torch.eye(5).double()}}, lr=0.1)
+    with pytest.raises(ValueError, match=r"At temperature 1e\+30 every token is as likely"):
+        measured(policy, policy.draw(seed=2), direction, 0.1)
+
+
+def test_rewards_whose_spread_overflows():
+    reward_N = torch.tensor([1e308, -1e308, 1e308, -1e308], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"Rewards of up to 1e\+308 .*Scale them down"):
+        group_advantages(reward_N, 2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from entropy_experiments import Direction, measured
+from entropy_experiments import Direction, analyze_step, entropy_level, measured
 from entropy_experiments.toy import BigramPolicy
 
 pytestmark = pytest.mark.faults
@@ -34,3 +36,39 @@ def test_a_step_of_no_size_at_all():
     change = measured(*_toy(torch.float64), 1e-200, repackings=0)
     assert change.interval == (0, 0)
     assert any("the rounding of the entropy in float64" in reason for reason in change.why_not)
+
+
+def test_a_number_that_every_prompt_gives_exactly():
+    policy = BigramPolicy()
+    policy.params = {"table": torch.zeros(5, 5, dtype=torch.float64)}
+    level = entropy_level(policy, policy.draw(seed=2))
+    assert level.interval == (level.value, level.value)
+    assert "no spread can be seen" in level.why_not[0]
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 4, 5, 8])
+def test_prompts_count_by_their_weight(prompts):
+    policy = BigramPolicy()
+    rollouts = policy.draw(seed=2)
+    weight_N = torch.where(rollouts.prompt_N < prompts, 1.0, 1e-9).double()
+    level = entropy_level(policy, replace(rollouts, weight_N=weight_N / weight_N.sum()))
+    assert level.trusted == (prompts >= 5)
+    if prompts < 5:
+        assert f"8 prompts leave {prompts}.0 that count" in level.why_not[0]
+
+
+def test_a_prompt_with_fewer_rollouts_is_still_a_prompt():
+    policy = BigramPolicy()
+    rollouts = policy.draw(seed=2, prompts=5)
+    cut = rollouts.take(torch.arange(len(rollouts) - 2))
+    assert entropy_level(policy, replace(cut, weight_N=None, share=1.0)).trusted
+
+
+def test_the_update_batch_is_no_evaluation():
+    policy = BigramPolicy()
+    batch = policy.update_batch(seed=1)
+    adamw = torch.optim.AdamW(policy.params.values(), lr=0.02)
+    analysis = analyze_step(policy, adamw, batch, batch.rollouts)
+    for estimate in (analysis.predicted, analysis.measured):
+        assert "those of the update batch" in estimate.why_not[0]
+    assert analyze_step(policy, adamw, batch, policy.draw(seed=2)).measured.trusted

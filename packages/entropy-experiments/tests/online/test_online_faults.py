@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from entropy_experiments.online import rows, trl, trl_trainer
+from entropy_experiments.online import rows, trl, trl_options, trl_trainer
 from entropy_experiments.online.noise_scale import NoiseScale
 from entropy_experiments.online.probe import OnlineProbe
 from entropy_experiments.online.record import Recorder
@@ -247,6 +247,20 @@ def test_rollouts_of_another_distribution_judge_nothing(evaluation, tmp_path, ca
     said = [r.getMessage() for r in caplog.records if "Training samples with" in r.getMessage()]
     assert len(said) == 1
     assert not any("sampling" in name for name in rows.metrics_of(row))
+
+
+def test_what_generation_inherits_from_the_model_is_part_of_its_distribution(tmp_path):
+    """TRL passes a config of its own; transformers fills what that leaves open from the model's."""
+    with torch.random.fork_rng(devices=[]):
+        callback = EntropyProbeCallback(max_overhead=None, prompts=6, evaluation="half")
+        trainer = grpo(tmp_path, callbacks=[callback], max_steps=1, steps_per_generation=4)
+        own = trainer.model.generation_config
+        own.top_k, own.repetition_penalty, own.suppress_tokens = 20, 1.1, []  # TRL sets the first
+        assert trl_options.sampled_otherwise(trainer) == []
+        own.suppress_tokens = [5]
+        with pytest.raises(ValueError, match=r"suppress_tokens = \[5\] \(the model's generation_"):
+            trainer.train()
+    assert trainer.state.global_step == 0
 
 
 @pytest.mark.parametrize("distinct", [4, 5])

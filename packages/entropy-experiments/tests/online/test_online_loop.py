@@ -148,6 +148,32 @@ def test_a_step_other_than_the_one_predicted_is_not_trusted(how):
         assert all(reason in why for why in told)
 
 
+class _Logging(torch.optim.AdamW):
+    """A step() of its own that makes AdamW's: nobody can know."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class _Renamed(torch.optim.AdamW):
+    """A subclass with torch's step."""
+
+
+@pytest.mark.parametrize("kind", [_Logging, _Renamed])
+def test_an_optimizer_with_its_own_step_is_named(kind):
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    optimizer = kind(model.parameters(), lr=1e-3)
+    options = {"prompts": PROMPTS, "max_new_tokens": 6, "drawn": 6, "max_overhead": None}
+    probe = LoopProbe(model, optimizer, tokenizer, **options)
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    with probe.step():
+        optimizer.step()
+    (row,) = probe.rows
+    named = [why for why in row["why_not"] if "is a _Logging, a subclass of AdamW" in why]
+    assert len(named) == (kind is _Logging)
+
+
 def test_a_compiled_model_is_refused_by_what_to_pass_instead():
     model, tokenizer = tiny_model(), tiny_tokenizer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

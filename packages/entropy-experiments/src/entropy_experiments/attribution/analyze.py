@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -52,6 +52,11 @@ from entropy_experiments.types import (
 )
 
 __all__ = ["StepAnalysis", "StepOptions", "analyze_step"]
+
+SAME_ROLLOUTS = (
+    "the evaluation rollouts are those of the update batch, from which the step was learned: "
+    "evaluate it on others"
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -202,6 +207,10 @@ def analyze_step(
             of_reward = close_reward_ledger(
                 step, rebuilt, evaluation, reward_N, base.scores, columns, matrix, lines
             )
+    if evaluation.fingerprint == batch.rollouts.fingerprint:
+        ledger = _doubted(ledger, SAME_ROLLOUTS)
+        changes = {key: change.doubted(SAME_ROLLOUTS) for key, change in changes.items()}
+        of_reward = None if of_reward is None else _doubted(of_reward, SAME_ROLLOUTS)
     rows = most_influential(tokens, options.measured_rollouts)
     rollout_changes: Mapping[tuple[str, float], Estimate] = {}
     if rows:
@@ -228,6 +237,27 @@ def analyze_step(
         ledger=ledger,
         reward_ledger=of_reward,
         seconds=seconds,
+    )
+
+
+def _doubted(ledger: Ledger, reason: str) -> Ledger:
+    """The same numbers, none of them trusted for this reason."""
+
+    def each(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
+        return {name: estimate.doubted(reason) for name, estimate in estimates.items()}
+
+    def one(estimate: Estimate | None) -> Estimate | None:
+        return None if estimate is None else estimate.doubted(reason)
+
+    return replace(
+        ledger,
+        lines=each(ledger.lines),
+        eventual=each(ledger.eventual),
+        predicted=ledger.predicted.doubted(reason),
+        curvature=one(ledger.curvature),
+        measured=ledger.measured.doubted(reason),
+        unexplained=one(ledger.unexplained),
+        predicted_by_prompt=one(ledger.predicted_by_prompt),
     )
 
 

@@ -53,6 +53,7 @@ from entropy_experiments.update.adamw import compute_update_vector_adamw
 from entropy_experiments.update.gradient import as_trained
 from entropy_experiments.update.live import live_state
 from entropy_experiments.update.objective import Objective
+from entropy_experiments.update.optimizer import own_step
 
 FULL, BASELINE = "full", "baseline"
 """What is measured: the whole step; momentum and decay."""
@@ -154,6 +155,11 @@ def step_inputs(
     `trained`: the policy as the loss sees it, where that differs (another temperature).
     """
     if isinstance(optimizer, torch.optim.Optimizer):
+        if reason := own_step(optimizer):
+            raise ValueError(
+                f"{reason[0].upper()}{reason[1:]}; expected torch's own Adam or AdamW. Judge the "
+                "step that it makes: entropy_experiments.observed()."
+            )
         optimizer = live_state(policy.params, optimizer)
     momentum_of(optimizer)  # other optimizers are refused before anything is computed
     return StepInputs(

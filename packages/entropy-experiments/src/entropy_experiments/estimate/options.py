@@ -16,6 +16,7 @@ words of the function that takes it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Literal, TypedDict
 
 from entropy_experiments.estimate.modes import Mode
@@ -27,6 +28,8 @@ from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
 SlopeForm = Literal["matched", "to_go"]
 PAIRED_WITH: dict[SlopeForm, Form] = {"matched": "snis", "to_go": "per_decision"}
 """By the form of a slope: the measurement that it differentiates."""
+LEAST = {"microbatch": 1, "forward_microbatch": 1, "horizon": 1, "repackings": 0}
+"""Of the options that are counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class EstimatorOptions:
         repackings: Passes in other packings that give noise floors.
 
     Raises:
-        ValueError: If `form` has no slope, or `microbatch` is below 1.
+        ValueError: If `form` has no slope, or a count is no whole number or too small.
 
     Examples:
         >>> EstimatorOptions(form="snis").slope_form
@@ -69,10 +72,15 @@ class EstimatorOptions:
                 f"EstimatorOptions.form is {self.form!r}; expected one of "
                 f"{tuple(PAIRED_WITH.values())}, which have a slope."
             )
-        for name in ("microbatch", "forward_microbatch"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"EstimatorOptions.{name} is {size}; expected at least 1.")
+        for name, least in LEAST.items():
+            count = getattr(self, name)
+            if count is None and name in ("forward_microbatch", "horizon"):
+                continue
+            if not isinstance(count, Integral) or isinstance(count, bool) or int(count) < least:
+                raise ValueError(
+                    f"EstimatorOptions.{name} is {count!r}; expected at least {least}, a whole "
+                    "number."
+                )
 
     @property
     def slope_form(self) -> SlopeForm:

@@ -38,7 +38,10 @@ from entropy_experiments.types import (
     Scores,
 )
 from entropy_experiments.types.estimate import Entropy, Form, Prompts, Unit
+from entropy_experiments.types.rollouts import SCORE_TOLERANCE, check_logprobs
 
+UNIFORM = 1e4
+"""A temperature at which logits of ordinary size differ by less than fp32 has digits."""
 REPEATABLE = 1e-3
 """Nats: far above what nondeterministic kernels do, far below dropout."""
 
@@ -98,6 +101,7 @@ def drawn_with(base: Scores, rollouts: Rollouts) -> Tensor:
     """Log-probs the rollouts were drawn with: those of `base`, unless somebody else drew them."""
     if rollouts.behaviour_logprob_NS is None:
         return base.logprob_NS.detach()
+    check_logprobs("behaviour_logprob_NS", rollouts.behaviour_logprob_NS, rollouts.response_NS)
     return rollouts.behaviour_logprob_NS.to(base.logprob_NS.dtype)
 
 
@@ -167,6 +171,7 @@ def score_each(
                 for into, params in zip(out, settings, strict=True):
                     scores = policy.score(params, part)
                     check_scores(scores, part, rows_N, columns)
+                    check_signs(scores, part, rows_N)
                     for whole_NS, part_NS in zip(into, scores, strict=True):
                         whole_NS[rows_N, columns] = part_NS.double()
         return [x_NS for scores in out for x_NS in scores]
@@ -224,6 +229,12 @@ def refuse_unmoved(policy: Policy, rollouts: Rollouts, v: Params) -> None:
     with torch.no_grad():
         here, there = (policy.score(p, one).logprob_NS for p in (policy.params, elsewhere))
     if torch.equal(here, there):
+        if policy.temperature > UNIFORM:
+            raise ValueError(
+                f"At temperature {policy.temperature:g} every token is as likely as any other, "
+                "whatever the parameters: no step changes the entropy. Set the temperature that "
+                "training samples with (in a config: sampling.temperature)."
+            )
         raise ValueError(
             "The scores do not change along the direction at all. Policy.score must compute with "
             "the `params` it is given: torch.func.functional_call(model, params, ...), not "
@@ -249,6 +260,23 @@ def check_scores(scores: Scores, part: Rollouts, rows_N: Tensor, columns: slice)
                 "or infinite, or the token is outside the policy's top_p support."
             )
     return scores
+
+
+def check_signs(scores: Scores, part: Rollouts, rows_N: Tensor) -> None:
+    """Refuse scores that no distribution over tokens has."""
+    for name, wrong_NS, expected in (
+        ("logprob_NS", scores.logprob_NS > SCORE_TOLERANCE, "at most 0, as log-probs are"),
+        ("entropy_NS", scores.entropy_NS < -SCORE_TOLERANCE, "at least 0, as entropies are"),
+    ):
+        bad = part.response_NS & wrong_NS
+        if len(rows_N) and bad.any():
+            row, column = (int(i) for i in bad.nonzero()[0])
+            value = float(getattr(scores, name)[row, column])
+            raise ValueError(
+                f"Policy.score gave {name} = {value:.4g} for rollout {int(rows_N[row])}; expected "
+                f"{expected}. Score(logprob_NS, entropy_NS) are log p of the drawn token and the "
+                "entropy of its distribution, both in nats."
+            )
 
 
 def _exp(logweight: Tensor, clip: float | None) -> Tensor:

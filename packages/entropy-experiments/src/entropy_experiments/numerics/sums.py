@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from entropy_experiments.types import Estimand, Estimate, Influence, Rollouts
+from entropy_experiments.types.estimate import MIN_PROMPTS
 from entropy_experiments.types.rollouts import WEIGHT_TOLERANCE
 
 Statistic = Callable[..., Tensor]
@@ -54,7 +55,11 @@ def by_prompt(
         influences=(influence,),
         noise_floor=noise_floor,
         diagnostics=diagnostics,
-        why_not=(*why_not, *(tail_check(influence) if check_tail else ())),
+        why_not=(
+            *why_not,
+            *few_by_weight(rollouts, estimand),
+            *(tail_check(influence) if check_tail else ()),
+        ),
     )
 
 
@@ -137,6 +142,23 @@ def tail_check(influence: Influence) -> tuple[str, ...]:
     return (
         f"prompt {int(influence.prompt_C[worst])} carries {share:.0%} of the squared influence: "
         "the error bar rests on it alone",
+    )
+
+
+def few_by_weight(rollouts: Rollouts, estimand: Estimand) -> tuple[str, ...]:
+    """Weights may leave fewer prompts than there are: n = (sum w)^2 / sum w^2 of them count."""
+    if estimand.prompts != "population":
+        return ()
+    prompt_P, index_N = torch.unique(rollouts.prompt_N, return_inverse=True)
+    weight_P = torch.zeros(len(prompt_P), dtype=rollouts.weight_N.dtype)
+    weight_P = weight_P.to(rollouts.weight_N.device).index_add(0, index_N, rollouts.weight_N)
+    effective = float(weight_P.sum() ** 2 / (weight_P**2).sum())
+    # Groups of unequal size are no reason for doubt: five prompts of which one was cut are five.
+    if len(prompt_P) < MIN_PROMPTS or round(effective) >= MIN_PROMPTS:
+        return ()
+    return (
+        f"the weights of {len(prompt_P)} prompts leave {effective:.1f} that count: an interval for "
+        f"a population needs at least {MIN_PROMPTS}",
     )
 
 

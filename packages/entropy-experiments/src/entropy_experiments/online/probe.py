@@ -64,6 +64,7 @@ from entropy_experiments.types import Direction, Estimate, Params, Policy, Rollo
 from entropy_experiments.types.direction import BASELINE_PARTS
 from entropy_experiments.update.certificate import APART
 from entropy_experiments.update.live import live_direction
+from entropy_experiments.update.optimizer import own_step
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 NEVER_MADE = (
@@ -268,6 +269,9 @@ class OnlineProbe:
                 second = change + even_part(in_sample, self._behind(direction, rollouts, base))
                 second = within_entropy(second, level)
             change = within_entropy(change, level)
+            if reason := own_step(optimizer):
+                change = change.doubted(reason)
+                second = None if second is None else second.doubted(reason)
         if own is None:
             self.buffer.scored(base.logprob_NS)
         prediction = StepPrediction(

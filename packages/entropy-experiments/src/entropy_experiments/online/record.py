@@ -126,7 +126,7 @@ class Recorder:
             "trainer": recorded_trainer(trainer),
             "options": recorded_options(trainer.args),
             "unfollowed": [*unfollowed(trainer), *rounded_steps(model)],
-            "sampling": sampled_otherwise(trainer.args),
+            "sampling": sampled_otherwise(trainer),
             "rewards": recorded_rewards(trainer),
             "prompts": prompts,
             "base": base_fingerprint(model),

@@ -238,7 +238,7 @@ class EntropyProbeCallback(TrainerCallback):
             return
         refuse_unsupported(self.trainer)
         refuse_other_optimizers(self.trainer)
-        self._refuse_other_distribution(args)
+        self._refuse_other_distribution()
         if self.ledger_every is not None:
             refuse_optimizer(unwrapped_optimizer(self.trainer.optimizer))
         self._refuse_unknown_loss()
@@ -250,7 +250,7 @@ class EntropyProbeCallback(TrainerCallback):
         self._watch = watch
         self._first = weakref.ref(self.trainer)
         watch.also_forget = self._release
-        watch.sampling = tuple(sampled_otherwise(args))
+        watch.sampling = tuple(sampled_otherwise(self.trainer))
         self._captures = Captures(self.trainer)
         self._warn_sampling(args)
         watch.set_up(self._probe, Path(args.output_dir) / ROWS_FILE, step=state.global_step)
@@ -421,9 +421,9 @@ class EntropyProbeCallback(TrainerCallback):
                 "trainer's own gradient, and are right for any loss."
             )
 
-    def _refuse_other_distribution(self, args: Any) -> None:
+    def _refuse_other_distribution(self) -> None:
         """Training's rollouts speak only for the distribution that they were drawn from."""
-        options = sampled_otherwise(args)
+        options = sampled_otherwise(self.trainer)
         if options and self.evaluation in ("half", "batch"):
             raise ValueError(
                 f"evaluation={self.evaluation!r} evaluates a step on rollouts that training "

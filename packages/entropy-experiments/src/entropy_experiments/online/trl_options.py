@@ -40,6 +40,17 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "generation_kwargs": (None, {}),
 }
 """Options of the sampling distribution, and where they leave it as it is."""
+INHERITED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "min_length"), (0,)),
+    **dict.fromkeys(("top_k", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), (1,)),
+    **{name: ([],) for name in ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens")},
+    **{name: ([], {}) for name in ("sequence_bias", "exponential_decay_length_penalty")},
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "top_h"), ()),
+    **dict.fromkeys(("penalty_alpha", "watermarking_config"), ()),
+}
+"""The same of a generation config: by its names, the values that change nothing besides None."""
 
 
 def recorded_options(args: Any) -> dict[str, Any]:
@@ -88,15 +99,43 @@ def rounded_steps(model: Any) -> list[str]:
     ]
 
 
-def sampled_otherwise(args: Any) -> list[str]:
-    """Options that make the sampling distribution another than the policy's own."""
+def sampled_otherwise(trainer: Any) -> list[str]:
+    """Options that make the sampling distribution another than the policy's own.
+
+    Those of the trainer's arguments, and those that generation takes from the model's own config.
+    """
+    args = trainer.args
     settings = [
         f"{name} = {getattr(args, name)}"
         for name, harmless in HARMLESS.items()
         if getattr(args, name, None) not in harmless
     ]
     top_p = getattr(args, "top_p", 1.0)
-    return [*([f"top_p = {top_p:g}"] if top_p is not None and top_p < 1 else []), *settings]
+    return [
+        *([f"top_p = {top_p:g}"] if top_p is not None and top_p < 1 else []),
+        *settings,
+        *_inherited(trainer),
+    ]
+
+
+def _inherited(trainer: Any) -> list[str]:
+    """Options of `model.generation_config` that transformers' generate takes where TRL sets none.
+
+    Another engine (vLLM) has no `trainer.generation_config`, and does not read the model's.
+    """
+    explicit = getattr(trainer, "generation_config", None)
+    own = getattr(trainer.model, "generation_config", None)
+    if explicit is None or own is None:
+        return []
+    named = getattr(trainer, "generation_kwargs", None) or {}
+    settings = []
+    for name, harmless in INHERITED.items():
+        if name in named or getattr(explicit, name, None) is not None:
+            continue
+        value = getattr(own, name, None)
+        if value not in (None, *harmless):
+            settings.append(f"{name} = {value} (the model's generation_config)")
+    return settings
 
 
 def own_loss(trainer: Any) -> str | None:

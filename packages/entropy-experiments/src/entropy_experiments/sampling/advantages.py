@@ -14,6 +14,7 @@ tests/online/test_trl_batches.py compares with the installed TRL.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Literal, get_args
 
 import torch
@@ -39,6 +40,7 @@ def group_advantages(reward_N: Tensor, group: int, scale: Scale = "group") -> Te
             f"{len(reward_N)} rewards do not divide into groups of {group}; expected every prompt "
             "to have the same number of responses."
         )
+    _refuse_overflow(reward_N)
     reward_PG = reward_N.view(-1, group)
     centred_N = (reward_PG - reward_PG.nanmean(1, keepdim=True)).flatten()
     if scale == "none":
@@ -76,6 +78,18 @@ def weighted_rewards(reward_NF: Tensor, weights: Sequence[float]) -> Tensor:
     weight_F = torch.tensor(weights, dtype=reward_NF.dtype, device=reward_NF.device)
     total_N = (reward_NF * weight_F).nansum(1)
     return torch.where(reward_NF.isnan().all(1), torch.nan, total_N)
+
+
+def _refuse_overflow(reward_N: Tensor) -> None:
+    """Rewards whose squares are infinite would have no advantage, as equal ones have none."""
+    limit = (torch.finfo(reward_N.dtype).max / max(1, len(reward_N))) ** 0.5
+    largest = max((abs(reward) for reward in reward_N.tolist() if isfinite(reward)), default=0.0)
+    if largest > limit:
+        raise ValueError(
+            f"Rewards of up to {largest:.3g} have a standard deviation beyond the range of "
+            f"{str(reward_N.dtype).removeprefix('torch.')}; expected less than {limit:.1g}. Scale "
+            "them down: advantages are relative to their group."
+        )
 
 
 def _nanstd(x_RN: Tensor) -> Tensor:

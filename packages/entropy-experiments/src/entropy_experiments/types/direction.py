@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
+from sys import float_info
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from entropy_experiments.types.rollouts import Params, Policy
 
 BASELINE_PARTS = ("momentum", "decay")
+SMALLEST_RATE = float_info.min
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,6 +55,12 @@ class Direction:
             raise ValueError(
                 f"Direction has learning rate {self.lr}; expected a positive number. A schedule "
                 "that ended stores 0: give the rate of the step in question as `lr`."
+            )
+        if self.lr < SMALLEST_RATE:
+            raise ValueError(
+                f"Direction has learning rate {self.lr}; expected at least {SMALLEST_RATE:.3g}, "
+                "below which floating point loses its digits: no weight would move. Take a larger "
+                "step."
             )
         first = next(iter(self.parts.values()))
         for part, params in self.parts.items():

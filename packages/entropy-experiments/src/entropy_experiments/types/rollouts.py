@@ -19,6 +19,8 @@ Examples:
 """
 
 WEIGHT_TOLERANCE = 1e-9
+SCORE_TOLERANCE = 0.01
+"""Nats: how far half precision may round a log-prob above 0, or an entropy below it."""
 
 
 class Scores(NamedTuple):
@@ -429,6 +431,19 @@ def _expect_finite(name: str, value_NS: Tensor, response_NS: Tensor) -> None:
         raise ValueError(
             f"{name} is {float(value_NS[row, column])} at rollout {row}, position {column}; "
             "expected finite values on every response token."
+        )
+
+
+def check_logprobs(name: str, value_NS: Tensor | None, response_NS: Tensor) -> None:
+    """Refuse probabilities, or losses, where log-probs belong: most of them are above 0."""
+    if value_NS is None:
+        return
+    above = int((response_NS & (value_NS > SCORE_TOLERANCE)).sum())
+    count = int(response_NS.sum())
+    if 2 * above > count:
+        raise ValueError(
+            f"{name} is above 0 on {above} of {count} response tokens; expected log-probs, which "
+            "are never above 0: take the logarithm of probabilities, or the negative of a loss."
         )
 
 

@@ -15,6 +15,7 @@ from entropy_experiments.numerics.derivatives import norm, pullback_sum, require
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import Params, Policy, Rollouts, Scores, UpdateBatch
 from entropy_experiments.types.direction import check_finite
+from entropy_experiments.types.rollouts import check_logprobs
 from entropy_experiments.update.objective import Objective
 
 
@@ -58,6 +59,8 @@ def loss_gradient(
             "advantages beside its rollouts."
         )
     whole(batch.rollouts)
+    for name in ("old_logprob_NS", "ref_logprob_NS"):
+        check_logprobs(name, getattr(batch, name), batch.rollouts.response_NS)
     policy = as_trained(policy)
     require_full_precision(policy.params)
     weights = objective.token_weights(batch)
@@ -95,6 +98,11 @@ def as_trained(policy: Policy) -> Policy:
 
 def clip_factor(gradient: Params, max_grad_norm: float | None) -> tuple[float, float]:
     """(factor, global norm) as `torch.nn.utils.clip_grad_norm_` computes them; 0 or None is off."""
+    if max_grad_norm is not None and not max_grad_norm >= 0:
+        raise ValueError(
+            f"max_grad_norm is {max_grad_norm}; expected a number above 0, or None or 0 for no "
+            "clipping: a negative one would turn the gradient round."
+        )
     size = norm(gradient)
     if not max_grad_norm:
         return 1.0, size

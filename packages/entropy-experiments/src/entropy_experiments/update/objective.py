@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import isfinite
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -108,6 +109,18 @@ class Objective:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"Objective.{name} is {value}; expected a number above 0.")
+        for name in ("clip_low", "clip_high"):
+            value = getattr(self, name)
+            if value is not None and not (isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"Objective.{name} is {value}; expected 0 or above, or None, which switches "
+                    "this side off."
+                )
+        for name in ("beta", "entropy_coef"):
+            if not isfinite(getattr(self, name)):
+                raise ValueError(
+                    f"Objective.{name} is {getattr(self, name)}; expected a finite number."
+                )
         if self.loss == "dr_grpo" and not self.max_completion_length:
             raise ValueError(
                 "dr_grpo divides by max_completion_length, which was not given: set "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -75,6 +76,19 @@ def read_state(
             if entry:
                 state[name] = entry
     return OptimizerState(groups=tuple(groups), state=state)
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> str:
+    """Why torch's step may not be this optimizer's: its class has another; empty: it has not."""
+    kind = type(optimizer)
+    # torch wraps the step of every class for its profiler; below that is the class's own.
+    if unwrap(kind.step).__module__.partition(".")[0] == "torch":
+        return ""
+    base = next(c for c in kind.__mro__ if c.__module__.partition(".")[0] == "torch")
+    return (
+        f"the optimizer is a {kind.__name__}, a subclass of {base.__name__} with a step() of its "
+        f"own, and {base.__name__}'s step was taken for it"
+    )
 
 
 def _own(value: Tensor, copy: bool) -> Tensor:
