@@ -16,6 +16,7 @@ from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
+from gradient_doctor.detectors.leftovers import Leftovers
 from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.missing import Missing
@@ -23,6 +24,7 @@ from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
 from gradient_doctor.detectors.phases import Phases
+from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.scaler import Scaler
@@ -45,6 +47,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Leaves,
     Erased,
     Accumulated,
+    Leftovers,
     GraphReuse,
     InPlace,
     HiddenWrites,
@@ -65,6 +68,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Schedule,
     Magnitude,
     Estimators,
+    PolicyLosses,
     Swallowed,
     Phases,
     Blind,
