@@ -10,6 +10,7 @@ from gradient_doctor.detectors.cosmetic import Cosmetic
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
 from gradient_doctor.detectors.frozen import Frozen
+from gradient_doctor.detectors.frozen_layers import FrozenLayers
 from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
@@ -43,6 +44,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Late,  # takes back what is no longer true, before anything is said
     Unread,  # before those who would call unseen parameters idle
     Frozen,
+    FrozenLayers,
     Ownership,
     Leaves,
     Erased,
