@@ -114,6 +114,15 @@ CLEAN_SIGNS = {
         "policy = Categorical(logits=head(body(x)))",
         "loss = (policy.log_prob(policy.sample()) * torch.randn(8)).mean()",
     ),
+    "an-entropy": (
+        "policy = Normal(head(body(x)), 1.0)",
+        "action = policy.rsample()",
+        "loss = (0.2 * policy.log_prob(action).sum(-1) + action.square().sum(-1)).mean()",
+    ),
+    "one-weight-for-all": (
+        "policy = Categorical(logits=head(body(x)))",
+        "loss = (policy.log_prob(policy.sample()) * torch.full((8,), 0.2)).mean()",
+    ),
     "a-term-of-several": (
         "loss = F.cross_entropy(head(body(x)), y) - 0.1 * F.mse_loss(head(body(x)), x[:, :3])",
     ),

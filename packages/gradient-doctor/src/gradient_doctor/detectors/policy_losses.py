@@ -65,7 +65,8 @@ class PolicyLosses(Detector):
         self._negated: dict[Site | None, set[int]] = {}
 
     def density(self, distribution: Any, value: Any, result: Any, site: Site | None) -> None:
-        if isinstance(result, Tensor) and live_in(self.session, [result]):
+        pathwise = isinstance(value, Tensor) and value.requires_grad  # an entropy, not a score
+        if isinstance(result, Tensor) and not pathwise and live_in(self.session, [result]):
             self._log_probs[result] = LogProb(1, site)
 
     def op(self, call: OpCall) -> None:
@@ -178,7 +179,8 @@ class PolicyLosses(Detector):
         for root in backward.roots:
             weighted: Weighted | None = self._weighted.get(root)
             if weighted is not None and weighted.sign > 0 and weighted.least >= 0:
-                if weighted.greatest > 0 and not self._maximised(backward):
+                # one weight for all is a temperature: that loss is an entropy
+                if weighted.greatest > weighted.least and not self._maximised(backward):
                     self._rises(weighted, backward)
             elif weighted is None:
                 self._whole(self.session.ledger.terms.of(root), backward)
