@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.findings import Site
-from gradient_doctor.readable import shape_of
+from gradient_doctor.readable import checksum, shape_of
 from gradient_doctor.sites import user_frame
 
 
@@ -71,6 +71,7 @@ class Registry:
         self.scheduled_at: WeakIdKeyDictionary = (
             WeakIdKeyDictionary()
         )  # optimizer -> where its lr scheduler was made
+        self._random: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its first checksum
         self._names: dict[int, str] = {}
         self._modules: dict[int, str] = {}
         self._stale = True
@@ -176,6 +177,20 @@ class Registry:
             parent = self._parents.get(module)
             module = None if parent is None else parent()
         return site
+
+    def initialised(self, parameter: Tensor) -> None:
+        """Random numbers were written into a parameter."""
+        if not is_lazy(parameter) and parameter.dim() > 1:
+            self._random[parameter] = checksum(parameter)
+
+    def is_random(self, parameter: Tensor) -> bool:
+        """Whether it still has the random numbers it began with: neither loaded nor trained."""
+        return self._random.get(parameter) == checksum(parameter)
+
+    def home(self, parameter: Tensor) -> nn.Module | None:
+        """The module that a parameter was given to."""
+        ref = self._homes.get(parameter)
+        return None if ref is None else ref()
 
     def refresh(self) -> None:
         """Modules grow parameters while they run: look again before names are used."""

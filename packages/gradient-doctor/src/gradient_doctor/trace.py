@@ -85,6 +85,8 @@ class Trace(TorchFunctionMode):
             result = func(*args, **kwargs)
             if name in _AFTER:
                 self._note(_AFTER[name], args)
+            elif name in _RANDOM:  # torch passes these on by keyword
+                self._note(_initialised, (kwargs.get("tensor"), *args))
             return result
         if name == "_set_grad_enabled":
             return self._grad_mode(func, args, kwargs)
@@ -341,6 +343,16 @@ def _gradient_read(session: Session, args: Any) -> None:
         session.read_since_backward |= bit
 
 
+def _initialised(session: Session, args: Any) -> None:
+    tensor = next((a for a in args if a is not None), None)
+    if isinstance(tensor, nn.Parameter):
+        session.registry.initialised(tensor)
+
+
+_RANDOM = {
+    f"torch.nn.init.{name}_"
+    for name in ("uniform", "normal", "trunc_normal", "kaiming_uniform", "kaiming_normal")
+}
 _BEFORE = {"torch.Tensor.grad.__set__": _gradient_set, "torch.Tensor.grad": _gradient_read}
 _AFTER = {
     "torch.Tensor.requires_grad_": _switched,

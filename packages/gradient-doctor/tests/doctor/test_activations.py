@@ -50,6 +50,10 @@ CLEAN = {
     "sigmoid-into-bce": (
         "loss = F.binary_cross_entropy(head(body(x))[:, 0].sigmoid(), (y > 0).float())",
     ),
+    "attention-of-gates": (
+        "h = body(x)",
+        "loss = F.cross_entropy(head(h * h.sigmoid().softmax(-1)), y)",
+    ),
     "a-gate": ("loss = F.cross_entropy(head(body(x) * body(x).sigmoid()), y)",),
 }
 

@@ -424,3 +424,45 @@ def test_a_layer_exchanged_between_two_looks(tmp_path):
 )
 def test_a_layer_exchanged_and_cared_for(tmp_path, line):
     nothing(tmp_path, EXCHANGED.format(line=line))
+
+
+# random layers that are frozen behind what trains
+
+DEEP = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+model = Model()
+{freeze}
+optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+for step in range(4):
+    loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_random_head_that_is_frozen(tmp_path):
+    freeze = "for p in model.last.parameters(): p.requires_grad = False  # FAULT"
+    finding = only(tmp_path, DEEP.format(freeze=freeze), 4)
+    assert names(finding) == {"model.last.weight"}
+
+
+@pytest.mark.parametrize(
+    "freeze",
+    [
+        "model.first.requires_grad_(False)",
+        "model.last.load_state_dict(nn.Linear(8, 3).state_dict())\n"
+        "model.last.requires_grad_(False)",
+        "model.last.requires_grad_(False)\nmodel.last.bias.requires_grad_(True)",
+        "model.requires_grad_(False)\nmodel.first = nn.Sequential()\n"
+        "model.first.adapter = nn.Linear(4, 8)",
+    ],
+    ids=["body", "loaded", "bias-only", "adapter"],
+)
+def test_layers_that_may_be_frozen(tmp_path, freeze):
+    nothing(tmp_path, DEEP.format(freeze=freeze))

@@ -10,12 +10,14 @@ from gradient_doctor.detectors.cosmetic import Cosmetic
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
 from gradient_doctor.detectors.frozen import Frozen
+from gradient_doctor.detectors.frozen_layers import FrozenLayers
 from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
+from gradient_doctor.detectors.leftovers import Leftovers
 from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.missing import Missing
@@ -23,6 +25,7 @@ from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
 from gradient_doctor.detectors.phases import Phases
+from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.scaler import Scaler
@@ -41,10 +44,12 @@ DETECTORS: tuple[type[Detector], ...] = (
     Late,  # takes back what is no longer true, before anything is said
     Unread,  # before those who would call unseen parameters idle
     Frozen,
+    FrozenLayers,
     Ownership,
     Leaves,
     Erased,
     Accumulated,
+    Leftovers,
     GraphReuse,
     InPlace,
     HiddenWrites,
@@ -65,6 +70,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Schedule,
     Magnitude,
     Estimators,
+    PolicyLosses,
     Swallowed,
     Phases,
     Blind,

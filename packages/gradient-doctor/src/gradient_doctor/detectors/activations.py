@@ -85,8 +85,8 @@ class Activations(Detector):
         if made.name == "softmax" and call.short in _OF_SCORES:
             twice = bool(((values.sum(axis) - 1).abs() < _CLOSE).all()) and values.shape[axis] > 1
         else:
-            # a sigmoid before another softmax squeezes the scores between 0 and 1 as well
-            twice = made.name == "sigmoid" or call.short in _OF_LOGITS
+            # a sigmoid squeezes the scores of a loss as well; inside of a model it may be a gate
+            twice = call.short in _OF_LOGITS | {"cross_entropy", "log_softmax"}
         if twice and bool((values >= 0).all()):
             self._say(call, made, values, live)
 

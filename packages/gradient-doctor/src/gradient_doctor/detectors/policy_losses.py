@@ -1,0 +1,250 @@
+"""Classes 30 and 32: the weight of a log-probability, and the sign of a loss.
+
+A score-function loss is -log pi(a) * A, with A a constant. Where A has a gradient of its own, the
+loss trains what A was computed by (30): the critic learns to make the policy's loss small. Where
+the sign is missing and no weight is negative, every action that was taken becomes less likely,
+whatever its reward (32). Loss functions of torch are made to be minimised: minus one of them, as
+the whole loss of the only optimizer, is driven up (32).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradient_doctor.detectors.common import live_in
+from gradient_doctor.detectors.places import called
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.registry import owned_by
+from gradient_doctor.session import Backward, Detector, OpCall, Session
+from gradient_doctor.terms import Term
+
+_SAME = {
+    *("sum", "mean", "squeeze", "unsqueeze", "view", "reshape", "float", "stack", "cat", "flatten"),
+    *("to", "clone", "contiguous", "expand"),
+}
+_TAKES = {"gather", "__getitem__", "index_select", "take_along_dim"}
+_PRODUCT = {"mul", "multiply"}
+_LOSSES = {
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss"),
+}
+_ENOUGH = 2  # steps
+
+
+@dataclass(frozen=True)
+class LogProb:
+    """Of an action that was taken; `sign` as it stands now."""
+
+    sign: int
+    site: Site | None
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A log-probability times weights without gradient, and everything linear in it."""
+
+    sign: int
+    least: float
+    greatest: float
+    site: Site | None
+
+
+class PolicyLosses(Detector):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._tables = WeakIdKeyDictionary()  # probabilities ("p") or logarithms of them ("log")
+        self._log_probs = WeakIdKeyDictionary()
+        self._weighted = WeakIdKeyDictionary()
+        self._live_weights: dict[Site | None, set[int]] = {}
+        self._rising: dict[Site | None, set[int]] = {}
+        self._negated: dict[Site | None, set[int]] = {}
+
+    def density(self, distribution: Any, value: Any, result: Any, site: Site | None) -> None:
+        pathwise = isinstance(value, Tensor) and value.requires_grad  # an entropy, not a score
+        if isinstance(result, Tensor) and not pathwise and live_in(self.session, [result]):
+            self._log_probs[result] = LogProb(1, site)
+
+    def op(self, call: OpCall) -> None:
+        if not call.outputs or not call.inputs:
+            return
+        self._make_log_probs(call)
+        if call.short in _PRODUCT and len(call.inputs) == 2:
+            self._multiply(call)
+        self._follow(call)
+
+    def _make_log_probs(self, call: OpCall) -> None:
+        result, source = call.outputs[0], call.inputs[0]
+        table = self._tables.get(source)
+        if call.short in ("softmax", "log_softmax"):
+            self._tables[result] = "p" if call.short == "softmax" else "log"
+        elif call.short == "log" and table in ("p", "taken"):
+            if table == "p":
+                self._tables[result] = "log"
+            else:
+                self._log_probs[result] = LogProb(1, call.site)
+        elif call.short in _TAKES and table is not None and len(call.inputs) > 1:
+            if table == "log":
+                self._log_probs[result] = LogProb(1, call.site)
+            else:
+                self._tables[result] = "taken"
+        elif call.short in ("squeeze", "view", "reshape") and table is not None:
+            self._tables[result] = table
+
+    def _follow(self, call: OpCall) -> None:
+        """Signs through what is linear: the sum of several has the weights of all."""
+        result = call.outputs[0]
+        numbers = [a for a in call.args if type(a) in (int, float)]
+        for known in (self._log_probs, self._weighted):
+            parts = [known[t] for t in call.inputs if t in known]
+            if not parts:
+                continue
+            first = parts[0]
+            if call.short == "neg":
+                known[result] = replace(first, sign=-first.sign)
+            elif call.short in ("mul", "div", "true_divide") and numbers:
+                turned = -first.sign if numbers[0] < 0 else first.sign
+                known[result] = replace(first, sign=turned)
+            elif (call.short in _SAME | _TAKES and known.get(result) is None) or (
+                call.short in ("add", "add_", "__radd__", "__iadd__") and known is self._weighted
+            ):
+                known[result] = self._joined(parts)
+            elif call.short in ("sub", "sub_", "__isub__") and known is self._weighted:
+                second = call.inputs[-1] in known and call.inputs[0] not in known
+                known[result] = replace(first, sign=-first.sign) if second else first
+
+    def _joined(self, parts: list[Any]) -> Any:
+        first = parts[0]
+        if not isinstance(first, Weighted):
+            return first
+        # terms of both signs cannot be judged
+        sign = first.sign if all(p.sign == first.sign for p in parts) else 0
+        least, greatest = min(p.least for p in parts), max(p.greatest for p in parts)
+        return replace(first, sign=sign, least=least, greatest=greatest)
+
+    def _multiply(self, call: OpCall) -> None:
+        left, right = call.inputs
+        if (left in self._log_probs) == (right in self._log_probs):
+            return
+        log_prob, weight = (left, right) if left in self._log_probs else (right, left)
+        values = self.session.values(weight)
+        if values is None or not values.is_floating_point() or not values.numel():
+            return
+        live = live_in(self.session, [log_prob])
+        foreign = live_in(self.session, [weight]) & ~live
+        known: LogProb = self._log_probs[log_prob]
+        if foreign:
+            # a positive weight may be a probability: a mixture, whose parts learn together
+            if bool((values < 0).any()) and self._is_network(foreign):
+                self._live_weight(call, weight, foreign)
+        elif not live_in(self.session, [weight]):
+            least, greatest = float(values.min()), float(values.max())
+            product = Weighted(known.sign, least, greatest, call.site)
+            self._weighted[call.outputs[0]] = product
+
+    def _is_network(self, mask: int) -> bool:
+        """More than a temperature or a multiplier."""
+        return any(p.numel() > 1 for p in self.session.registry.tensors(mask))
+
+    def _live_weight(self, call: OpCall, weight: Tensor, foreign: int) -> None:
+        taint = self.session.taint_of(weight)
+        site = taint.site if taint is not None else call.site
+        steps = self._live_weights.setdefault(site, set())
+        steps.add(self.session.step)
+        if len(steps) < _ENOUGH:
+            return
+        self.report(
+            30,
+            Severity.WARNING,
+            "The policy's loss also trains what computes the advantage.",
+            why=f"The log-probability is multiplied at {call.site} by a weight that has a gradient "
+            "of its own: the critic is moved to make the policy's loss small, not to predict "
+            "returns.",
+            fix="Use the advantage as a number: advantage.detach() in the policy's loss; the "
+            "critic has a loss of its own.",
+            site=site,
+            parameters=foreign,
+            related=(call.site,),
+        )
+
+    # the sign of the whole
+
+    def backward_starts(self, backward: Backward) -> None:
+        if backward.taint is None or backward.kind != "backward":
+            return
+        for root in backward.roots:
+            weighted: Weighted | None = self._weighted.get(root)
+            if weighted is not None and weighted.sign > 0 and weighted.least >= 0:
+                # one weight for all is a temperature: that loss is an entropy
+                if weighted.greatest > weighted.least and not self._maximised(backward):
+                    self._rises(weighted, backward)
+            elif weighted is None:
+                self._whole(self.session.ledger.terms.of(root), backward)
+
+    def _rises(self, weighted: Weighted, backward: Backward) -> None:
+        steps = self._rising.setdefault(weighted.site, set())
+        steps.add(backward.step)
+        if len(steps) < _ENOUGH:
+            return
+        self.report(
+            32,
+            Severity.WARNING,
+            "The loss makes every action that was taken less likely.",
+            why=f"Log-probabilities enter it with weights between {weighted.least:.3g} and "
+            f"{weighted.greatest:.3g}, none of them negative, and without a minus: minimising it "
+            "lowers them all, those with the highest reward most.",
+            fix="Minimise -log_prob * weight.",
+            site=weighted.site,
+            parameters=backward.taint.live if backward.taint is not None else 0,
+            related=(backward.site,),
+        )
+
+    def _whole(self, root: Term, backward: Backward) -> None:
+        """Minus a loss function of torch, or such a function that is maximised."""
+        factor, term, turned = 1.0, root, root.site
+        while term.kind == "sum" and len(term.parts) == 1:
+            part, weight = term.parts[0]
+            if math.isnan(weight):
+                return
+            if weight < 0:
+                turned = term.site
+            factor, term = factor * weight, part
+        maximised = self._maximised(backward)
+        if term.op not in _LOSSES or (factor < 0) == maximised:
+            return
+        registry = self.session.registry
+        own = registry.owned
+        if len(registry.optimizers) != 1 or root.live & ~own or len(self._negated) > 1:
+            return  # adversaries, attacks and reversed gradients mean it
+        steps = self._negated.setdefault(turned, set())
+        steps.add(backward.step)
+        if len(steps) < _ENOUGH:
+            return
+        name = next(iter(registry.optimizers))
+        how = f"the {called(name)} maximises it" if maximised else "it enters with a minus"
+        self.report(
+            32,
+            Severity.WARNING,
+            f"The only loss of the {called(name)} is {term.op}, and the steps drive it up.",
+            why=f"{term.op} is made to be minimised, but {how}: every step along its gradient "
+            "makes the predictions worse, without a bound.",
+            fix="Minimise it: remove the minus, or maximize=True.",
+            site=turned,
+            parameters=root.live,
+            related=(term.site, backward.site),
+        )
+
+    def _maximised(self, backward: Backward) -> bool:
+        live = backward.taint.live if backward.taint is not None else 0
+        registry = self.session.registry
+        groups = [
+            group
+            for optimizer in registry.optimizers.values()
+            if registry.bits(owned_by(optimizer)) & live
+            for group in optimizer.param_groups
+        ]
+        return bool(groups) and all(group.get("maximize") for group in groups)

@@ -1,0 +1,147 @@
+"""Classes 30 and 32: a loss that trains another network, and a loss that is driven up."""
+
+import pytest
+
+from doctor.snippets import loop, nothing, only
+
+ACTOR_CRITIC = """
+policy, critic = nn.Linear(4, 3), nn.Linear(4, 1)
+actor = torch.optim.Adam(policy.parameters(), lr=1e-3)
+value = torch.optim.Adam(critic.parameters(), lr=1e-3)
+for step in range(4):
+    x, returns = torch.randn(16, 4), torch.randn(16)
+    distribution = Categorical(logits=policy(x))
+    action = distribution.sample()
+{body}
+"""
+
+
+def actor_critic(body):
+    lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
+    return ACTOR_CRITIC.format(body=lines)
+
+
+LIVE_ADVANTAGE = """
+advantage = returns - critic(x).squeeze(-1)  # FAULT
+loss = -(distribution.log_prob(action) * advantage).mean() + advantage.square().mean()
+actor.zero_grad()
+value.zero_grad()
+loss.backward()
+actor.step()
+value.step()
+"""
+LEFTOVER = """
+actor.zero_grad()
+value.zero_grad()
+(-critic(policy(x).softmax(-1) @ torch.ones(3, 4)).mean()).backward()  # FAULT
+actor.step()
+(critic(x).squeeze(-1) - returns).square().mean().backward()
+value.step()
+"""
+
+
+def test_an_advantage_with_a_gradient(tmp_path):
+    finding = only(tmp_path, actor_critic(LIVE_ADVANTAGE), 30)
+    assert finding.parameters == ("critic.weight", "critic.bias")
+
+
+def test_gradients_left_in_the_other_network(tmp_path):
+    finding = only(tmp_path, actor_critic(LEFTOVER), 30)
+    assert finding.parameters == ("critic.weight", "critic.bias")
+    assert "value.zero_grad()" in finding.fix
+
+
+CLEAN_OWNERS = {
+    "detached": LIVE_ADVANTAGE.replace("* advantage)", "* advantage.detach())"),
+    "cleared-between": LEFTOVER.replace("actor.step()\n", "actor.step()\nvalue.zero_grad()\n"),
+    "one-backward": """
+loss = -(distribution.log_prob(action) * returns).mean() + critic(x).square().mean()
+actor.zero_grad()
+value.zero_grad()
+loss.backward()
+actor.step()
+value.step()
+""",
+    "entropy-bonus": """
+loss = -(distribution.log_prob(action) * returns).mean()
+loss = loss + (distribution.probs * distribution.logits).sum(-1).mean()
+actor.zero_grad()
+value.zero_grad()
+(loss + critic(x).square().mean()).backward()
+actor.step()
+value.step()
+""",
+    "two-losses-two-steps": """
+actor.zero_grad()
+(-(distribution.log_prob(action) * returns).mean()).backward()
+actor.step()
+value.zero_grad()
+(critic(x).squeeze(-1) - returns).square().mean().backward()
+value.step()
+""",
+}
+
+
+@pytest.mark.parametrize("body", CLEAN_OWNERS.values(), ids=CLEAN_OWNERS)
+def test_each_loss_has_its_own(tmp_path, body):
+    nothing(tmp_path, actor_critic(body))
+
+
+SIGNS = {
+    "minus-a-loss": ("loss = -F.cross_entropy(head(body(x)), y)  # FAULT",),
+    "negative-factor": ("fit = F.mse_loss(head(body(x)), x[:, :3])", "loss = -0.5 * fit  # FAULT"),
+    "no-minus": (
+        "action = Categorical(logits=head(body(x)).detach()).sample()",
+        "chosen = head(body(x)).log_softmax(-1).gather(1, action[:, None]).squeeze(1)",
+        "loss = (chosen * torch.rand(8)).mean()  # FAULT",
+    ),
+    "no-minus-by-density": (
+        "policy = Categorical(logits=head(body(x)))",
+        "loss = (policy.log_prob(policy.sample()) * torch.rand(8)).sum()  # FAULT",
+    ),
+}
+CLEAN_SIGNS = {
+    "a-loss": ("loss = F.cross_entropy(head(body(x)), y)",),
+    "with-a-minus": (
+        "policy = Categorical(logits=head(body(x)))",
+        "loss = -(policy.log_prob(policy.sample()) * torch.rand(8)).sum()",
+    ),
+    "minus-first": (
+        "policy = Categorical(logits=head(body(x)))",
+        "loss = (-policy.log_prob(policy.sample()) * torch.rand(8)).mean()",
+    ),
+    "weights-of-both-signs": (
+        "policy = Categorical(logits=head(body(x)))",
+        "loss = (policy.log_prob(policy.sample()) * torch.randn(8)).mean()",
+    ),
+    "an-entropy": (
+        "policy = Normal(head(body(x)), 1.0)",
+        "action = policy.rsample()",
+        "loss = (0.2 * policy.log_prob(action).sum(-1) + action.square().sum(-1)).mean()",
+    ),
+    "one-weight-for-all": (
+        "policy = Categorical(logits=head(body(x)))",
+        "loss = (policy.log_prob(policy.sample()) * torch.full((8,), 0.2)).mean()",
+    ),
+    "a-term-of-several": (
+        "loss = F.cross_entropy(head(body(x)), y) - 0.1 * F.mse_loss(head(body(x)), x[:, :3])",
+    ),
+}
+
+
+@pytest.mark.parametrize("lines", SIGNS.values(), ids=SIGNS)
+def test_the_wrong_way(tmp_path, lines):
+    only(tmp_path, loop(*lines), 32)
+
+
+@pytest.mark.parametrize("lines", CLEAN_SIGNS.values(), ids=CLEAN_SIGNS)
+def test_the_right_way(tmp_path, lines):
+    nothing(tmp_path, loop(*lines))
+
+
+def test_maximised(tmp_path):
+    source = loop("loss = F.cross_entropy(head(body(x)), y)  # FAULT")
+    adam = "torch.optim.Adam([*body.parameters(), *head.parameters()]"
+    only(tmp_path, source.replace(adam, adam + ", maximize=True"), 32)
+    source = loop("loss = -F.cross_entropy(head(body(x)), y)")
+    nothing(tmp_path, source.replace(adam, adam + ", maximize=True"))
