@@ -8,7 +8,8 @@ enters a torch call is known again
 - by the expression that brings it: `0.3 * reward` reads `reward`, and `reward = hits.item() / 8`
   stands on a line where a number left in this step.
 
-The second way reads the program's source; a constant of the program is never taken for data.
+The second way reads the program's source, where it is the one that runs; of several assignments to
+a name the last before the running line counts. A constant of the program is never taken for data.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import ast
 import functools
 import inspect
 import linecache
+import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from types import CodeType, FrameType
@@ -30,6 +33,9 @@ from gradient_doctor.sites import calling_frame
 from gradient_doctor.taint import Taint, collect, merged
 
 _DEEP = 6  # assignments followed from one name to the next
+_CALLERS = 2  # functions whose arguments are followed to the caller
+_STARTED = time.time()
+_MOST = 4  # floats of one call that are looked for in the source
 _READERS = {"item", "tolist"}
 _NUMERIC = {"float", "int", "len", "round"}
 _GROWING = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
@@ -61,7 +67,7 @@ class Numbers:
     def __init__(self) -> None:
         # the floats are kept with their taints: the id of one that has died is used again
         self._kept: dict[int, tuple[float, Taint]] = {}
-        self._lines: dict[tuple[str, int], list[Taint]] = {}
+        self._lines: dict[tuple[str, int], Taint] = {}
 
     def __bool__(self) -> bool:
         return bool(self._kept)
@@ -69,7 +75,9 @@ class Numbers:
     def keep(self, number: float, taint: Taint) -> None:
         self._kept[id(number)] = (number, taint)
         if taint.site is not None:
-            self._lines.setdefault(taint.site.place, []).append(taint)
+            before = self._lines.get(taint.site.place)
+            if before is not taint:
+                self._lines[taint.site.place] = taint if before is None else _one([before, taint])
 
     def clear(self) -> None:
         self._kept.clear()
@@ -89,6 +97,8 @@ class Numbers:
         if any(constant is number for constant in _constants(code)):
             return None
         source = _source(code.co_filename)
+        if source is not None and not source.runs(code):
+            return None  # edited since it was imported: its lines say nothing of what runs
         expression = None if source is None else source.running(place)
         if source is None or expression is None:
             return None
@@ -106,12 +116,19 @@ class Numbers:
             return tensors, []
         frame = calling_frame()
         place = None if frame is None else Running.now(frame)
-        taints = [(value, self.behind(value, place)) for value in floats]
-        return tensors, [Number(value, taint) for value, taint in taints if taint is not None]
+        numbers, looked = [], 0
+        for value in floats:
+            taint = self.known(value)
+            if taint is None and looked < _MOST:
+                taint, looked = self.behind(value, place), looked + 1
+            if taint is not None:
+                numbers.append(Number(value, taint))
+        return tensors, numbers
 
     def on_lines(self, file: str, node: ast.AST) -> list[Taint]:
         first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
-        return [t for line in range(first, last + 1) for t in self._lines.get((file, line), ())]
+        lines = ((file, line) for line in range(first, last + 1))
+        return [self._lines[line] for line in lines if line in self._lines]
 
 
 def _one(taints: list[Taint]) -> Taint:
@@ -120,10 +137,9 @@ def _one(taints: list[Taint]) -> Taint:
     return Taint(depends, live, cuts, first.site, first.op, first.step, opaque)
 
 
-@functools.lru_cache(maxsize=512)
-def _constants(code: CodeType) -> tuple[Any, ...]:
+def _constants(code: CodeType) -> Iterator[float]:
     """Floats that are written in the program."""
-    return tuple(constant for constant in code.co_consts if type(constant) is float)
+    return (constant for constant in code.co_consts if type(constant) is float)
 
 
 # the source
@@ -131,56 +147,91 @@ def _constants(code: CodeType) -> tuple[Any, ...]:
 
 @dataclass
 class _Scope:
-    """What a function (or the module) assigns to its names, and what it returns."""
+    """What a function (or the module) assigns to its names and attributes, and what it returns."""
 
+    outer: _Scope | None = None
     assigned: dict[str, list[ast.expr]] = field(default_factory=dict)
+    added: set[int] = field(default_factory=set)  # of these, what `+=` adds to the one before
     returned: list[ast.expr] = field(default_factory=list)
 
     def add(self, target: ast.AST, value: ast.expr) -> None:
-        for node in ast.walk(target):
-            if isinstance(node, (ast.Name, ast.Attribute)):
-                self.assigned.setdefault(_key(node), []).append(value)
+        """The target alone: names in its index, or the object of an attribute, get no value."""
+        if isinstance(target, (ast.Tuple, ast.List)):
+            same = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
+            values = value.elts if same else [value] * len(target.elts)  # type: ignore[union-attr]
+            for part, its_value in zip(target.elts, values):
+                self.add(part, its_value)
+        elif isinstance(target, (ast.Subscript, ast.Starred)):
+            self.add(target.value, value)
+        elif (key := _key(target)) is not None:
+            self.assigned.setdefault(key, []).append(value)
+
+    def values(self, key: str, line: int | None) -> list[ast.expr]:
+        """What a name may hold; at a line: what was assigned last, with what was added to it.
+
+        Of an enclosing function where this one has no such name.
+        """
+        assigned = sorted(self.assigned.get(key, []), key=lambda value: value.lineno)
+        if not assigned and self.outer is not None:
+            return self.outer.values(key, None)
+        before = [v for v in assigned if line is not None and v.lineno <= line]
+        for first in range(len(before) - 1, -1, -1):
+            if id(before[first]) not in self.added:
+                return before[first:]
+        return before or assigned
 
 
-def _key(node: ast.Name | ast.Attribute) -> str:
-    return node.id if isinstance(node, ast.Name) else f".{node.attr}"
+def _key(node: ast.AST) -> str | None:
+    """`name`, or `name.attribute`; None for anything longer."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return None
 
 
 class _Source:
     """One file: its scopes, its attributes, and the expression that runs at a place."""
 
-    def __init__(self, file: str, tree: ast.Module) -> None:
+    def __init__(self, file: str, text: str) -> None:
         self.file = file
-        self.attributes = _Scope()  # of any object: `self.baseline` in all methods
+        tree = ast.parse(text)
+        self.attributes = _Scope()  # of `self` in all methods of the file
         self.functions: dict[str, list[_Scope]] = {}
+        self._edited = _changed_at(file) > _STARTED
+        self._codes = {_same(code) for code in _codes(compile(text, file, "exec"))}
         self._scopes: list[tuple[int, int, _Scope]] = []
         self._expressions: dict[tuple[int, int | None, int, int | None], ast.expr] = {}
         self._statements: list[ast.stmt] = []
-        self._enter(tree, _Scope(), 0, sys.maxsize)
+        self._visit(tree)
 
-    def _enter(self, owner: ast.AST, scope: _Scope, first: int, last: int) -> None:
-        self._scopes.append((first, last, scope))
-        for child in ast.iter_child_nodes(owner):
-            self._visit(child, scope)
+    def _visit(self, tree: ast.Module) -> None:
+        scope = _Scope()
+        self._scopes.append((0, sys.maxsize, scope))
+        waiting: list[tuple[ast.AST, _Scope]] = [(tree, scope)]  # a long sum is a deep tree
+        while waiting:
+            node, scope = waiting.pop()
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                scope = _Scope(scope)
+                self.functions.setdefault(node.name, []).append(scope)
+                self._scopes.append((node.lineno, node.end_lineno or node.lineno, scope))
+            elif isinstance(node, ast.stmt):
+                self._statements.append(node)
+            elif isinstance(node, ast.expr):
+                place = (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+                self._expressions[place] = node
+            for target, value in _assignments(node):
+                for where in (scope, self.attributes):
+                    where.add(target, value)
+                    if isinstance(node, ast.AugAssign):
+                        where.added.add(id(value))
+            if isinstance(node, (ast.Return, ast.Yield)) and node.value is not None:
+                scope.returned.append(node.value)
+            waiting.extend((child, scope) for child in ast.iter_child_nodes(node))
 
-    def _visit(self, node: ast.AST, scope: _Scope) -> None:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            inner = _Scope()
-            self.functions.setdefault(node.name, []).append(inner)
-            self._enter(node, inner, node.lineno, node.end_lineno or node.lineno)
-            return
-        if isinstance(node, ast.stmt):
-            self._statements.append(node)
-        elif isinstance(node, ast.expr):
-            place = (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
-            self._expressions[place] = node
-        for target, value in _assignments(node):
-            scope.add(target, value)
-            self.attributes.add(target, value)
-        if isinstance(node, ast.Return) and node.value is not None:
-            scope.returned.append(node.value)
-        for child in ast.iter_child_nodes(node):
-            self._visit(child, scope)
+    def runs(self, code: CodeType) -> bool:
+        """Whether this text is what the code was made from. (pytest changes code: its asserts.)"""
+        return not self._edited or _same(code) in self._codes
 
     def scope(self, line: int) -> _Scope:
         """The innermost function around a line."""
@@ -196,6 +247,24 @@ class _Source:
         line = place.line
         around = [s for s in self._statements if s.lineno <= line <= (s.end_lineno or s.lineno)]
         return min(around, key=lambda s: (s.end_lineno or 0) - s.lineno, default=None)
+
+
+def _changed_at(file: str) -> float:
+    try:
+        return os.stat(file).st_mtime
+    except OSError:  # a notebook's cell
+        return 0.0
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _same(code: CodeType) -> tuple[str, int, bytes, tuple[str, ...]]:
+    return code.co_name, code.co_firstlineno, code.co_code, code.co_names
 
 
 def _assignments(node: ast.AST) -> Iterator[tuple[ast.AST, ast.expr]]:
@@ -216,11 +285,11 @@ def _assignments(node: ast.AST) -> Iterator[tuple[ast.AST, ast.expr]]:
 
 @functools.lru_cache(maxsize=64)
 def _source(file: str) -> _Source | None:
-    lines = linecache.getlines(file)
+    text = "".join(linecache.getlines(file))
     try:
-        return _Source(file, ast.parse("".join(lines))) if lines else None
-    except (SyntaxError, ValueError):  # not Python's own source: a notebook's magic, a template
-        return None
+        return _Source(file, text) if text else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # a notebook's magic, a template, a machine's own program: not to be read
 
 
 # from an expression to numbers that left
@@ -229,9 +298,12 @@ def _source(file: str) -> _Source | None:
 class _Trail:
     """Follows names and calls from one expression back to the lines where numbers left."""
 
-    def __init__(self, numbers: Numbers, source: _Source, place: Running) -> None:
+    def __init__(
+        self, numbers: Numbers, source: _Source, place: Running, *, callers: int = _CALLERS
+    ) -> None:
         self.numbers, self.source = numbers, source
-        self.line = place.line
+        self._place, self._callers = place, callers
+        self._here = source.scope(place.line)
         self._values = _Values(place.frame)
         self._seen: set[tuple[int, str]] = set()
 
@@ -239,8 +311,7 @@ class _Trail:
         """Taints behind one operand or argument of the running expression."""
         parts = [part for part in _operands(expression) if self._is_number(part) is not False]
         same = [part for part in parts if self._values.of(part) is number]
-        scope = self.source.scope(self.line)
-        return [t for part in same or parts for t in self._taints(part, scope, _DEEP)]
+        return [t for part in same or parts for t in self._taints(part, self._here, _DEEP)]
 
     def _is_number(self, node: ast.AST) -> bool | None:
         """None: it cannot be seen from here."""
@@ -278,12 +349,36 @@ class _Trail:
                     yield from self._taints(value, function, deep - 1)
 
     def _of_name(self, node: ast.Name | ast.Attribute, scope: _Scope, deep: int) -> Iterator[Taint]:
-        yield from self._held(self._values.of(node), 2)
-        if isinstance(node, ast.Attribute):
-            scope = self.source.attributes
-        if deep and self._first(id(scope), _key(node)):
-            for value in scope.assigned.get(_key(node), ()):
-                yield from self._taints(value, scope, deep - 1)
+        key = _key(node)
+        if key is None:
+            return
+        here = scope is self._here  # else: of a function that has returned, whose names are gone
+        held = self._values.of(node) if here else None
+        yield from self._held(held, 2)
+        if here and not isinstance(held, (float, list, tuple, dict, type(None))):
+            return  # a tensor, a module, a function: what it depends on is known otherwise
+        where = self.source.attributes if isinstance(node, ast.Attribute) else scope
+        if not deep or not self._first(id(where), key):
+            return
+        last = here and type(held) is float and isinstance(node, ast.Name)
+        for value in where.values(key, self._place.line if last else None):
+            yield from self._taints(value, scope, deep - 1)
+        if last and key in self._values.parameters:
+            yield from self._given(deep)
+
+    def _given(self, deep: int) -> Iterator[Taint]:
+        """An argument: the expression of the caller that gave it."""
+        caller = self._place.frame.f_back
+        source = None if caller is None else _source(caller.f_code.co_filename)
+        if caller is None or source is None or not source.runs(caller.f_code):
+            return
+        place = Running.now(caller)
+        expression = source.running(place)
+        if expression is not None and self._callers:
+            trail = _Trail(self.numbers, source, place, callers=self._callers - 1)
+            for part in _operands(expression):
+                if trail._is_number(part) is not False:
+                    yield from trail._taints(part, trail._here, deep - 1)
 
     def _held(self, value: Any, deep: int) -> Iterator[Taint]:
         if type(value) is float:
@@ -319,28 +414,25 @@ def _is_constant(node: ast.AST) -> bool:
 
 
 class _Values:
-    """What the names of a frame hold, without keeping it.
+    """What the names of a frame hold.
 
     Before Python 3.13 `f_locals` is a copy that the frame holds on to, tensors included: it is
     emptied again, unless the user's code has asked for it too.
     """
 
     def __init__(self, frame: FrameType) -> None:
-        self._frame = frame
+        code, here = frame.f_code, frame.f_locals
+        self._names = here if here is frame.f_globals else dict(here)
+        self._globals = frame.f_globals
+        self.parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        copied = code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13)
+        if copied and isinstance(here, dict) and sys.getrefcount(here) <= 3:
+            here.clear()
 
     def of(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Name):
-            return self._name(node.id)
+            return self._names.get(node.id, self._globals.get(node.id))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             # the instance's own: a property would run the user's code
-            return getattr(self._name(node.value.id), "__dict__", {}).get(node.attr)
+            return getattr(self.of(node.value), "__dict__", {}).get(node.attr)
         return None
-
-    def _name(self, name: str) -> Any:
-        frame = self._frame
-        here: Mapping[str, Any] = frame.f_locals
-        value = here.get(name, frame.f_globals.get(name))
-        copied = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13)
-        if copied and isinstance(here, dict) and sys.getrefcount(here) <= 3:
-            here.clear()
-        return value

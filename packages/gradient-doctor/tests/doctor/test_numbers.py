@@ -1,6 +1,7 @@
 """Numbers from `.item()` in a traced step are plain floats, and are known again all the same."""
 
 import gc
+import importlib
 import statistics
 import sys
 import weakref
@@ -11,6 +12,9 @@ import torch
 from torch import nn
 
 from gradient_doctor import Doctor
+from gradient_doctor.findings import Site
+from gradient_doctor.python_numbers import Numbers
+from gradient_doctor.taint import Taint
 
 SCALE = 0.3
 
@@ -22,7 +26,7 @@ class Setting:
         torch.manual_seed(0)
         self.model = nn.Linear(4, 3)
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.term, self.seen, self.baseline = term, [], 0.0
+        self.term, self.seen, self.baseline, self.rate = term, [], 0.0, 0.25
 
     def findings(self):
         with Doctor({"model": self.model}, {"sgd": self.sgd}) as doctor:
@@ -97,7 +101,43 @@ def by_float(setting, loss, out):
     return loss + reward
 
 
+def combined(loss, bonus):
+    return loss + bonus
+
+
+def as_an_argument(setting, loss, out):
+    return combined(loss, 2 * out.mean().item())
+
+
+def from_a_generator(setting, loss, out):
+    for reward in (2 * row.mean().item() for row in out[:1]):
+        loss = loss + reward
+    return loss
+
+
+def scores(out):
+    for row in out[:2]:
+        yield 2 * row.mean().item()
+
+
+def yielded(setting, loss, out):
+    for reward in scores(out):
+        loss = loss + reward
+    return loss
+
+
+def from_around(setting, loss, out):
+    reward = 2 * out.mean().item()
+
+    def total():
+        return loss + reward
+
+    return total()
+
+
 WAYS = [
+    from_a_generator,
+    yielded,
     as_it_is,
     in_an_expression,
     in_one_statement,
@@ -109,6 +149,16 @@ WAYS = [
     by_an_attribute,
     by_float,
 ]
+
+
+@pytest.mark.parametrize(
+    ("term", "function"), [(as_an_argument, "combined"), (from_around, "total")]
+)
+def test_a_term_that_is_added_in_another_function(term, function):
+    findings = Setting(term).findings()
+    assert [f.number for f in findings] == [23]
+    assert findings[0].site.function == function
+    assert findings[0].parameters == ("model.weight", "model.bias")
 
 
 @pytest.mark.parametrize("term", WAYS)
@@ -147,7 +197,48 @@ def an_argument(setting, loss, out):
     return nn.functional.smooth_l1_loss(out, torch.zeros_like(out), beta=0.5) * SCALE
 
 
-@pytest.mark.parametrize("term", [logged, logged_with_a_rate, overwritten, an_argument])
+def an_attribute_beside(setting, loss, out):
+    setting.last = out.mean().item()
+    setting.seen.append(setting.last)
+    return loss * setting.rate + setting.rate
+
+
+def another_objects_attribute(setting, loss, out):
+    setting.rate_seen = loss.item()
+    setting.seen.append(setting.rate_seen)
+    return loss * Fixed.rate_seen
+
+
+def one_of_two(setting, loss, out):
+    shown, weight = loss.item(), setting.rate
+    setting.seen.append(shown)
+    return loss * weight
+
+
+def an_entry_beside(setting, loss, out):
+    by_weight, weight = {}, float(setting.rate)
+    by_weight[weight] = loss.item()
+    setting.seen.append(by_weight[weight])
+    return loss * weight
+
+
+class Fixed:
+    rate_seen = 0.25
+
+
+NO_DATA = [
+    logged,
+    logged_with_a_rate,
+    overwritten,
+    an_argument,
+    an_attribute_beside,
+    another_objects_attribute,
+    one_of_two,
+    an_entry_beside,
+]
+
+
+@pytest.mark.parametrize("term", NO_DATA)
 def test_constants_of_the_program_beside_numbers_that_left(term):
     setting = Setting(term)
     assert not setting.findings()
@@ -222,3 +313,50 @@ def test_locals_of_the_user_are_neither_kept_alive_nor_emptied():
 
     assert {f.number for f in Setting(term).findings()} == {23}
     assert len(kept) == 3
+
+
+def imported(folder, monkeypatch, text):
+    (folder / "edited_later.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    sys.modules.pop("edited_later", None)
+    return importlib.import_module("edited_later")
+
+
+LOGGED = """
+SCALE = 0.3
+
+
+def term(setting, loss, out):
+    shown = 2 * loss.item()
+    setting.seen.append(shown)
+    return loss + SCALE
+"""
+
+
+def test_a_file_that_was_edited_after_its_import_says_nothing(tmp_path, monkeypatch):
+    module = imported(tmp_path, monkeypatch, LOGGED)
+    (tmp_path / "edited_later.py").write_text(LOGGED.replace("SCALE\n", "shown\n"))
+    assert not Setting(module.term).findings()
+
+
+def test_a_long_sum_in_the_file_is_no_trouble(tmp_path, monkeypatch):
+    long = f"LONG = {' + '.join('1' for _ in range(1500))}\n"
+    module = imported(tmp_path, monkeypatch, long + LOGGED.replace("SCALE\n", "shown\n"))
+    assert [f.number for f in Setting(module.term).findings()] == [23]
+
+
+def test_many_numbers_are_kept_by_line_and_few_are_looked_for(monkeypatch):
+    looked, real = [], Numbers.behind
+    monkeypatch.setattr(Numbers, "behind", lambda *args: looked.append(1) or real(*args))
+
+    def term(setting, loss, out):
+        values = (out.detach().repeat(200, 1) * 1.0).flatten().tolist()
+        again = torch.tensor([2 * value for value in values])
+        return loss + again.mean()
+
+    Setting(term).findings()
+    assert 0 < len(looked) < 100  # of 4,800 numbers in each of three steps
+    numbers, taint = Numbers(), Taint(1, 0, frozenset(), Site("a.py", 3), "tolist", 0)
+    for value in range(1000):
+        numbers.keep(float(value), taint)
+    assert numbers._lines == {("a.py", 3): taint}

@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypedDict
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from entropy_experiments.checkpoints.layout import OF_RECORDS, STEP, read_json
-from entropy_experiments.checkpoints.layout import RECORDED as BATCH
+from entropy_experiments.checkpoints.layout import UPDATE_BATCH as BATCH
 from entropy_experiments.checkpoints.training_record import RECORD_FILE, RECORDED, read_record
 from entropy_experiments.config.fields import Names, Text
 from entropy_experiments.config.keys import shown

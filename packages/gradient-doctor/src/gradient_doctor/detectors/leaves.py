@@ -23,7 +23,8 @@ class Leaves(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._backwards = 0
-        self._first = WeakIdKeyDictionary()  # tensor -> backwards before its `.grad` was first read
+        # by tensor: how many backwards there were before its `.grad` was first read
+        self._first: Any = WeakIdKeyDictionary()
         self._last: tuple[Any, Site | None] | None = None
         self._said: set[Site | None] = set()
 
