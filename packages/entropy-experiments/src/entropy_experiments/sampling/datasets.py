@@ -66,6 +66,7 @@ MADE = ("countdown", "countdown_r1_template", "reasoning_gym:")
 """How the names of those begin that are made here, and read from no file."""
 MADE_SPLITS = ("train", "test")
 GSM8K_SPLITS = ("train", "test")
+A_FILE = "data.file (of `entropy-probe train`: dataset_path)"
 GSM8K_LINE = '{"question": "...", "answer": "... #### 42"}'
 RECORDED_LINE = '{"prompt": "...", "_prompt_ids": [1, 2], ...}'
 PROMPT_LINE = '{"prompt": "...", "answer": "..."}'
@@ -196,21 +197,22 @@ def _gsm8k_hub(split: str) -> Iterator[tuple[str, str, str]]:
     if any(part.split("[")[0].strip() not in GSM8K_SPLITS for part in split.split("+")):
         raise ValueError(
             f"GSM8K has no split {split!r}; expected {' or '.join(GSM8K_SPLITS)}. Set "
-            "data.split (or data.evaluation_split, data.update_split) to one of them."
+            "data.split (or data.evaluation_split, data.update_split; of `entropy-probe train`: "
+            "split) to one of them."
         )
     try:
         import datasets
     except ImportError as error:
         raise ValueError(
             "GSM8K from the hub needs the `datasets` package: pip install datasets. Or set "
-            "data.file to a local JSONL file."
+            f"{A_FILE} to a local JSONL file."
         ) from error
     try:
         rows = datasets.load_dataset("openai/gsm8k", "main", split=split)
     except Exception as error:  # the hub's libraries raise their own, and the advice is one
         raise ValueError(
             f"GSM8K ({split}) could not be loaded from the hub: {type(error).__name__}: {error}. "
-            "Without a connection, set data.file to a local JSONL file with lines "
+            f"Without a connection, set {A_FILE} to a local JSONL file with lines "
             f"like {GSM8K_LINE}."
         ) from error
     row: Any
@@ -228,7 +230,7 @@ def gsm8k_answer(solution: str, where: str) -> str:
 
 def _jsonl(path: str | Path | None, split: str | None) -> Iterator[Problem]:
     if path is None:
-        raise ValueError(f'dataset "jsonl" needs data.file: a file with lines like {PROMPT_LINE}.')
+        raise ValueError(f'dataset "jsonl" needs {A_FILE}: a file with lines like {PROMPT_LINE}.')
     file = _file(path, split)
     for number, record in read_jsonl(file, PROMPT_LINE):
         where = f"{file}:{number}"
