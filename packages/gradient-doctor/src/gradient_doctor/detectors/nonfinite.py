@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradient_doctor.detectors.common import plural
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import MARK, node_of
-from gradient_doctor.readable import values_of
+from gradient_doctor.readable import is_finite, values_of
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.taint import tensors_in
 
@@ -94,7 +94,7 @@ class NonFinite(Detector):
 
     def _birth(self, call: OpCall, output: Tensor, inherited: Birth | None) -> Birth | None:
         values = self.session.values(output)
-        if values is None or bool(values.isfinite().all()):
+        if values is None or is_finite(values):
             return None
         kind = "nan" if bool(values.isnan().any()) else "inf"
         if inherited is not None and (inherited.kind == kind or kind == "inf"):
