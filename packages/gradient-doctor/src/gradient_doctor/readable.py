@@ -92,6 +92,13 @@ def checksum(tensor: Tensor) -> float:
     return math.nan if values is None else float(values.double().sum())
 
 
+def is_finite(values: Tensor) -> bool:
+    """Whether all are numbers. Their sum, which needs no memory, says so unless it overflows."""
+    if values.is_floating_point() and math.isfinite(float(values.sum())):
+        return True
+    return bool(values.isfinite().all())
+
+
 def alone() -> AbstractContextManager[Any]:
     """For our own torch calls: dispatch modes of the user's (a counter of operations, selective
     checkpointing, a tracer) neither see them nor refuse them."""

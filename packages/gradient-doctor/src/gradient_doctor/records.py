@@ -29,10 +29,10 @@ class OpCall:
     outputs: list[Tensor]
     taint: Taint | None
     result: Any = None
+    short: str = field(init=False)  # "linear", "add_"
 
-    @property
-    def short(self) -> str:
-        return self.name.rsplit(".", 1)[-1]
+    def __post_init__(self) -> None:
+        self.short = self.name.rsplit(".", 1)[-1]
 
     @property
     def targets(self) -> list[Tensor]:

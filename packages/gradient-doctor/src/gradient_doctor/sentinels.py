@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradient_doctor.graph import MARK, NodeOrigin, is_opaque, origin_of
-from gradient_doctor.readable import alone, values_of
+from gradient_doctor.readable import alone, is_finite, values_of
 from gradient_doctor.session import Session
 
 # nodes that may turn a gradient to zero by doing their work: they add up, choose or move
@@ -126,14 +126,18 @@ class Sentinels:
         self, node: Any, origin: NodeOrigin | None, came: list[Tensor], went: list[Tensor]
     ) -> None:
         name = node.name()
-        finite = all(bool(g.isfinite().all()) for g in came)
-        if finite and not all(bool(g.isfinite().all()) for g in went):
+        finite = all(map(is_finite, came))
+        if finite and not all(map(is_finite, went)):
             nan = any(bool(g.isnan().any()) for g in went)
             self.blown.append(Blown(node, name, origin, "nan" if nan else "inf"))
-        elif finite and not name.startswith(_SELECTORS):
-            nonzero = any(bool(g.any()) for g in came)
-            if nonzero and not any(bool(g.any()) for g in went):
-                self.vanished.append(Vanished(node, name, origin))
+        elif (
+            finite
+            and not name.startswith(_SELECTORS)
+            # most nodes pass something on: then what came need not be read
+            and not any(bool(g.any()) for g in went)
+            and any(bool(g.any()) for g in came)
+        ):
+            self.vanished.append(Vanished(node, name, origin))
 
     def _look_at_edges(self, node: Any, origin: NodeOrigin | None, went: dict[int, Tensor]) -> None:
         zero = [k for k, values in went.items() if not bool(values.any())]

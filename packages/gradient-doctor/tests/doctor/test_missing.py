@@ -442,3 +442,33 @@ def test_a_leaf_of_its_own_is_not_taken_for_a_loss(tmp_path):
     )
     finding = only(tmp_path, loop(*lines), 1)
     assert "constant" in finding.what
+
+
+SKIPPED = """
+def counts(mask):
+    wide = mask.shape[1]
+    kept = (mask.sum(1) - wide).clamp(min=0)  # FAULT
+    return kept
+def total(scores, kept):
+    loss = torch.zeros(())
+    for row, count in zip(scores, kept.tolist()):
+        if count:
+            loss = loss + row[:count].square().mean()
+    return loss
+net = nn.Linear(4, 3)
+sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    kept = counts(torch.ones(6, 4, dtype=torch.long))
+    loss = total(net(torch.randn(6, 4)), kept)
+    sgd.zero_grad()
+    loss.backward()
+    sgd.step()
+"""
+
+
+def test_lengths_of_zero_are_followed_to_their_arithmetic(tmp_path):
+    examination, lines = look(tmp_path, SKIPPED)
+    (finding,) = serious(examination)
+    assert (finding.number, finding.site.line) == (1, lines[0])
+    assert "`kept` is 0 for every sample" in finding.why
+    assert "Skip a batch" not in finding.fix

@@ -107,3 +107,21 @@ def test_a_loss_that_is_no_number_with_a_gradient_that_is(tmp_path):
 
 def test_a_loss_that_is_a_number(tmp_path):
     loop(tmp_path, "loss = (model(x).square() + 1).log().mean()").clean()
+
+
+DIVERGES = """\
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr={rate})  # HERE
+x = torch.randn(64, 4)
+for step in range(30):
+    loss = F.mse_loss(model(x), x.sum(-1, keepdim=True))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_loss_that_overflows_between_two_looks(tmp_path):
+    finding = look(tmp_path, DIVERGES.format(rate=100.0)).one(27)
+    assert "learning rate is too large" in finding.why
+    look(tmp_path, DIVERGES.format(rate=0.1)).clean()

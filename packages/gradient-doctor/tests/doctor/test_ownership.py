@@ -461,8 +461,9 @@ def test_a_random_head_that_is_frozen(tmp_path):
         "model.last.requires_grad_(False)\nmodel.last.bias.requires_grad_(True)",
         "model.requires_grad_(False)\nmodel.first = nn.Sequential()\n"
         "model.first.adapter = nn.Linear(4, 8)",
+        "model.requires_grad_(False)\nmodel.first = nn.Sequential(model.first, nn.Linear(8, 8))",
     ],
-    ids=["body", "loaded", "bias-only", "adapter"],
+    ids=["body", "loaded", "bias-only", "adapter", "between"],
 )
 def test_layers_that_may_be_frozen(tmp_path, freeze):
     nothing(tmp_path, DEEP.format(freeze=freeze))

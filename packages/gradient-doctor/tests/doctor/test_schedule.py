@@ -34,6 +34,10 @@ FAULTS = {
         "scheduler = lr_scheduler.ExponentialLR(sgd, 1e-4)  # FAULT",
         "loss.backward()\nsgd.step()\nif step % 4 == 3: scheduler.step()",
     ),
+    "a-rate-for-a-factor": (
+        "scheduler = lr_scheduler.LambdaLR(sgd, lambda k: 1e-3 * 0.9**k)  # FAULT",
+        PLAIN,
+    ),
     "per-micro-batch": (
         "scheduler = lr_scheduler.CosineAnnealingLR(sgd, 60)",
         "for part in range(3):\n"
@@ -49,6 +53,7 @@ FAULTS = {
 CLEAN = {
     "cosine-to-zero": "scheduler = lr_scheduler.CosineAnnealingLR(sgd, 16)",
     "warm-up-from-zero": "scheduler = lr_scheduler.LambdaLR(sgd, lambda k: min(1.0, k / 8))",
+    "a-long-warm-up": "scheduler = lr_scheduler.LambdaLR(sgd, lambda k: (k + 1) / 100_000)",
     "one-cycle": "scheduler = lr_scheduler.OneCycleLR(sgd, 0.1, total_steps=16)",
     "in-sequence": "scheduler = lr_scheduler.SequentialLR(sgd, [lr_scheduler.ConstantLR(sgd), "
     "lr_scheduler.CosineAnnealingLR(sgd, 8)], [4])",

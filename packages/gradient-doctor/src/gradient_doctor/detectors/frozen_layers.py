@@ -3,8 +3,8 @@
 Freezing keeps what a layer has learnt, so the first layers of a trained model are frozen, and the
 last ones train. A layer of random numbers that the program has switched off, and that all trained
 layers have to pass on their way to the loss, is the other way round: a flag that is inverted, a
-freeze that took the new head. Adapters and prompts train inside of or before frozen layers: where
-any trained parameter is one of those, nothing is said.
+freeze that took the new head. Adapters and prompts train inside of, beside or before frozen layers:
+where a layer also rests there, or a trained parameter is called so, nothing is said.
 """
 
 from __future__ import annotations
@@ -55,15 +55,18 @@ class FrozenLayers(Detector):
         if not all(self._is_whole_layer(p, trains=True) for p in layers):
             return
         roots = {registry.name(p).split(".")[0] for p in layers}
+        resting = [
+            p
+            for p in registry.tensors(sum(self._before) & self._depends)
+            if not p.requires_grad and {registry.name(p).split(".")[0]} == roots
+        ]
+        if any(trained & ~self._before[registry.bit(p)] for p in resting):
+            return  # some rest beside or before what trains: that is how adapters are put in
         frozen = [
             p
-            for p in registry.tensors(sum(self._before))
-            if not trained & ~self._before[registry.bit(p)]
-            and registry.bit(p) & self._depends
-            and not p.requires_grad
-            and registry.is_random(p)
+            for p in resting
+            if registry.is_random(p)
             and self._is_whole_layer(p, trains=False)
-            and {registry.name(p).split(".")[0]} == roots
             and self._frozen_by_user(p)
         ]
         for site, mask in by_site(registry, frozen, self._frozen_at).items():

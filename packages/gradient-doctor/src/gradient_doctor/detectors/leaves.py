@@ -38,7 +38,7 @@ class Leaves(Detector):
         if tensor is None:
             return
         self._last = (event.data["tensor"], event.site)
-        first = self._first.setdefault(tensor, self._backwards)
+        first: int = self._first.setdefault(tensor, self._backwards) or 0
         if 0 < first < self._backwards:
             self._say(tensor, event.site)
 

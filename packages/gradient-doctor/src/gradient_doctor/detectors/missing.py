@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from gradient_doctor.detectors.late import Claim
 from gradient_doctor.explain import CutFact, Ledger, bits_of, how_to_mend, what_cuts
 from gradient_doctor.findings import Finding, Severity, Site, listed
+from gradient_doctor.lengths_behind import find_empty_lengths
 from gradient_doctor.python_numbers import Running
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
-from gradient_doctor.sites import is_user_file
+from gradient_doctor.sites import is_user_file, user_frame
 from gradient_doctor.taint import Taint
 
 _NO_GRAD_FN = "does not require grad and does not have a grad_fn"
@@ -116,13 +117,26 @@ class Missing(Detector):
         if empty:
             why += f" `{empty[-1][1]}` at {empty[-1][2]} gave an empty tensor in this step."
             related.append(empty[-1][2])
+        fix = (
+            "Skip a batch that has nothing to learn from, or start the sum from a term that"
+            " depends on the parameters."
+        )
+        lengths = find_empty_lengths(user_frame())
+        if lengths is not None:
+            # to skip the batch would hide the mistake
+            related.append(site)
+            site = lengths.site
+            why += f" `{lengths.name}` is 0 for every sample, so all of them were left out."
+            fix = (
+                "Check this arithmetic on one sample by hand: count the tokens of the response"
+                " itself, not a difference with the padded width."
+            )
         self.report(
             1,
             Severity.ERROR,
             "The loss has no grad_fn: it is a constant that no parameter took part in.",
             why=why,
-            fix="Skip a batch that has nothing to learn from, or start the sum from a term that"
-            " depends on the parameters.",
+            fix=fix,
             site=site,
             parameters=mask,
             related=tuple(related),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,14 +10,16 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import plural
+from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import MARK, node_of
-from gradient_doctor.readable import values_of
+from gradient_doctor.readable import is_finite, values_of
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.taint import tensors_in
 
 # infinities that are written on purpose: they mask
 _ON_PURPOSE = {"masked_fill", "masked_fill_", "full", "full_like", "tensor", "where", "fill_"}
+_GROWTH = 100.0  # of a loss, before it overflows
 _HINTS = {
     "div": "a division by zero",
     "log": "the logarithm of zero",
@@ -72,6 +75,9 @@ class NonFinite(Detector):
         self._steps: set[int] = set()
         self._good = False  # some backward was finite: a scaler has found its scale
         self._losses: dict[int, tuple[Birth, Site | None, int]] = {}  # step -> a loss that is none
+        self._diverged: tuple[int, Site | None] | None = None  # a step without a trace
+        self._first_loss: float | None = None
+        self._last_loss: float | None = None
         self._poisoned = False  # a step was taken with such gradients: all that follows is too
 
     def op(self, call: OpCall) -> None:
@@ -94,7 +100,7 @@ class NonFinite(Detector):
 
     def _birth(self, call: OpCall, output: Tensor, inherited: Birth | None) -> Birth | None:
         values = self.session.values(output)
-        if values is None or bool(values.isfinite().all()):
+        if values is None or is_finite(values):
             return None
         kind = "nan" if bool(values.isnan().any()) else "inf"
         if inherited is not None and (inherited.kind == kind or kind == "inf"):
@@ -110,6 +116,53 @@ class NonFinite(Detector):
         if not known:
             return ""
         return f" of values between {float(known[0].min()):.3g} and {float(known[0].max()):.3g}"
+
+    # steps without a trace
+
+    def backward_starts(self, backward: Backward) -> None:
+        """A loss on the CPU is read in every step: that costs nothing there."""
+        for root in backward.roots:
+            if root.device.type != "cpu" or root.numel() != 1 or self._diverged is not None:
+                continue
+            values = self.session.values(root)
+            if values is None or values.is_complex():
+                continue
+            loss = abs(float(values))
+            if math.isfinite(loss):
+                self._first_loss = loss if self._first_loss is None else self._first_loss
+                self._last_loss = loss
+            elif not self.session.record.checked and not self._bad and not self._losses:
+                self._diverged = (backward.step, backward.site)
+
+    def _say_diverged(self) -> None:
+        if self._diverged is None or self._scaled() or self._is_said():
+            return
+        if any(f.number == 27 for f in self.session.findings):
+            return
+        step, site = self._diverged
+        first, last = self._first_loss or 0.0, self._last_loss or 0.0
+        grew = last > _GROWTH * max(first, 1e-12)
+        births = [
+            birth_site(self.session.registry, o) for o in self.session.registry.optimizers.values()
+        ]
+        self.report(
+            27,
+            Severity.ERROR,
+            f"The loss is not finite from step {step} on.",
+            why=f"Its last value before was {last:.3g} (the first: {first:.3g})"
+            + (
+                ": the steps grow until they overflow, as they do when the learning rate is too "
+                "large for this loss."
+                if grew
+                else ". That step was not traced, so the operation is not known."
+            ),
+            fix="Lower the learning rate, scale the inputs, or clip the gradient."
+            if grew
+            else "Run with --mode trace to see the operation.",
+            site=(births[0] if grew and births else None) or site,
+            parameters=self.session.registry.owned,
+            related=(site,),
+        )
 
     # gradients
 
@@ -221,6 +274,7 @@ class NonFinite(Detector):
     def finish(self, error: BaseException | None) -> None:
         if self._scaled():
             self._always()
+        self._say_diverged()
 
     def _always(self) -> None:
         """No backward was finite. If a smaller scale may help, the steps that are skipped are the

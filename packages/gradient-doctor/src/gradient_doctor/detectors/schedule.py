@@ -45,6 +45,10 @@ class Rates:
     highest: float = 0.0
     low: int = 0  # updates at next to nothing of the highest rate
     lowest: float = float("inf")  # of these
+    made_with: float = 0.0  # the rate that the optimizer was made with
+    below: int = 0  # updates at next to nothing of that
+    first: float = 0.0
+    last: float = 0.0
     site: Site | None = None
     schedulers: weakref.WeakKeyDictionary[Any, Scheduler] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -70,6 +74,12 @@ class Schedule(Detector):
         known = [float(rate) for rate in groups if rate is not None]
         if known:
             rate = max(known)
+            if not rates.updates:
+                made_with = self.session.registry.first_rates.get(optimizer) or ()
+                rates.made_with = max([float(r) for r in made_with if r is not None], default=0.0)
+                rates.first = rate
+            rates.last = rate
+            rates.below += rate <= _NOTHING * rates.made_with
             if rates.highest > 0.0 and rate <= _NOTHING * rates.highest:
                 rates.low += 1
                 rates.lowest = min(rates.lowest, rate)
@@ -98,6 +108,9 @@ class Schedule(Detector):
         for optimizer, rates in list(self._rates.items()):
             if rates.updates >= _ENOUGH and 2 * rates.low > rates.updates:
                 self._taken_away(optimizer, rates)
+            # a warm-up that the run is too short for still rises
+            elif rates.below == rates.updates >= _ENOUGH and 0 < rates.last <= rates.first:
+                self._factor_for_rate(optimizer, rates)
             elif self.session.scaler is None:  # which may skip steps: that is torch's way
                 for scheduler in rates.kept:
                     self._out_of_step(optimizer, rates, scheduler)
@@ -130,6 +143,24 @@ class Schedule(Detector):
             site=stepped or made or rates.site,
             parameters=registry.bits(owned_by(optimizer)),
             related=(made, rates.site, birth_site(registry, optimizer)),
+        )
+
+    def _factor_for_rate(self, optimizer: Any, rates: Rates) -> None:
+        registry = self.session.registry
+        name = registry.optimizer_name(optimizer)
+        made = registry.scheduled_at.get(optimizer)
+        self.report(
+            31,
+            Severity.WARNING,
+            f"All {rates.updates} updates of the {called(name)} had next to nothing of its "
+            "learning rate.",
+            why=f"It was made with {rates.made_with:g}, and the schedule gave {rates.first:g} at "
+            f"first and {rates.last:g} at last: a function of LambdaLR that returns a rate, where "
+            "a factor is expected, multiplies the rate by itself.",
+            fix="Return a factor: 1.0 keeps the optimizer's learning rate.",
+            site=made or rates.site,
+            parameters=registry.bits(owned_by(optimizer)),
+            related=(rates.site, birth_site(registry, optimizer)),
         )
 
     def _out_of_step(self, optimizer: Any, rates: Rates, scheduler: Scheduler) -> None:

@@ -1,4 +1,4 @@
-"""Document 000: a batch whose responses are all empty makes a loss without a graph."""
+"""Document 000: lengths that come out as 0 leave a loss without a graph, two calls later."""
 
 import torch
 import torch.nn.functional as F
@@ -18,32 +18,42 @@ class Policy(nn.Module):
         return self.head(self.body(self.embed(tokens))[0])
 
 
-def sample(policy, longest):
+def sample(policy, padding):
+    """Prompts padded on the left, and four tokens after them."""
     tokens = torch.randint(1, VOCABULARY, (ROWS, PROMPT))
+    tokens[:, :padding] = 0
     with torch.no_grad():
-        for _ in range(longest):
+        for _ in range(4):
             law = torch.softmax(policy(tokens)[:, -1], dim=-1)
             tokens = torch.cat([tokens, torch.multinomial(law, 1)], dim=1)
-    return tokens
+    return tokens, (tokens != 0).long()
 
 
-def accumulate_sum_X(policy, tokens):
-    lengths = [row.numel() - PROMPT for row in tokens]
-    L_X = torch.zeros(())  # FAULT
+def response_lengths(mask, padded_width):
+    return [max(0, int(row.sum()) - padded_width) for row in mask]  # FAULT
+
+
+def accumulate_sum_X(policy, tokens, lengths):
+    L_X = torch.zeros(())
     for row, length in zip(tokens, lengths):
         if length == 0:
             continue
-        law = F.log_softmax(policy(row[None])[0, PROMPT - 1 : -1], dim=-1)
-        L_X = L_X - law.gather(-1, row[PROMPT:, None]).sum() / length
+        law = F.log_softmax(policy(row[None])[0, -length - 1 : -1], dim=-1)
+        L_X = L_X - law.gather(-1, row[-length:, None]).sum() / length
     L_X.backward()
+
+
+def step(policy, tokens, mask):
+    lengths = response_lengths(mask, PROMPT)
+    accumulate_sum_X(policy, tokens, lengths)
 
 
 def main():
     torch.manual_seed(0)
     policy = Policy()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    for longest in (4, 3, 0):
-        accumulate_sum_X(policy, sample(policy, longest))
+    for padding in (0, 1, 4):
+        step(policy, *sample(policy, padding))
         optimizer.step()
         optimizer.zero_grad()
 
