@@ -185,7 +185,7 @@ def test_extras_of_the_install_page_are_those_of_the_package():
 def test_exit_codes_of_the_page():
     rows = re.findall(r"^\| (\d+) \|", (DOCS / "reference" / "commands.md").read_text(), re.M)
     known = {0, 3, job.UNEXPECTED, job.BAD_INPUT, job.INTERRUPTED}
-    known |= {job.TERMINATED, job.HUNG_UP}
+    known |= {job.TERMINATED, job.HUNG_UP, job.CLOSED_PIPE}
     assert set(map(int, rows)) == known
 
 

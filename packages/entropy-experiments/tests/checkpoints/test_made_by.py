@@ -65,7 +65,8 @@ def test_a_refused_study_points_to_run_where_run_is_trusted(monkeypatch, gradien
         bound=True,
         has_gradient=True,
         reasons=(),
-        checkpoint=SimpleNamespace(recorded="update_batch"),
+        other_start="",
+        checkpoint=SimpleNamespace(recorded="update_batch", other_count=""),
         gradient_distance=lambda gradient: gradient_distance,
     )
     with pytest.raises(ValueError, match=advice):

@@ -189,9 +189,8 @@ def read_facts(folders: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str
 def _sign_of_a_record(folders: tuple[Path, ...]) -> Path | None:
     """What only a recorded run leaves, in the checkpoint or beside it; None: there is nothing."""
     for folder in folders[:-1] or folders:
+        # a batch may have been put there by hand, as entropy_probe.json may
         signs = [folder / name for name in sorted(OF_RECORDS - {BATCH})]
-        if (folder / FACTS_FILE).is_file():  # a batch alone may have been put there by hand
-            signs.append(folder / BATCH)
         if (sign := next((sign for sign in signs if sign.is_dir()), None)) is not None:
             return sign
     *inner, run = folders

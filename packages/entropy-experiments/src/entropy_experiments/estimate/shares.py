@@ -23,7 +23,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from entropy_experiments.types import Estimand, Estimate, Influence
-from entropy_experiments.types.estimate import CONFIDENCE
+from entropy_experiments.types.estimate import CONFIDENCE, NO_WIDTH
 
 NO_SPREAD = "every prompt gave the same: there is no spread to make an interval of"
 
@@ -65,7 +65,8 @@ def honest(estimate: Estimate) -> Estimate:
     """Without the interval of width 0 that equal prompts would have."""
     if estimate.interval is None or estimate.stderr:
         return estimate
-    return replace(estimate, interval=None, own_reasons=(*estimate.own_reasons, NO_SPREAD))
+    others = [reason for reason in estimate.own_reasons if reason != NO_WIDTH]
+    return replace(estimate, interval=None, own_reasons=(*others, NO_SPREAD))
 
 
 def share_by_prompt(share_P: Tensor, estimand: Estimand, *, trials: float) -> Estimate:

@@ -29,6 +29,9 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 MIN_PROMPTS = 5
+NO_WIDTH = (
+    "every unit gives exactly the same number: no spread can be seen, and the interval has no width"
+)
 CONFIDENCE = 0.95
 TINY = 1e-150
 
@@ -248,10 +251,7 @@ class Estimate:
             half = float(stdtrit(free, 0.5 + CONFIDENCE / 2)) * stderr
             interval = (value - half, value + half)
             if stderr == 0 and value != 0 and not may_be_zero:
-                own.append(
-                    "every unit gives exactly the same number: no spread can be seen, and the "
-                    "interval has no width"
-                )
+                own.append(NO_WIDTH)
         if noise_floor is not None and abs(value) < noise_floor and not may_be_zero:
             own.append(f"|{value:.3g}| is below the noise floor {noise_floor:.3g}")
         return cls(
