@@ -43,17 +43,14 @@ def accumulate_sum_X(policy, tokens, lengths):
     L_X.backward()
 
 
-def step(policy, tokens, mask):
-    lengths = response_lengths(mask, PROMPT)
-    accumulate_sum_X(policy, tokens, lengths)
-
-
 def main():
     torch.manual_seed(0)
     policy = Policy()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     for padding in (0, 1, 4):
-        step(policy, *sample(policy, padding))
+        tokens, mask = sample(policy, padding)
+        lengths = response_lengths(mask, PROMPT)
+        accumulate_sum_X(policy, tokens, lengths)
         optimizer.step()
         optimizer.zero_grad()
 
