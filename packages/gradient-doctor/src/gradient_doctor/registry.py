@@ -71,6 +71,8 @@ class Registry:
         self.scheduled_at: WeakIdKeyDictionary = (
             WeakIdKeyDictionary()
         )  # optimizer -> where its lr scheduler was made
+        # weights of constants -> the line that made them so
+        self.zeroed_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._random: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its first checksum
         self._names: dict[int, str] = {}
         self._modules: dict[int, str] = {}

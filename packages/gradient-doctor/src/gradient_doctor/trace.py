@@ -85,6 +85,8 @@ class Trace(TorchFunctionMode):
             result = func(*args, **kwargs)
             if name in _AFTER:
                 self._note(_AFTER[name], args)
+            elif name in _CONSTANT:
+                self._note(_zeroed, (kwargs.get("tensor"), *args))
             elif name in _RANDOM:  # torch passes these on by keyword
                 self._note(_initialised, (kwargs.get("tensor"), *args))
             return result
@@ -349,6 +351,13 @@ def _initialised(session: Session, args: Any) -> None:
         session.registry.initialised(tensor)
 
 
+def _zeroed(session: Session, args: Any) -> None:
+    tensor = next((a for a in args if a is not None), None)
+    if isinstance(tensor, nn.Parameter):
+        session.registry.zeroed_at[tensor] = session.here()
+
+
+_CONSTANT = {"torch.nn.init.zeros_", "torch.nn.init.constant_"}
 _RANDOM = {
     f"torch.nn.init.{name}_"
     for name in ("uniform", "normal", "trunc_normal", "kaiming_uniform", "kaiming_normal")

@@ -203,3 +203,11 @@ def test_a_prediction_of_one_element(tmp_path):
 )
 def test_a_label_for_all(tmp_path, line):
     snippets.nothing(tmp_path, snippets.loop(line))
+
+
+def test_raw_scores_where_probabilities_are_expected(tmp_path):
+    line = "loss = F.binary_cross_entropy(9 * head(body(x))[:, 0], (y > 0).float())  # FAULT"
+    examination, lines = snippets.look(tmp_path, snippets.loop(line))
+    (finding,) = snippets.serious(examination)
+    assert (finding.number, finding.site.line) == (18, lines[0])
+    assert "with_logits" in finding.fix

@@ -109,3 +109,25 @@ def test_one_step_alone_proves_only_what_no_training_changes(tmp_path):
     structural = FAULTS["softmax-over-one"][0]
     assert loop(tmp_path, **structural, steps=1).of(20)[0].severity == 3
     assert loop(tmp_path, **FAULTS["saturated"][0], steps=1).of(20)[0].severity == 1
+
+
+ZERO_WEIGHTS = """\
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+for p in model.parameters():
+    {init}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_weights_that_all_start_at_zero(tmp_path):
+    found = look(tmp_path, ZERO_WEIGHTS.format(init="nn.init.zeros_(p)  # HERE"))
+    assert "zeros are for biases" in found.one(20).fix
+
+
+def test_biases_that_start_at_zero(tmp_path):
+    look(tmp_path, ZERO_WEIGHTS.format(init="p.dim() > 1 or nn.init.zeros_(p)")).clean()

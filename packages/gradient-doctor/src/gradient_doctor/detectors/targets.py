@@ -339,6 +339,14 @@ def _explain(loss: str, prediction: Tensor, target: Tensor) -> tuple[str, str] |
             f"{loss} got a prediction {shape(prediction)} and a target {shape(target)}.",
             "Give the target one value for each value of the prediction.",
         )
+    if loss == "binary_cross_entropy" and prediction.numel() and target.shape == prediction.shape:
+        low, high = float(prediction.detach().min()), float(prediction.detach().max())
+        if low < 0 or high > 1:
+            return (
+                f"{loss} got predictions from {low:.3g} to {high:.3g}: raw scores, not "
+                "probabilities.",
+                "Use binary_cross_entropy_with_logits (BCEWithLogitsLoss), or apply sigmoid first.",
+            )
     if loss in _BINARY and not target.is_floating_point():
         return (f"{loss} got a target of {target.dtype}.", "Pass target.float().")
     return None

@@ -47,6 +47,7 @@ class Zeros(Detector):
         self._causes: dict[tuple[Site | None, str], Cause] = {}
         self._zeros = WeakIdKeyDictionary()  # all-zero tensor -> line where it became zero
         self._silent = WeakIdKeyDictionary()  # output of a dead layer -> why it is dead
+        self._from_zeros = WeakIdKeyDictionary()  # output of weights of zeros -> their line
         self._zero_steps: dict[int, set[int]] = {}
         self._alive = 0
         self._blame: dict[int, Cause] = {}
@@ -58,9 +59,14 @@ class Zeros(Detector):
         if not call.outputs:
             return
         result = call.outputs[0]
+        if call.short in ("zero_", "fill_") and isinstance(result, nn.Parameter):
+            self.session.registry.zeroed_at[result] = call.site
         if not result.requires_grad:
             self._follow_zero(call, result)
             return
+        weights = [t for t in call.inputs if isinstance(t, nn.Parameter) and t.dim() > 1]
+        if weights and not any(map(_any, weights)):
+            self._from_zeros[result] = self.session.registry.zeroed_at.get(weights[0])
         cause = self._cause(call, result)
         if cause is not None:
             self._causes.setdefault((call.site, call.name), cause)
@@ -106,6 +112,17 @@ class Zeros(Detector):
                 "One value minus its own mean is 0 whatever the value.",
                 "Normalise over the feature axis.",
                 structural=True,
+            )
+        if short in _RELU and not bool(value.any()):
+            made = self._from_zeros.get(source)
+            return Cause(
+                site,
+                f"Every input of this {short} is exactly 0.",
+                "The weights of the layer before it are all 0"
+                + (f", since {made}" if made is not None else "")
+                + ": its output does not depend on its input, and the slope at 0 is 0.",
+                "Start the weights with random values; zeros are for biases.",
+                made=made,
             )
         if short in _RELU and not bool(out.any()):
             return Cause(

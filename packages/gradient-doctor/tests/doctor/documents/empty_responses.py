@@ -49,7 +49,8 @@ def main():
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     for padding in (0, 1, 4):
         tokens, mask = sample(policy, padding)
-        accumulate_sum_X(policy, tokens, response_lengths(mask, PROMPT))
+        lengths = response_lengths(mask, PROMPT)
+        accumulate_sum_X(policy, tokens, lengths)
         optimizer.step()
         optimizer.zero_grad()
 
