@@ -265,15 +265,13 @@ def test_ranks_change_no_number(size, thorough):
 
 
 def _unsummed() -> list[float]:
-    with (
-        across(Ranks.all()),
-        mock.patch.object(Ranks, "all_reduce", lambda self, local: list(local())),
-    ):
-        w = World()
-        direction, *_ = compute_update_vector_adamw(
-            w.trained, w.batch, w.objective, w.optimizer, microbatch=MICROBATCH
-        )
-        scores = score_all(w.policy, w.policy.params, w.evaluation, microbatch=MICROBATCH)
+    with across(Ranks.all()):
+        w = World()  # with its sums: log-probs that are none are refused
+        with mock.patch.object(Ranks, "all_reduce", lambda self, local: list(local())):
+            direction, *_ = compute_update_vector_adamw(
+                w.trained, w.batch, w.objective, w.optimizer, microbatch=MICROBATCH
+            )
+            scores = score_all(w.policy, w.policy.params, w.evaluation, microbatch=MICROBATCH)
     return [norm(direction.gradient), float(scores.entropy_NS.sum())]
 
 
