@@ -1,6 +1,7 @@
 """Bad input gets an error that says what was got, what was expected, what to do."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -24,12 +25,14 @@ from entropy_experiments import (
     resampled,
 )
 from entropy_experiments.estimate.options import EstimatorOptions
+from entropy_experiments.loss_names import Loss
 from entropy_experiments.numerics.derivatives import pullback, pushforward
 from entropy_experiments.sampling.advantages import group_advantages
 from entropy_experiments.toy import BigramPolicy
 from entropy_experiments.types import AdamGroup, OptimizerState, check_params
 from entropy_experiments.update.adamw import adamw_direction
 from entropy_experiments.update.gradient import clip_factor, loss_gradient
+from entropy_experiments.update.objective import CLIPPED, UNCLIPPED
 from entropy_experiments.update.sgd import sgd_direction
 from oracles.cases import case, random_direction
 from oracles.enumeration import all_rollouts
@@ -283,6 +286,24 @@ def test_equal_rewards_without_a_baseline(oracle):
     )
     assert torch.equal(direction.total["table"], baseline.total["table"])
     assert float(direction.gradient["table"].abs().max()) == 0.0
+
+
+def test_a_loss_that_has_a_name_and_no_formula(oracle):
+    """A name added to the list alone must not fall into another loss's formula."""
+    rollouts = oracle.rollouts
+    batch = UpdateBatch(rollouts=rollouts, advantage_NS=torch.zeros(rollouts.tokens_NS.shape))
+    scores = oracle.policy.score(oracle.policy.params, rollouts)
+    objective = Objective()
+    object.__setattr__(objective, "loss", "gspo2")
+    with pytest.raises(ValueError, match=r"'gspo2' has a name .* no formula in Objective.token_w"):
+        objective.token_weights(batch)
+    weights = Objective().token_weights(batch)
+    with pytest.raises(ValueError, match=r"'gspo2' has a name .* no formula in Objective.weighted"):
+        objective.weighted(scores, batch, weights)
+
+
+def test_every_loss_is_clipped_or_not():
+    assert sorted((*CLIPPED, *UNCLIPPED)) == sorted(get_args(Loss))
 
 
 def test_objectives(oracle):

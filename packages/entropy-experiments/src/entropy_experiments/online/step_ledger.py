@@ -54,7 +54,6 @@ from entropy_experiments.results import INFLUENCE, numbers
 from entropy_experiments.types import Direction, Rollouts, UpdateBatch
 from entropy_experiments.update.live import live_direction, live_state
 
-"""Folder of the run directories, in the trainer's output folder."""
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 NAME = "eval_00"
 """The evaluation batch in the names of files."""

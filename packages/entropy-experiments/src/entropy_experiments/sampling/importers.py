@@ -51,7 +51,7 @@ def from_trl_inputs(
 
     `eos`: ids that end a response, to flag truncated ones (None: none is flagged). `pad`: needed
     only when the trainer masked truncated completions. `check_items=False` accepts a part of a
-    generation batch; the dapo loss then divides by other tokens than ours will.
+    generation batch; dapo and cispo then divide by other tokens than ours will.
     """
     parts = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     if not parts:
@@ -197,8 +197,8 @@ def _check_items(parts: Sequence[TrlInputs], counted: int) -> None:
             f"The trainer counted {int(items)} tokens in its generation batch, these "
             f"{len(parts)} microbatches have {counted}. Give every microbatch of the step "
             "(the whole of _buffered_inputs). With steps_per_generation other than "
-            "gradient_accumulation_steps, or several processes, pass check_items=False: all but "
-            "the dapo loss are exact then."
+            "gradient_accumulation_steps, or several processes, pass check_items=False: all losses "
+            "but dapo and cispo are exact then."
         )
 
 

@@ -40,6 +40,8 @@ from entropy_experiments.types import Scores, UpdateBatch
 
 UNCLIPPED = ("reinforce", "cispo", "sapo")
 """Losses in which no token's coefficient is zero for its ratio."""
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo")
+"""Losses of the clipped ratio. Every loss is in one of the two."""
 KL = Literal["k1", "k2", "k3"]
 
 
@@ -147,8 +149,10 @@ class Objective:
             if self.divisor is not None:
                 mean = torch.full_like(mean, self.divisor) * batch.rollouts.share / len(weight_N)
             per_token_N = weight_N / mean
-        else:
+        elif self.loss == "bnpo":
             per_token_N = share_N
+        else:
+            raise _without_formula(self.loss, "token_weights")
 
         def spread(x_N: Tensor) -> Tensor:
             return torch.where(counted_NS, x_N[:, None], 0.0)
@@ -175,7 +179,7 @@ class Objective:
             heat_NS = heat_NS.to(dtype)
             gate_NS = torch.sigmoid(heat_NS * (ratio_NS - 1)) * 4 / heat_NS
             token_loss_NS = -gate_NS * advantage_NS
-        else:
+        elif self.loss in CLIPPED:
             ratio_NS = self._ratio(logprob_NS, batch, dtype)
             low = None if self.clip_low is None else 1 - self.clip_low
             high = None if self.clip_high is None else 1 + self.clip_high
@@ -183,6 +187,8 @@ class Objective:
             if self.delta is not None:
                 ratio_NS = ratio_NS.clamp(max=self.delta)
             token_loss_NS = -torch.min(ratio_NS * advantage_NS, clipped_NS * advantage_NS)
+        else:
+            raise _without_formula(self.loss, "weighted")
         if self.beta:
             kl_NS = self._kl(logprob_NS, batch, dtype)
             if self.kl_ratio:
@@ -284,3 +290,10 @@ def _microbatch_share(batch: UpdateBatch, tokens_N: Tensor) -> Tensor:
 
 def _inside(x_NS: Tensor, response_NS: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(response_NS, x_NS.to(dtype), 0.0)
+
+
+def _without_formula(loss: str, where: str) -> ValueError:
+    return ValueError(
+        f"Loss {loss!r} has a name (loss_names) and no formula in Objective.{where}; expected one "
+        "for every name. Write it there."
+    )
