@@ -83,7 +83,7 @@ def test_what_cannot_be_sharded_is_refused():
         "measure": (
             2,
             ("approx_delta_h.method=central", "generation.top_p=0.9"),
-            "generation.top_p is 0.9 with checkpoint.sharding 'fsdp'; expected 1",
+            "sampling.top_p is 0.9 with checkpoint.sharding 'fsdp'; expected 1",
         ),
     }
     for verb, (ranks, more, said) in refused.items():
