@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -47,3 +51,31 @@ def test_the_sizes_of_a_training_are_those_of_all_ranks():
     words = ["train", "--dry-run", "--config", "entropy_probe_test_optimized"]
     assert "ranks 1," in invoke(words).stdout
     assert "ranks 2," in invoke(words, 0).stdout
+
+
+ENDS = """
+import atexit, sys
+from entropy_experiments.cli.job import leaving
+
+class Last:
+    def __del__(self):
+        print("the interpreter shut down")
+
+last = Last()
+atexit.register(print, "libraries cleaned up")
+with leaving():
+    print("done", end=" ")  # in a buffer until somebody flushes it
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("rank", "shut_down"), [(None, True), ("0", False), ("1", False)])
+def test_a_rank_leaves_before_the_interpreter_shuts_down(rank, shut_down):
+    """A thread of gloo's that releases a tensor during the shutdown aborts the process."""
+    env = {**os.environ, **TWO, **({} if rank is None else {"RANK": rank})}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3
+    assert "done libraries cleaned up" in done.stdout
+    assert ("the interpreter shut down" in done.stdout) == shut_down

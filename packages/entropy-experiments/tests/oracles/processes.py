@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,3 +34,11 @@ def _one(rank: int, size: int, folder: str, work: Callable[..., Any], args: tupl
         torch.save(work(*args), Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
+    end_process()
+
+
+def end_process() -> None:
+    """Leave without Python's shutdown, as commands do under torchrun (`cli.job.leaving`)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

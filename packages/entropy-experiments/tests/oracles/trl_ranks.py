@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from oracles.processes import end_process
+
 
 def on_trl_ranks(size: int, work: Callable[..., Any], *args: Any, patience: float) -> list[Any]:
     """`work(*args)` on every rank; what each returned. Every process must end with code 0."""
@@ -56,3 +58,4 @@ def _one(rank: int, size: int, folder: str, work: Callable[..., Any], args: tupl
         torch.save(work(*args), Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
+    end_process()

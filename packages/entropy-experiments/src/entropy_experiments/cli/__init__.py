@@ -93,7 +93,8 @@ def _root(
 
 def main() -> None:
     """The entry point `entropy-probe`."""
-    app(prog_name="entropy-probe")
+    with job.leaving():
+        app(prog_name="entropy-probe")
 
 
 __all__ = ["FINDINGS", "PACKAGE", "app", "ending", "main"]

@@ -18,6 +18,7 @@ Without torchrun nothing of this happens, and torch is not imported.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -289,6 +290,28 @@ def _leave_ranks() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Under torchrun the process ends here, without Python's own shutdown.
+
+    A thread of gloo's may still hold the last tensor of a collective. When it releases it while the
+    interpreter shuts down, Python ends that thread inside C++ code, and the process aborts
+    ("terminate called without an active exception") after all its work is done and written.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if end.code not in (None, DONE) and not isinstance(end.code, int):
+            raise  # a message, which Python prints
+        if "RANK" not in os.environ or not is_multi_process():
+            raise
+        atexit._run_exitfuncs()  # what libraries clean up
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(BrokenPipeError):
+                stream.flush()
+        os._exit(end.code or DONE)
 
 
 @contextmanager
