@@ -63,19 +63,20 @@ def covariance(batch, scores):
     rows = list(tokens(batch, scores))
     weight = sum(w for _, _, w, *_ in rows)
     mean_a = sum(w * a for _, _, w, a, *_ in rows) / weight
-    mean_l = sum(w * l for _, _, w, _, l, *_ in rows) / weight
-    return {(i, s): (a - mean_a) * (l - mean_l) for i, s, _, a, l, *_ in rows}
+    mean_logp = sum(w * logp for _, _, w, _, logp, *_ in rows) / weight
+    return {(i, s): (a - mean_a) * (logp - mean_logp) for i, s, _, a, logp, *_ in rows}
 
 
 def omega(batch, scores):
     return {
-        (i, s): a / exp(old) * exp(l) * (1 - exp(l)) * (l + h)
-        for i, s, _, a, l, h, old in tokens(batch, scores)
+        (i, s): a / exp(old) * exp(logp) * (1 - exp(logp)) * (logp + h)
+        for i, s, _, a, logp, h, old in tokens(batch, scores)
     }
 
 
 def s_star(batch, scores):
-    return {(i, s): exp(l) * (l + h) for i, s, _, _, l, h, _ in tokens(batch, scores)}
+    rows = tokens(batch, scores)
+    return {(i, s): exp(logp) * (logp + h) for i, s, _, _, logp, h, _ in rows}
 
 
 LOOPS = {"covariance": covariance, "omega": omega, "s_star": s_star}
@@ -152,7 +153,7 @@ def test_s_star_is_minus_the_slope_along_the_tokens_logit():
 
 
 def test_omega_is_the_push_on_the_tokens_own_logit_times_its_entropys_slope():
-    """d (A p / p_old) / dz = (A p / p_old) (1 - p), and -dH/dz = p (l + h): their product over p."""
+    """d (A p / p_old) / dz = (A p / p_old) (1 - p); -dH/dz = p (l + h): their product over p."""
     advantage_V = torch.tensor([1.0, -0.5, 0.25, 2.0], dtype=torch.float64)
     batch, scores, z_V = every_token(advantage_V)
     old_V = scores.logprob_NS[:, 1] - torch.tensor([0.2, -0.1, 0.0, 0.3], dtype=torch.float64)

@@ -73,7 +73,9 @@ def test_an_option_that_cannot_take_effect_is_refused(key):
 
 def test_the_message_says_what_the_record_has():
     config = parse_config({}).with_overrides(["batch_config.B_U=2", "data.responses_per_prompt=4"])
-    with pytest.raises(ConfigError, match=r"(?s)update_prompts: got 2,.* has 3\..*got 4,.* has 2\."):
+    with pytest.raises(
+        ConfigError, match=r"(?s)update_prompts: got 2,.* has 3\..*got 4,.* has 2\."
+    ):
         update_without_effect(config, batch(), FACTS)
 
 
@@ -109,7 +111,7 @@ def test_files_of_the_documents_still_run(tmp_path):
     config = load_config(file)
     (note,) = update_without_effect(config, batch(), FACTS)
     assert note.startswith("without effect: data.update_prompts, data.responses_per_prompt;")
-    with pytest.raises(ConfigError, match="--set: data.update_prompts: got 4"):
+    with pytest.raises(ConfigError, match=r"--set: data\.update_prompts: got 4"):
         update_without_effect(config.with_overrides(["batch_config.B_U=4"]), batch(), FACTS)
 
 
@@ -127,7 +129,9 @@ def test_evaluation_rollouts_have_their_own_keys():
     config = load_config().with_overrides(["data.evaluation_prompts=3"])
     assert evaluation_without_effect(config, batch()) == []
     config = load_config().with_overrides(["data.evaluation_prompts=8", "data.evaluation_split=a"])
-    with pytest.raises(ConfigError, match=r"(?s)evaluation_prompts: got 8,.* has 3.*_split: got 'a'"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)evaluation_prompts: got 8,.* has 3.*_split: got 'a'"
+    ):
         evaluation_without_effect(config, batch())
 
 
@@ -170,7 +174,9 @@ def test_saved_batches_decide_as_well(tmp_path):
     config = parse_config({}).with_overrides(sizes)
     gather(config.with_overrides([f"sampling.save={kept}"]), None)
     again = config.with_overrides([f"sampling.load={kept}"])
-    with pytest.raises(ConfigError, match=r"data\.max_resamples: got 0, .*leave sampling\.load out"):
+    with pytest.raises(
+        ConfigError, match=r"data\.max_resamples: got 0, .*leave sampling\.load out"
+    ):
         gather(again, None)
     again = again.replaced({"data.max_resamples": 5, "data.evaluation_prompts": 6})
     with pytest.raises(ConfigError, match=r"max_resamples"):  # 5 was asked for, too

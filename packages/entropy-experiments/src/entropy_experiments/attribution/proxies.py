@@ -21,7 +21,7 @@ from torch import Tensor
 from entropy_experiments.types import Scores, UpdateBatch
 
 Proxy = Callable[[UpdateBatch, Scores], Tensor]
-"""(batch, its scores as the loss sees them) -> [N, S]. Only tokens that the loss counts are read."""
+"""(batch, its scores as the loss sees them) -> [N, S], read where the loss counts tokens."""
 
 
 def covariance(batch: UpdateBatch, scores: Scores) -> Tensor:

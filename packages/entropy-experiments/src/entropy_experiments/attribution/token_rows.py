@@ -68,9 +68,7 @@ def token_rows(
         "stable": influence.stable_NS[where],
         "counted": influence.counted_NS[where],
         **{f"fold_{k}": per_token(fold_NS) for k, fold_NS in enumerate(influence.fold_KNS)},
-        **{
-            name: per_token(x_NS) for name, x_NS in proxy_columns(batch, influence.scores).items()
-        },
+        **{name: per_token(x_NS) for name, x_NS in proxy_columns(batch, influence.scores).items()},
     }
     rows: dict[str, Any] = {name: x_T.cpu().numpy() for name, x_T in columns.items()}
     text = [decode([token]) if decode is not None else "" for token in token_T.tolist()]

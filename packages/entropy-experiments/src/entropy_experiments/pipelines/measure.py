@@ -222,7 +222,9 @@ class EntropyMeasurements:
     def _repeat(
         self, plan: ExperimentPlan, etas: Sequence[float], seed: int, probed: OpenCheckpoint
     ) -> Stage:
-        drawn = self.config.data.evaluation_rollouts == "drawn" and self.config.sampling.load is None
+        drawn = (
+            self.config.data.evaluation_rollouts == "drawn" and self.config.sampling.load is None
+        )
         request = {"kind": "evaluation", "params": {"group": 1} if drawn else {}}
         config = self.config.replaced(
             {
