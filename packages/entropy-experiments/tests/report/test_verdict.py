@@ -18,8 +18,8 @@ from entropy_experiments.pipelines import probe_sampling
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 from entropy_experiments.pipelines.probe_inputs import gather
 from entropy_experiments.pipelines.training_facts import ASSUMED, training_facts
-from entropy_experiments.report.html.words import sampling_points
 from entropy_experiments.report.verdict import verdict
+from entropy_experiments.report.words import sampling_points
 from entropy_experiments.sampling.rollout_files import save_rollouts
 
 pytestmark = pytest.mark.naive

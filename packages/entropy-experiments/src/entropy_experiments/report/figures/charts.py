@@ -36,7 +36,6 @@ from entropy_experiments.report.figures.style import (
 )
 from entropy_experiments.report.html.influence_charts import WHISKERS
 from entropy_experiments.report.html.marks import cell_text, power_of, symmetric
-from entropy_experiments.report.html.words import unit_of
 from entropy_experiments.report.sections import (
     Book,
     BookRow,
@@ -50,6 +49,7 @@ from entropy_experiments.report.sections import (
     answered,
 )
 from entropy_experiments.report.trajectory import last_step, summed_changes
+from entropy_experiments.report.words import unit_of
 from entropy_experiments.results import Change, EvaluatedCheckpoint, EvaluationResult
 
 if TYPE_CHECKING:
