@@ -31,7 +31,8 @@ from safetensors.numpy import load_file
 from checkout import ROOT
 
 WORK = ROOT / "build" / "same_numbers"
-SMALL = "--set batch_config.B_E=16 --set batch_config.B_U=4 --set batch_config.G=4"
+SMALL = "--set batch_config.B_E=16"
+"""The update batch is the recorded one."""
 COMMANDS = {
     "run": "run",
     "run_snis": f"run {SMALL} --set importance.is_mode=snis",

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from entropy_experiments.pipelines.influence import certified
-from entropy_experiments.report.html.words import made_by_study, made_by_training
+from entropy_experiments.report.words import made_by_study, made_by_training
 from entropy_experiments.update.certificate import FingerprintCertificate
 
 pytestmark = pytest.mark.naive

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from entropy_experiments.checkpoints.recorded_step import MADE_STEP, read_recorded_step
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.report.html.words import made_by_training
+from entropy_experiments.report.words import made_by_training
 from entropy_experiments.results import ProbeResult
 from online.test_trl_matrix import probed, trained
 from oracles.tiny_grpo import grpo

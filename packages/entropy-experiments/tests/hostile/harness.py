@@ -38,15 +38,14 @@ MOST_LINES = 25
 HALF_WRITTEN = ("*.partial", "*.tmp", "*.part", "tmp*")
 SMALL = (
     "batch_config.B_E=5",
-    "batch_config.B_U=1",
-    "batch_config.G=2",
-    "batch_config.max_resample_attempts=0",
     "generation.max_new_tokens=2",
     "approx_delta_h.curvature=false",
     "estimator.eta_sweep=false",
     "detailed_logging.enabled=false",
 )
 """The cheapest probe there is."""
+DRAWN = ("batch_config.B_U=1", "batch_config.G=2", "batch_config.max_resample_attempts=0")
+"""Where its update batch is drawn: without effect on a recorded one, and refused there."""
 
 
 @dataclass(kw_only=True)
@@ -123,7 +122,10 @@ def probe(box: Box, *more: str, sets: Iterable[str] = (), checkpoint: Path | Non
     """Arguments of the cheapest `run` of the box's checkpoint."""
     where = checkpoint or (box.checkpoint if box.checkpoint.exists() else None)
     named = [] if where is None else ["--checkpoint", str(where)]
-    options = [word for one in (*SMALL, *sets) for word in ("--set", one)]
+    sets = tuple(sets)
+    recorded = where is None or (where / "update_batch").exists()
+    drawn = DRAWN if not recorded or "update.batch=drawn" in sets else ()
+    options = [word for one in (*SMALL, *drawn, *sets) for word in ("--set", one)]
     return ["run", *named, "--out", str(box.out), "--quiet", *options, *more]
 
 

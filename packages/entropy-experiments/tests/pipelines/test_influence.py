@@ -22,6 +22,8 @@ from entropy_experiments import (
     EntropyInfluenceRunner,
     what_if_from,
 )
+from entropy_experiments.attribution import proxies
+from entropy_experiments.attribution import token_rows as rows_module
 from entropy_experiments.attribution.analyze import analyze_step
 from entropy_experiments.attribution.finite import contributions
 from entropy_experiments.attribution.token_rows import token_rows
@@ -31,7 +33,6 @@ from entropy_experiments.estimate.measured import measured
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import shifted
 from entropy_experiments.pipelines.influence import files
-from entropy_experiments.pipelines.influence import runner as runner_module
 from entropy_experiments.pipelines.influence.stages import Study, in_words
 from entropy_experiments.pipelines.influence.store import RunDirectory, Stage, StageStore
 from entropy_experiments.pipelines.influence.summary_json import ledger_json
@@ -344,19 +345,41 @@ def test_a_table_with_another_column_is_written_again(study, tmp_path, monkeypat
 
     monkeypatch.setattr(files, "token_rows", with_column)
     if by == "version":
-        monkeypatch.setattr(runner_module, "TABLE_VERSION", files.TABLE_VERSION + 1)
+        monkeypatch.setattr(rows_module, "COLUMNS_VERSION", rows_module.COLUMNS_VERSION + 1)
     stages = {p.name: p.read_bytes() for p in (copy / "stages").iterdir()}
     EntropyInfluenceRunner(settings_in(copy), quiet=True).run(plan(copy), overwrite=by != "version")
     assert "new" in pyarrow.parquet.read_table(copy / "tokens.parquet").column_names
     assert {p.name: p.read_bytes() for p in (copy / "stages").iterdir()} == stages
 
 
+def test_a_new_proxy_alone_brings_its_column_into_a_finished_study(study, tmp_path, monkeypatch):
+    """One function listed: the key of the table changes, the table is made from the stages."""
+    folder, summary, _ = study
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+
+    def surprisal(_batch, scores):
+        return -scores.logprob_NS
+
+    before = rows_module.table_version()
+    monkeypatch.setattr(proxies, "PROXIES", (*proxies.PROXIES, surprisal))
+    assert rows_module.table_version() != before
+    stages = {p.name: p.read_bytes() for p in (copy / "stages").iterdir()}
+    again = EntropyInfluenceRunner(settings_in(copy), quiet=True).run(plan(copy))
+    table = pyarrow.parquet.read_table(copy / "tokens.parquet").to_pydict()
+    np.testing.assert_array_equal(table["proxy_surprisal"], -np.array(table["logprob"]))
+    assert {p.name: p.read_bytes() for p in (copy / "stages").iterdir()} == stages
+    assert again["evaluations"][0]["groups"] == summary["evaluations"][0]["groups"]
+
+
 def test_the_columns_of_the_table_are_those_of_its_version(study):
-    """Another column: raise TABLE_VERSION, so that studies of earlier programs get it."""
+    """A column that is no proxy: raise COLUMNS_VERSION, so that earlier studies get it."""
     folder, _, _ = study
-    names = pyarrow.parquet.read_table(folder / "tokens.parquet").column_names
-    assert files.TABLE_VERSION == 1
-    assert {re.sub(r"\d+$", "", name) for name in names} == {
+    names = set(pyarrow.parquet.read_table(folder / "tokens.parquet").column_names)
+    assert rows_module.COLUMNS_VERSION == 1
+    made = {f"proxy_{proxy.__name__}" for proxy in proxies.PROXIES}
+    assert made < names
+    assert {re.sub(r"\d+$", "", name) for name in names - made} == {
         *("rollout", "prompt", "position", "k", "token_id", "logprob", "probability", "entropy"),
         *("advantage", "reward", "old_logprob", "ref_logprob", "weight", "microbatch", "stderr"),
         *("coefficient_logprob", "coefficient_entropy", "slope_logprob", "slope_entropy"),

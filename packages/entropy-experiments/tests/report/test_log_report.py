@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from entropy_experiments import OfflineEntropyProbe, load_config
 from entropy_experiments.cli import app
-from entropy_experiments.report.html import books, words
+from entropy_experiments.report import words
+from entropy_experiments.report.html import books
 from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.from_log import UNKNOWN_UNIT, log_report
 from entropy_experiments.report.html.page import render

@@ -18,8 +18,8 @@ from entropy_experiments.pipelines import probe_sampling
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 from entropy_experiments.pipelines.probe_inputs import gather
 from entropy_experiments.pipelines.training_facts import ASSUMED, training_facts
-from entropy_experiments.report.html.words import sampling_points
 from entropy_experiments.report.verdict import verdict
+from entropy_experiments.report.words import sampling_points
 from entropy_experiments.sampling.rollout_files import save_rollouts
 
 pytestmark = pytest.mark.naive
@@ -31,14 +31,16 @@ EQUAL = {"reward.functions": ["constant_reward:zero"], "batch_config.max_resampl
 
 
 def run(tmp_path, changes=None, checkpoint=None):
-    small = {
+    changes = {
         "batch_config.B_E": 8,
-        "batch_config.B_U": 2,
-        "batch_config.G": 4,
         "memory_config.microbatch_size": 16,
         "detailed_logging.output_directory": str(tmp_path / "logs"),
+        **(changes or {}),
     }
-    config = parse_config({}).replaced({**small, **(changes or {})})
+    recorded = checkpoint is None or (checkpoint / "update_batch").exists()
+    if not recorded or changes.get("update.batch") == "drawn":
+        changes = {"batch_config.B_U": 2, "batch_config.G": 4, **changes}
+    config = parse_config({}).replaced(changes)
     return OfflineEntropyProbe(config, quiet=True).run_mixed_probe(checkpoint)
 
 
@@ -364,7 +366,8 @@ def test_the_reference_of_an_adapter_is_its_base(tmp_path):
 
 def small(tmp_path, *more: str):
     config = load_config("test_deltaH1.yaml").under(tmp_path)
-    return config.with_overrides(["batch_config.B_E=16", "batch_config.B_U=6", *more])
+    drawn = ["batch_config.B_U=6"] if "update.batch=drawn" in more else []
+    return config.with_overrides(["batch_config.B_E=16", *drawn, *more])
 
 
 def test_evaluation_prompts_are_none_that_the_update_used_or_tried(tmp_path, monkeypatch):

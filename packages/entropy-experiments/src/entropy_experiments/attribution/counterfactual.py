@@ -86,12 +86,6 @@ class Recorded:
     def ratios_are_one(self) -> bool:
         return float(self.log_ratio_NS.abs().max()) <= ROUNDING
 
-    @property
-    def covariance_NS(self) -> Tensor:
-        counted_NS, l_NS = self.batch.counted_NS, self.scores.logprob_NS
-        a_NS = self.batch.advantage_NS.to(l_NS)
-        return (a_NS - a_NS[counted_NS].mean()) * (l_NS - l_NS[counted_NS].mean())
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Counterfactual:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.attribution.counterfactual import ROUNDING, Counterfactual, Recorded
+from entropy_experiments.attribution.proxies import covariance
 from entropy_experiments.update.objective import UNCLIPPED, Objective
 
 SIGNS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -157,7 +158,7 @@ class ClipCov:
 
     def __call__(self, counterfactual: Counterfactual) -> Counterfactual:
         recorded = counterfactual.recorded
-        cov_NS = recorded.covariance_NS
+        cov_NS = covariance(recorded.batch, recorded.scores)
         open_NS = recorded.batch.counted_NS & (cov_NS > self.low) & (cov_NS < self.high)
         open_NS = open_NS & ~_clipped(recorded, counterfactual.objective)
         rows, columns = open_NS.nonzero(as_tuple=True)
@@ -189,12 +190,12 @@ class KLCov:
     def __call__(self, counterfactual: Counterfactual) -> Counterfactual:
         recorded = counterfactual.recorded
         counted_NS = recorded.batch.counted_NS
-        cov_NS = torch.where(counted_NS, recorded.covariance_NS, -torch.inf)
+        cov_NS = torch.where(counted_NS, covariance(recorded.batch, recorded.scores), -torch.inf)
         top = cov_NS.flatten().topk(_count(self.ratio, recorded)).indices
         # At ratio 1 the derivative of |l - l_old| is 0; what rounding leaves there has no sign.
         away = (recorded.log_ratio_NS.abs() > ROUNDING).flatten()
-        penalty_NS = torch.zeros_like(cov_NS)
-        penalty_NS.view(-1)[top] = torch.where(away[top], self.coef, 0.0).to(cov_NS)
+        penalty_NS = torch.zeros_like(recorded.scores.logprob_NS)
+        penalty_NS.view(-1)[top] = torch.where(away[top], self.coef, 0.0).to(penalty_NS)
         objective = replace(counterfactual.objective, clip_low=None, clip_high=None)
         counterfactual = replace(counterfactual, objective=objective, penalty_NS=penalty_NS)
         if recorded.ratios_are_one:
@@ -230,13 +231,8 @@ def _clipped(recorded: Recorded, objective: Objective) -> Tensor:
     """Tokens whose policy loss PPO's clip has made flat."""
     if objective.loss in UNCLIPPED:
         return torch.zeros_like(recorded.batch.counted_NS)
-    gap_NS = recorded.log_ratio_NS
-    if objective.loss == "rloo":
-        gap_NS = gap_NS.sum(1, keepdim=True).expand_as(gap_NS)
-    elif objective.ratio == "sequence":
-        tokens_N1 = recorded.batch.counted_NS.sum(1, keepdim=True).clamp_min(1)
-        gap_NS = (gap_NS.sum(1, keepdim=True) / tokens_N1).expand_as(gap_NS)
-    ratio_NS, a_NS = gap_NS.exp(), recorded.batch.advantage_NS
+    ratio_NS = objective.importance_ratio(recorded.scores.logprob_NS, recorded.batch)
+    a_NS = recorded.batch.advantage_NS
     clipped_NS = torch.zeros_like(recorded.batch.counted_NS)
     if objective.clip_high is not None:
         clipped_NS = clipped_NS | ((a_NS > 0) & (ratio_NS > 1 + objective.clip_high))

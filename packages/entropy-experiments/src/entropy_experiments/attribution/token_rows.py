@@ -1,20 +1,29 @@
 """One row per response token of the update batch: what tokens.parquet holds.
 
+Columns are what the step recorded and what `attribution.tokens` made of it; each function of
+`attribution.proxies` adds one. `table_version` changes with them.
+
 Numbers that do not exist are NaN: reward, old_logprob or ref_logprob that nobody recorded, and the
 stderr of a single fold. `microbatch` is then -1 and `text` empty. Rows are in order of rollout and
-position; tokens that the loss does not count have `counted` False and influence 0.
+position; tokens that the loss does not count have `counted` False, and influence and proxies 0.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from entropy_experiments.artifacts import digest_of
+from entropy_experiments.attribution import proxies
 from entropy_experiments.attribution.tokens import TokenInfluence
-from entropy_experiments.types import UpdateBatch
+from entropy_experiments.types import Scores, UpdateBatch
+
+COLUMNS_VERSION = 1
+"""Raise it when a column other than a proxy comes, goes or changes."""
 
 
 def token_rows(
@@ -59,10 +68,28 @@ def token_rows(
         "stable": influence.stable_NS[where],
         "counted": influence.counted_NS[where],
         **{f"fold_{k}": per_token(fold_NS) for k, fold_NS in enumerate(influence.fold_KNS)},
+        **{name: per_token(x_NS) for name, x_NS in proxy_columns(batch, influence.scores).items()},
     }
     rows: dict[str, Any] = {name: x_T.cpu().numpy() for name, x_T in columns.items()}
     text = [decode([token]) if decode is not None else "" for token in token_T.tolist()]
     return {**rows, "text": text}
+
+
+def proxy_columns(batch: UpdateBatch, scores: Scores) -> dict[str, Tensor]:
+    """[N, S] of every proxy; 0 where the loss does not count, as influence is."""
+    return {
+        f"proxy_{proxy.__name__}": torch.where(batch.counted_NS, proxy(batch, scores).double(), 0.0)
+        for proxy in proxies.PROXIES
+    }
+
+
+def table_version() -> str:
+    """What the columns are computed by: a finished study with another table is written again.
+
+    The text of the proxies is part of it, so that no number of a formula has to be raised by hand.
+    """
+    names = [proxy.__name__ for proxy in proxies.PROXIES]
+    return digest_of(COLUMNS_VERSION, names, inspect.getsource(proxies))
 
 
 def response_index(batch: UpdateBatch) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import PrivateAttr, ValidationError, model_validator
 
@@ -30,6 +30,21 @@ from entropy_experiments.config.yaml_dialect import parse_value
 
 FORWARD_PER_MICROBATCH = 8
 """Passes without gradient keep no activations; this many times more sequences fit."""
+
+
+TEMPLATE = "(template of the package)"
+"""Ends the name of a source that is no file of the user's."""
+
+
+class Setting(NamedTuple):
+    """A key that was set."""
+
+    value: Any
+    place: str
+    """The line of the file, the option or the call that set it."""
+    asked: bool
+    """Somebody chose this value: not a file that repeats the default, nor one in the documents'
+    dialect, whose keys say what a run of their time had."""
 
 
 class Config(Section):
@@ -90,6 +105,21 @@ class Config(Section):
     def source(self) -> str:
         """Where it was read from, in words."""
         return self._source
+
+    def setting(self, key: str) -> Setting | None:
+        """What set a dotted key of the schema; None: nothing, or a template of the package."""
+        spelling = self._origin.get(key, key)
+        written = look(self._given or {}, spelling)
+        value = look(self.dump(), key)
+        if written is MISSING or written is None:
+            return None
+        place = self._where.get(spelling, self._source)
+        if place != self._source and not place.startswith("line "):
+            return Setting(value, place, asked=True)
+        if self._source.endswith(TEMPLATE):
+            return None
+        asked = spelling == key and value != look(_defaults(), key)
+        return Setting(value, place, asked=asked)
 
     @property
     def forward_batch_size(self) -> int:

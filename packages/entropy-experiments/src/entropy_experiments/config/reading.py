@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from entropy_experiments.config.fields import Section
-from entropy_experiments.config.model import Config, validated
+from entropy_experiments.config.model import TEMPLATE, Config, validated
 from entropy_experiments.config.problems import ConfigError
 from entropy_experiments.config.yaml_dialect import parse_text
 from entropy_experiments.input_errors import check_regular, expand_path
@@ -194,7 +194,7 @@ def read_text(path: str | Path, *, offered: str | None = None) -> tuple[str, str
     pure = PurePath(path)
     name = pure.name if pure.suffix else f"{pure.name}.yaml"
     if pure.parent.as_posix() in TEMPLATE_FOLDERS and name in template_names():
-        return f"{name} (template of the package)", template_text(name)
+        return f"{name} {TEMPLATE}", template_text(name)
     offered = offered or (
         f"Templates of the package, which need no folder: {', '.join(template_names())}."
     )

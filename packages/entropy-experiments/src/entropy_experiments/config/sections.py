@@ -85,7 +85,9 @@ class Data(Section):
     evaluation_rollouts: Literal["drawn", "recorded"] = "drawn"
     """recorded: the very rollouts that the callback probed this step with, instead of new ones."""
     update_rollouts: Literal["auto", "recorded", "drawn"] = "auto"
-    """The update batch that training recorded, or a drawn one. auto: recorded if there is one."""
+    """The update batch that training recorded, or a drawn one. auto: recorded if there is one. A
+    recorded batch has its own prompts, responses and advantages: keys for drawing another are then
+    refused."""
     resample_equal_rewards: bool = True
     """Draw another prompt for a group whose rewards are all equal: its advantages are zero."""
     zero_advantage_tolerance: NotNegative = 1e-8

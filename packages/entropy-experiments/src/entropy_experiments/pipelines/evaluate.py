@@ -281,7 +281,7 @@ def _plotted(result: EvaluationResult, store: EvaluationStore, say: Say) -> str 
     if not can_draw():
         say(f"no plot: {NEEDED}")
         return None
-    from entropy_experiments.report.figures.evaluation import evaluation_image
+    from entropy_experiments.report.figures.charts import evaluation_image
 
     write_whole(store.folder / PLOT, evaluation_image(result))
     return PLOT

@@ -222,12 +222,16 @@ class EntropyMeasurements:
     def _repeat(
         self, plan: ExperimentPlan, etas: Sequence[float], seed: int, probed: OpenCheckpoint
     ) -> Stage:
+        drawn = (
+            self.config.data.evaluation_rollouts == "drawn" and self.config.sampling.load is None
+        )
+        request = {"kind": "evaluation", "params": {"group": 1} if drawn else {}}
         config = self.config.replaced(
             {
                 "sampling.seed": seed,
                 "sampling.save": str(self.config.rollout_folder / f"repeat_{seed}"),
                 "influence.update_batch": {},
-                "influence.evaluation_batches": [{"kind": "evaluation", "params": {"group": 1}}],
+                "influence.evaluation_batches": [request],
                 "influence.reward": False,
                 "influence.what_if": [],
             },

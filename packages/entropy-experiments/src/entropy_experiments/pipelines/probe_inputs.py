@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,11 @@ from entropy_experiments.pipelines.probe_sampling import (
     prompts_of,
 )
 from entropy_experiments.pipelines.training_facts import TrainingFacts
+from entropy_experiments.pipelines.without_effect import (
+    FixedBatch,
+    evaluation_without_effect,
+    update_without_effect,
+)
 from entropy_experiments.sampling.generate import UNITS
 from entropy_experiments.sampling.rollout_files import (
     load_rollouts,
@@ -262,7 +267,7 @@ def gather(
     )
     sampler = Sampler(config, probed, quiet=say is None, units=units)
     with timed(timing, "sampling"):
-        made = made_already(config, checkpoint, sampler)
+        made = made_already(config, probed, sampler)
         taken = set() if made is None else prompts_of(made[0].rollouts)
         again = recorded_evaluation(config, checkpoint)
         # E before U: prompts that U tries and drops for equal rewards must not fill E.
@@ -276,7 +281,7 @@ def gather(
             drawn, said = sampler.update(prompts)
             made = (drawn, False, said)
         update, real, notes = made
-        notes = [*notes, *sampler.notes]
+        notes = [*notes, *evaluation_notes(config, evaluation), *sampler.notes]
         shared = prompts & prompts_of(update.rollouts)
         if again is None:
             refuse_shared(shared)
@@ -429,22 +434,54 @@ def timed(timing: dict[str, float], name: str) -> Iterator[None]:
 
 
 def made_already(
-    config: Config, checkpoint: Checkpoint, sampler: Sampler
+    config: Config, probed: OpenCheckpoint, sampler: Sampler, used: Collection[str] = ()
 ) -> tuple[UpdateBatch, bool, list[str]] | None:
-    """(batch, whether training made it, notes); None when one has to be drawn."""
+    """(batch, whether training made it, notes); None when one has to be drawn.
+
+    `used`: keys that score a drawn batch, and that the command needs for something else.
+    """
+    checkpoint = probed.checkpoint
     if config.data.update_rollouts != "drawn" and checkpoint.recorded is not None:
         batch, meta = load_update_batch(checkpoint.recorded)
         where = f"The update batch in {checkpoint.recorded}"
         refuse_foreign(batch, meta, checkpoint, checkpoint.recorded)
         _refuse_other_step(where, meta.get("step"), checkpoint)
-        return batch, True, []
+        fixed = FixedBatch(
+            what=f"the update batch is the one that training recorded in {checkpoint.recorded}",
+            instead="draw a batch, for a hypothetical step: data.update_rollouts: drawn",
+            rollouts=batch.rollouts,
+        )
+        return batch, True, update_without_effect(config, fixed, probed.facts.read, used)
     if config.data.update_rollouts == "recorded":
         raise FileNotFoundError(
             f"No recorded update batch beside {checkpoint.path}; expected a folder update_batch/. "
             "Record training, or let the probe draw one: data.update_rollouts: drawn."
         )
     saved = sampler.saved_update()
-    return None if saved is None else (saved[0], False, saved[1])
+    if saved is None:
+        return None
+    batch, notes = saved
+    fixed = FixedBatch(
+        what=f"the update batch is the one in {config.sampling.load} (sampling.load)",
+        instead="leave sampling.load out",
+        rollouts=batch.rollouts,
+    )
+    # How rewards were scaled is not in the files of a drawn batch.
+    return batch, False, notes + update_without_effect(config, fixed, {}, used)
+
+
+def evaluation_notes(config: Config, evaluation: Rollouts) -> list[str]:
+    """On keys that would draw evaluation rollouts, where these were recorded or saved."""
+    if config.data.evaluation_rollouts == "recorded":
+        what, instead = "recorded in training", "draw some: data.evaluation_rollouts: drawn"
+    elif config.sampling.load is not None:
+        what, instead = f"in {config.sampling.load} (sampling.load)", "leave sampling.load out"
+    else:
+        return []
+    what = f"the evaluation rollouts are those {what}"
+    return evaluation_without_effect(
+        config, FixedBatch(what=what, instead=instead, rollouts=evaluation)
+    )
 
 
 def weights_of_batch(checkpoint: Checkpoint) -> str | None:

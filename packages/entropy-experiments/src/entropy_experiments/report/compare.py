@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 import yaml
 
 from entropy_experiments.config import renamed
-from entropy_experiments.report.html import words
+from entropy_experiments.report import words
 from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.from_log import UNKNOWN_UNIT
 from entropy_experiments.report.sections import ReportData, RunKind, WeightsRow, as_number

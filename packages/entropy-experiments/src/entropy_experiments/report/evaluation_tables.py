@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from entropy_experiments.report.html import words
+from entropy_experiments.report import words
 from entropy_experiments.results import AnyNumber, EvaluationResult
 
 TOKENS_SHOWN = 8

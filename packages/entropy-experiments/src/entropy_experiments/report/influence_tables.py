@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import cast
 
-from entropy_experiments.report.amounts import cell, contains_zero, left_over, spoken, value_of
-from entropy_experiments.report.html import words
+from entropy_experiments.report import words
+from entropy_experiments.report.words import cell, contains_zero, left_over, spoken, value_of
 from entropy_experiments.results import (
     AnyNumber,
     Confirmation,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, cast
 
-from entropy_experiments.report.html import words
+from entropy_experiments.report import words
 from entropy_experiments.report.influence_tables import LINE_NAMES
 from entropy_experiments.report.sections import measured_again
 from entropy_experiments.results import (

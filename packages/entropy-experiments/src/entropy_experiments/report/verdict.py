@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from entropy_experiments.findings import Findings
-from entropy_experiments.report.amounts import AGREEMENT
+from entropy_experiments.report.words import AGREEMENT
 from entropy_experiments.results import DIFFERENTIATED
 from entropy_experiments.types import Estimate
 

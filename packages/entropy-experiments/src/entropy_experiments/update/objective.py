@@ -169,18 +169,18 @@ class Objective:
         if self.loss == "reinforce":
             token_loss_NS = -advantage_NS * logprob_NS
         elif self.loss == "cispo":
-            ratio_NS = self._ratio(logprob_NS, batch, dtype).detach()
+            ratio_NS = self.importance_ratio(logprob_NS, batch).detach()
             if self.clip_high is not None:
                 ratio_NS = ratio_NS.clamp(max=self.clip_high)
             token_loss_NS = -ratio_NS * advantage_NS * logprob_NS
         elif self.loss == "sapo":
-            ratio_NS = self._ratio(logprob_NS, batch, dtype)
+            ratio_NS = self.importance_ratio(logprob_NS, batch)
             heat_NS = torch.where(advantage_NS > 0, self.sapo_positive, self.sapo_negative)
             heat_NS = heat_NS.to(dtype)
             gate_NS = torch.sigmoid(heat_NS * (ratio_NS - 1)) * 4 / heat_NS
             token_loss_NS = -gate_NS * advantage_NS
         elif self.loss in CLIPPED:
-            ratio_NS = self._ratio(logprob_NS, batch, dtype)
+            ratio_NS = self.importance_ratio(logprob_NS, batch)
             low = None if self.clip_low is None else 1 - self.clip_low
             high = None if self.clip_high is None else 1 + self.clip_high
             clipped_NS = ratio_NS if low is None and high is None else ratio_NS.clamp(low, high)
@@ -192,7 +192,7 @@ class Objective:
         if self.beta:
             kl_NS = self._kl(logprob_NS, batch, dtype)
             if self.kl_ratio:
-                kl_NS = kl_NS * self._ratio(logprob_NS, batch, dtype)
+                kl_NS = kl_NS * self.importance_ratio(logprob_NS, batch)
             token_loss_NS = token_loss_NS + self.beta * kl_NS
         loss = (policy_NS * token_loss_NS).sum()
         if self.entropy_coef:
@@ -200,7 +200,10 @@ class Objective:
             loss = loss - self.entropy_coef * bonus_NS.sum()
         return loss
 
-    def _ratio(self, logprob_NS: Tensor, batch: UpdateBatch, dtype: torch.dtype) -> Tensor:
+    def importance_ratio(self, logprob_NS: Tensor, batch: UpdateBatch) -> Tensor:
+        """r of the module docstring, by token, by sequence or of the whole rollout."""
+        dtype = logprob_NS.dtype
+        logprob_NS = _inside(logprob_NS, batch.counted_NS, dtype)
         if batch.old_logprob_NS is None:
             old_NS = logprob_NS.detach()
         else:

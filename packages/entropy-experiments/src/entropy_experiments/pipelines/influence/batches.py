@@ -20,7 +20,7 @@ from torch import Tensor
 
 from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.interventions import Objected
-from entropy_experiments.config import Config
+from entropy_experiments.config import Config, ConfigError
 from entropy_experiments.config.sections import BatchRequest, Workspace
 from entropy_experiments.distributed import current
 from entropy_experiments.pipelines import probe_inputs
@@ -51,6 +51,7 @@ from entropy_experiments.pipelines.probe_sampling import (
     response_ids,
 )
 from entropy_experiments.pipelines.training_facts import reward_of
+from entropy_experiments.pipelines.without_effect import FixedBatch, update_without_effect
 from entropy_experiments.sampling.datasets import Problem, load_problems
 from entropy_experiments.sampling.rewards import Reward
 from entropy_experiments.sampling.rollout_files import (
@@ -201,11 +202,21 @@ class _Maker:
     def _workspace(self, workspace: Workspace) -> Made | None:
         """The update batch; None: it is to be drawn, after E."""
         if workspace.load_path is not None:
-            return self.given.folder(Path(workspace.load_path), "influence.update_batch.load_path")
+            where = "influence.update_batch.load_path"
+            made = self.given.folder(Path(workspace.load_path), where)
+            fixed = FixedBatch(
+                what=f"the update batch is the one in {workspace.load_path} ({where})",
+                instead=f"leave {where} out",
+                rollouts=made.batch.rollouts,
+            )
+            notes = update_without_effect(self.config, fixed, {}, self._used_elsewhere)
+            return replace(made, notes=(*made.notes, *notes))
         params = workspace_params(workspace)
         where = "influence.update_batch.params"
         if isinstance(params, WorkspaceUpdate):
-            made = probe_inputs.made_already(self.config, self.probed.checkpoint, self.sampler)
+            made = probe_inputs.made_already(
+                self.config, self.probed, self.sampler, self._used_elsewhere
+            )
             if made is None:
                 return None
             batch, real, notes = made
@@ -218,6 +229,13 @@ class _Maker:
         if workspace.kind == "custom_prompts":
             return self._answered(_custom(params))
         return self.given.update(params, where)
+
+    @property
+    def _used_elsewhere(self) -> tuple[str, ...]:
+        """Keys that score evaluation rollouts, or rebuild the step without a rollout."""
+        influence = self.config.influence
+        rewards = ("data.reward_functions", "data.reward_weights") if influence.reward else ()
+        return (*rewards, *(["update.advantage"] if influence.leave_one_out else []))
 
     def _answered(self, problems: Sequence[Problem]) -> Made:
         """G answers to each of these problems, whatever their rewards."""
@@ -247,13 +265,15 @@ class _Maker:
         if isinstance(params, EvaluationDrawn):
             again = probe_inputs.recorded_evaluation(self.config, self.probed.checkpoint)
             if again is not None:
-                return self._probed_with(name, request, again, avoid)
+                notes = self._as_they_are(again, params, where)
+                return self._probed_with(name, request, again, avoid, notes)
             if self.config.sampling.load is not None:
                 rollouts = self.sampler.evaluation(avoid)
                 note = f"evaluation rollouts reused from {self.config.sampling.load}, unscored"
                 self._refuse_shared(avoid, rollouts, "sampling.load")
+                notes = (note, *self._as_they_are(rollouts, params, where))
                 return EvaluationBatch(
-                    name=name, request=request, rollouts=rollouts, reward_N=None, notes=(note,)
+                    name=name, request=request, rollouts=rollouts, reward_N=None, notes=notes
                 )
             batch = self.config.data
             split = params.split or batch.evaluation_split
@@ -265,11 +285,31 @@ class _Maker:
             problems = _custom(params)
         return self._asked(name, request, problems, params.group, avoid, where)
 
+    def _as_they_are(
+        self, rollouts: Rollouts, params: EvaluationDrawn, where: str
+    ) -> tuple[str, ...]:
+        """Notes on settings that would draw others than these recorded or saved rollouts."""
+        if params.model_fields_set:
+            raise ConfigError(
+                where,
+                [
+                    f"{name}: has no effect on evaluation rollouts that are not drawn. Leave it "
+                    "out, or draw some: data.evaluation_rollouts: drawn, without sampling.load."
+                    for name in sorted(params.model_fields_set)
+                ],
+            )
+        return tuple(probe_inputs.evaluation_notes(self.config, rollouts))
+
     def _probed_with(
-        self, name: str, request: BatchRequest, rollouts: Rollouts, avoid: set[PromptIds]
+        self,
+        name: str,
+        request: BatchRequest,
+        rollouts: Rollouts,
+        avoid: set[PromptIds],
+        more: tuple[str, ...],
     ) -> EvaluationBatch:
         """The rollouts that this step was probed with in training."""
-        notes = ["evaluation rollouts are those that the step was probed with in training"]
+        notes = ["evaluation rollouts are those that the step was probed with in training", *more]
         shared = len(prompts_of(rollouts) & avoid)
         if shared:
             notes.append(

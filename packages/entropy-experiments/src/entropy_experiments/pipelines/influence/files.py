@@ -62,9 +62,6 @@ from entropy_experiments.study_files import ArrayFacts, NewFiles
 from entropy_experiments.types import UpdateBatch
 
 TABLE_FACTS = b"entropy_experiments.table"
-TABLE_VERSION = 1
-"""Raise it when a column comes, goes or changes: a study with the earlier table is then written
-again, from its stored stages."""
 GROUPS: tuple[By, ...] = (
     "advantage_probability",
     "prompt",

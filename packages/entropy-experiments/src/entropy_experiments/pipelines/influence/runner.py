@@ -21,13 +21,14 @@ from typing import Any
 
 from entropy_experiments.artifacts import digest_of
 from entropy_experiments.attribution import whatif
+from entropy_experiments.attribution.token_rows import table_version
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import Config, as_config
 from entropy_experiments.config.sections import BatchRequest
 from entropy_experiments.config.sections import Workspace as WorkspaceSpec
 from entropy_experiments.distributed import current
 from entropy_experiments.pipelines.influence.batches import check_requests, gather_study
-from entropy_experiments.pipelines.influence.files import TABLE_FACTS, TABLE_VERSION, StudyFiles
+from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFiles
 from entropy_experiments.pipelines.influence.results import study_results
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
 from entropy_experiments.pipelines.influence.store import RunDirectory, open_run
@@ -173,7 +174,7 @@ class EntropyInfluenceRunner:
             questions = influence.model_dump(mode="json", include=set(QUESTIONS))
             # Drawings are made up for once matplotlib is there.
             questions["plots"] = influence.plots and can_draw()
-            key = digest_of(study_key, questions, {"table": TABLE_VERSION})
+            key = digest_of(study_key, questions, {"table": table_version()})
             place = influence.folder
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)

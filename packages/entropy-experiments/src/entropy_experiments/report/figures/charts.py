@@ -1,35 +1,56 @@
-"""Figures of one run: its entropy over the steps, the step's curve, its ledger, the what-ifs.
+"""Figures for papers: of one run, of what changed its entropy, and of checkpoints over steps.
 
 trajectory   fresh rollouts, and the changes summed from the first checkpoint on
 curve        predicted against measured over the step size, with noise floor and linear range
 ledger       a waterfall: from zero to the prediction by lines, and on to the measurement
 what_if      the step as it was and every other step: predicted and, where made, measured
+rollouts     every update rollout, from most destroying to most creating
+points       every token by probability and advantage; cells: the sums of its groups
+matrix       whom each update rollout moved
+evaluation   checkpoints: passes, form, length, entropy; a panel each
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from entropy_experiments.report.figures.style import (
     ACCENT,
     CREATE,
     DESTROY,
+    DIVERGING,
     FLOOR,
     INK,
     LINE,
     MUTED,
     UNSURE,
     WASH,
+    image,
     in_units,
     legend_above,
     panels,
+    paper_style,
     whiskers,
     zero_line,
 )
-from entropy_experiments.report.sections import Book, BookRow, Curve, Steps, WhatIfSection, answered
+from entropy_experiments.report.html.influence_charts import WHISKERS
+from entropy_experiments.report.html.marks import cell_text, power_of, symmetric
+from entropy_experiments.report.sections import (
+    Book,
+    BookRow,
+    CovarianceCells,
+    CovarianceSection,
+    Curve,
+    MatrixSection,
+    RolloutsSection,
+    Steps,
+    WhatIfSection,
+    answered,
+)
 from entropy_experiments.report.trajectory import last_step, summed_changes
-from entropy_experiments.results import Change
+from entropy_experiments.report.words import unit_of
+from entropy_experiments.results import Change, EvaluatedCheckpoint, EvaluationResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,6 +61,9 @@ BAR = 0.62
 TITLES = {"entropy": "entropy", "reward": "expected reward"}
 ANSWER_ROW = 0.26
 LONGEST = 28
+COLOURS = (ACCENT, DESTROY, CREATE, MUTED, INK)
+NAMED = 12
+"""Checkpoints whose names fit under an axis."""
 
 
 def trajectory_figure(run: Steps, *, columns: int) -> Figure:
@@ -249,3 +273,195 @@ def what_if_figure(section: WhatIfSection, *, columns: int) -> Figure | None:
 def _short(name: str) -> str:
     shown = "".join(letter if letter.isprintable() else "?" for letter in name)
     return shown if len(shown) <= LONGEST else shown[: LONGEST - 1] + "…"
+
+
+def rollouts_figure(section: RolloutsSection, *, columns: int) -> Figure:
+    """Every update rollout, from most destroying to most creating."""
+    figure, (axes,) = panels(1, columns=columns, height=2.2)
+    rows = section["rows"]
+    size = 4.0 if len(rows) <= 60 else 2.5 if len(rows) <= 600 else 1.2
+    kinds = (
+        ("lowers", DESTROY, lambda row: row.get("stable") and row["value"] < 0),
+        ("raises", CREATE, lambda row: row.get("stable") and row["value"] > 0),
+        ("sign unsure", UNSURE, lambda row: not row.get("stable")),
+    )
+    zero_line(axes)
+    entries = 0
+    for name, colour, keep in kinds:
+        some = [(place, row) for place, row in enumerate(rows, start=1) if keep(row)]
+        if not some:
+            continue
+        errors = [row.get("stderr") or 0.0 for _, row in some] if len(rows) <= WHISKERS else None
+        axes.errorbar(
+            [place for place, _ in some],
+            [row["value"] for _, row in some],
+            yerr=errors,
+            fmt="o",
+            markersize=size,
+            markeredgewidth=0,
+            color=colour,
+            elinewidth=0.7,
+            label=name,
+        )
+        entries += 1
+    axes.set_xlabel(f"{len(rows)} update rollouts, in order of influence")
+    axes.set_xlim(0, len(rows) + 1)
+    spread = [abs(row["value"]) + (row.get("stderr") or 0.0) for row in rows]
+    in_units(axes.yaxis, spread, "influence", "nats")
+    legend_above(axes, max(1, entries))
+    return figure
+
+
+def points_figure(section: CovarianceSection, *, columns: int) -> Figure:
+    """Single tokens: influence against probability, by the advantage's sign."""
+    figure, (axes,) = panels(1, columns=columns, height=2.4)
+    at = section["points"]
+    tokens = list(zip(at["probability"], at["influence"], at["advantage"], at["stable"]))
+    kinds = (
+        ("sign unsure", ".", UNSURE, UNSURE, lambda a, sure: not sure),
+        ("advantage < 0", "v", "none", INK, lambda a, sure: sure and a < 0),
+        ("advantage > 0", "^", INK, INK, lambda a, sure: sure and a >= 0),
+    )
+    zero_line(axes)
+    for name, marker, face, edge, keep in kinds:
+        some = [(p, v) for p, v, a, sure in tokens if keep(a, sure)]
+        if some:
+            axes.scatter(
+                *zip(*some),
+                s=9,
+                marker=marker,
+                facecolors=face,
+                edgecolors=edge,
+                linewidths=0.5,
+                alpha=0.65,
+                label=name,
+                rasterized=len(tokens) > 2_000,
+            )
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_xlabel("probability of the token")
+    in_units(axes.yaxis, at["influence"], "influence", "nats")
+    legend_above(axes, 3)
+    return figure
+
+
+def cells_figure(section: CovarianceCells, *, columns: int) -> Figure:
+    """Sums over cells of probability and advantage: the covariance picture."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    sums, counts = section["influence"], section["tokens"]
+    figure, (axes,) = panels(1, columns=columns, height=0.9 + 0.27 * len(sums))
+    power, ends = power_of(sums), symmetric(sums, 1.0)
+    shown = [
+        [float("nan") if not count else value for value, count in zip(*row)]
+        for row in zip(sums, counts)
+    ]
+    colours = LinearSegmentedColormap.from_list("influence", DIVERGING)
+    axes.pcolormesh(
+        shown,
+        cmap=colours,
+        vmin=ends.get("zmin", -1),
+        vmax=ends.get("zmax", 1),
+        edgecolors="white",
+        linewidth=1.5,
+    )
+    for y, (row, count_row) in enumerate(zip(sums, counts)):
+        for x, (value, count) in enumerate(zip(row, count_row)):
+            if count:
+                text = cell_text(value / 10.0**power)
+                axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=6)
+    places = range(len(section["probability"]))
+    axes.set_xticks([x + 0.5 for x in places], section["probability"], fontsize=6)
+    axes.set_yticks([y + 0.5 for y in range(len(sums))], section["advantage"], fontsize=6)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_xlabel(f"probability (sums in {unit_of(power)}nats)")
+    axes.set_ylabel("advantage")
+    return figure
+
+
+def matrix_figure(section: MatrixSection, *, columns: int) -> Figure:
+    """Contributions of pairs; rows and columns in order of their sums."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    values = section["values"]
+    figure, (axes,) = panels(1, columns=columns, height=2.5)
+    # Single pairs are extreme: the colour is full where one in a hundred is larger.
+    ends = symmetric(values, 0.99)
+    drawn = axes.imshow(
+        values,
+        cmap=LinearSegmentedColormap.from_list("influence", DIVERGING),
+        vmin=ends.get("zmin", -1),
+        vmax=ends.get("zmax", 1),
+        aspect="auto",
+        interpolation="nearest",
+    )
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_xlabel(f"{section['shape'][1]} update rollouts, by their sums")
+    axes.set_ylabel(f"{section['shape'][0]} evaluation rollouts")
+    bar = figure.colorbar(drawn, ax=axes, fraction=0.05, pad=0.02, aspect=30)
+    bar.outline.set_visible(False)
+    in_units(bar.ax.yaxis, [ends.get("zmax")], "contribution", "nats")
+    return figure
+
+
+def evaluation_image(result: EvaluationResult) -> bytes:
+    """The PNG of a result."""
+    with paper_style():
+        return image(evaluation_figure(result), ".png")
+
+
+def evaluation_figure(result: EvaluationResult) -> Figure:
+    """Over steps where every checkpoint has one of its own, otherwise in the order given."""
+    evaluated = result["checkpoints"]
+    steps = [one["step"] for one in evaluated if one["step"] is not None]
+    over_steps = len(set(steps)) == len(evaluated)
+    at = list(range(len(evaluated)))
+    if over_steps:
+        at, evaluated = (
+            sorted(steps),
+            [one for _, one in sorted(zip(steps, evaluated), key=lambda p: p[0])],
+        )
+    figure, (passes, form, length, entropy) = panels(4, columns=2, height=2.1, across=2)
+    some = [k for k in result["k"] if k > 1]
+    lines = {"pass rate": "pass_rate"} | {f"pass@{k}": f"pass@{k}" for k in some}
+    _lines(passes, at, evaluated, lines, "share of responses")
+    shares = {"format": "format_rate", "answered": "answered", "truncated": "truncated"}
+    _lines(form, at, evaluated, shares, "share of responses")
+    low, high = ([one["length_quantiles"][q] for one in evaluated] for q in ("0.05", "0.95"))
+    length.fill_between(at, low, high, color=LINE, linewidth=0, label="5 to 95 %")
+    _lines(length, at, evaluated, {"mean": "length"}, "tokens per response")
+    both = {"entropy": "entropy", "surprisal": "surprisal"}
+    _lines(entropy, at, evaluated, both, "nats per token")
+    for axes in (passes, form, length, entropy):
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("optimizer step" if over_steps else "")
+        if not over_steps and len(evaluated) <= NAMED:
+            names = [one["label"] for one in evaluated]
+            axes.set_xticks(at, names, rotation=30, ha="right")
+    return figure
+
+
+def _lines(
+    axes: Axes,
+    at: Sequence[int],
+    evaluated: Sequence[EvaluatedCheckpoint],
+    names: Mapping[str, str],
+    label: str,
+) -> None:
+    for (title, name), colour in zip(names.items(), COLOURS * len(names)):
+        some = [one["measures"][name] for one in evaluated]
+        values = [one["value"] for one in some]
+        axes.errorbar(
+            at,
+            values,
+            yerr=whiskers(values, [one["interval"] for one in some]),
+            fmt="o-",
+            markersize=3,
+            color=colour,
+            elinewidth=0.8,
+            label=title,
+        )
+    axes.set_ylabel(label)
+    legend_above(axes, len(axes.get_legend_handles_labels()[0]))

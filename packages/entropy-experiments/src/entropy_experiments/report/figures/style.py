@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from entropy_experiments.report.html.words import MINUS, unit_of
+from entropy_experiments.report.words import MINUS, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING
 
 from entropy_experiments.artifacts import write_whole
 from entropy_experiments.report.figures.charts import (
+    cells_figure,
     curve_figure,
     ledger_figure,
-    trajectory_figure,
-    what_if_figure,
-)
-from entropy_experiments.report.figures.influence import (
-    cells_figure,
     matrix_figure,
     points_figure,
     rollouts_figure,
+    trajectory_figure,
+    what_if_figure,
 )
 from entropy_experiments.report.figures.samples import samples, samples_figure, samples_name
 from entropy_experiments.report.figures.style import NEEDED, can_draw, image, paper_style

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from entropy_experiments.report.amounts import contains_zero
 from entropy_experiments.report.influence_tables import LINE_NAMES
 from entropy_experiments.report.sections import (
     Book,
@@ -17,6 +16,7 @@ from entropy_experiments.report.sections import (
     LedgerSection,
     WeightsRow,
 )
+from entropy_experiments.report.words import contains_zero
 from entropy_experiments.results import AnyNumber, LedgerLine, Ledgers, MeasuredResult, SweepPoint
 
 TOLERANCE = 0.1

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from entropy_experiments.report.html import words
+from entropy_experiments.report import words
 from entropy_experiments.report.html.from_log import log_data
 from entropy_experiments.report.html.from_measurements import measurements_data
 from entropy_experiments.report.html.from_study import study_data

@@ -9,7 +9,8 @@ from typing import TypeVar
 import yaml
 
 from entropy_experiments.config import renamed
-from entropy_experiments.report.html import books, words
+from entropy_experiments.report import words
+from entropy_experiments.report.html import books
 from entropy_experiments.report.sections import (
     EnvironmentSection,
     ReportData,

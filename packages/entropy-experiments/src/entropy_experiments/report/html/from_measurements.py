@@ -15,7 +15,8 @@ from typing import Literal
 import yaml
 
 from entropy_experiments.config import renamed
-from entropy_experiments.report.html import books, words
+from entropy_experiments.report import words
+from entropy_experiments.report.html import books
 from entropy_experiments.report.measurements import measurement_report
 from entropy_experiments.report.sections import EnvironmentSection, ReportData, Verdict, as_number
 from entropy_experiments.results import (

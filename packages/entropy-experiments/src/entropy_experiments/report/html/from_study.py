@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from entropy_experiments.report.amounts import contains_zero, left_over
-from entropy_experiments.report.html import books, words
+from entropy_experiments.report import words
+from entropy_experiments.report.html import books
 from entropy_experiments.report.html.influence_charts import FULL
 from entropy_experiments.report.html.token_views import MOST_TOKENS, token_views
-from entropy_experiments.report.html.words import signed
 from entropy_experiments.report.influence_tables import RELIABLE, influence_report
 from entropy_experiments.report.sections import (
     CovarianceCells,
@@ -33,6 +32,7 @@ from entropy_experiments.report.sections import (
     Verdict,
     WhatIfSection,
 )
+from entropy_experiments.report.words import contains_zero, left_over, signed
 from entropy_experiments.results import EvaluationBatch, InfluenceResult
 from entropy_experiments.study_files import RunFiles, open_run
 

@@ -11,13 +11,13 @@ from entropy_experiments.report.html.marks import (
     power_of,
     symmetric,
 )
-from entropy_experiments.report.html.words import plain, unit_of
 from entropy_experiments.report.sections import (
     CovarianceCells,
     CovarianceSection,
     MatrixSection,
     RolloutsSection,
 )
+from entropy_experiments.report.words import plain, unit_of
 
 WHISKERS = 150
 """Rollouts with error bars drawn; more would be a grey smear."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from entropy_experiments.report.html.words import number, signed
+from entropy_experiments.report.words import number, signed
 
 Figure = dict[str, Any]
 """A plotly figure: plain JSON, whose keys are plotly's own."""

@@ -32,7 +32,7 @@ from urllib.parse import quote
 import numpy as np
 
 from entropy_experiments.artifacts import write_whole
-from entropy_experiments.report.html import words
+from entropy_experiments.report import words
 from entropy_experiments.report.html.charts import figures
 from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.marks import Figure
