@@ -114,7 +114,8 @@ def test_files_of_a_study(study):
 
 @pytest.mark.slow
 def test_columns_of_the_token_table(study):
-    check_columns(set(pyarrow.parquet.read_schema(study[0] / "tokens.parquet").names))
+    schema = pyarrow.parquet.read_schema(study[0] / "tokens.parquet")
+    check_columns(dict(zip(schema.names, map(str, schema.types), strict=True)))
 
 
 def test_columns_of_a_toys_token_table():
@@ -124,13 +125,17 @@ def test_columns_of_a_toys_token_table():
     batch, evaluation = policy.update_batch(seed=1), policy.draw(seed=2)
     analysis = analyze_step(policy, optimizer, batch, evaluation, StepOptions())
     columns = {**token_rows(analysis.tokens), **fold_columns(analysis.tokens)}
-    check_columns({*columns, "piece"})  # which the study's files add, from the whole text
+    # The study's files add the pieces, from the whole text, and a type where every uid is null.
+    columns |= {"piece": columns["text"], "uid": ["a"] * len(columns["uid"])}
+    schema = pyarrow.table(columns).schema
+    check_columns(dict(zip(schema.names, map(str, schema.types), strict=True)))
 
 
-def check_columns(columns: set[str]) -> None:
-    listed = {name for cell, _ in rows("### tokens.parquet") for name in names(cell)}
-    assert listed <= columns
-    assert {re.sub(r"_\d+$", "_0", name) for name in columns} == listed
+def check_columns(types: dict[str, str]) -> None:
+    """Every column is a row of the page's table, with its type, and every row is a column."""
+    listed = {names(cell)[0]: kind for cell, kind, _ in rows("### tokens.parquet")}
+    assert len(listed) == len(rows("### tokens.parquet"))
+    assert {re.sub(r"_\d+$", "_0", name): kind for name, kind in types.items()} == listed
 
 
 @pytest.mark.slow

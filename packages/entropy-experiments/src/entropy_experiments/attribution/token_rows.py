@@ -1,7 +1,7 @@
 """One row per response token of the update batch: what tokens.parquet holds.
 
 Numbers that do not exist are NaN: reward, old_logprob or ref_logprob that nobody recorded, and the
-stderr of a single fold. `microbatch` is then -1 and `text` empty. Rows are in order of rollout and
+stderr of a single fold. `microbatch` is then -1, `text` empty and `uid` None. Rows are in order of rollout and
 position; tokens that the loss does not count have `counted` False and influence 0.
 """
 
@@ -20,7 +20,7 @@ from entropy_experiments.types import UpdateBatch
 def token_rows(
     influence: TokenInfluence, decode: Callable[[list[int]], str] | None = None
 ) -> dict[str, Any]:
-    """Columns of equal length: numpy arrays, and `text` a list."""
+    """Columns of equal length: numpy arrays; `uid` and `text` are lists."""
     batch, rollouts = influence.batch, influence.batch.rollouts
     where = rollouts.response_NS.nonzero(as_tuple=True)
     rows_T, columns_T = where
@@ -62,7 +62,8 @@ def token_rows(
     }
     rows: dict[str, Any] = {name: x_T.cpu().numpy() for name, x_T in columns.items()}
     text = [decode([token]) if decode is not None else "" for token in token_T.tolist()]
-    return {**rows, "text": text}
+    uid = [None if rollouts.uid is None else rollouts.uid[row] for row in rows_T.tolist()]
+    return {**rows, "uid": uid, "text": text}
 
 
 def response_index(batch: UpdateBatch) -> Tensor:

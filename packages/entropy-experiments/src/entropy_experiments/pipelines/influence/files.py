@@ -62,7 +62,7 @@ from entropy_experiments.study_files import ArrayFacts, NewFiles
 from entropy_experiments.types import UpdateBatch
 
 TABLE_FACTS = b"entropy_experiments.table"
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 """Raise it when a column comes, goes or changes: a study with the earlier table is then written
 again, from its stored stages."""
 GROUPS: tuple[By, ...] = (
@@ -262,6 +262,7 @@ class StudyFiles:
             **whatif.fold_columns(one.tokens),
         }
         rows["piece"] = self._texts[1]
+        rows["uid"] = pyarrow.array(rows["uid"], pyarrow.string())  # a type even where all is null
         table = pyarrow.table(rows)
         facts = json.dumps(whatif.facts(one.tokens)).encode()
         table = table.replace_schema_metadata({TABLE_FACTS: facts})
@@ -410,6 +411,7 @@ def update_texts(batch: UpdateBatch, decode: Decode) -> tuple[list[UpdateText], 
         rows.append(
             {
                 "rollout": i,
+                "uid": None if rollouts.uid is None else rollouts.uid[i],
                 "prompt": int(rollouts.prompt_N[i]),
                 "prompt_text": decode(ids[:first]),
                 "reward": None if batch.reward_N is None else float(batch.reward_N[i]),
