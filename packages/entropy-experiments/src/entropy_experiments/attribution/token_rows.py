@@ -1,8 +1,8 @@
 """One row per response token of the update batch: what tokens.parquet holds.
 
 Numbers that do not exist are NaN: reward, old_logprob or ref_logprob that nobody recorded, and the
-stderr of a single fold. `microbatch` is then -1, `text` empty and `uid` None. Rows are in order of rollout and
-position; tokens that the loss does not count have `counted` False and influence 0.
+stderr of a single fold. `microbatch` is then -1, `text` empty and `uid` None. Rows are in order of
+rollout and position; tokens that the loss does not count have `counted` False and influence 0.
 """
 
 from __future__ import annotations

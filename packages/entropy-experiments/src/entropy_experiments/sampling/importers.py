@@ -1,11 +1,11 @@
 """Rollouts made elsewhere, as the mathematics reads them.
 
 `from_trl_inputs` takes the dictionaries of `GRPOTrainer._buffered_inputs` (one per accumulation
-microbatch): tokens and advantages exactly as the loss saw them. `read_dump` (dumps/formats.py) reads
-what other frameworks write and says which format it is. `from_trl_completions` and `from_jsonl`
+microbatch): tokens and advantages exactly as the loss saw them. `read_dump` (dumps/formats.py)
+recognises what other frameworks write, and reads it. `from_trl_completions` and `from_jsonl`
 (text_dumps.py) read files that kept only text: they are tokenised again, and what was lost on the
-way is reported. Engine log-probs are kept as behaviour only; the ratio's
-denominator is always scored by our own policy unless the trainer itself recorded it.
+way is reported. Engine log-probs are kept as behaviour only; the ratio's denominator is always
+scored by our own policy unless the trainer itself recorded it.
 
 What TRL multiplies into each token's policy loss (vLLM's importance ratio w >= 0, and the masks of
 top_entropy_quantile and off_policy_mask_threshold) is folded into the advantage:

@@ -351,8 +351,8 @@ def _manifest(folder: Path) -> JSONObject:
     if not isinstance(files, dict) or TENSORS not in files or set(files) - {TENSORS, TEXT, UID}:
         names = sorted(files) if isinstance(files, dict) else files
         raise ValueError(
-            f"{path} lists the files {names}; expected {TENSORS}, perhaps {TEXT} and {UID}, nothing "
-            "else."
+            f"{path} lists the files {names}; expected {TENSORS}, perhaps {TEXT} and {UID}, "
+            "nothing else."
         )
     share, meta = manifest.get("share"), manifest.get("meta")
     if not isinstance(share, float) or not isinstance(meta, dict) or "kind" not in manifest:

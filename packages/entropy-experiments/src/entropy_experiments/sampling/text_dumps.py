@@ -386,9 +386,7 @@ def _batch(
     )
 
 
-def read_parquet(
-    path: Path, *, check: Callable[[Any], None] | None = None
-) -> list[dict[str, Any]]:
+def read_parquet(path: Path, *, check: Callable[[Any], None] | None = None) -> list[dict[str, Any]]:
     """The rows of a parquet file; `check` sees its schema before any value is read."""
     schema = read_parquet_schema(path)
     if check is not None:

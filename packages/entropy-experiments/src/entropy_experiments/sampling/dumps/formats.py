@@ -83,7 +83,9 @@ def read_dump(
     path, kind = _file(Path(path), step)
     token_options: dict[str, Any] = {"step": step, "vocabulary": vocabulary}
     if ranks is not None and kind != "prime-rl":
-        raise ValueError(f"ranks is about prime-rl's token exports; {path} is {kind}. Leave it out.")
+        raise ValueError(
+            f"ranks is about prime-rl's token exports; {path} is {kind}. Leave it out."
+        )
     if kind == "prime-rl":
         return prime_rl.read(path, tokenizer, ranks=ranks, **token_options)
     if kind == "nemo-rl":
@@ -102,9 +104,7 @@ def read_dump(
     return from_jsonl(path, tokenizer, step=step, **text_options)
 
 
-def dump_files(
-    path: str | Path, step: int | None = None, ranks: int | None = None
-) -> list[Path]:
+def dump_files(path: str | Path, step: int | None = None, ranks: int | None = None) -> list[Path]:
     """Every file that `read_dump` reads: what a result depends on."""
     path, kind = _file(Path(path), step)
     if kind == "prime-rl":
@@ -125,7 +125,7 @@ def _file(path: Path, step: int | None) -> tuple[Path, Format]:
     if path.suffix == ".parquet":
         names = set(read_parquet_schema(path).names)
         by_name = miles.NAME.fullmatch(path.name) is not None
-        if miles.KEYS <= names or (by_name and {"tokens", "sample_index"} & names):
+        if names >= miles.KEYS or (by_name and {"tokens", "sample_index"} & names):
             return path, "miles"
         if {PROMPT[0], RESPONSE[0]} & names:
             return path, "trl"
@@ -133,11 +133,11 @@ def _file(path: Path, step: int | None) -> tuple[Path, Format]:
     if path.suffix not in (".jsonl", ".json"):
         raise ValueError(_unknown(path))
     keys = set(next(iter(read_jsonl(path, LINE)))[1])
-    if prime_rl.KEYS <= keys or prime_rl.is_rank_file(path):
+    if keys >= prime_rl.KEYS or prime_rl.is_rank_file(path):
         return path, "prime-rl"
-    if nemo_rl.KEYS <= keys or nemo_rl.NAME.fullmatch(path.name):
+    if keys >= nemo_rl.KEYS or nemo_rl.NAME.fullmatch(path.name):
         return path, "nemo-rl"
-    if verl.KEYS <= keys:
+    if keys >= verl.KEYS:
         return path, "verl"
     if keys & {*PROMPT, *RESPONSE, *RESPONSE_IDS, "prompt_ids"}:
         return path, "jsonl"
@@ -174,8 +174,8 @@ def _refuse_by_name(path: Path) -> None:
     if path.suffix in PICKLES:
         raise ValueError(
             f"{path} is a pickle, as slime and miles write their samples (rollout_data/N.pt, "
-            "train_data/N_R.pt); opening one runs what is in it, so it is not opened. Of miles give "
-            "dashboard_columns/rollout_N.parquet. Of slime write JSONL where slime is installed, a "
+            "train_data/N_R.pt); opening one runs what is in it, so it is not opened. Of miles "
+            "give dashboard_columns/rollout_N.parquet. Of slime write JSONL where slime is installed, a "
             "line per sample: prompt_ids = tokens[:-response_length], completion_ids = "
             "tokens[-response_length:], reward, logprobs = rollout_log_probs."
         )

@@ -1,12 +1,12 @@
 """miles' per-token columns: `dashboard_columns/rollout_N.parquet` of a run with --dump-details.
 
-Written by miles.ray.rollout.debug_data.save_dashboard_columns (read at commit 31f1ca9): a row per
-sample, {sample_index, response_length, total_length, tokens, loss_mask, rollout_log_probs}; loss_mask
-and rollout_log_probs are about the response, the last `response_length` tokens, and may be null.
+Written by miles.ray.rollout.debug_data.save_dashboard_columns (read at commit 31f1ca9), a row per
+sample: {sample_index, response_length, total_length, tokens, loss_mask, rollout_log_probs}. The last
+two are about the response, the last `response_length` tokens, and may be null.
 
 Neither rewards nor advantages are among the columns. Where the run kept conversations, the file
 `trajectory/N.jsonl` beside it has each sample's reward and group: then advantages are computed from
-them, as assumed. miles' advantages themselves are in train_data/N_R.pt, a pickle, which is not opened.
+them, as assumed. miles' own advantages are in train_data/N_R.pt, a pickle, which is not opened.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def _row(where: str, line: Line) -> DumpRow:
     total, length = line["total_length"], line["response_length"]
     if total != len(tokens):
         raise ValueError(
-            f"{where}: tokens has {len(tokens)} entries, total_length is {total}; expected the same."
+            f"{where}: tokens has {len(tokens)} entries, total_length is {total}; expected the "
+            "same."
         )
     if length is None or not 0 <= length <= total:
         raise ValueError(
@@ -162,7 +163,9 @@ def _row(where: str, line: Line) -> DumpRow:
         )
     before = total - length
     ones = [1] * length
-    drawn = mask(where, "loss_mask", ones if line["loss_mask"] is None else line["loss_mask"], length)
+    drawn = mask(
+        where, "loss_mask", ones if line["loss_mask"] is None else line["loss_mask"], length
+    )
     response = [False] * before + drawn
     behaviour = line["rollout_log_probs"]
     if behaviour is not None:

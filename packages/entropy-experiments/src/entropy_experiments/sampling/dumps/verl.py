@@ -6,9 +6,9 @@ Written by verl's trainers (ray_trainer.py, v1/trainer_base.py; read at commit b
 skip_special_tokens, so a chat prompt has lost its role marks and a response its EOS.
 
 Text is tokenised again, and the way back is checked: the ids of a rollout, decoded as verl decodes,
-must be the two texts of the dump. A prompt that fits the tokenizer's chat template, with a user and
-perhaps a system message, is rendered through it first, which puts the role marks back; a prompt that
-does not is read as it stands. Both are counted, and so is what does not come back.
+must be the two texts of the dump. A prompt that fits the tokenizer's chat template in one way, with
+a user and perhaps a system message, is rendered through it first, which puts the role marks back;
+any other is read as it stands. Both are counted, and so is what does not come back.
 
 verl's advantages are not in the dump. They are computed from `score` within each group, as assumed:
 KL in the reward, another estimator or filtered groups would give others.
@@ -46,6 +46,7 @@ MISSING = (
     "the loss's own settings",
     "the temperature",
 )
+ROLES = ("system", "user")
 SENTINELS = ("\u2983system\u2984", "\u2983user\u2984")
 
 
@@ -85,11 +86,13 @@ def read(
         for (where, line), (ids, _) in zip(lines, restored, strict=True)
     ]
     grouped = all(line.get("uid") is not None for _, line in lines)
-    through = sum(by_template for _, by_template in restored)
+    through = sum(readings == 1 for _, readings in restored)
+    unclear = sum(readings > 1 for _, readings in restored)
+    twofold = f", of which {unclear} have two readings" if unclear else ""
     notes = [
         f"{FORMAT}: {len(lines)} rollouts, grouped by {'uid' if grouped else 'prompt'}",
         f"{through} of {len(lines)} prompts were rendered through the chat template, "
-        f"{len(lines) - through} are read as they stand (verl leaves special tokens out)",
+        f"{len(lines) - through} are read as they stand (verl leaves special tokens out){twofold}",
     ]
     imported = import_records(
         records,
@@ -167,49 +170,55 @@ def _group(record: Line) -> str | None:
     return uid if match is None else match[1]
 
 
-def _prompt(text: str, tokenizer: Any) -> tuple[list[int], bool]:
-    """(token ids, whether they came through the chat template)."""
+def _prompt(text: str, tokenizer: Any) -> tuple[list[int], int]:
+    """(token ids, how many readings through the chat template the text has); 1: they are that."""
+    readings = set[tuple[int, ...]]()
     for messages in _conversations(text, tokenizer):
         rendered = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        ids = list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-        if tokenizer.decode(ids, skip_special_tokens=True) == text:
-            return ids, True
-    return list(tokenizer(text)["input_ids"]), False
+        ids = tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        if tokenizer.decode(list(ids), skip_special_tokens=True) == text:
+            readings.add(ids)
+    if len(readings) == 1:
+        return list(*readings), 1
+    return list(tokenizer(text)["input_ids"]), len(readings)
 
 
 def _conversations(text: str, tokenizer: Any) -> list[list[dict[str, str]]]:
     """Messages which, rendered and stripped of special tokens, may have given the text."""
     if not getattr(tokenizer, "chat_template", None):
         return []
-    system, user = ({"role": role, "content": SENTINELS[i]} for i, role in enumerate(ROLES))
+    system, user = (
+        {"role": role, "content": mark} for role, mark in zip(ROLES, SENTINELS, strict=True)
+    )
     out = []
     for messages in ([user], [system, user]):
         try:
             rendered = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        except Exception:  # a template of somebody's: this one has no system message
+        except Exception:  # a template of somebody's, which may refuse a system message in any way
             continue
         frame = _without_special(rendered, tokenizer)
-        parts = re.split("|".join(map(re.escape, SENTINELS)), frame)
-        if len(parts) != len(messages) + 1:
+        first, *between, last = re.split("|".join(map(re.escape, SENTINELS)), frame)
+        fits = text.startswith(first) and text.endswith(last)
+        if len(between) != len(messages) - 1 or not fits or len(text) < len(first) + len(last):
             continue
-        fit = re.fullmatch(r"(.*)".join(map(re.escape, parts)), text, re.DOTALL)
-        # A mark between the two messages that stands in them, too, leaves open where to divide.
-        if fit is None or (len(parts) == 3 and text.count(parts[1]) > 1):
-            continue
-        out.append(
-            [
-                {"role": message["role"], "content": content}
-                for message, content in zip(messages, fit.groups(), strict=True)
-            ]
-        )
+        contents = text[len(first) : len(text) - len(last)]
+        for parts in _divided(contents, between):
+            pairs = zip(messages, parts, strict=True)
+            out.append([{**message, "content": part} for message, part in pairs])
     return out
 
 
-ROLES = ("system", "user")
+def _divided(text: str, between: Sequence[str]) -> list[list[str]]:
+    """Every way to divide it at the mark between two messages; without a mark, as it is."""
+    if not between:
+        return [[text]]
+    (mark,) = between
+    places = [at for at in range(len(text)) if text.startswith(mark, at)] if mark else []
+    return [[text[:at], text[at + len(mark) :]] for at in places]
 
 
 def _without_special(text: str, tokenizer: Any) -> str:
@@ -218,9 +227,7 @@ def _without_special(text: str, tokenizer: Any) -> str:
     return text
 
 
-def _unverified(
-    imported: Imported, lines: Sequence[tuple[str, Line]], tokenizer: Any
-) -> list[str]:
+def _unverified(imported: Imported, lines: Sequence[tuple[str, Line]], tokenizer: Any) -> list[str]:
     """Where the ids, decoded as verl decodes, are not the dump's texts."""
     rollouts = imported.rollouts
     texts: dict[tuple[str, str], list[str]] = {}
