@@ -175,9 +175,9 @@ def _refuse_by_name(path: Path) -> None:
         raise ValueError(
             f"{path} is a pickle, as slime and miles write their samples (rollout_data/N.pt, "
             "train_data/N_R.pt); opening one runs what is in it, so it is not opened. Of miles "
-            "give dashboard_columns/rollout_N.parquet. Of slime write JSONL where slime is installed, a "
-            "line per sample: prompt_ids = tokens[:-response_length], completion_ids = "
-            "tokens[-response_length:], reward, logprobs = rollout_log_probs."
+            "give dashboard_columns/rollout_N.parquet. Of slime write JSONL where slime is "
+            "installed, a line per sample: prompt_ids = tokens[:-response_length], "
+            "completion_ids = tokens[-response_length:], reward, logprobs = rollout_log_probs."
         )
     if path.suffix == ".bin":
         raise ValueError(

@@ -1,8 +1,8 @@
 """miles' per-token columns: `dashboard_columns/rollout_N.parquet` of a run with --dump-details.
 
 Written by miles.ray.rollout.debug_data.save_dashboard_columns (read at commit 31f1ca9), a row per
-sample: {sample_index, response_length, total_length, tokens, loss_mask, rollout_log_probs}. The last
-two are about the response, the last `response_length` tokens, and may be null.
+sample: {sample_index, response_length, total_length, tokens, loss_mask, rollout_log_probs}. The
+last two are about the response, the last `response_length` tokens, and may be null.
 
 Neither rewards nor advantages are among the columns. Where the run kept conversations, the file
 `trajectory/N.jsonl` beside it has each sample's reward and group: then advantages are computed from

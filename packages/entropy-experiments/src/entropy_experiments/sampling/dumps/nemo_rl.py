@@ -2,9 +2,9 @@
 
 Written by nemo_rl.utils.logger.log_batched_dict_as_jsonl from grpo.py, grpo_sync.py and ppo.py
 (read at commit 7ea279a): a line per rollout of the whole batch, `idx` 0, 1, 2, ... Each value is a
-batch of one, hence in a list of its own: `"rewards": [1.0]`, `"token_ids": [[...]]`. Rows are padded
-on the right to one width; `input_lengths` says where the padding begins. Entry s of every list is about
-token s: the loss reads `token_mask[:, 1:]` beside `prev_logprobs[:, 1:]`.
+batch of one, hence in a list of its own: `"rewards": [1.0]`, `"token_ids": [[...]]`. Rows are
+padded on the right to one width; `input_lengths` says where the padding begins. Entry s of every
+list is about token s: the loss reads `token_mask[:, 1:]` beside `prev_logprobs[:, 1:]`.
 
 `prev_logprobs` are the trainer's scores before the step, the denominator of its ratio. With
 `force_on_policy_ratio` it does not compute them and writes zeros throughout: these are not read. A
