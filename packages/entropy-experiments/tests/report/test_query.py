@@ -209,12 +209,13 @@ def test_numbers_that_are_none_are_null_in_json(report_run, tmp_path):
 
 def test_hostile_texts_reach_no_terminal(report_run, tmp_path):
     run = hostile_run(report_run, tmp_path / "hostile")
-    shown = command(run, "SELECT piece FROM tokens", "--rows", 1000)
+    changed = "FROM evaluation_tokens WHERE evaluation = 'eval_00'"
+    shown = command(run, f"SELECT piece {changed}", "--rows", 1000)
     assert shown.exit_code == 0
     assert "\x1b" not in shown.output
     assert "\u202e" not in shown.output
     path = tmp_path / "all.csv"
-    assert command(run, "SELECT DISTINCT piece FROM tokens", "--csv", path).exit_code == 0
+    assert command(run, f"SELECT DISTINCT piece {changed}", "--csv", path).exit_code == 0
     with path.open(newline="", encoding="utf-8") as file:
         assert {row["piece"] for row in csv.DictReader(file)} <= set(HOSTILE)
 
