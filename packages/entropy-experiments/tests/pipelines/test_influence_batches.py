@@ -178,6 +178,14 @@ def test_dumps_of_frameworks_as_update_and_evaluation_batch(probed, tmp_path, fr
     assert (again.rollouts.behaviour_logprob_NS is None) == (framework == "verl")
 
 
+@pytest.mark.parametrize("framework", ["prime_rl", "verl/12.jsonl"])
+def test_rollouts_to_load_are_those_drawn_here(probed, tmp_path, framework):
+    dump = DUMPS / framework
+    config = settings(tmp_path).replaced({"sampling.load": str(dump)})
+    with pytest.raises(ValueError, match=r"is a dump of another program.*kind: from_file"):
+        gather_study(config, probed)
+
+
 def test_a_dump_without_rewards_makes_no_update(probed, tmp_path):
     columns = tmp_path / "dashboard_columns"
     shutil.copytree(DUMPS / "miles" / "dashboard_columns", columns)

@@ -80,7 +80,7 @@ def query(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, write[kind](result))
             if not quiet:
-                typer.echo(f"{len(result):,} rows: {path}", err=True)
+                typer.echo(f"{len(result):,} rows: {path}")
         if not files:
             with named_os_errors("standard output"):
                 _show(result, rows)

@@ -334,7 +334,8 @@ def _manifest(folder: Path) -> JSONObject:
         state = "half-written" if (folder / TENSORS).exists() else "not a folder of rollouts"
         raise FileNotFoundError(
             f"No {MANIFEST} in {folder}: it is {state}. Expected {TENSORS} and {MANIFEST}, as "
-            "save_rollouts and save_update_batch write them."
+            "save_rollouts and save_update_batch write them; sampling.importers.read_dump reads "
+            "the dumps of other frameworks."
         )
     manifest = read_json_object(path, advice="Make the rollouts again.") or {}
     if manifest.get("format") != SCHEMA.name:
@@ -374,7 +375,9 @@ def _rollouts(
     tensors: Mapping[str, Tensor], names: Mapping[str, tuple[Any, ...]], manifest: JSONObject
 ) -> Rollouts:
     fields: dict[str, Any] = {name: tensors.get(name) for name in _ROLLOUT_TENSORS}
-    rollouts = Rollouts(**fields, **names, share=manifest["share"])
+    rollouts = Rollouts(
+        **fields, text=names.get("text"), uid=names.get("uid"), share=manifest["share"]
+    )
     own = {"rollouts": len(rollouts), "fingerprint": rollouts.fingerprint}
     for name, value in own.items():
         if manifest.get(name, value) != value:
