@@ -355,12 +355,12 @@ def test_the_columns_of_the_table_are_those_of_its_version(study):
     """Another column: raise TABLE_VERSION, so that studies of earlier programs get it."""
     folder, _, _ = study
     names = pyarrow.parquet.read_table(folder / "tokens.parquet").column_names
-    assert files.TABLE_VERSION == 1
+    assert files.TABLE_VERSION == 2
     assert {re.sub(r"\d+$", "", name) for name in names} == {
         *("rollout", "prompt", "position", "k", "token_id", "logprob", "probability", "entropy"),
         *("advantage", "reward", "old_logprob", "ref_logprob", "weight", "microbatch", "stderr"),
         *("coefficient_logprob", "coefficient_entropy", "slope_logprob", "slope_entropy"),
-        *("influence", "stable", "counted", "text", "piece"),
+        *("influence", "stable", "counted", "text", "piece", "uid"),
         *("fold_", "slope_logprob_", "slope_entropy_"),
     }
 
