@@ -332,6 +332,22 @@ def test_context_parallel_ranks_and_idle_ones(tmp_path):
         read_dump(folder, TINY, ranks=4)
 
 
+def test_ranks_that_end_at_different_micro_steps_are_noted(tmp_path):
+    folder = write_prime_rl(tmp_path, _two(), ranks=2)
+    assert not any("micro steps" in note for note in read_dump(folder, TINY).notes)
+    edit(folder / "rank_1.jsonl", 0, micro_step=3)
+    said = r"different micro steps \(rank 0 at 0, rank 1 at 3\)"
+    assert any(re.search(said, note) for note in read_dump(folder, TINY).notes)
+
+
+def test_one_advantage_for_a_whole_rollout(tmp_path):
+    path = write_nemo_rl(tmp_path, _two())
+    edit(path, 0, advantages=[[0.5]])
+    edit(path, 1, advantages=[0.25])
+    advantage_NS = read_dump(path, TINY).batch.advantage_NS
+    assert advantage_NS.tolist() == [[0, 0.5, 0, 0.5], [0, 0.25, 0.25, 0.25]]
+
+
 def test_one_of_several_steps(tmp_path):
     for step in (3, 4):
         write_prime_rl(tmp_path, _two(), step=step)

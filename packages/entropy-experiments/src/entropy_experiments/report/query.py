@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 INSTALL = "pip install 'entropy-experiments[query]'"
-FOLDERS_OF_A_STUDY = ("rollouts", "stages", "plots")
 TABLES: dict[str, dict[str, str]] = {
     "runs": {
         "run": "the study's folder, as seen from the one that was named",
@@ -50,7 +49,6 @@ TABLES: dict[str, dict[str, str]] = {
         "unexplained": "measured less all terms; null: not known",
         "trusted": "no check found a reason for doubt about the measured change",
         "real": "the batch is the one that training learned from",
-        "made": "when the study's files were made; null: not recorded",
     },
     "evaluations": {
         "run": "as in runs",
@@ -133,7 +131,7 @@ def find_studies(folder: Path) -> tuple[dict[str, RunFiles], list[str]]:
     for identity in sorted([*folder.rglob(MANIFEST), *folder.rglob(IDENTITY)]):
         place = identity.parent
         name = place.relative_to(folder).as_posix()
-        if name in studies or _inside(place, folder, studies) or not _is_study(place):
+        if name in studies or not _is_study(place):
             continue
         if not (place / MANIFEST).is_file():
             notes.append(f"{name} is left out: the study is not finished")
@@ -146,17 +144,6 @@ def find_studies(folder: Path) -> tuple[dict[str, RunFiles], list[str]]:
             + "; expected run directories of `entropy-probe influence`."
         )
     return studies, notes
-
-
-def _inside(place: Path, folder: Path, studies: Mapping[str, RunFiles]) -> bool:
-    """Whether it is a folder of a study's own, such as its rollouts."""
-    parents = [
-        parent.relative_to(folder).as_posix()
-        for parent in place.parents
-        if parent != folder and folder in parent.parents
-    ]
-    own = any(part in FOLDERS_OF_A_STUDY for part in place.relative_to(folder).parts)
-    return own and any(parent in studies for parent in parents)
 
 
 def _is_study(place: Path) -> bool:
@@ -209,7 +196,7 @@ def _schemas() -> dict[str, pyarrow.Schema]:
     text, whole, real, yes = pyarrow.string(), pyarrow.int64(), pyarrow.float64(), pyarrow.bool_()
     kinds = {
         **dict.fromkeys(("run", "checkpoint", "loss", "evaluation", "kind", "quantity"), text),
-        **dict.fromkeys(("term", "uid", "prompt_text", "response", "made"), text),
+        **dict.fromkeys(("term", "uid", "prompt_text", "response"), text),
         **dict.fromkeys(("step", "rollouts", "prompts", "tokens", "rollout", "prompt"), whole),
         **dict.fromkeys(("trusted", "real", "truncated"), yes),
     }
@@ -245,7 +232,6 @@ def _run(summary: InfluenceResult) -> dict[str, Any]:
         **_measured(ledger["measured"]),
         "unexplained": None if unexplained is None else unexplained["value"],
         "real": update["real"],
-        "made": summary["provenance"].get("time"),
     }
 
 

@@ -108,6 +108,8 @@ def _row(where: str, line: Line) -> DumpRow:
     advantages = line["advantages"]
     if not isinstance(advantages, list):  # one for the whole rollout
         advantages = [advantages] * width
+    elif len(advantages) == 1 < width:
+        advantages = advantages * width
 
     def scores(name: str) -> list[float] | None:
         if line.get(name) is None:

@@ -143,6 +143,7 @@ def read(
     rows: list[DumpRow] = []
     steps: list[Any] = []
     microbatches: dict[tuple[int, Any], int] = {}
+    last: dict[int, Any] = {}
     dropped = counted = 0
     for rank, file in parts.items():
         lines = [(f"{file}:{number}", line) for number, line in read_jsonl(file, LINE)]
@@ -152,6 +153,7 @@ def read(
             place = microbatches.setdefault((rank, line.get("micro_step")), len(microbatches))
             row, out = _row(where, line, uid=f"{rank}/{line['export_sequence_idx']}", place=place)
             rows.append(row)
+            last[rank] = line.get("micro_step")
             dropped, counted = dropped + out, counted + sum(row.response)
     named = STEP.fullmatch(folder.name)
     number = one_step(folder, steps, None if named is None else int(named[1]))
@@ -161,6 +163,12 @@ def read(
         f"{FORMAT} of step {number}: {len(rows)} rollouts of the ranks {_few(list(parts))}"
         + ("" if ranks is not None else " (the export does not say how many there were: ranks)")
     ]
+    if len(set(last.values())) > 1:
+        listed = ", ".join(f"rank {rank} at {at}" for rank, at in list(last.items())[:8])
+        notes.append(
+            f"the ranks' files end at different micro steps ({listed}): some had nothing to write, "
+            "or a file lost its end, which nothing in it would show"
+        )
     if dropped:
         notes.append(
             f"prime-rl's trust region dropped {dropped} of {counted} tokens (is_masked): their "
