@@ -186,6 +186,20 @@ def test_rollouts_to_load_are_those_drawn_here(probed, tmp_path, framework):
         gather_study(config, probed)
 
 
+def test_the_command_refuses_a_damaged_dump_in_one_sentence(tmp_path):
+    folder = tmp_path / "step_12"
+    shutil.copytree(DUMPS / "prime_rl" / "token_exports" / "step_12", folder)
+    (folder / "STABLE").unlink()
+    named = {"kind": "from_file", "params": {"path": str(folder)}}
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"influence": {"update_batch": named}}))
+    options = ["--config", str(config), "--out", str(tmp_path / "run"), "--quiet"]
+    refused = CliRunner().invoke(app, ["influence", *options])
+    assert refused.exit_code == 2
+    assert "step_12 has no STABLE: prime-rl writes it" in refused.output
+    assert "Traceback" not in refused.output
+
+
 def test_a_dump_without_rewards_makes_no_update(probed, tmp_path):
     columns = tmp_path / "dashboard_columns"
     shutil.copytree(DUMPS / "miles" / "dashboard_columns", columns)

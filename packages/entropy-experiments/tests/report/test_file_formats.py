@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,21 @@ def test_columns_of_a_toys_token_table():
     columns |= {"piece": columns["text"], "uid": ["a"] * len(columns["uid"])}
     schema = pyarrow.table(columns).schema
     check_columns(dict(zip(schema.names, map(str, schema.types), strict=True)))
+
+
+def test_a_token_carries_its_rollouts_name():
+    policy = BigramPolicy()
+    optimizer = torch.optim.AdamW(policy.params.values(), lr=0.02)
+    batch, evaluation = policy.update_batch(seed=1), policy.draw(seed=2)
+    named = tuple(None if n == 1 else f"run/{n}" for n in range(len(batch.rollouts)))
+    for uid in (None, named):
+        own = replace(batch, rollouts=replace(batch.rollouts, uid=uid))
+        columns = token_rows(analyze_step(policy, optimizer, own, evaluation, StepOptions()).tokens)
+        assert set(columns["uid"]) == {
+            None if uid is None else uid[i] for i in columns["rollout"].tolist()
+        }
+        for name, rollout in zip(columns["uid"], columns["rollout"].tolist(), strict=True):
+            assert name == (None if uid is None else uid[rollout])
 
 
 def check_columns(types: dict[str, str]) -> None:
