@@ -34,7 +34,7 @@ HOME = ROOT / "build" / "versions"
 OTHERS = tuple(ROOT / "packages" / name for name in ("gradient-doctor", "arc-refine"))
 """Plugins of `entropy-probe`: its options are tested with them."""
 LOG = ROOT / "LOG.md"
-EXTRAS = ("plot", "report", "trl")
+EXTRAS = ("plot", "query", "report", "trl")
 """What the demo and the callback need besides the package itself."""
 TOOLS = ("hypothesis", "psutil", "pytest", "pytest-xdist")
 """Of the extra `dev`: what the tests below need."""

@@ -40,6 +40,8 @@ TASKS = (
     Task("install only the doctor", "install", "install.md#three-distributions"),
     Task("is a mixture of experts supported?", "model supported", "architectures.md#the-table"),
     Task("find the formula of the slope", "formula", "theory.md#one-ratio-three-uses"),
+    Task("which fields of my NeMo-RL dump are used?", "dumps", "rollout_dumps.md#formats"),
+    Task("ask all my runs at once", "SQL", "howto_query.md#tables"),
     Task("resume after a kill", "after a kill", "howto_checkpoint.md#resume-after-a-kill"),
     Task("what is k-hat?", "what does this word mean", "glossary.md#how-sure-it-is"),
     Task("where would a new loss go?", "code", "architecture.md#where-a-new-part-goes"),
@@ -137,4 +139,4 @@ def test_it_has_teeth():
 def test_the_navigation_has_every_page_once():
     pages = [page for _, page in shown_everywhere()]
     assert sorted(pages) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
-    assert len([page for page in pages if not page.startswith("api/")]) <= 23
+    assert len([page for page in pages if not page.startswith("api/")]) <= 30

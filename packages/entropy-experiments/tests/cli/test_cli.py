@@ -27,6 +27,7 @@ OPTIONS = {
     "--threads --quiet --debug",
     "evaluate": "CHECKPOINTS --task --data --split --prompts --samples --k --seed --reward "
     "--threshold --out --overwrite --config --set --json --threads --quiet --debug",
+    "query": "RUN SQL --csv --json --parquet --rows --quiet --debug",
     "report": "RUNS --html --no-html --figures --columns --trajectory --evaluation --linearity "
     "--samples --rollout --out --follow --json --quiet --debug",
     "doctor": "",  # reads its own: tests of gradient-doctor

@@ -376,14 +376,14 @@ def test_the_columns_of_the_table_are_those_of_its_version(study):
     """A column that is no proxy: raise COLUMNS_VERSION, so that earlier studies get it."""
     folder, _, _ = study
     names = set(pyarrow.parquet.read_table(folder / "tokens.parquet").column_names)
-    assert rows_module.COLUMNS_VERSION == 1
+    assert rows_module.COLUMNS_VERSION == 2
     made = {f"proxy_{proxy.__name__}" for proxy in proxies.PROXIES}
     assert made < names
     assert {re.sub(r"\d+$", "", name) for name in names - made} == {
         *("rollout", "prompt", "position", "k", "token_id", "logprob", "probability", "entropy"),
         *("advantage", "reward", "old_logprob", "ref_logprob", "weight", "microbatch", "stderr"),
         *("coefficient_logprob", "coefficient_entropy", "slope_logprob", "slope_entropy"),
-        *("influence", "stable", "counted", "text", "piece"),
+        *("influence", "stable", "counted", "text", "piece", "uid"),
         *("fold_", "slope_logprob_", "slope_entropy_"),
     }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -154,6 +156,56 @@ def test_files_of_every_kind(probed, tmp_path):
     (tmp_path / "dump.txt").write_text("")
     with pytest.raises(ValueError, match=r"cannot tell what .*dump.txt is; expected a folder"):
         read(tmp_path / "dump.txt")
+
+
+DUMPS = Path(__file__).parents[1] / "data" / "dumps"
+
+
+@pytest.mark.parametrize("framework", ["prime_rl", "nemo_rl", "miles", "verl"])
+def test_dumps_of_frameworks_as_update_and_evaluation_batch(probed, tmp_path, framework):
+    """Also what the study would say: each dump's notes and the frameworks' names come along."""
+    named = {"kind": "from_file", "params": {"path": str(DUMPS / framework), "step": 12}}
+    found = gathered(probed, tmp_path, [{"kind": "update"}], workspace=named)
+    update = found.probe.update
+    assert len(update.rollouts) == 8
+    assert update.rollouts.uid is not None
+    assert found.probe.real
+    assert not found.probe.bound  # nothing in a dump names the weights
+    assert any("not in the dump" in note for note in found.probe.notes)
+    drawn = {"kind": "prompt_ids", "params": {"ids": [90, 91], "group": 2}}
+    again = gathered(probed, tmp_path / "e", [named], workspace=drawn).evaluations[0]
+    assert again.rollouts.fingerprint == update.rollouts.fingerprint
+    assert (again.rollouts.behaviour_logprob_NS is None) == (framework == "verl")
+
+
+@pytest.mark.parametrize("framework", ["prime_rl", "verl/12.jsonl"])
+def test_rollouts_to_load_are_those_drawn_here(probed, tmp_path, framework):
+    dump = DUMPS / framework
+    config = settings(tmp_path).replaced({"sampling.load": str(dump)})
+    with pytest.raises(ValueError, match=r"is a dump of another program.*kind: from_file"):
+        gather_study(config, probed)
+
+
+def test_the_command_refuses_a_damaged_dump_in_one_sentence(tmp_path):
+    folder = tmp_path / "step_12"
+    shutil.copytree(DUMPS / "prime_rl" / "token_exports" / "step_12", folder)
+    (folder / "STABLE").unlink()
+    named = {"kind": "from_file", "params": {"path": str(folder)}}
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"influence": {"update_batch": named}}))
+    options = ["--config", str(config), "--out", str(tmp_path / "run"), "--quiet"]
+    refused = CliRunner().invoke(app, ["influence", *options])
+    assert refused.exit_code == 2
+    assert "step_12 has no STABLE: prime-rl writes it" in refused.output
+    assert "Traceback" not in refused.output
+
+
+def test_a_dump_without_rewards_makes_no_update(probed, tmp_path):
+    columns = tmp_path / "dashboard_columns"
+    shutil.copytree(DUMPS / "miles" / "dashboard_columns", columns)
+    named = {"kind": "from_file", "params": {"path": str(columns)}}
+    with pytest.raises(ValueError, match=r"neither rewards nor advantages.*Not in miles dashboard"):
+        gathered(probed, tmp_path, [{"kind": "update"}], workspace=named)
 
 
 def test_workspaces_of_every_kind(probed, tmp_path):

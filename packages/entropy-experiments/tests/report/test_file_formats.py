@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def test_files_of_a_study(study):
 
 @pytest.mark.slow
 def test_columns_of_the_token_table(study):
-    check_columns(set(pyarrow.parquet.read_schema(study[0] / "tokens.parquet").names))
+    schema = pyarrow.parquet.read_schema(study[0] / "tokens.parquet")
+    check_columns(dict(zip(schema.names, map(str, schema.types), strict=True)))
 
 
 def test_columns_of_a_toys_token_table():
@@ -125,18 +127,38 @@ def test_columns_of_a_toys_token_table():
     batch, evaluation = policy.update_batch(seed=1), policy.draw(seed=2)
     analysis = analyze_step(policy, optimizer, batch, evaluation, StepOptions())
     columns = {**token_rows(analysis.tokens), **fold_columns(analysis.tokens)}
-    check_columns({*columns, "piece"})  # which the study's files add, from the whole text
+    # The study's files add the pieces, from the whole text, and a type where every uid is null.
+    columns |= {"piece": columns["text"], "uid": ["a"] * len(columns["uid"])}
+    schema = pyarrow.table(columns).schema
+    check_columns(dict(zip(schema.names, map(str, schema.types), strict=True)))
 
 
-def check_columns(columns: set[str]) -> None:
-    listed = {name for cell, _ in rows("### tokens.parquet") for name in names(cell)}
-    listed -= {"proxy_*"}
-    assert listed <= columns
+def test_a_token_carries_its_rollouts_name():
+    policy = BigramPolicy()
+    optimizer = torch.optim.AdamW(policy.params.values(), lr=0.02)
+    batch, evaluation = policy.update_batch(seed=1), policy.draw(seed=2)
+    named = tuple(None if n == 1 else f"run/{n}" for n in range(len(batch.rollouts)))
+    for uid in (None, named):
+        own = replace(batch, rollouts=replace(batch.rollouts, uid=uid))
+        columns = token_rows(analyze_step(policy, optimizer, own, evaluation, StepOptions()).tokens)
+        assert set(columns["uid"]) == {
+            None if uid is None else uid[i] for i in columns["rollout"].tolist()
+        }
+        for name, rollout in zip(columns["uid"], columns["rollout"].tolist(), strict=True):
+            assert name == (None if uid is None else uid[rollout])
+
+
+def check_columns(types: dict[str, str]) -> None:
+    """Every column is a row of the page's table, with its type, and every row is a column."""
+    listed = {names(cell)[0]: kind for cell, kind, _ in rows("### tokens.parquet")}
+    assert len(listed) == len(rows("### tokens.parquet"))
     # The page lists proxies from their module, which mkdocstrings reads.
     assert "\n::: entropy_experiments.attribution.proxies\n" in PAGE
     made = {f"proxy_{proxy.__name__}" for proxy in PROXIES}
-    assert made < columns
-    assert {re.sub(r"_\d+$", "_0", name) for name in columns - made} == listed
+    assert {types[name] for name in made} == {listed.pop("proxy_*")}
+    assert {
+        re.sub(r"_\d+$", "_0", name): kind for name, kind in types.items() if name not in made
+    } == listed
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def run(report_run):
 class Opened:
     """A page, and everything that it complained of or asked for."""
 
-    def __init__(self, browser, path, *, wait=".rollout", **look):
+    def __init__(self, browser, path, *, wait=".rollout", fragment="", **look):
         self.said, self.asked = [], []
         self.context = browser.new_context(**look)
         self.page = self.context.new_page()
@@ -58,7 +58,7 @@ class Opened:
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.url = path.resolve().as_uri()
         started = time.perf_counter()
-        self.page.goto(self.url)
+        self.page.goto(self.url + fragment)
         self.page.wait_for_selector(wait)
         self.seconds = time.perf_counter() - started
 
@@ -141,6 +141,59 @@ def test_sorting_filtering_and_hovering(browser, run):
         assert rows["piece"][at].strip() in tip
         page.keyboard.press("Escape")
         assert page.locator("#tip").is_hidden()
+
+
+@pytest.mark.parametrize("look", ["wide", "narrow"])
+def test_a_link_opens_its_rollout_and_marks_its_token(browser, run, look):
+    rows, total = rows_of(run), influences(run)
+    i = max(total, key=lambda i: total[i])  # the last one of the order at first
+    k = max(k for k, row in zip(rows["k"], rows["rollout"]) if row == i) // 2
+    size = {"width": 390 if look == "narrow" else 1180, "height": 700}
+    link = f"#rollout={i}&token={k}"
+    with Opened(browser, write_report(run), fragment=link, viewport=size) as opened:
+        page = opened.page
+        page.wait_for_selector(".t.cited")
+        assert page.locator(".t.cited").count() == 1
+        token = page.locator(f"#rollout-{i} .t").nth(k)
+        assert "cited" in token.get_attribute("class")
+        box = token.bounding_box()
+        assert 0 <= box["y"] < size["height"]
+        assert f"{k} of rollout {i}" in page.inner_text("#tip")
+        assert page.locator("#fragment").is_hidden()
+        assert "found" in page.locator(f"#rollout-{i}").get_attribute("class")
+        # Another link of the same page, and a token that is clicked: the address bar cites it.
+        other = min(total, key=lambda i: total[i])
+        page.evaluate("link => { location.hash = link }", f"#rollout={other}")
+        page.wait_for_selector(f"#rollout-{other}.found")
+        assert page.locator(".t.cited").count() == 0
+        page.locator(f"#rollout-{other} .t").nth(1).click()
+        assert page.evaluate("location.hash") == f"#rollout={other}&token=1"
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+
+
+@pytest.mark.parametrize(
+    ("fragment", "said"),
+    [
+        ("#rollout=99999", "there is no rollout 99999; this report has 8, from 0."),
+        ("#rollout=0&token=99999", "rollout 0 has"),
+        ("#rollout=abc", "expected #rollout=NUMBER"),
+        ("#rollout=-1", "expected #rollout=NUMBER"),
+        ("#rollout=1&token=", "expected #rollout=NUMBER"),
+        ("#token=3", "expected #rollout=NUMBER"),
+        ("#rollout=0&token=1&x=<img src=x onerror=alert(1)>", "expected #rollout=NUMBER"),
+        ("#nothing-of-that-name", "expected #rollout=NUMBER"),
+    ],
+)
+def test_a_link_that_fits_nothing_is_ignored_with_a_note(browser, run, fragment, said):
+    with Opened(browser, write_report(run), fragment=fragment) as opened:
+        page = opened.page
+        page.wait_for_selector("#fragment:visible")
+        assert said in page.inner_text("#fragment")
+        assert page.locator(".t.cited").count() == 0
+        assert page.locator("#fragment *").count() == 0  # text, whatever it says
+        # A section's own link is none of ours, and takes the note away.
+        page.evaluate("() => { location.hash = '#ledger' }")
+        page.wait_for_selector("#fragment", state="hidden")
 
 
 def test_colours_follow_the_sign(browser, run):

@@ -4,8 +4,9 @@ Columns are what the step recorded and what `attribution.tokens` made of it; eac
 `attribution.proxies` adds one. `table_version` changes with them.
 
 Numbers that do not exist are NaN: reward, old_logprob or ref_logprob that nobody recorded, and the
-stderr of a single fold. `microbatch` is then -1 and `text` empty. Rows are in order of rollout and
-position; tokens that the loss does not count have `counted` False, and influence and proxies 0.
+stderr of a single fold. `microbatch` is then -1, `text` empty and `uid` None. Rows are in order of
+rollout and position; tokens that the loss does not count have `counted` False, and influence and
+proxies 0.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from entropy_experiments.attribution import proxies
 from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.types import Scores, UpdateBatch
 
-COLUMNS_VERSION = 1
+COLUMNS_VERSION = 2
 """Raise it when a column other than a proxy comes, goes or changes."""
 
 
 def token_rows(
     influence: TokenInfluence, decode: Callable[[list[int]], str] | None = None
 ) -> dict[str, Any]:
-    """Columns of equal length: numpy arrays, and `text` a list."""
+    """Columns of equal length: numpy arrays; `uid` and `text` are lists."""
     batch, rollouts = influence.batch, influence.batch.rollouts
     where = rollouts.response_NS.nonzero(as_tuple=True)
     rows_T, columns_T = where
@@ -72,7 +73,8 @@ def token_rows(
     }
     rows: dict[str, Any] = {name: x_T.cpu().numpy() for name, x_T in columns.items()}
     text = [decode([token]) if decode is not None else "" for token in token_T.tolist()]
-    return {**rows, "text": text}
+    uid = [None if rollouts.uid is None else rollouts.uid[row] for row in rows_T.tolist()]
+    return {**rows, "uid": uid, "text": text}
 
 
 def proxy_columns(batch: UpdateBatch, scores: Scores) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from entropy_experiments.cli import (
     influence,
     job,
     measure,
+    query,
     report,
     run,
     train,
@@ -56,6 +57,7 @@ app = typer.Typer(
     "  entropy-probe doctor train.py            where do the gradients of a script stop?\n"
     "  entropy-probe arc train                  an ARC solver, its gradients verified\n"
     "  entropy-probe report RUN                 what a finished run says, or several\n"
+    '  entropy-probe query RUN "SELECT ..."     tokens, rollouts and ledgers by SQL\n'
     "  entropy-probe config template            a configuration to start from\n\n"
     "\b\nExit codes:\n" + "\n".join(f"  {code:<3}  {what}" for code, what in EXIT_CODES.items()),
     no_args_is_help=True,
@@ -69,6 +71,7 @@ app.command("influence", epilog=influence.EXAMPLES)(influence.influence)
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("query", epilog=query.EXAMPLES)(query.query)
 app.add_typer(config.app, name="config")
 mount_plugins(app)
 

@@ -75,7 +75,7 @@ OMP_VARIABLE = "OMP_NUM_THREADS"
 MOST_THREADS = 64
 """Also on a machine with fewer cores: last digits depend on the number of threads, and a run of a
 larger machine may have to be repeated."""
-ONE_PROCESS = ("report", "config", "arc")
+ONE_PROCESS = ("report", "query", "config", "arc")
 """Verbs that rank 0 runs alone."""
 STORED = "Ended by SIGTERM. Current work is saved; run the same command to resume."
 

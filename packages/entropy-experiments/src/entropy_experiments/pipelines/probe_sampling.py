@@ -35,6 +35,7 @@ from entropy_experiments.pipelines.training_facts import (
     with_learning_rate,
 )
 from entropy_experiments.sampling.datasets import LARGEST_COUNT, Problem, load_problems
+from entropy_experiments.sampling.dumps.formats import dump_files
 from entropy_experiments.sampling.generate import UNITS, SampleGenerator
 from entropy_experiments.sampling.rollout_files import (
     RolloutStore,
@@ -194,6 +195,8 @@ class Sampler:
         self._record, self._root = probed.checkpoint.record, probed.checkpoint.path
         self._folder = config.rollout_folder
         self._loaded = None if config.sampling.load is None else Path(config.sampling.load)
+        if self._loaded is not None:
+            _refuse_dump(self._loaded)
         identity = self.generator.identity()
         self.meta = {"dataset": facts["dataset_name"], "identity": identity}
         named = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -360,6 +363,23 @@ class Sampler:
                 "rollouts of the checkpoint and settings at hand. Leave sampling.load out to draw "
                 "new ones."
             )
+
+
+def _refuse_dump(path: Path) -> None:
+    """sampling.load takes rollouts that were drawn here; another framework's belong elsewhere."""
+    drawn_here = any((path / name).is_dir() for name in ("evaluation", "update"))
+    if not path.exists() or drawn_here:
+        return
+    try:
+        files = dump_files(path)
+    except (ValueError, OSError):
+        return  # nothing that is known: the error that follows says what was expected
+    raise ValueError(
+        f"sampling.load: {files[0]} is a dump of another program; expected rollouts that this one "
+        "drew. As evaluation rollouts or update batch it goes to `entropy-probe influence` as "
+        "kind: from_file. For run and measure, read_dump and save_update_batch put it beside the "
+        "checkpoint as update_batch."
+    )
 
 
 def _own(batch: UpdateBatch) -> UpdateBatch:

@@ -163,6 +163,7 @@ class RolloutText(TypedDict):
     """An update rollout: as text, or as tokens with their numbers (`html.token_views`)."""
 
     i: int
+    uid: NotRequired[str | None]
     n: int
     prompt: int
     p: int

@@ -326,6 +326,7 @@ class UpdateText(TypedDict):
     """A row of update_rollouts.json."""
 
     rollout: int
+    uid: NotRequired[str | None]
     prompt: int
     prompt_text: str
     reward: float | None

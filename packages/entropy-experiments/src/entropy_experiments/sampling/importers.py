@@ -1,10 +1,11 @@
 """Rollouts made elsewhere, as the mathematics reads them.
 
 `from_trl_inputs` takes the dictionaries of `GRPOTrainer._buffered_inputs` (one per accumulation
-microbatch): tokens and advantages exactly as the loss saw them. `from_trl_completions` and
-`from_jsonl` (text_dumps.py) read files that kept only text: they are tokenised again, and
-what was lost on the way is reported. Engine log-probs are kept as behaviour only; the ratio's
-denominator is always scored by our own policy unless the trainer itself recorded it.
+microbatch): tokens and advantages exactly as the loss saw them. `read_dump` (dumps/formats.py)
+recognises what other frameworks write, and reads it. `from_trl_completions` and `from_jsonl`
+(text_dumps.py) read files that kept only text: they are tokenised again, and what was lost on the
+way is reported. Engine log-probs are kept as behaviour only; the ratio's denominator is always
+scored by our own policy unless the trainer itself recorded it.
 
 What TRL multiplies into each token's policy loss (vLLM's importance ratio w >= 0, and the masks of
 top_entropy_quantile and off_policy_mask_threshold) is folded into the advantage:
@@ -22,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.sampling.dumps.formats import read_dump
 from entropy_experiments.sampling.text_dumps import Imported, from_jsonl, from_trl_completions
 from entropy_experiments.types import Rollouts, UpdateBatch
 
-__all__ = ["Imported", "from_jsonl", "from_trl_completions", "from_trl_inputs"]
+__all__ = ["Imported", "from_jsonl", "from_trl_completions", "from_trl_inputs", "read_dump"]
 
 TrlInputs = Mapping[str, Any]
 """A part of a batch as a TRL trainer holds it: tensors by name, as `compute_loss` gets them."""

@@ -4,6 +4,7 @@ A folder holds
 
     rollouts.safetensors    tokens, masks, log-probs, advantages: whatever the value has
     text.json               the responses as text, if they were kept
+    uid.json                what the framework calls each rollout, if it has names for them
     manifest.json           written last: schema, sha256 of each file, free `meta`
 
 Every file is written under a temporary name, synced and renamed, so a folder with a manifest is
@@ -44,7 +45,7 @@ from entropy_experiments.results import JSONObject, Schema
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 SCHEMA = Schema(name="entropy_experiments.rollouts", version=2)
-TENSORS, TEXT = "rollouts.safetensors", "text.json"
+TENSORS, TEXT, UID = "rollouts.safetensors", "text.json", "uid.json"
 UNIT = ".unit"
 COPY = "Copy it again, or make the rollouts again."
 
@@ -116,8 +117,8 @@ def load_rollouts(folder: str | Path) -> tuple[Rollouts, JSONObject]:
         (32, {'seed': 2})
     """
     with _naming(Path(folder)):
-        tensors, text, manifest = _load(Path(folder), ("rollouts", "update_batch"))
-        return _rollouts(tensors, text, manifest), manifest["meta"]
+        tensors, names, manifest = _load(Path(folder), ("rollouts", "update_batch"))
+        return _rollouts(tensors, names, manifest), manifest["meta"]
 
 
 def save_update_batch(
@@ -163,12 +164,12 @@ def load_update_batch(folder: str | Path) -> tuple[UpdateBatch, JSONObject]:
         384
     """
     with _naming(Path(folder)):
-        tensors, text, manifest = _load(Path(folder), ("update_batch",))
+        tensors, names, manifest = _load(Path(folder), ("update_batch",))
         update = {name: tensors.get(name) for name in _UPDATE_TENSORS}
         advantage_NS = update.pop("advantage_NS")
         assert advantage_NS is not None  # _load refuses a file without it
         batch = UpdateBatch(
-            rollouts=_rollouts(tensors, text, manifest), advantage_NS=advantage_NS, **update
+            rollouts=_rollouts(tensors, names, manifest), advantage_NS=advantage_NS, **update
         )
         return batch, manifest["meta"]
 
@@ -208,6 +209,8 @@ def _save(
     contents = {TENSORS: dump_tensors(packed)}
     if rollouts.text is not None:
         contents[TEXT] = json.dumps(list(rollouts.text), ensure_ascii=False).encode()
+    if rollouts.uid is not None:
+        contents[UID] = json.dumps(list(rollouts.uid)).encode()
     manifest = {
         **SCHEMA.stamp,
         "kind": kind,
@@ -224,9 +227,10 @@ def _save(
             f"meta cannot be written as JSON ({error}); expected text, finite numbers, lists and "
             "mappings of them."
         ) from error
-    if TEXT not in contents and (folder / TEXT).exists():
-        (folder / MANIFEST).unlink(missing_ok=True)  # first: it lists the text
-        (folder / TEXT).unlink()
+    for name in (TEXT, UID):
+        if name not in contents and (folder / name).exists():
+            (folder / MANIFEST).unlink(missing_ok=True)  # first: it lists the file
+            (folder / name).unlink()
     write_with_manifest(folder, contents, encoded)
     return folder / MANIFEST
 
@@ -268,7 +272,8 @@ def _spread(advantage_N: Tensor, response_NS: Tensor) -> Tensor:
 
 def _load(
     folder: Path, kinds: tuple[str, ...]
-) -> tuple[dict[str, Tensor], tuple[str, ...] | None, JSONObject]:
+) -> tuple[dict[str, Tensor], dict[str, tuple[Any, ...]], JSONObject]:
+    """Tensors by name, `text` and `uid` where they were kept, and the manifest."""
     manifest = _manifest(folder)
     if manifest["kind"] not in kinds:
         raise ValueError(
@@ -306,13 +311,21 @@ def _load(
     if bool((tensors["tokens_NS"] < 0).any()):
         raise ValueError(f"{folder / TENSORS} has negative token ids; expected ids of a tokenizer.")
     tensors["tokens_NS"] = tensors["tokens_NS"].long()
-    text = None
-    if TEXT in contents:
-        texts = json.loads(contents[TEXT])
-        if not isinstance(texts, list) or not all(isinstance(line, str) for line in texts):
-            raise ValueError(f"{folder / TEXT} must be a JSON list of strings, one per rollout.")
-        text = tuple(texts)
-    return tensors, text, manifest
+    names = {
+        field: _strings(folder / name, contents[name], null=null)
+        for field, name, null in (("text", TEXT, False), ("uid", UID, True))
+        if name in contents
+    }
+    return tensors, names, manifest
+
+
+def _strings(path: Path, data: bytes, *, null: bool) -> tuple[Any, ...]:
+    values = json.loads(data)
+    kinds = (str, type(None)) if null else str
+    if not isinstance(values, list) or not all(isinstance(value, kinds) for value in values):
+        or_null = " or null" if null else ""
+        raise ValueError(f"{path} must be a JSON list of strings{or_null}, one per rollout.")
+    return tuple(values)
 
 
 def _manifest(folder: Path) -> JSONObject:
@@ -321,13 +334,14 @@ def _manifest(folder: Path) -> JSONObject:
         state = "half-written" if (folder / TENSORS).exists() else "not a folder of rollouts"
         raise FileNotFoundError(
             f"No {MANIFEST} in {folder}: it is {state}. Expected {TENSORS} and {MANIFEST}, as "
-            "save_rollouts and save_update_batch write them."
+            "save_rollouts and save_update_batch write them; sampling.importers.read_dump reads "
+            "the dumps of other frameworks."
         )
     manifest = read_json_object(path, advice="Make the rollouts again.") or {}
     if manifest.get("format") != SCHEMA.name:
         raise ValueError(
             f"{path} has format {manifest.get('format')!r}; expected {SCHEMA.name!r}. It was made "
-            "by another program: rollouts.importers reads TRL parquet files and JSONL dumps."
+            "by another program: sampling.importers.read_dump reads the dumps of other frameworks."
         )
     SCHEMA.check(
         manifest,
@@ -335,10 +349,11 @@ def _manifest(folder: Path) -> JSONObject:
         advice="Use the version of entropy-experiments that wrote it, or make the rollouts again.",
     )
     files = manifest.get("files")
-    if not isinstance(files, dict) or TENSORS not in files or set(files) - {TENSORS, TEXT}:
+    if not isinstance(files, dict) or TENSORS not in files or set(files) - {TENSORS, TEXT, UID}:
         names = sorted(files) if isinstance(files, dict) else files
         raise ValueError(
-            f"{path} lists the files {names}; expected {TENSORS} and perhaps {TEXT}, nothing else."
+            f"{path} lists the files {names}; expected {TENSORS}, perhaps {TEXT} and {UID}, "
+            "nothing else."
         )
     share, meta = manifest.get("share"), manifest.get("meta")
     if not isinstance(share, float) or not isinstance(meta, dict) or "kind" not in manifest:
@@ -357,10 +372,12 @@ def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
 
 
 def _rollouts(
-    tensors: Mapping[str, Tensor], text: tuple[str, ...] | None, manifest: JSONObject
+    tensors: Mapping[str, Tensor], names: Mapping[str, tuple[Any, ...]], manifest: JSONObject
 ) -> Rollouts:
     fields: dict[str, Any] = {name: tensors.get(name) for name in _ROLLOUT_TENSORS}
-    rollouts = Rollouts(**fields, text=text, share=manifest["share"])
+    rollouts = Rollouts(
+        **fields, text=names.get("text"), uid=names.get("uid"), share=manifest["share"]
+    )
     own = {"rollouts": len(rollouts), "fingerprint": rollouts.fingerprint}
     for name, value in own.items():
         if manifest.get(name, value) != value:

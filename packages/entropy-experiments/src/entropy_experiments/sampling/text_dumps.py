@@ -9,14 +9,14 @@ Columns understood, first found wins:
     prompt      prompt, input, question      (text or chat messages), or prompt_ids
     response    completion, response, output (likewise), or completion_ids, response_ids
     reward      reward, score; in TRL's parquet every other column of numbers
-    others      advantage(s), logprobs, step
+    others      advantage(s), logprobs, step, uid (also request_id, id)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,12 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.input_errors import read_jsonl, short
-from entropy_experiments.sampling.advantages import Scale, group_advantages, weighted_rewards
+from entropy_experiments.sampling.advantages import (
+    Scale,
+    advantages_by_prompt,
+    group_advantages,
+    weighted_rewards,
+)
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 Line = Mapping[str, Any]
@@ -35,6 +40,7 @@ RESPONSE_IDS = ("completion_ids", "response_ids")
 REWARD = ("reward", "score")
 ADVANTAGE = ("advantage", "advantages")
 LOGPROBS = ("logprobs", "old_logprobs")
+UID = ("uid", "request_id", "id")
 LINE = '{"prompt": "...", "completion": "...", "reward": 1.0}'
 
 
@@ -47,6 +53,11 @@ class Imported:
     mismatched: int
     """Responses whose tokens do not decode back to the text of the file."""
     notes: tuple[str, ...]
+    format: str = "text"
+    used: Mapping[str, str] = field(default_factory=dict)
+    """What each stored column is used for, where the reader knows the framework."""
+    missing: tuple[str, ...] = ()
+    """What the framework's dump does not hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +72,9 @@ class _Row:
     logprobs: list[float] | None
     reward: float | None
     advantage: float | None
+    uid: str | None
+    group: str | None
+    """Rollouts of one group are compared in the advantage; None: those of one prompt are."""
 
 
 def from_trl_completions(
@@ -79,7 +93,7 @@ def from_trl_completions(
     longer ones are flagged truncated. Without it every response gets an EOS, and a note says so.
     """
     path = Path(path)
-    records = _parquet(path)
+    records = read_parquet(path)
     columns = list(records[0])
     for name, options in (("prompt", PROMPT[:1]), ("completion", RESPONSE[:1])):
         if not any(option in columns for option in options):
@@ -147,7 +161,12 @@ def import_records(
     scale: Scale,
     notes: list[str],
     path: Path,
+    group_of: Callable[[Line], str | None] | None = None,
 ) -> Imported:
+    """Records as rollouts, those of one prompt side by side.
+
+    `group_of`: what rollout a record is compared with in its advantage; left out: its prompt's.
+    """
     eos = tokenizer.eos_token_id
     if append_eos and eos is None:
         raise ValueError(
@@ -155,7 +174,7 @@ def import_records(
             "pass append_eos=False, or set tokenizer.eos_token."
         )
     rows = [
-        _row(where, record, tokenizer, longest, eos if append_eos else None)
+        _row(where, record, tokenizer, longest, eos if append_eos else None, group_of)
         for where, record in named
     ]
     # Responses to one prompt side by side, prompts in order of first appearance.
@@ -175,7 +194,8 @@ def import_records(
                 "every response was taken to end with EOS: give max_completion_length to tell "
                 "truncated ones"
             )
-    if named and "input" in named[0][1] and "prompt" not in named[0][1]:
+    stands = "input" in named[0][1] and not {"prompt", "prompt_ids"} & set(named[0][1])
+    if stands:
         notes.append("verl's dumps leave special tokens out of the prompt; it is read as it stands")
     rollouts = _pack(rows, index, tokenizer, notes)
     return Imported(
@@ -186,7 +206,14 @@ def import_records(
     )
 
 
-def _row(where: str, record: Line, tokenizer: Any, longest: int | None, eos: int | None) -> _Row:
+def _row(
+    where: str,
+    record: Line,
+    tokenizer: Any,
+    longest: int | None,
+    eos: int | None,
+    group_of: Callable[[Line], str | None] | None,
+) -> _Row:
     prompt_ids = _ids(where, record, ("prompt_ids",))
     prompt = _first(record, PROMPT)
     if prompt_ids is None:
@@ -223,6 +250,8 @@ def _row(where: str, record: Line, tokenizer: Any, longest: int | None, eos: int
         logprobs=None if logprobs is None else [float(x) for x in logprobs],
         reward=_optional(where, record, REWARD),
         advantage=_optional(where, record, ADVANTAGE),
+        uid=None if (uid := _first(record, UID)) is None else str(uid),
+        group=None if group_of is None else group_of(record),
     )
 
 
@@ -292,6 +321,7 @@ def _pack(rows: Sequence[_Row], index: list[int], tokenizer: Any, notes: list[st
         text=tuple(
             row.response if row.response is not None else tokenizer.decode(row.ids) for row in rows
         ),
+        uid=None if all(row.uid is None for row in rows) else tuple(row.uid for row in rows),
     )
 
 
@@ -331,6 +361,14 @@ def _batch(
                 "rollouts; expected one of either for each."
             )
         return None
+    elif all(row.group is not None for row in rows):
+        order: dict[str | None, int] = {}
+        group_N = torch.tensor([order.setdefault(row.group, len(order)) for row in rows])
+        advantage_N = advantages_by_prompt(scale)(reward_N, group_N)
+        notes.append(
+            f"advantages were computed from the scores (assumed: group-relative, scale {scale!r}; "
+            f"{len(order)} groups)"
+        )
     else:
         sizes = torch.bincount(torch.tensor(index))
         if len(set(sizes.tolist())) > 1:
@@ -348,19 +386,34 @@ def _batch(
     )
 
 
-def _parquet(path: Path) -> list[dict[str, Any]]:
+def read_parquet(path: Path, *, check: Callable[[Any], None] | None = None) -> list[dict[str, Any]]:
+    """The rows of a parquet file; `check` sees its schema before any value is read."""
+    schema = read_parquet_schema(path)
+    if check is not None:
+        check(schema)
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        records = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as parquet ({short(error)}).") from error
+    if not records:
+        raise ValueError(f"{path} has no rows.")
+    return records
+
+
+def read_parquet_schema(path: Path) -> Any:
+    """Names and types of a parquet file's columns."""
     if not path.is_file():
         raise FileNotFoundError(f"No such file: {path}. TRL writes completions_NNNNN.parquet.")
     import pyarrow
     import pyarrow.parquet
 
     try:
-        records = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} cannot be read as parquet ({error}).") from error
-    if not records:
-        raise ValueError(f"{path} has no rows.")
-    return records
+        return pyarrow.parquet.read_schema(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as parquet ({short(error)}).") from error
 
 
 def _reward_columns(path: Path, records: Sequence[Line], wanted: Sequence[str] | None) -> list[str]:

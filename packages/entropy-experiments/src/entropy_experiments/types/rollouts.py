@@ -112,6 +112,7 @@ class Rollouts:
             policy being probed.
         truncated_N: True where the length limit ended the response. None: nowhere.
         text: The responses as text.
+        uid: What the framework that made them calls each of them; None where it has no name.
         share: What the weights of a *part* of a batch sum to (see `split`), so that a part is never
             mistaken for the whole.
 
@@ -138,6 +139,7 @@ class Rollouts:
     behaviour_logprob_NS: Tensor | None = None
     truncated_N: Tensor = None  # type: ignore[assignment]  # all False if not given
     text: tuple[str, ...] | None = None
+    uid: tuple[str | None, ...] | None = None
     share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -167,6 +169,8 @@ class Rollouts:
             _expect_finite("behaviour_logprob_NS", self.behaviour_logprob_NS, self.response_NS)
         if self.text is not None and len(self.text) != n:
             raise ValueError(f"text has {len(self.text)} entries; expected one per rollout ({n}).")
+        if self.uid is not None and len(self.uid) != n:
+            raise ValueError(f"uid has {len(self.uid)} entries; expected one per rollout ({n}).")
 
     def _check_masks(self) -> None:
         stray = self.response_NS & ~self.attention_NS
@@ -243,6 +247,7 @@ class Rollouts:
             behaviour_logprob_NS=_take(self.behaviour_logprob_NS, rows_N, columns),
             truncated_N=self.truncated_N[rows_N],
             text=None if self.text is None else tuple(self.text[int(i)] for i in rows_N),
+            uid=None if self.uid is None else tuple(self.uid[int(i)] for i in rows_N),
             share=float(weight_N.sum()),
         )
 

@@ -259,6 +259,7 @@ class StudyFiles:
             **whatif.fold_columns(one.tokens),
         }
         rows["piece"] = self._texts[1]
+        rows["uid"] = pyarrow.array(rows["uid"], pyarrow.string())  # a type even where all is null
         table = pyarrow.table(rows)
         facts = json.dumps(whatif.facts(one.tokens)).encode()
         table = table.replace_schema_metadata({TABLE_FACTS: facts})
@@ -407,6 +408,7 @@ def update_texts(batch: UpdateBatch, decode: Decode) -> tuple[list[UpdateText], 
         rows.append(
             {
                 "rollout": i,
+                "uid": None if rollouts.uid is None else rollouts.uid[i],
                 "prompt": int(rollouts.prompt_N[i]),
                 "prompt_text": decode(ids[:first]),
                 "reward": None if batch.reward_N is None else float(batch.reward_N[i]),

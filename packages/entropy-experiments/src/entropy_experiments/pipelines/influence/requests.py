@@ -6,7 +6,7 @@
     prompt_ids        problems of the dataset by their index    the same, with rewards
     custom_prompts    answers drawn to texts                    the same; answers make rewards
     custom_sequence   prompt and response, scored as given      with rewards or advantages
-    from_file         rollouts saved here, a TRL parquet, JSONL an update batch, or such a dump
+    from_file         rollouts saved here, or a dump            an update batch, or such a dump
 
 Parameters are checked before a model is loaded: a mistake costs no minutes.
 """
@@ -35,10 +35,11 @@ class Sequences(Section):
 
 
 class File(Section):
-    """A folder of save_rollouts or save_update_batch, a TRL parquet, or JSONL."""
+    """A folder of save_rollouts or save_update_batch, or a framework's dump (dumps/formats.py)."""
 
     path: Path
     step: int | None = None
+    ranks: Count | None = None
     max_completion_length: Count | None = None
     append_eos: bool = True
 

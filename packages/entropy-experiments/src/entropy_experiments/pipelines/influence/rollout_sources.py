@@ -18,8 +18,8 @@ from entropy_experiments.pipelines.influence.requests import File, Sequences
 from entropy_experiments.pipelines.probe_inputs import refuse_foreign
 from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint
 from entropy_experiments.sampling import text_dumps
-from entropy_experiments.sampling.importers import Imported, from_jsonl, from_trl_completions
-from entropy_experiments.sampling.rollout_files import load_rollouts, load_update_batch
+from entropy_experiments.sampling.importers import Imported, read_dump
+from entropy_experiments.sampling.rollout_files import TENSORS, load_rollouts, load_update_batch
 from entropy_experiments.types import Rollouts, UpdateBatch
 
 FOREIGN_REWARDS = (
@@ -50,6 +50,10 @@ class RolloutReader:
     def tokenizer(self) -> Any:
         return self.probed.checkpoint.tokenizer
 
+    @property
+    def _vocabulary(self) -> int:
+        return self.probed.checkpoint.model.get_input_embeddings().weight.shape[0]
+
     def update(self, params: Sequences | File, where: str) -> Made:
         """The update batch that a workspace of kind custom_sequence or from_file names."""
         if isinstance(params, Sequences):
@@ -78,15 +82,17 @@ class RolloutReader:
 
     def _update_file(self, params: File) -> Made:
         path = Path(params.path)
-        if not path.is_dir():
-            return self._imported(self._dump(params), str(path), real=True)
-        return self.folder(path, "influence.update_batch.params.path")
+        if is_own_folder(path):
+            return self.folder(path, "influence.update_batch.params.path")
+        return self._imported(self._dump(params), str(path), real=True)
 
     def _imported(self, imported: Imported, where: str, *, real: bool = False) -> Made:
         if imported.batch is None:
+            lacking = f" Not in {imported.format}: {'; '.join(imported.missing)}."
             raise ValueError(
                 f"{where} has neither rewards nor advantages; an update batch needs one of them "
                 "for each rollout. Add a 'reward' or an 'advantage'."
+                + (lacking if imported.missing else "")
             )
         self._refuse_tokens(imported.rollouts, where)
         return Made(
@@ -97,7 +103,7 @@ class RolloutReader:
         self, params: Sequences | File, where: str
     ) -> tuple[Rollouts, Tensor | None, tuple[str, ...]]:
         """Rollouts that are not drawn here: (rollouts, rewards, notes)."""
-        if isinstance(params, File) and Path(params.path).is_dir():
+        if isinstance(params, File) and is_own_folder(Path(params.path)):
             path = Path(params.path)
             rollouts, meta = load_rollouts(path)
             reward_N, notes = None, (f"rollouts from {path}",)
@@ -128,20 +134,15 @@ class RolloutReader:
         return rollouts, reward_N, notes
 
     def _dump(self, params: File) -> Imported:
-        path = Path(params.path)
-        scale, longest = self.probed.facts["advantage"], params.max_completion_length
-        options = {"append_eos": params.append_eos, "scale": scale}
-        if path.suffix == ".parquet":
-            return from_trl_completions(
-                path, self.tokenizer, max_completion_length=longest, **options
-            )
-        if path.suffix not in (".jsonl", ".json"):
-            raise ValueError(
-                f"from_file: cannot tell what {path} is; expected a folder of save_rollouts or "
-                "save_update_batch, a TRL completions .parquet, or a .jsonl dump."
-            )
-        return from_jsonl(
-            path, self.tokenizer, step=params.step, max_completion_length=longest, **options
+        return read_dump(
+            params.path,
+            self.tokenizer,
+            step=params.step,
+            ranks=params.ranks,
+            max_completion_length=params.max_completion_length,
+            append_eos=params.append_eos,
+            scale=self.probed.facts["advantage"],
+            vocabulary=self._vocabulary,
         )
 
     def _sequences(self, params: Sequences, where: str) -> Imported:
@@ -157,7 +158,7 @@ class RolloutReader:
         )
 
     def _refuse_tokens(self, rollouts: Rollouts, where: str) -> None:
-        rows = self.probed.checkpoint.model.get_input_embeddings().weight.shape[0]
+        rows = self._vocabulary
         highest = int(rollouts.tokens_NS[rollouts.attention_NS].max())
         if highest >= rows:
             raise ValueError(
@@ -180,6 +181,14 @@ def rewards_fit(batch: UpdateBatch) -> bool:
         if bool((rises_N & falls_N).any()):
             return False
     return True
+
+
+def is_own_folder(path: Path) -> bool:
+    """A folder that this program wrote, whole or not; an empty one is said to be so."""
+    if not path.is_dir():
+        return False
+    own = any((path / name).exists() for name in (MANIFEST, TENSORS))
+    return own or not any(path.iterdir())
 
 
 def _holds_update(folder: Path) -> bool:

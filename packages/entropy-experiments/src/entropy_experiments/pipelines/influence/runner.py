@@ -30,6 +30,7 @@ from entropy_experiments.distributed import current
 from entropy_experiments.pipelines.influence.batches import check_requests, gather_study
 from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFiles
 from entropy_experiments.pipelines.influence.results import study_results
+from entropy_experiments.pipelines.influence.rollout_sources import is_own_folder
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
 from entropy_experiments.pipelines.influence.store import RunDirectory, open_run
 from entropy_experiments.pipelines.influence.summary_json import budget_json, prediction_json
@@ -38,6 +39,7 @@ from entropy_experiments.pipelines.run_conditions import analysis_conditions
 from entropy_experiments.report.figures.style import can_draw
 from entropy_experiments.report.notebook import InfluenceSummary, WhatIfAnswers
 from entropy_experiments.results import INFLUENCE, InfluenceResult
+from entropy_experiments.sampling.dumps.formats import dump_files
 from entropy_experiments.study_files import PAGE
 
 __all__ = [
@@ -311,10 +313,10 @@ def _study_key(config: Config, probed: OpenCheckpoint) -> str:
     checkpoint = probed.checkpoint
     # Its files are hashed below.
     settings["checkpoint"] = {"dtype": settings["checkpoint"]["dtype"]}
+    asked = (config.influence.update_batch, *config.influence.evaluation_batches)
     named = [
         config.influence.update_batch.load_path,
-        config.influence.update_batch.params.get("path"),
-        *(request.params.get("path") for request in config.influence.evaluation_batches),
+        *(file for request in asked for file in _files_named(request.params)),
     ]
     return digest_of(
         INFLUENCE.version,
@@ -323,6 +325,16 @@ def _study_key(config: Config, probed: OpenCheckpoint) -> str:
         dict(checkpoint.hashes),
         contents(config, probed, named),
     )
+
+
+def _files_named(params: Mapping[str, Any]) -> list[str | Path]:
+    """The files of a request of kind from_file: a dump may be one step of a large folder."""
+    path = params.get("path")
+    if path is None:
+        return []
+    if is_own_folder(Path(path)) or not Path(path).exists():
+        return [path]
+    return [*dump_files(path, params.get("step"), params.get("ranks"))]
 
 
 def removal_notes(

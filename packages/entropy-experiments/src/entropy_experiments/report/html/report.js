@@ -114,10 +114,24 @@
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   window.matchMedia("(max-width: 720px)").addEventListener("change", draw);
 
+  // Marks that would steer the text itself are shown, not obeyed.
+  const visible = (text) => text
+    .replace(/[\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]/g, (c) => "⟨U+" + c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "⟩")
+    .replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
+    .replace(/\u007f/g, "␡");
+
   // Rollouts.
   const views = document.getElementById("views") ? await read("views") : null;
   document.documentElement.dataset.drawn = "yes";
-  if (!views) return;
+  const refuse = (why) => {
+    const said = document.getElementById("fragment");
+    said.textContent = `The link's “${visible(location.hash).slice(0, 80)}” is ignored: ${why}`;
+    said.hidden = false;
+  };
+  if (!views) {
+    if (location.hash.includes("=")) refuse("this report has no rollouts.");
+    return;
+  }
   const PAGE = 12;
   const coloured = Boolean(views.vocabulary);
   const list = document.getElementById("list");
@@ -142,11 +156,6 @@
     choose.sort.append(option);
   }
 
-  // Marks that would steer the text itself are shown, not obeyed.
-  const visible = (text) => text
-    .replace(/[\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]/g, (c) => "⟨U+" + c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "⟩")
-    .replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
-    .replace(/\u007f/g, "␡");
   const texts = new Map();
   const textOf = (row) => {
     if (!texts.has(row)) {
@@ -184,7 +193,10 @@
       item.append(element(strong ? "b" : "span", "", value));
       facts.append(item);
     };
-    say("rollout", String(row.i), true);
+    const link = element("a", "", "rollout " + row.i);
+    link.href = "#rollout=" + row.i;
+    facts.append(link);
+    if (row.uid !== null && row.uid !== undefined) say("uid", visible(row.uid).slice(0, 80));
     if (row.influence !== undefined) say("influence", number(row.influence, 2), true);
     if (row.advantage !== null && row.advantage !== undefined) say("advantage", number(row.advantage));
     if (row.reward !== null && row.reward !== undefined) say("reward", String(+row.reward.toPrecision(3)));
@@ -238,7 +250,7 @@
     choose.find.value = "";
     restart();
     const row = byId.get(i);
-    if (!row) return;
+    if (!row) return null;
     const already = document.getElementById("rollout-" + i);
     const place = already || card(row);
     if (!already) {
@@ -251,6 +263,7 @@
     for (const old of list.querySelectorAll(".found")) old.classList.remove("found");
     place.classList.add("found");
     place.scrollIntoView({ block: "center" });
+    return place;
   };
 
   // The numbers of the token pointed at.
@@ -296,6 +309,43 @@
     tip.style.left = `${left + window.scrollX}px`;
     tip.style.top = `${(below ? box.bottom + 6 : box.top - tip.offsetHeight - 6) + window.scrollY}px`;
   };
+  // Links to a rollout, or to a token of it: report.html#rollout=367&token=8.
+  const linkTo = (i, k) => `#rollout=${i}&token=${k}`;
+  const mark = (span) => {
+    for (const old of list.querySelectorAll(".cited")) old.classList.remove("cited");
+    if (span) span.classList.add("cited");
+  };
+  const follow = () => {
+    document.getElementById("fragment").hidden = true;
+    const fragment = location.hash.slice(1);
+    if (fragment === "" || (!fragment.includes("=") && document.getElementById(fragment))) return;
+    mark(null);
+    const asked = /^rollout=(\d{1,9})(?:&token=(\d{1,9}))?$/.exec(fragment);
+    if (!asked) {
+      refuse("expected #rollout=NUMBER or #rollout=NUMBER&token=NUMBER.");
+      return;
+    }
+    const i = Number(asked[1]);
+    const row = byId.get(i);
+    if (!row) {
+      refuse(`there is no rollout ${i}; this report has ${views.rollouts.length}, from 0.`);
+      return;
+    }
+    if (asked[2] === undefined) {
+      jump(i);
+      return;
+    }
+    const k = Number(asked[2]);
+    const place = jump(i);
+    const span = row.t ? place.querySelector(`.t[data-k="${k}"]`) : null;
+    if (!row.t) refuse(`the tokens of rollout ${i} are not in this report; the rollout is shown.`);
+    else if (!span) refuse(`rollout ${i} has ${row.n} tokens, from 0; the rollout is shown.`);
+    else {
+      mark(span);
+      span.scrollIntoView({ block: "center" });
+      show(span);
+    }
+  };
   if (coloured) {
     list.addEventListener("pointerover", (event) => {
       const span = event.target.closest(".t");
@@ -304,8 +354,14 @@
     list.addEventListener("pointerleave", hide);
     list.addEventListener("click", (event) => {
       const span = event.target.closest(".t");
-      if (span) show(span);
-      else hide();
+      if (!span) {
+        hide();
+        return;
+      }
+      show(span);
+      // The address bar cites the token; the page stays where it is.
+      history.replaceState(null, "", linkTo(Number(span.closest(".rollout").dataset.i), Number(span.dataset.k)));
+      mark(span);
     });
     window.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
   }
@@ -318,4 +374,6 @@
     if (place.on) place.on("plotly_click", (event) => jump(event.points[0].customdata[0]));
   }
   restart();
+  window.addEventListener("hashchange", follow);
+  follow();
 })();

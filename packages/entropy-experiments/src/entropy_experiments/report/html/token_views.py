@@ -70,6 +70,9 @@ def token_views(
             "advantage": _number(columns["advantage"][counted].mean() if len(counted) else None),
             "influence": float(total_R[at]),
         }
+        uid = None if text is None else text.get("uid")
+        if uid is not None:
+            row["uid"] = uid
         if text is not None and text.get("truncated"):
             row["truncated"] = True
         if whole[at]:

@@ -1,0 +1,1 @@
+"""Readers of rollout dumps, one file per framework."""
