@@ -29,6 +29,7 @@ from entropy_experiments.distributed import current
 from entropy_experiments.pipelines.influence.batches import check_requests, gather_study
 from entropy_experiments.pipelines.influence.files import TABLE_FACTS, TABLE_VERSION, StudyFiles
 from entropy_experiments.pipelines.influence.results import study_results
+from entropy_experiments.pipelines.influence.sharded import check_sharded_study
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
 from entropy_experiments.pipelines.influence.store import RunDirectory, open_run
 from entropy_experiments.pipelines.influence.summary_json import budget_json, prediction_json
@@ -159,6 +160,7 @@ class EntropyInfluenceRunner:
         """summary.json as a dict, and `run_directory`, where the other files are."""
         config = plan.applied(self.config) if plan is not None else self.config
         check_requests(config)
+        check_sharded_study(config)
         influence = config.influence
         _check_etas(influence.learning_rates or (), influence.rollout_learning_rates or ())
         for text in config.influence.what_if:
@@ -166,7 +168,7 @@ class EntropyInfluenceRunner:
         ranks = current()
         say = None if self._quiet or not ranks.first else to_stderr
         with analysis_conditions():
-            probed = open_checkpoint(config, checkpoint_path)
+            probed = open_checkpoint(config, checkpoint_path, may_shard=True)
             rates = influence.learning_rates or (probed.optimizer.lr,)
             _check_etas(rates, influence.rollout_learning_rates or ())
             study_key = _study_key(config, probed)
@@ -309,7 +311,10 @@ def _study_key(config: Config, probed: OpenCheckpoint) -> str:
     settings["rollouts"] = {"load": settings["rollouts"]["load"]}
     checkpoint = probed.checkpoint
     # Its files are hashed below.
+    sharding = settings["checkpoint"]["sharding"]
     settings["checkpoint"] = {"dtype": settings["checkpoint"]["dtype"]}
+    if sharding != "none":  # such a study has fewer parts
+        settings["checkpoint"]["sharding"] = sharding
     named = [
         config.influence.update_batch.load_path,
         config.influence.update_batch.params.get("path"),
