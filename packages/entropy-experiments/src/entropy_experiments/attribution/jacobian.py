@@ -148,9 +148,8 @@ def chosen_differences(
     """The step whose differences agree best with reverse mode, in random combinations.
 
     `reach`: how far the optimizer's step goes; differences about as wide are tried, too.
-    `microbatch`: rollouts in a pass of a model cut over ranks.
     """
-    part, cut = _some(rollouts), cut_over_ranks(policy)
+    part = _some(rollouts)
     unit, along = central_step(policy.params, v, power=1 / 3), norm(v)
     steps = [unit * scale for scale in SCALES]
     if reach is not None and along > 0:
@@ -162,10 +161,7 @@ def chosen_differences(
         for _ in range(PROBES)
     ]
     exact_Q = torch.tensor(
-        [
-            dot(weighted_gradient(policy, part, w, microbatch=microbatch if cut else len(part)), v)
-            for w in cotangents
-        ],
+        [dot(weighted_gradient(policy, part, w, microbatch=microbatch), v) for w in cotangents],
         dtype=torch.float64,
     )
 
@@ -194,7 +190,7 @@ def chosen_differences(
         "(DoRA's norms), the stencil crosses a switch of experts, or the precision is too low for "
         "differences"
     )
-    if cut:
+    if cut_over_ranks(policy):
         return best._replace(doubt=apart)
     raise ValueError(f"mode='central': {apart}: use mode='auto' (predict.method: auto).")
 
@@ -202,19 +198,15 @@ def chosen_differences(
 def _tried_steps(
     policy: Policy, part: Rollouts, v: Params, steps: Sequence[float], microbatch: int
 ) -> list[Scores]:
-    """Differences over each step. Ranks share out the steps; of a cut model, the rollouts."""
+    """Differences over each step. Ranks share out the rollouts, not the steps: a pass of a model
+    that is cut over them is made by all at once, hence at the same parameters."""
     ranks = current()
 
     def local() -> list[Tensor]:
         out = [no_scores(part) for _ in steps]
-        if cut_over_ranks(policy):
-            # A pass is made by all ranks at once, hence at the same parameters.
-            for rows_N, columns, few in ranks.shard(part.split(microbatch, policy)):
-                for into, step in zip(out, steps, strict=True):
-                    _put(into, _difference(policy, few, v, step), few, rows_N, columns)
-        else:
-            for k in ranks.shard(range(len(steps))):
-                out[k] = _difference(policy, part, v, steps[k])
+        for rows_N, columns, few in ranks.shard(part.split(microbatch, policy)):
+            for into, step in zip(out, steps, strict=True):
+                _put(into, _difference(policy, few, v, step), few, rows_N, columns)
         return [x_NS for slopes in out for x_NS in slopes]
 
     sums = ranks.all_reduce(local)

@@ -175,10 +175,8 @@ class TokenInfluence:
     @property
     def closes(self) -> bool:
         """Whether the sum rule closes: within SLACK of the value, or SHARE of its error bar."""
-        exact, stderr = (
-            self.gradient_by_reverse,
-            float(fold_stderr(self.fold_KNS.sum((1, 2)), self.share_K)),
-        )
+        exact = self.gradient_by_reverse
+        stderr = float(fold_stderr(self.fold_KNS.sum((1, 2)), self.share_K))
         allowed = max(SLACK * abs(exact), 0.0 if isnan(stderr) else SHARE * stderr)
         return abs(self.gradient - exact) <= allowed
 
