@@ -142,7 +142,8 @@ def test_two_ranks_killed_and_resumed_give_the_study_of_one_process(tmp_path):
     assert "matrix_residual" not in there["reconstruction"]
     assert not (two / "eval_00_delta_matrix.npy").exists()
     printed = "\n".join(influence_report(cut))
-    assert "Not in this study: the matrix of every pair of rollouts, the Fisher kernel" in printed
+    missing = "the first-order matrix of every pair of rollouts, the Fisher kernel"
+    assert f"Not in this study: {missing}" in printed
     assert "Sum rule: they add up to" in printed
     data = study_data(two)
     assert data["matrix"] is None

@@ -53,7 +53,10 @@ GROUP_NAMES = {
     "rollout": "rollout",
 }
 """Groups that are shown; summary.json has them also by prompt and by module."""
-PART_NAMES = {"matrix": "the matrix of every pair of rollouts", "fisher": "the Fisher kernel"}
+PART_NAMES = {
+    "matrix": "the first-order matrix of every pair of rollouts",
+    "fisher": "the Fisher kernel",
+}
 """Parts that a study may not have."""
 NAME, WIDE, NARROW, SHARE = 18, 10, 8, 6
 """Widths of a ledger's columns: names, changes, standard errors, shares of the entropy's change."""

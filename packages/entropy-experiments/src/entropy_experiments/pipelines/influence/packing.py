@@ -2,7 +2,7 @@
 
 A direction, a token table and a matrix are read back bit by bit, so a study that was interrupted
 goes on with the very numbers it had. A direction that is cut over ranks, as large as the model, is
-not kept: it is made again from the same batch, to the same bits by as many ranks.
+not kept: it is made again from the same batch, to the same bits.
 """
 
 from __future__ import annotations
