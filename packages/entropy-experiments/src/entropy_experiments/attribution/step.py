@@ -264,7 +264,12 @@ def token_influences(
     *,
     folds: int,
 ) -> TokenInfluence:
-    """What each update token did; `gradients`: g_H of every fold, or None to compute them."""
+    """What each update token did; `gradients`: g_H of every fold, or None to compute them.
+
+    Differences magnify the last digit of g_H. So they take it from a backward of their own, which
+    gives the same bits for a whole model and for one cut over ranks; a matrix gives others.
+    """
+    mode = used_forward_mode(step.policy, evaluation, step.estimator.mode)
     return token_influence(
         step.policy,
         evaluation,
@@ -274,11 +279,11 @@ def token_influences(
         rebuilt.direction,
         estimand=step.estimator.estimand(step.policy),
         folds=folds,
-        mode=used_forward_mode(step.policy, evaluation, step.estimator.mode),
+        mode=mode,
         microbatch=step.estimator.microbatch,
         base=base,
         scores=rebuilt.scores,
-        gradients=gradients,
+        gradients=None if mode == "central" else gradients,
     )
 
 
