@@ -301,8 +301,9 @@ def test_analyze_step_refuses_a_cut_model():
 # Real models, cut over real ranks.
 
 ONE_PROCESS = {"float64": 1e-10, "float32": 1e-6}
-"""Relative to the largest. In fp32 differences magnify the last digit of P g_H to 1e-4 of a token's
-influence: they agree because that digit does."""
+"""Relative to the largest. Differences magnify the last digit of P g_H, by how much depends on the
+model: it was 3e-4 of a token's influence on the embedded policy, 3e-9 on the tiny adapter here."""
+SAME_BITS = 1e-12
 SUM_RULE = {"float64": 1e-8, "float32": 1e-3}
 """Of the sum of |influences|: truncation of the differences, and rounding."""
 KINDS = {"full, fp64": "float64", "full, fp32": "float32", "LoRA, fp32": "float32"}
@@ -370,6 +371,7 @@ def test_ranks_give_the_influence_of_one_process(size, kinds):
                 if name not in ("closes", "doubts", "widths", "sum rule")
             }
             assert max(gaps.values()) < ONE_PROCESS[dtype], (kind, gaps)
+            assert gaps["tokens"] < SAME_BITS, kind
             assert [n for n, _ in cut["widths"]] == [n for n, _ in alone["widths"]]
             assert cut["sum rule"] < SUM_RULE[dtype]
 
@@ -392,4 +394,4 @@ def rounded_gradients() -> float:
 def test_the_last_digit_of_a_gradient_matters():
     """Teeth of the test above: what FSDP rounds is seen in the tokens' influences."""
     for apart in on_ranks(2, rounded_gradients):
-        assert apart > ONE_PROCESS["float32"]
+        assert apart > SAME_BITS
