@@ -76,8 +76,8 @@ def test_what_cannot_be_sharded_is_refused():
     refused = {
         "influence": (
             2,
-            ("approx_delta_h.method=central",),
-            "only `run`, `measure` and `evaluate` can",
+            ("influence.fisher=true",),
+            "influence.fisher is true with checkpoint.sharding 'fsdp'; expected false",
         ),
         "run": (1, ("approx_delta_h.method=central",), "A sharded model in 1 process"),
         "measure": (

@@ -1,6 +1,7 @@
 """Gradients of half-precision parameters, cut over ranks: added in fp32 and rounded once.
 
-Added in half precision they would be rounded with every rank; with three, that is visible.
+Added in half precision they would be rounded with every rank; with three, that is visible. Those of
+fp32 parameters are added in fp64 and not rounded by FSDP at all: bits of one process.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from entropy_experiments.distributed import Ranks, local_part
+from entropy_experiments.distributed import Ranks, across, local_part
+from entropy_experiments.estimate.gradient import weighted_gradient
 from entropy_experiments.models.scoring import SequenceProcessor
-from entropy_experiments.models.sharded import ShardedModel, ShardedPolicy, _fp32_reduction
+from entropy_experiments.models.sharded import ShardedModel, ShardedPolicy, _reduction
+from entropy_experiments.types import Scores
 from oracles.processes import on_ranks
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts
 
@@ -72,12 +75,37 @@ def test_the_sum_over_ranks_is_rounded_once():
     [
         (torch.bfloat16, torch.float32),
         (torch.float16, torch.float32),
-        (torch.float32, torch.float32),
+        (torch.float32, torch.float64),
         (torch.float64, torch.float64),
     ],
 )
-def test_sums_are_in_fp32_at_least(dtype, expected):
-    assert _fp32_reduction(_half(dtype)).reduce_dtype == expected
+def test_sums_are_wider_than_the_parameters(dtype, expected):
+    assert _reduction(_half(dtype)).reduce_dtype == expected
+
+
+def _fp32() -> dict[str, Tensor]:
+    """Whole gradients of five rollouts in microbatches of two: one rank idles."""
+    ranks = Ranks.all()
+    with across(ranks):
+        policy = ShardedPolicy(ShardedModel(_half(torch.float32), ranks))
+        shards: dict[str, Any] = _microbatched(policy)
+        return {name: shard.full_tensor() for name, shard in shards.items()}
+
+
+def _microbatched(policy: Any) -> dict[str, Tensor]:
+    rollouts = tiny_rollouts(prompts=(3, 9, 5, 4, 4), responses=(4, 7, 2, 3, 5))
+    generator, shape = torch.Generator().manual_seed(7), rollouts.tokens_NS.shape
+    weights = Scores(*(torch.randn(shape, generator=generator) for _ in range(2)))
+    return weighted_gradient(policy, rollouts, weights, microbatch=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_fp32_gradients_are_the_bits_of_one_process(size):
+    expected = _microbatched(SequenceProcessor(_half(torch.float32)))
+    for found in on_ranks(size, _fp32):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_the_trained_parameters_count_and_not_the_base():
@@ -85,5 +113,5 @@ def test_the_trained_parameters_count_and_not_the_base():
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
-    assert _fp32_reduction(model).reduce_dtype == torch.float64
-    assert _fp32_reduction(_half(torch.float32)).param_dtype is None
+    assert _reduction(model).reduce_dtype == torch.float64
+    assert _reduction(_half(torch.float32)).param_dtype is None

@@ -158,3 +158,25 @@ def test_a_base_that_will_be_cut_is_not_quantised(monkeypatch):
     match = r"somewhere is stored quantised; expected floating point, .*checkpoint\.sharding: none"
     with pytest.raises(ValueError, match=match):
         load._quantization(base, {}, None, quantise=False)
+
+
+def _rounded_by_fsdp(sums: torch.Tensor, *, at: int) -> Any:
+    """As much of a ShardedModel and a shard as the reading of a gradient needs."""
+    flat = torch.arange(6.0) / 3
+    gradient = SimpleNamespace(dtype=flat.dtype, to_local=lambda: flat[at : at + 2])
+    model = SimpleNamespace(_sums={"layer": sums}, _groups={"weight": "layer"})
+    return ShardedModel._unrounded(model, "weight", SimpleNamespace(grad=gradient))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sums", [torch.arange(6.0).double(), torch.arange(2.0).double() / 3])
+def test_a_gradient_that_fsdp_keeps_elsewhere_is_refused(sums):
+    """Other numbers at that place, or no such place."""
+    with pytest.raises(RuntimeError, match=r"FSDP of torch .* keeps the gradient of weight elsewh"):
+        _rounded_by_fsdp(sums, at=4)
+
+
+def test_a_gradient_whose_sums_are_no_wider_is_taken_as_it_is():
+    gradient = SimpleNamespace(dtype=torch.bfloat16)
+    model = SimpleNamespace(_sums={"layer": torch.zeros(6)}, _groups={"weight": "layer"})
+    shard = SimpleNamespace(grad=gradient)
+    assert ShardedModel._unrounded(model, "weight", shard) is gradient  # type: ignore[arg-type]

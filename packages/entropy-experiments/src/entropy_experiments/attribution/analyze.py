@@ -28,6 +28,7 @@ from entropy_experiments.attribution.step import (
     close_ledger,
     close_reward_ledger,
     line_columns,
+    lines_of_matrix,
     measure_rollouts,
     measure_step,
     most_influential,
@@ -39,7 +40,7 @@ from entropy_experiments.attribution.step import (
 )
 from entropy_experiments.attribution.terms import line_directions, rollouts_by_line
 from entropy_experiments.attribution.tokens import TokenInfluence
-from entropy_experiments.estimate.modes import used_forward_mode
+from entropy_experiments.estimate.modes import cut_over_ranks, used_forward_mode
 from entropy_experiments.numerics.derivatives import How, no_autocast
 from entropy_experiments.types import (
     Direction,
@@ -169,6 +170,13 @@ def analyze_step(
         >>> analysis.tokens.value_NS.shape  # nats of the step by update token
         torch.Size([32, 5])
     """
+    if cut_over_ranks(policy):
+        raise ValueError(
+            f"A {type(policy).__name__} in analyze_step; expected a whole model on every rank: the "
+            "matrix of every pair needs gradients of single rollouts. Study a model cut over ranks "
+            "with torchrun -m entropy_experiments.cli influence, or by the stages of "
+            "attribution.step."
+        )
     step = step_inputs(policy, optimizer, batch, options or StepOptions(), trained=trained)
     options, seconds = step.options, dict[str, float]()
     with _timed(seconds, "step"):
@@ -188,19 +196,20 @@ def analyze_step(
     with _timed(seconds, "base"):
         base = score_evaluation(policy, evaluation, options.estimator)
     with _timed(seconds, "lines"):
-        by_line = rollouts_by_line(options.objective, rebuilt.scores, batch)
-        columns = line_columns(direction, by_line, lines)
+        rows_by_line = rollouts_by_line(options.objective, rebuilt.scores, batch)
+        columns = line_columns(direction, rows_by_line, lines)
     with _timed(seconds, "matrix"):
         matrix = pair_matrix(step, rebuilt, evaluation, base.scores, columns, folds=options.folds)
     with _timed(seconds, "tokens"):
         tokens = token_influences(
-            step, rebuilt, evaluation, base.scores, matrix, folds=options.folds
+            step, rebuilt, evaluation, base.scores, matrix.g_K, folds=options.folds
         )
     with _timed(seconds, "measured"):
         changes = measure_step(step, rebuilt, evaluation, base.scores, (direction.lr,))
         change = changes[FULL, direction.lr]
     with _timed(seconds, "ledger"):
-        ledger = close_ledger(step, rebuilt, evaluation, base.scores, columns, matrix, change)
+        by_line = lines_of_matrix(rebuilt, columns, matrix)
+        ledger = close_ledger(step, rebuilt, evaluation, base.scores, by_line, change)
     of_reward = None
     if reward_N is not None:
         with _timed(seconds, "reward"):

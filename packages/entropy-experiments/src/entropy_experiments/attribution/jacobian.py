@@ -4,10 +4,13 @@ J is what reverse mode says it is. Forward mode agrees, also where the model hol
 constant on purpose (DoRA as it is trained detaches its norms; a tangent does not pass a detach
 either). Differences, for models without forward mode, cannot know; and how far to step depends on
 the model: an Adam direction may have a few huge elements. So their step is the one that agrees
-best with reverse mode on a few rollouts, and no agreement is an error.
+best with reverse mode on a few rollouts, and no agreement is an error. A model cut over ranks has
+nothing but differences: there, no agreement is a doubt that the result carries.
 
     two forwards   D(h) = [f(theta + h v) - f(theta - h v)] / 2h
     four           [4 D(h) - D(2h)] / 3, where two do not reach TWO_SUFFICE
+
+Steps tried are SCALES, and the one that goes about as far as the optimizer's step does.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ from torch import Tensor
 
 from entropy_experiments.distributed import current
 from entropy_experiments.estimate.gradient import weighted_gradient
+from entropy_experiments.estimate.modes import cut_over_ranks
 from entropy_experiments.estimate.ratio import check_scores, no_scores
 from entropy_experiments.numerics.derivatives import (
     How,
     central_step,
+    difference_step,
     dot,
+    norm,
     pushforward,
     pushforwards,
     shifted,
@@ -51,6 +57,12 @@ class Differences(NamedTuple):
 
     step: float
     forwards: int
+    length: float = 0.0
+    """How far either of the nearest points is from theta."""
+    gap: float = 0.0
+    """Between these differences and reverse mode on a few rollouts, relative."""
+    doubt: str = ""
+    """Why they are not to be trusted, where a model has nothing better."""
 
     def __call__(self, policy: Policy, part: Rollouts, v: Params) -> Scores:
         near = _difference(policy, part, v, self.step)
@@ -59,15 +71,37 @@ class Differences(NamedTuple):
         return _extrapolated(near, _difference(policy, part, v, 2 * self.step))
 
 
-def score_slopes(
-    policy: Policy, rollouts: Rollouts, many: Sequence[Params], *, mode: How, microbatch: int
-) -> tuple[Scores | None, Scores]:
-    """[N, S] scores where they come for free (not by central), and [K, N, S] D_v of them; fp64.
+class ScoreSlopes(NamedTuple):
+    """Of every token, in fp64."""
 
-    By jvp, TOGETHER directions share a forward: the derivatives alone are computed K times.
+    scores: Scores | None
+    """[N, S], where they come for free (not by central)."""
+    slope_K: Scores
+    """[K, N, S]: D_v of them along each direction."""
+    differences: tuple[Differences, ...]
+    """By central: how each direction's slopes were taken."""
+
+
+def score_slopes(
+    policy: Policy,
+    rollouts: Rollouts,
+    many: Sequence[Params],
+    *,
+    mode: How,
+    microbatch: int,
+    reach: float | None = None,
+) -> ScoreSlopes:
+    """The scores' slopes along each of `many` directions.
+
+    By jvp, TOGETHER directions share a forward: the derivatives alone are computed K times. By
+    central, `reach` is the length of the optimizer's step: see `chosen_differences`.
     """
     ranks = current()
-    differences = [chosen_differences(policy, rollouts, v) for v in many if mode == "central"]
+    differences = [
+        chosen_differences(policy, rollouts, v, microbatch=microbatch, reach=reach)
+        for v in many
+        if mode == "central"
+    ]
 
     def of_part(part: Rollouts) -> tuple[Scores | None, list[Scores]]:
         if mode == "central":
@@ -100,31 +134,34 @@ def score_slopes(
 
     logprob_NS, entropy_NS, *slope_K = ranks.all_reduce(local)
     seen = None if mode == "central" else Scores(logprob_NS, entropy_NS)
-    return seen, Scores(*slope_K)
+    return ScoreSlopes(seen, Scores(*slope_K), tuple(differences))
 
 
-def chosen_differences(policy: Policy, rollouts: Rollouts, v: Params) -> Differences:
-    """The step whose differences agree best with reverse mode, in random combinations."""
+def chosen_differences(
+    policy: Policy,
+    rollouts: Rollouts,
+    v: Params,
+    *,
+    microbatch: int = 8,
+    reach: float | None = None,
+) -> Differences:
+    """The step whose differences agree best with reverse mode, in random combinations.
+
+    `reach`: how far the optimizer's step goes; differences about as wide are tried, too.
+    """
     part = _some(rollouts)
-    unit = central_step(policy.params, v, power=1 / 3)
-    ranks, steps = current(), [unit * scale for scale in SCALES]
-
-    def local() -> list[Tensor]:
-        out = [no_scores(part) for _ in steps]
-        for k in ranks.shard(range(len(steps))):
-            out[k] = _difference(policy, part, v, steps[k])
-        return [x_NS for slopes in out for x_NS in slopes]
-
-    found = ranks.all_reduce(local)
-    slopes = (Scores(*pair) for pair in zip(found[::2], found[1::2], strict=True))
-    tried = list(zip(steps, slopes, strict=True))
+    unit, along = central_step(policy.params, v, power=1 / 3), norm(v)
+    steps = [unit * scale for scale in SCALES]
+    if reach is not None and along > 0:
+        steps.append(difference_step(policy.params, v, reach / along))
+    tried = list(zip(steps, _tried_steps(policy, part, v, steps, microbatch), strict=True))
     generator = torch.Generator().manual_seed(0)
     cotangents = [
         Scores(*(torch.randn(x_NS.shape, generator=generator).to(x_NS) for x_NS in tried[0][1]))
         for _ in range(PROBES)
     ]
     exact_Q = torch.tensor(
-        [dot(weighted_gradient(policy, part, w, microbatch=len(part)), v) for w in cotangents],
+        [dot(weighted_gradient(policy, part, w, microbatch=microbatch), v) for w in cotangents],
         dtype=torch.float64,
     )
 
@@ -137,20 +174,43 @@ def chosen_differences(policy: Policy, rollouts: Rollouts, v: Params) -> Differe
         return gap, max(size, float(exact_Q.norm()) / PROBES**0.5), Differences(step, forwards)
 
     two = [judged(slopes, step, 2) for step, slopes in tried]
-    four = [judged(_extrapolated(near, far), step, 4) for (step, near), (_, far) in pairwise(tried)]
+    doubled = pairwise(tried[: len(SCALES)])
+    four = [judged(_extrapolated(near, far), step, 4) for (step, near), (_, far) in doubled]
     gap, size, best = min(two, key=lambda found: found[0])
     if gap > TWO_SUFFICE * size:
         gap, size, best = min([*two, *four], key=lambda found: found[0])
     eps = max(torch.finfo(theta.dtype).eps for theta in policy.params.values())
     noise = ROUNDING * eps / best.step * float(part.tokens_N.sum()) ** 0.5
-    if gap > AGREEMENT * size + noise:
-        raise ValueError(
-            f"mode='central': differences of the scores are {gap / size:.2g} (relative) away from "
-            f"what the gradient says; expected at most {AGREEMENT:g}. Training may hold constant "
-            "what differences move (DoRA's norms), the stencil crosses a switch of experts, or the "
-            "precision is too low for differences: use mode='auto' (predict.method: auto)."
-        )
-    return best
+    best = best._replace(length=best.step * along, gap=gap / size if size else 0.0)
+    if gap <= AGREEMENT * size + noise:
+        return best
+    apart = (
+        f"differences of the scores are {gap / size:.2g} (relative) away from what the gradient "
+        f"says; expected at most {AGREEMENT:g}. Training may hold constant what differences move "
+        "(DoRA's norms), the stencil crosses a switch of experts, or the precision is too low for "
+        "differences"
+    )
+    if cut_over_ranks(policy):
+        return best._replace(doubt=apart)
+    raise ValueError(f"mode='central': {apart}: use mode='auto' (predict.method: auto).")
+
+
+def _tried_steps(
+    policy: Policy, part: Rollouts, v: Params, steps: Sequence[float], microbatch: int
+) -> list[Scores]:
+    """Differences over each step. Ranks share out the rollouts, not the steps: a pass of a model
+    that is cut over them is made by all at once, hence at the same parameters."""
+    ranks = current()
+
+    def local() -> list[Tensor]:
+        out = [no_scores(part) for _ in steps]
+        for rows_N, columns, few in ranks.shard(part.split(microbatch, policy)):
+            for into, step in zip(out, steps, strict=True):
+                _put(into, _difference(policy, few, v, step), few, rows_N, columns)
+        return [x_NS for slopes in out for x_NS in slopes]
+
+    sums = ranks.all_reduce(local)
+    return [Scores(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
 
 
 def inside(x_NS: Tensor, mask_NS: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from entropy_experiments.attribution.folds import FoldGradients
 from entropy_experiments.distributed import current
+from entropy_experiments.estimate.gradient import weighted_gradient
 from entropy_experiments.estimate.ratio import (
     check_estimand,
     check_repeatable,
@@ -263,14 +264,8 @@ def update_directions(
 
     Over all rollouts they sum to the gradient part of the step.
     """
-    if direction.preconditioner is None:
-        raise ValueError(
-            f"This direction has the parts {sorted(direction.parts)} and no preconditioner; "
-            "expected one, which says what a rollout's gradient becomes in the step. An observed "
-            "step has none: rebuild it with compute_update_vector_adamw."
-        )
+    scale = _scale(direction)
     chosen_N = _rows(range(len(batch.rollouts)) if rows is None else rows, batch.rollouts)
-    scale = {name: -direction.clip_factor * p for name, p in direction.preconditioner.items()}
 
     def shares(at_N: Tensor, columns: slice, part: Rollouts) -> dict[str, Tensor]:
         cut = Scores(*(x_NS[chosen_N[at_N], columns] for x_NS in coefficient))
@@ -278,6 +273,38 @@ def update_directions(
         return {name: scale[name].to(g) * g for name, g in gradients.items()}
 
     return stacked_rows(trained.params, batch.rollouts.take(chosen_N), shares, microbatch)
+
+
+def update_direction(
+    trained: Policy,
+    batch: UpdateBatch,
+    coefficient: Scores,
+    direction: Direction,
+    *,
+    row: int,
+    microbatch: int = 8,
+) -> dict[str, Tensor]:
+    """v_j of one update rollout, by a backward of its own: for a model cut over ranks, too."""
+    scale = _scale(direction)
+    rows_N = _rows([row], batch.rollouts)
+    gradient = weighted_gradient(
+        trained,
+        batch.rollouts.take(rows_N),
+        Scores(*(x_NS[rows_N] for x_NS in coefficient)),
+        microbatch=microbatch,
+    )
+    return {name: scale[name].to(g.dtype) * g for name, g in gradient.items()}
+
+
+def _scale(direction: Direction) -> dict[str, Tensor]:
+    """-P c: what a gradient becomes in the step."""
+    if direction.preconditioner is None:
+        raise ValueError(
+            f"This direction has the parts {sorted(direction.parts)} and no preconditioner; "
+            "expected one, which says what a rollout's gradient becomes in the step. An observed "
+            "step has none: rebuild it with compute_update_vector_adamw."
+        )
+    return {name: -direction.clip_factor * p for name, p in direction.preconditioner.items()}
 
 
 class _Sum:

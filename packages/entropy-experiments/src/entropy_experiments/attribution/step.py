@@ -4,6 +4,7 @@
     score_evaluation     scores and entropy of the evaluation rollouts before the step
     line_columns         which columns of the matrix add up to each line of the ledger
     pair_matrix          every pair of rollouts; the lines ride along, and g_H by fold
+    line_slopes          the lines along directions of their own, where there is no matrix
     token_influences     every update token
     measure_step         changes along the step, and along momentum and decay, at every eta
     measure_rollouts     changes along single update rollouts
@@ -11,6 +12,10 @@
     close_reward_ledger  the same of the expected reward
 
 `analyze_step` composes them in memory. The resumable study composes them with a store between.
+
+A matrix needs the gradient of every update rollout, which a model cut over ranks does not give in
+one pass. There is none then: g_H comes from one backward over E, the lines from directions of their
+own, and single rollouts that are measured from a backward each.
 """
 
 from __future__ import annotations
@@ -28,12 +33,14 @@ from entropy_experiments.attribution.ledger import Ledger, entropy_ledger, rewar
 from entropy_experiments.attribution.matrix import (
     InfluenceMatrix,
     influence_matrix,
+    update_direction,
     update_directions,
 )
 from entropy_experiments.attribution.tokens import TokenInfluence, token_influence
+from entropy_experiments.estimate.first_order import first_order_by_part
 from entropy_experiments.estimate.level import entropy_level
 from entropy_experiments.estimate.measured import noise_floors
-from entropy_experiments.estimate.modes import used_forward_mode
+from entropy_experiments.estimate.modes import cut_over_ranks, used_forward_mode
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.estimate.reward import reward_change
@@ -253,11 +260,16 @@ def token_influences(
     rebuilt: RebuiltStep,
     evaluation: Rollouts,
     base: Scores,
-    matrix: InfluenceMatrix,
+    gradients: Sequence[Params] | None,
     *,
     folds: int,
 ) -> TokenInfluence:
-    """What each update token did; g_H of every fold is the matrix's."""
+    """What each update token did; `gradients`: g_H of every fold, or None to compute them.
+
+    Differences magnify the last digit of g_H. So they take it from a backward of their own, which
+    gives the same bits for a whole model and for one cut over ranks; a matrix gives others.
+    """
+    mode = used_forward_mode(step.policy, evaluation, step.estimator.mode)
     return token_influence(
         step.policy,
         evaluation,
@@ -267,11 +279,11 @@ def token_influences(
         rebuilt.direction,
         estimand=step.estimator.estimand(step.policy),
         folds=folds,
-        mode=used_forward_mode(step.policy, evaluation, step.estimator.mode),
+        mode=mode,
         microbatch=step.estimator.microbatch,
         base=base,
         scores=rebuilt.scores,
-        gradients=matrix.g_K,
+        gradients=None if mode == "central" else gradients,
     )
 
 
@@ -319,18 +331,9 @@ def measure_rollouts(
     `coefficient` is the loss's derivative by each token's scores, `noise_floor` that of the whole
     step: the packings are the same.
     """
-    stack = update_directions(
-        step.trained,
-        step.batch,
-        coefficient,
-        rebuilt.direction,
-        rows=rows,
-        microbatch=step.estimator.microbatch,
-    )
     baseline = rebuilt.baseline.total
     along: dict[str, Params] = {}
-    for i, row in enumerate(rows):
-        own = {name: value[i] for name, value in stack.items()}
+    for row, own in zip(rows, _rollout_directions(step, rebuilt, coefficient, rows), strict=True):
         along[f"grad|{row}"] = own
         along[f"both|{row}"] = {
             name: sum_of((value.to(baseline[name]), baseline[name])) for name, value in own.items()
@@ -338,18 +341,74 @@ def measure_rollouts(
     return _measured(step, evaluation, base, along, etas, noise_floor)
 
 
+def _rollout_directions(
+    step: StepInputs, rebuilt: RebuiltStep, coefficient: Scores, rows: Sequence[int]
+) -> list[Params]:
+    """Each of these rollouts' share of the step."""
+    microbatch = step.estimator.microbatch
+    if cut_over_ranks(step.trained):
+        return [
+            update_direction(
+                step.trained,
+                step.batch,
+                coefficient,
+                rebuilt.direction,
+                row=row,
+                microbatch=microbatch,
+            )
+            for row in rows
+        ]
+    stack = update_directions(
+        step.trained,
+        step.batch,
+        coefficient,
+        rebuilt.direction,
+        rows=rows,
+        microbatch=microbatch,
+    )
+    return [{name: value[i] for name, value in stack.items()} for i in range(len(rows))]
+
+
+def lines_of_matrix(
+    rebuilt: RebuiltStep, columns: LineColumns, matrix: InfluenceMatrix
+) -> dict[str, Estimate]:
+    """Every line of the ledger in nats of the step, read off the matrix."""
+    lr = rebuilt.direction.lr
+    return {name: lr * matrix.slope(*of_line) for name, of_line in columns.of_lines.items()}
+
+
+def line_slopes(
+    step: StepInputs,
+    rebuilt: RebuiltStep,
+    evaluation: Rollouts,
+    base: Scores,
+    directions: Mapping[str, Params],
+) -> dict[str, Estimate]:
+    """The same without a matrix, along `line_directions`: one gradient of E serves all lines."""
+    lr = rebuilt.direction.lr
+    slopes = first_order_by_part(
+        step.policy,
+        evaluation,
+        Direction(parts=directions, lr=lr),
+        replace(step.estimator, repackings=0),
+        base=base,
+    )
+    return {name: lr * slope for name, slope in slopes.lines.items()}
+
+
 def close_ledger(
     step: StepInputs,
     rebuilt: RebuiltStep,
     evaluation: Rollouts,
     base: Scores,
-    columns: LineColumns,
-    matrix: InfluenceMatrix,
+    lines: Mapping[str, Estimate],
     change: Estimate,
 ) -> Ledger:
-    """What changed the entropy; `change` was measured along the whole step at its learning rate."""
+    """What changed the entropy, by `lines` in nats of the step.
+
+    `change` was measured along the whole step at its learning rate.
+    """
     momentum_decay, coupled_decay = momentum_of(step.optimizer)
-    lr = rebuilt.direction.lr
     return entropy_ledger(
         step.policy,
         evaluation,
@@ -361,7 +420,7 @@ def close_ledger(
         momentum_decay=momentum_decay,
         coupled_decay=coupled_decay,
         base=base,
-        lines={name: lr * matrix.slope(*of_line) for name, of_line in columns.of_lines.items()},
+        lines=lines,
         measured=change,
     )
 
@@ -372,20 +431,24 @@ def close_reward_ledger(
     evaluation: Rollouts,
     reward_N: Tensor | None,
     base: Scores,
-    columns: LineColumns,
-    matrix: InfluenceMatrix,
+    columns: LineColumns | None,
+    matrix: InfluenceMatrix | None,
     line_directions: Callable[[], Mapping[str, Params]],
 ) -> Ledger:
     """What changed the expected reward; `reward_N` are the evaluation rollouts' own rewards.
 
-    A reward's form is snis: a matrix of that form has its slopes; others need the lines'
-    directions.
+    A reward's form is snis: a matrix of that form has its slopes; others, and a step without a
+    matrix, need the lines' directions.
     """
     momentum_decay, coupled_decay = momentum_of(step.optimizer)
     direction = rebuilt.direction
     # One size for all passes: the curvature that the change is compared with has it, too.
     estimator = replace(step.estimator, forward_microbatch=None)
-    snis = estimator.form == "snis"
+    score_slopes = None
+    if matrix is not None and columns is not None and estimator.form == "snis":
+        score_slopes = {
+            name: matrix.score_slopes(*of_line) for name, of_line in columns.of_lines.items()
+        }
     return reward_ledger(
         step.policy,
         evaluation,
@@ -398,12 +461,8 @@ def close_reward_ledger(
         momentum_decay=momentum_decay,
         coupled_decay=coupled_decay,
         base=base,
-        directions=None if snis else line_directions(),
-        score_slopes={
-            name: matrix.score_slopes(*of_line) for name, of_line in columns.of_lines.items()
-        }
-        if snis
-        else None,
+        directions=line_directions() if score_slopes is None else None,
+        score_slopes=score_slopes,
         measured=reward_change(
             step.policy,
             evaluation,

@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.distributed import current
+from entropy_experiments.estimate.gradient import weighted_gradient
+from entropy_experiments.estimate.modes import cut_over_ranks
+from entropy_experiments.estimate.ratio import score_all
 from entropy_experiments.numerics.derivatives import (
     GradientSum,
     as_gradients,
@@ -104,15 +107,17 @@ def line_directions(
     direction: Direction,
     *,
     microbatch: int = 8,
+    scores: Scores | None = None,
 ) -> dict[str, Params]:
     """Every line's share of `direction.total`, per unit learning rate.
 
-    One forward over U, and one backward for each gradient line. The gradient lines must sum to
-    the direction's gradient: another batch, objective or policy than the one that made it is
-    refused.
+    One forward over U, and one backward for each gradient line; of a model cut over ranks, one
+    forward and backward for each, and `scores` of the batch under `trained` spare another forward.
+    The gradient lines must sum to the direction's gradient: another batch, objective or policy
+    than the one that made it is refused.
     """
     _check(trained, batch, direction)
-    gradients = line_gradients(trained, batch, objective, microbatch=microbatch)
+    gradients = line_gradients(trained, batch, objective, microbatch=microbatch, scores=scores)
     _refuse_another_step(gradients, direction, trained.params)
     # P, c and the normalisers are the whole step's: only so are the lines' shares of it linear.
     lines = {name: _share(gradient, direction) for name, gradient in gradients.items()}
@@ -121,11 +126,45 @@ def line_directions(
 
 
 def line_gradients(
-    trained: Policy, batch: UpdateBatch, objective: Objective, *, microbatch: int = 8
+    trained: Policy,
+    batch: UpdateBatch,
+    objective: Objective,
+    *,
+    microbatch: int = 8,
+    scores: Scores | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """grad L_line of every gradient line, with the normalisers of the whole batch."""
     whole(batch.rollouts)
     require_full_precision(trained.params)
+    if cut_over_ranks(trained):
+        total = _by_coefficients(trained, batch, objective, microbatch, scores)
+    else:
+        total = _by_losses(trained, batch, objective, microbatch)
+    for name, gradient in total.items():
+        check_finite(f"gradient of the line {name!r}", gradient)
+    return total
+
+
+def _by_coefficients(
+    trained: Policy,
+    batch: UpdateBatch,
+    objective: Objective,
+    microbatch: int,
+    scores: Scores | None,
+) -> dict[str, dict[str, Tensor]]:
+    """J^T dL_line/d(l, h), a pass for each line: FSDP frees what a pass kept with its backward."""
+    rollouts = batch.rollouts
+    scores = scores or score_all(trained, trained.params, rollouts, microbatch=microbatch)
+    return {
+        name: weighted_gradient(trained, rollouts, coefficient, microbatch=microbatch)
+        for name, coefficient in line_coefficients(objective, scores, batch).items()
+    }
+
+
+def _by_losses(
+    trained: Policy, batch: UpdateBatch, objective: Objective, microbatch: int
+) -> dict[str, dict[str, Tensor]]:
+    """One graph for all lines."""
     weights = objective.token_weights(batch)
     lines = line_objectives(objective, batch)
     leaves = {name: value.detach().requires_grad_() for name, value in trained.params.items()}
@@ -145,10 +184,7 @@ def line_gradients(
         return [total for one in sums for total in one.sums]
 
     found, each = iter(ranks.all_reduce(local)), len(leaves)
-    total = {name: as_gradients(islice(found, each), leaves) for name in lines}
-    for name, gradient in total.items():
-        check_finite(f"gradient of the line {name!r}", gradient)
-    return total
+    return {name: as_gradients(islice(found, each), leaves) for name in lines}
 
 
 def _share(gradient: Params, direction: Direction) -> dict[str, Tensor]:

@@ -9,13 +9,18 @@ a share of it, not what leaving the token out would change.
 
 Fold k of E's prompts gives g_H^(k) and with it an influence of its own; see `attribution.folds` for
 what is made of them.
+
+    sum rule:   sum_ik influence = lr g_H . (gradient part of the step)
+
+The left side is as exact as D_u is, the right side is reverse mode. Where D_u is a difference (a
+model cut over ranks has nothing else), a sum that does not close is a doubt of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass, field, replace
+from math import inf, isnan
 
 import torch
 from torch import Tensor
@@ -26,9 +31,10 @@ from entropy_experiments.attribution.folds import (
     same_sign,
     split_half,
 )
-from entropy_experiments.attribution.jacobian import inside, score_slopes
+from entropy_experiments.attribution.jacobian import Differences, inside, score_slopes
+from entropy_experiments.estimate.central import SHARE, SLACK
 from entropy_experiments.estimate.gradient import entropy_coefficients, weighted_gradient
-from entropy_experiments.estimate.modes import Mode, used_forward_mode
+from entropy_experiments.estimate.modes import Mode, cut_over_ranks, used_forward_mode
 from entropy_experiments.estimate.ratio import (
     check_estimand,
     check_repeatable,
@@ -38,7 +44,7 @@ from entropy_experiments.estimate.ratio import (
     score_all,
     stale_reasons,
 )
-from entropy_experiments.numerics.derivatives import How, dot, require_full_precision
+from entropy_experiments.numerics.derivatives import How, dots, norm, require_full_precision
 from entropy_experiments.numerics.sums import whole
 from entropy_experiments.types import (
     Direction,
@@ -84,6 +90,10 @@ class TokenInfluence:
     """The same as `modules`, [K] each."""
     share_K: Tensor | None = None
     """s_k of `attribution.folds`; None: equal folds."""
+    differences: tuple[Differences, ...] = ()
+    """By central: how the slopes of each fold were taken."""
+    reach: float = 0.0
+    """Length of the step: lr times the norm of its direction."""
     doubts: tuple[str, ...] = ()
 
     @property
@@ -146,6 +156,31 @@ class TokenInfluence:
         return float(self.value_NS.sum())
 
     @property
+    def gradient_by_reverse(self) -> float:
+        """The same by g_H . (gradient part): what the sum must close to."""
+        return sum(parts["gradient"] for parts in self.modules.values())
+
+    @property
+    def steps_wide(self) -> tuple[float, ...]:
+        """By central, of each fold: how far its points are from theta, in lengths of the step."""
+        return tuple(one.length / self.reach if self.reach else inf for one in self.differences)
+
+    @property
+    def sum_rule_gap(self) -> float:
+        """|sum of the tokens - reverse mode| by the sum of |tokens|."""
+        size = float(self.value_NS.abs().sum())
+        gap = abs(self.gradient - self.gradient_by_reverse)
+        return gap / size if size else 0.0
+
+    @property
+    def closes(self) -> bool:
+        """Whether the sum rule closes: within SLACK of the value, or SHARE of its error bar."""
+        exact = self.gradient_by_reverse
+        stderr = float(fold_stderr(self.fold_KNS.sum((1, 2)), self.share_K))
+        allowed = max(SLACK * abs(exact), 0.0 if isnan(stderr) else SHARE * stderr)
+        return abs(self.gradient - exact) <= allowed
+
+    @property
     def total(self) -> float:
         """deltaH1 of the whole step."""
         return self.gradient + sum(self.baseline.values())
@@ -186,7 +221,8 @@ def token_influence(
     (training's temperature; for DoRA `as_trained()`). `direction` is the step of this batch under
     this objective. `base` are the scores of `evaluation` under `policy`, `scores` those of the
     batch under `trained`, `gradients` the g_H^(k) of `prompt_folds`, where another pass has made
-    them. Costs one backward over E and, by jvp, one forward of U with `folds` derivatives.
+    them. Costs one backward over E and, by jvp, one forward of U with `folds` derivatives; by
+    central, two or four forwards of U for each fold.
     """
     preconditioner = _checked(policy, trained, batch, direction, estimand)
     whole(evaluation)
@@ -215,7 +251,8 @@ def token_influence(
             f"Got {len(gradients)} gradients for {folds} folds; expected one for each, of the "
             "prompts that prompt_folds deals to it."
         )
-    seen, slope_K = score_slopes(
+    reach = direction.lr * norm(direction.total)
+    seen, slope_K, differences = score_slopes(
         trained,
         batch.rollouts,
         [
@@ -224,6 +261,7 @@ def token_influence(
         ],
         mode=how,
         microbatch=microbatch,
+        reach=reach,
     )
     scores = scores or seen
     per_fold = [_by_module(g_k, direction) for g_k in gradients]
@@ -258,10 +296,13 @@ def token_influence(
         g_H={name: sum_of(g_k[name] for g_k in gradients) for name in gradients[0]},
         module_folds=module_folds,
         share_K=_shares(base, evaluation, estimand, fold_N, folds),
+        differences=differences,
+        reach=reach,
         doubts=stale_reasons(base, evaluation, estimand),
     )
-    _check_sum_rule(found)
-    return found
+    if not cut_over_ranks(trained):
+        _check_sum_rule(found)
+    return replace(found, doubts=(*found.doubts, *_doubts_of_differences(found)))
 
 
 def of_coefficients(found: TokenInfluence, coefficient: Scores) -> Tensor:
@@ -311,13 +352,9 @@ def _check_support(trained: Policy, how: How) -> None:
 
 
 def _by_module(g: Params, direction: Direction) -> dict[str, dict[str, float]]:
-    return {
-        name: {
-            part: direction.lr * dot({name: values[name]}, {name: value})
-            for part, values in direction.parts.items()
-        }
-        for name, value in g.items()
-    }
+    parts = list(direction.parts)
+    products = iter(dots([(direction.parts[part][name], g[name]) for name in g for part in parts]))
+    return {name: {part: direction.lr * next(products) for part in parts} for name in g}
 
 
 def _shares(
@@ -339,7 +376,7 @@ def _shares(
 
 def _check_sum_rule(influence: TokenInfluence) -> None:
     """The tokens' influences and g_H . gradient are one number, reached in two ways."""
-    one, other = influence.gradient, sum(parts["gradient"] for parts in influence.modules.values())
+    one, other = influence.gradient, influence.gradient_by_reverse
     scale = float(influence.value_NS.abs().sum()) + abs(other)
     if abs(one - other) > SUM_RULE * scale:
         raise ValueError(
@@ -347,3 +384,17 @@ def _check_sum_rule(influence: TokenInfluence) -> None:
             f"entropy moves by {other:.6g}. Expected the same: give the batch, objective and "
             f"trained policy (for DoRA `as_trained()`) that this direction was made with."
         )
+
+
+def _doubts_of_differences(influence: TokenInfluence) -> tuple[str, ...]:
+    """None of exact derivatives, whose sum rule was checked."""
+    if not influence.differences:
+        return ()
+    doubts = [one.doubt for one in influence.differences if one.doubt]
+    if not influence.closes:
+        doubts.append(
+            f"the sum rule does not close: by differences the tokens' influences sum to "
+            f"{influence.gradient:.4g}, reverse mode gives {influence.gradient_by_reverse:.4g} on "
+            f"the same rollouts, {influence.sum_rule_gap:.2g} of the sum of |influences| apart"
+        )
+    return tuple(dict.fromkeys(doubts))

@@ -115,9 +115,11 @@ def counterfactual_gradient(policy: Policy, made: Counterfactual, *, microbatch:
     """The gradient of L', by backward through the model: nothing of the token table is used."""
 
     def loss_of(rows_N: Tensor, columns: slice, part: Rollouts) -> Callable[[Params], Tensor]:
+        if not len(rows_N):  # an idle part: a pass whose gradient is zero
+            return lambda params: 0.0 * policy.score(params, part).logprob_NS.sum()
         return lambda params: made.loss(policy.score(params, part), rows_N, columns)
 
-    parts = (loss_of(*part) for part in made.recorded.batch.rollouts.split(microbatch))
+    parts = (loss_of(*part) for part in made.recorded.batch.rollouts.split(microbatch, policy))
     gradient = pullback_sum(parts, policy.params)[1]
     check_finite("counterfactual loss gradient", gradient)
     return gradient

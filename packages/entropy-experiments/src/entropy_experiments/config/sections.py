@@ -52,7 +52,8 @@ class Checkpoint(Section):
     """auto, cpu, cuda or cuda:N."""
     sharding: Literal["none", "fsdp"] = "none"
     """fsdp: the model is cut over the processes of torchrun, for models larger than one device.
-    With `run`, `measure` and `evaluate`, and predict.method auto, central or reverse."""
+    With `run`, `measure`, `influence` and `evaluate`, and predict.method auto, central or
+    reverse."""
 
 
 class Data(Section):

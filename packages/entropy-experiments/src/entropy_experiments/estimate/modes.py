@@ -43,6 +43,14 @@ _tried: dict[int, Used] = {}
 """By the policy's identity, as long as it lives: policies are compared by value, or not at all."""
 
 
+def cut_over_ranks(policy: Policy) -> bool:
+    """Whether each rank holds a part of the model, so that all must make every pass together.
+
+    Such a model has reverse mode and differences, and no gradients of single rollouts in a pass.
+    """
+    return getattr(policy, "lockstep", 1) > 1
+
+
 def used_mode(policy: Policy, rollouts: Rollouts, mode: Mode) -> Used:
     """`mode` itself, or what `auto` stands for with this policy."""
     if mode not in get_args(Mode):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from entropy_experiments.distributed import current
+from entropy_experiments.estimate.modes import cut_over_ranks
 from entropy_experiments.estimate.ratio import check_scores, drawn_with
 from entropy_experiments.estimate.stencil import COLUMNS, stencil_columns
 from entropy_experiments.numerics.derivatives import How, difference_step, pushforward
@@ -36,7 +37,7 @@ def rollout_slopes(
         slope_N = torch.where(part.response_NS, slope.logprob_NS.double(), 0.0).sum(1)
         return torch.stack([logweight_N, slope_N], dim=1)
 
-    found_NM = _by_microbatch(sums, rollouts, 2, microbatch)
+    found_NM = _by_microbatch(policy, sums, rollouts, 2, microbatch)
     return found_NM[:, 0], found_NM[:, 1]
 
 
@@ -67,19 +68,27 @@ def second_order_sums(
 
         return stencil_columns(lambda bent_N: weighted(reward_N[rows_N], bent_N), by_rollout)
 
-    return _by_microbatch(sums, rollouts, COLUMNS, microbatch)
+    return _by_microbatch(policy, sums, rollouts, COLUMNS, microbatch)
 
 
 def _by_microbatch(
-    sums: Callable[[Tensor, slice, Rollouts], Tensor], rollouts: Rollouts, width: int, size: int
+    policy: Policy,
+    sums: Callable[[Tensor, slice, Rollouts], Tensor],
+    rollouts: Rollouts,
+    width: int,
+    size: int,
 ) -> Tensor:
     """[N, width] sums per rollout, dealt out to the current ranks."""
     ranks = current()
+    # Where ranks need not pass together: by length alone, without regard to shared prompts.
+    lockstep = policy if cut_over_ranks(policy) else None
 
     def local() -> list[Tensor]:
         out_NM = rollouts.weight_N.new_zeros(len(rollouts), width)
-        for part in ranks.shard(rollouts.split(size)):
-            out_NM[part.rows_N] = sums(*part)
+        for rows_N, columns, part in ranks.shard(rollouts.split(size, lockstep)):
+            # An idle part is some rollout, with the reward of the first: it fills no row.
+            at_N = rows_N if len(rows_N) else rows_N.new_zeros(1)
+            out_NM[rows_N] = sums(at_N, columns, part)
         return [out_NM]
 
     return ranks.all_reduce(local)[0]

@@ -10,6 +10,10 @@ others: `score` writes those that differ into the shards, runs, and puts the bit
 come through one autograd Function, whose backward is FSDP's: for an estimator a sharded policy is
 differentiable like any other, once and in reverse. There is no forward mode.
 
+Gradients of fp32 parameters travel and are added in fp64, and are read before FSDP rounds them: so
+they are those of one process to the last bit, and what magnifies that bit (a difference along a
+direction made of them) is, too.
+
 A pass needs all ranks at once. The ranks' microbatches are different, their number is not:
 `Rollouts.split` adds idle ones (see `lockstep`). Sampling is one long pass, in which rank 0 draws
 for all. Each pass begins with `Ranks.agree`, so a rank that fails between passes ends the others
@@ -24,8 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,6 +58,7 @@ NEEDED = (
     "set_gradient_divide_factor",
     "set_force_sum_reduction_for_comms",
     "set_reduce_scatter_unused_params",
+    "set_all_reduce_hook",
 )
 """Of FSDP2's modules; torch got them later than `fully_shard` itself."""
 TRIED = "2.13"
@@ -80,17 +85,61 @@ class ShardedModel(nn.Module):
         # Once and for all: what is trained does not change when an adapter is switched off.
         self._names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
         mesh = mesh or mesh_of(ranks, next(model.parameters()).device.type)
-        precision = _fp32_reduction(model)
+        precision = _reduction(model)
+        self._groups: dict[str, FSDPModule] = {}
+        """By parameter: the module that FSDP reduces its gradient with."""
+        self._sums: dict[FSDPModule, Tensor] = {}
+        """Of the last backward: gradients summed over ranks, flat, before FSDP rounds them."""
         for module in (*decoder_layers(model), self):
             # Without resharding, written shards would not be seen by the next pass.
             fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+            self._own_group(cast(FSDPModule, module))
         for module in self._fsdp_modules():
             # The sum over ranks, not FSDP's mean; as a plain sum, since gloo has no other.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             # Experts that are used on one rank only.
             module.set_reduce_scatter_unused_params(True, recurse=False)
+            module.set_all_reduce_hook(partial(self._sums.__setitem__, module))
         self._failed = False
+
+    def _own_group(self, module: FSDPModule) -> None:
+        """What became shards with this module is reduced with it."""
+        for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, DTensor):
+                self._groups.setdefault(name, module)
+
+    def gradient_shards(self) -> dict[str, Tensor | None]:
+        """Of the last backward, as precise as they were summed; taken: they are kept no longer."""
+        try:
+            return {
+                name: None if shard.grad is None else self._unrounded(name, shard)
+                for name, shard in self.shards.items()
+            }
+        finally:
+            self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        self._sums.clear()
+        for shard in self.shards.values():
+            shard.grad = None
+
+    def _unrounded(self, name: str, shard: DTensor) -> Tensor:
+        """The part of its group's sums that FSDP rounded to this gradient: at the same place."""
+        gradient: Any = shard.grad
+        sums = self._sums.get(self._groups[name])
+        if sums is None or gradient.dtype != torch.float32:
+            return gradient
+        rounded = gradient.to_local()
+        fits = rounded.storage_offset() + rounded.numel() <= sums.numel()
+        own = sums.as_strided(rounded.size(), rounded.stride(), rounded.storage_offset() * fits)
+        if not fits or not bool(((own.to(rounded.dtype) == rounded) | rounded.isnan()).all()):
+            raise RuntimeError(
+                f"FSDP of torch {torch.__version__} keeps the gradient of {name} elsewhere than in "
+                f"torch {TRIED}, with which sharding works; expected the sum that it rounded. "
+                f"Install torch {TRIED}, or set checkpoint.sharding: none."
+            )
+        return _as_shard(own, shard)
 
     @property
     def shards(self) -> dict[str, DTensor]:
@@ -136,7 +185,7 @@ class ShardedModel(nn.Module):
         before: dict[str, Tensor] = {}
         try:
             for name, mine in own.items():
-                wanted = local_part(params[name])
+                wanted = local_part(params[name]).to(mine.dtype)  # a leaf may be wider
                 if mine.data_ptr() != wanted.data_ptr() and not torch.equal(mine, wanted):
                     before[name] = mine.clone()
                     mine.copy_(wanted)
@@ -289,14 +338,13 @@ class ShardedPolicy:
         self, params: Params, scores: Sequence[Tensor], cotangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Gradients' shards, summed over ranks. FSDP gathers the parameters once more for this."""
-        shards = self.sharded.shards
         try:
             with self.sharded.hold_values(params):
                 self.sharded.run_in_step(lambda: torch.autograd.backward(scores, cotangents))
-            return [shards[name].grad for name in params]
+            gradients = self.sharded.gradient_shards()
         finally:
-            for shard in shards.values():
-                shard.grad = None
+            self.sharded.drop_gradients()
+        return [gradients[name] for name in params]
 
 
 class _OwnValues(SequenceProcessor):
@@ -337,11 +385,13 @@ class _Scored(torch.autograd.Function):
         return None, None, None, *ctx.policy._gradient_shards(ctx.params, scores, cotangents)
 
 
-def _fp32_reduction(model: nn.Module) -> MixedPrecisionPolicy:
+def _reduction(model: nn.Module) -> MixedPrecisionPolicy:
     """Gradients in half precision are added over ranks in fp32, and rounded once: FSDP gives them
-    back in the precision of their parameter, as autograd does in one process."""
+    back in the precision of their parameter, as autograd does in one process. Those in fp32 are
+    added in fp64, as `GradientSum` does in one process."""
     trained = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
-    return MixedPrecisionPolicy(reduce_dtype=torch.promote_types(trained, torch.float32))
+    half = trained.itemsize < torch.float32.itemsize
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else torch.float64)
 
 
 def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -367,9 +417,14 @@ def _shard_like(value: Tensor, shard: DTensor) -> DTensor:
         )
     pieces = dict(enumerate(whole.chunk(mesh.size(), dim=0)))  # as FSDP cuts; may be fewer
     mine = pieces.get(mesh.get_local_rank(), whole[:0]).to(shard.device, copy=True)
+    return _as_shard(mine, shard)
+
+
+def _as_shard(mine: Tensor, shard: DTensor) -> DTensor:
+    """This rank's rows of a tensor that is cut as `shard` is. Nothing is sent."""
     return DTensor.from_local(
         mine.contiguous(),
-        mesh,
+        shard.device_mesh,
         shard.placements,
         run_check=False,
         shape=shard.shape,

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import jvp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from entropy_experiments.distributed import current, local_part, shards_of
+from entropy_experiments.distributed import current, is_shard, local_part, shards_of
 from entropy_experiments.types import Params, check_params
 
 How = Literal["jvp", "double_backward", "central"]
@@ -158,7 +158,7 @@ def pullback(f: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, dic
 
 
 def _pulled_back(f: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, dict[str, Tensor]]:
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    leaves = {name: _leaf(value) for name, value in params.items()}
     with torch.enable_grad(), no_autocast():
         value = f(leaves)
     if not value.requires_grad:
@@ -176,6 +176,12 @@ def _pulled_back(f: Callable[[Params], Tensor], params: Params) -> tuple[Tensor,
             "checkpointing hides them (use use_reentrant=False)."
         )
     return value.detach(), dict(zip(leaves, (g for g in grads if g is not None), strict=True))
+
+
+def _leaf(value: Tensor) -> Tensor:
+    """To differentiate at. A shard's gradient is a sum over ranks: autograd must not round it."""
+    value = value.detach()
+    return (value.double() if is_shard(value) else value).requires_grad_()
 
 
 def pullback_sum(
@@ -286,6 +292,15 @@ def dot(a: Params, b: Params) -> float:
     """Inner product, accumulated in fp64; of shards, over all ranks that hold one."""
     total = sum(_dot64(local_part(x), local_part(b[name])) for name, x in a.items())
     return over_shards(total, a)
+
+
+def dots(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """Inner products of many pairs, as `dot` gives each; of shards, in one exchange."""
+    mine = [_dot64(local_part(x), local_part(y)) for x, y in pairs]
+    holders = shards_of({str(i): x for i, (x, _) in enumerate(pairs)})
+    if holders.size == 1:
+        return mine
+    return holders.all_reduce(lambda: [torch.tensor(mine, dtype=torch.float64)])[0].tolist()
 
 
 def over_shards(mine: float, params: Params) -> float:

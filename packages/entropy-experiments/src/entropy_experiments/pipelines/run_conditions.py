@@ -76,7 +76,7 @@ def refuse_sharding(config: Config) -> None:
     if config.checkpoint.sharding != "none":
         raise ValueError(
             f"checkpoint.sharding is {config.checkpoint.sharding!r}; expected 'none': only `run`, "
-            "`measure` and `evaluate` can use a model cut over the processes. Set "
+            "`measure`, `influence` and `evaluate` can use a model cut over the processes. Set "
             "checkpoint.sharding: none."
         )
 

@@ -53,6 +53,11 @@ GROUP_NAMES = {
     "rollout": "rollout",
 }
 """Groups that are shown; summary.json has them also by prompt and by module."""
+PART_NAMES = {
+    "matrix": "the first-order matrix of every pair of rollouts",
+    "fisher": "the Fisher kernel",
+}
+"""Parts that a study may not have."""
 NAME, WIDE, NARROW, SHARE = 18, 10, 8, 6
 """Widths of a ledger's columns: names, changes, standard errors, shares of the entropy's change."""
 
@@ -87,7 +92,7 @@ def influence_report(
         lines += [
             *(f"Note: {note}." for note in evaluation.get("notes", ())),
         ]
-    return [*lines, *words.study_certificate(summary), *_provenance(summary)]
+    return [*lines, *_absent(summary), *words.study_certificate(summary), *_provenance(summary)]
 
 
 def _headline(summary: InfluenceResult) -> list[str]:
@@ -125,6 +130,14 @@ def _assumed(summary: InfluenceResult) -> list[str]:
         "  ASSUMED, not read from any file (set them in the config, or in entropy_probe.json): "
         f"{named}"
     ]
+
+
+def _absent(summary: InfluenceResult) -> list[str]:
+    """Parts that this study cannot have; those of one reason on one line."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in (summary.get("absent") or {}).items():
+        by_reason.setdefault(reason, []).append(PART_NAMES.get(name, name))
+    return [f"Not in this study: {', '.join(n)}; {reason}." for reason, n in by_reason.items()]
 
 
 def _change(evaluation: EvaluationBatch) -> list[str]:
@@ -248,7 +261,28 @@ def _trust(evaluation: EvaluationBatch) -> list[str]:
         lines.append(
             f"The curvature, and with it what is unexplained, is NOT trusted: {'; '.join(why_not)}."
         )
-    return [*lines, *(f"Doubt: {doubt}." for doubt in evaluation.get("doubts", ()))]
+    return [
+        *lines,
+        *_sum_rule(evaluation),
+        *(f"Doubt: {doubt}." for doubt in evaluation.get("doubts", ())),
+    ]
+
+
+def _sum_rule(evaluation: EvaluationBatch) -> list[str]:
+    """Where influences are differences: whether they add up to what reverse mode says."""
+    sums = evaluation.get("reconstruction") or {}
+    if "by_reverse" not in sums:
+        return []
+    verdict = "closes" if sums["closes"] else "does NOT close"
+    widths = ", ".join(
+        "?" if one["steps_wide"] is None else f"{one['steps_wide']:.2g}"
+        for one in sums["differences"]
+    )
+    return [
+        f"Token influences are differences, {widths} steps wide. Sum rule: they add up to "
+        f"{sums['gradient']:+.5g}, reverse mode gives {sums['by_reverse']:+.5g}; it {verdict} "
+        f"({sums['sum_rule_gap']:.1g} of the sum of |influences|)."
+    ]
 
 
 def _withheld(evaluation: EvaluationBatch) -> bool:

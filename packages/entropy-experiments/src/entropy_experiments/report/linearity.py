@@ -302,6 +302,9 @@ def _column_sums(run: Files, name: str) -> np.ndarray:
 def _first_order(run: Files, evaluation: str, reference_eta: float | None) -> np.ndarray:
     """Predicted slope of every update rollout."""
     name = f"{evaluation}_delta_matrix.npy"
+    if name not in run and _without_matrix(run):
+        summed_U = run.array(f"{evaluation}_rollout_influence.npy").astype(np.float64)
+        return summed_U / run.summary()["lr"]
     if name not in run:
         raise FileNotFoundError(
             f"No {name} in {run.folder}; expected the [N_E, N_U] matrix of the study."
@@ -310,6 +313,11 @@ def _first_order(run: Files, evaluation: str, reference_eta: float | None) -> np
     if _is_measured(run, name):  # influence.measured_matrix: true
         return np.full_like(changes_U, np.nan)
     return changes_U / (reference_eta or _reference_eta(run))
+
+
+def _without_matrix(run: Files) -> bool:
+    """A study of a model cut over ranks: it has the matrix's column sums alone."""
+    return "summary.json" in run and "matrix" in (run.summary().get("absent") or {})
 
 
 def _is_measured(run: Files, name: str) -> bool:

@@ -319,6 +319,8 @@ class InfluenceResult(Stamp):
     not_verifiable: list[str]
     timings: dict[str, float]
     provenance: JSONObject
+    absent: NotRequired[dict[str, str]]
+    """Parts that this study cannot have, and why: those of a model cut over the processes."""
     run_directory: NotRequired[str]
 
 

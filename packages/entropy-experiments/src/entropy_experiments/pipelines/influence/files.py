@@ -29,6 +29,7 @@ from entropy_experiments.attribution import whatif
 from entropy_experiments.attribution.groups import By, Most, grouped, ranked
 from entropy_experiments.attribution.step import BASELINE, FULL
 from entropy_experiments.attribution.token_rows import token_rows
+from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
@@ -116,7 +117,7 @@ class StudyFiles:
 
     def _evaluation(self, one: EvaluationResults) -> EvaluationBatch:
         results, name = self.results, one.name
-        matrix, tokens, books = one.matrix, one.tokens, one.ledgers
+        tokens, books = one.tokens, one.ledgers
         scale = results.etas[0] / results.direction.lr
         self._matrix_files(one, scale)
         self._single_files(one)
@@ -149,8 +150,8 @@ class StudyFiles:
                 "residual": residual,
                 "parts": parts,
                 "relative": abs(residual) / parts if parts else 0.0,
-                "matrix_residual": matrix.total - tokens.gradient,
-                "matrix_passes": matrix.passes,
+                **_matrix_sums(one),
+                **_differences(tokens),
             },
             "ledger": dict(books),
             "groups": _groups(one),
@@ -183,10 +184,11 @@ class StudyFiles:
                 values_EN[:, row] = one.rollout_changes.tensors[f"grad|{row}|{eta!r}"].numpy()
             what = f"measured change at eta {eta:g} along each measured rollout's direction, by "
             what += f"evaluation rollout; NaN: not measured; {SPLIT}"
-        else:
+            self._array(f"{name}_delta_matrix.npy", values_EN, f"{what} [evaluation, update]")
+        elif one.matrix is not None:
             values_EN = scale * one.matrix.matrix_EN.numpy()
             what = f"first-order contribution of every pair of rollouts at eta {eta:g}"
-        self._array(f"{name}_delta_matrix.npy", values_EN, f"{what} [evaluation, update]")
+            self._array(f"{name}_delta_matrix.npy", values_EN, f"{what} [evaluation, update]")
         self._array(
             f"{name}_rollout_influence.npy",
             one.tokens.rollout_N.numpy(),
@@ -360,7 +362,42 @@ class StudyFiles:
                 "coverage": dict(results.coverage),
             },
         }
+        if results.absent:
+            result["absent"] = dict(results.absent)
         return cast(InfluenceResult, result)
+
+
+def _matrix_sums(one: EvaluationResults) -> JSONObject:
+    """How far the matrix is from the tokens it adds up to; nothing where there is none."""
+    matrix = one.matrix
+    if matrix is None:
+        return {}
+    return {
+        "matrix_residual": matrix.total - one.tokens.gradient,
+        "matrix_passes": matrix.passes,
+    }
+
+
+def _differences(tokens: TokenInfluence) -> JSONObject:
+    """Where token influences are differences: the sum rule, and how wide they are by fold.
+
+    `steps_wide`: from theta to either point, in lengths of the optimizer's step.
+    """
+    if not tokens.differences:
+        return {}
+    return {
+        "by_reverse": tokens.gradient_by_reverse,
+        "sum_rule_gap": tokens.sum_rule_gap,
+        "closes": tokens.closes,
+        "differences": [
+            {
+                "steps_wide": finite(wide),
+                "forwards": one.forwards,
+                "gap_to_reverse": one.gap,
+            }
+            for one, wide in zip(tokens.differences, tokens.steps_wide, strict=True)
+        ],
+    }
 
 
 def _groups(one: EvaluationResults) -> dict[str, dict[str, GroupResult]]:

@@ -1,7 +1,8 @@
 """Results of a study's stages, to tensors and back: what is on disk is what was computed.
 
 A direction, a token table and a matrix are read back bit by bit, so a study that was interrupted
-goes on with the very numbers it had.
+goes on with the very numbers it had. A direction that is cut over ranks, as large as the model, is
+not kept: it is made again from the same batch, to the same bits.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from entropy_experiments.attribution.jacobian import Differences
 from entropy_experiments.attribution.matrix import Column, InfluenceMatrix
 from entropy_experiments.attribution.step import RebuiltStep
 from entropy_experiments.attribution.tokens import TokenInfluence
+from entropy_experiments.distributed import is_shard
 from entropy_experiments.numerics.weights import WeightDiagnostics
 from entropy_experiments.pipelines.influence.store import Stage
 from entropy_experiments.results import Certified, StepResult
@@ -67,6 +70,8 @@ def pack_step(rebuilt: RebuiltStep, certified: Certified) -> Stage:
     direction = rebuilt.direction
     assert direction.preconditioner is not None  # an AdamW step has one
     groups = {**direction.parts, "preconditioner": direction.preconditioner}
+    if is_shard(next(iter(direction.preconditioner.values()))):
+        groups = {}
     return Stage(
         facts={
             **step_json(rebuilt),
@@ -156,6 +161,8 @@ def pack_tokens(influence: TokenInfluence) -> Stage:
                 for name, parts in influence.module_folds.items()
             },
             "doubts": list(influence.doubts),
+            "differences": [list(one) for one in influence.differences],
+            "reach": influence.reach,
         },
         tensors={
             **pack_scores(influence.scores),
@@ -194,6 +201,9 @@ def unpack_tokens(
             for name, parts in facts["module_folds"].items()
         },
         share_K=tensors["share_K"],
+        # Of stages that an earlier version wrote there is nothing to say.
+        differences=tuple(Differences(*one) for one in facts.get("differences", ())),
+        reach=facts.get("reach", 0.0),
         doubts=tuple(facts["doubts"]),
     )
 

@@ -40,6 +40,7 @@ from entropy_experiments.estimate.measured import measured
 from entropy_experiments.numerics.derivatives import How
 from entropy_experiments.pipelines.influence.certified import still_open
 from entropy_experiments.pipelines.influence.packing import unpack_estimate
+from entropy_experiments.pipelines.influence.sharded import ABSENT_OF_SHARDED
 from entropy_experiments.pipelines.influence.stages import Evaluation, Study, evaluations_of
 from entropy_experiments.pipelines.influence.store import Stage
 from entropy_experiments.pipelines.influence.summary_json import (
@@ -77,7 +78,8 @@ class EvaluationResults:
     notes: tuple[str, ...]
     level: EstimateResult
     """The entropy before the step."""
-    matrix: InfluenceMatrix
+    matrix: InfluenceMatrix | None
+    """None: the model is cut over ranks; `StudyResults.absent` says so."""
     tokens: TokenInfluence
     changes: Stage
     """Measured along the whole step and its baseline: `full|eta` and `baseline|eta`."""
@@ -125,6 +127,8 @@ class StudyResults:
     timings: Mapping[str, float]
     input_hashes: Mapping[str, str]
     coverage: Mapping[str, Any] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Parts of a study that this one cannot have, and why."""
 
 
 def study_results(study: Study) -> StudyResults:
@@ -159,6 +163,7 @@ def study_results(study: Study) -> StudyResults:
         timings=study.timings,
         input_hashes=probe.checkpoint.hashes,
         coverage=probe.checkpoint.coverage,
+        absent=ABSENT_OF_SHARDED if study.sharded else {},
     )
 
 
@@ -201,8 +206,7 @@ def entropy_stage(evaluation: Evaluation) -> Stage:
             study.rebuilt,
             evaluation.rollouts,
             evaluation.base,
-            study.columns,
-            evaluation.matrix,
+            evaluation.lines(),
             unpack_estimate(evaluation.whole, study.estimand),
         )
         return Stage(facts={"ledger": ledger_json(ledger)})
@@ -221,7 +225,7 @@ def reward_stage(evaluation: Evaluation) -> Stage:
             evaluation.rollouts,
             evaluation.batch.reward_N,
             evaluation.base,
-            study.columns,
+            None if study.sharded else study.columns,
             evaluation.matrix,
             lambda: study.lines,
         )

@@ -31,6 +31,7 @@ from entropy_experiments.pipelines.influence.batches import check_requests, gath
 from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFiles
 from entropy_experiments.pipelines.influence.results import study_results
 from entropy_experiments.pipelines.influence.rollout_sources import is_own_folder
+from entropy_experiments.pipelines.influence.sharded import check_sharded_study
 from entropy_experiments.pipelines.influence.stages import Study, to_stderr
 from entropy_experiments.pipelines.influence.store import RunDirectory, open_run
 from entropy_experiments.pipelines.influence.summary_json import budget_json, prediction_json
@@ -162,6 +163,7 @@ class EntropyInfluenceRunner:
         """summary.json as a dict, and `run_directory`, where the other files are."""
         config = plan.applied(self.config) if plan is not None else self.config
         check_requests(config)
+        check_sharded_study(config)
         influence = config.influence
         _check_etas(influence.learning_rates or (), influence.rollout_learning_rates or ())
         for text in config.influence.what_if:
@@ -169,7 +171,7 @@ class EntropyInfluenceRunner:
         ranks = current()
         say = None if self._quiet or not ranks.first else to_stderr
         with analysis_conditions():
-            probed = open_checkpoint(config, checkpoint_path)
+            probed = open_checkpoint(config, checkpoint_path, may_shard=True)
             rates = influence.learning_rates or (probed.optimizer.lr,)
             _check_etas(rates, influence.rollout_learning_rates or ())
             study_key = _study_key(config, probed)
@@ -312,8 +314,11 @@ def _study_key(config: Config, probed: OpenCheckpoint) -> str:
     settings["rollouts"] = {"load": settings["rollouts"]["load"]}
     checkpoint = probed.checkpoint
     # Its files are hashed below.
+    sharding = settings["checkpoint"]["sharding"]
     settings["checkpoint"] = {"dtype": settings["checkpoint"]["dtype"]}
     asked = (config.influence.update_batch, *config.influence.evaluation_batches)
+    if sharding != "none":  # such a study has fewer parts
+        settings["checkpoint"]["sharding"] = sharding
     named = [
         config.influence.update_batch.load_path,
         *(file for request in asked for file in _files_named(request.params)),

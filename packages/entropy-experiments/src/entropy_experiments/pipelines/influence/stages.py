@@ -13,6 +13,10 @@
     confirm         a counterfactual step, made and measured
     fisher          the kernel of every pair of rollouts, and the log-prob changes it predicts
 
+A model cut over the ranks (`checkpoint.sharding`) has no gradients of single rollouts in one pass,
+hence neither matrix nor Fisher kernel (`influence.sharded`). What is as large as the model, the
+step and its lines, is then kept in memory and not on disk: a study that was killed makes it again.
+
 Later stages read earlier ones from disk, whether this process computed them or another did.
 
 Progress is a bar on a terminal, else lines. Time left = (rollouts still to pass through the model)
@@ -43,6 +47,8 @@ from entropy_experiments.attribution.step import (
     StepInputs,
     StepOptions,
     line_columns,
+    line_slopes,
+    lines_of_matrix,
     measure_rollouts,
     measure_step,
     most_influential,
@@ -54,7 +60,7 @@ from entropy_experiments.attribution.step import (
 from entropy_experiments.attribution.terms import line_directions, rollouts_by_line
 from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.checkpoints.runs import provenance
-from entropy_experiments.estimate.modes import Used, used_forward_mode
+from entropy_experiments.estimate.modes import Used, cut_over_ranks, used_forward_mode
 from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.numerics.derivatives import How
 from entropy_experiments.pipelines.influence.batches import EvaluationBatch, StudyInputs
@@ -83,6 +89,7 @@ from entropy_experiments.results import INFLUENCE, EstimateResult, numbers
 from entropy_experiments.types import (
     Direction,
     Estimand,
+    Estimate,
     Params,
     Rollouts,
     Scores,
@@ -183,6 +190,8 @@ class Study:
         self.policy = self.probe.policy
         self.trained = self.probe.trained.as_trained()
         self.objective = self.probe.facts.objective
+        self.sharded = cut_over_ranks(self.policy)
+        self._step_in_memory: RebuiltStep | None = None
         self._check_indices()
 
     def _check_indices(self) -> None:
@@ -269,6 +278,7 @@ class Study:
             [*_keyed(probe.estimator, probe.mode), self.config.measure.clip_log_weights],
             rollouts_digest(batch.rollouts),
             batch_digest(batch),
+            *(["sharded"] if self.sharded else []),
         )
 
     def stage(self, name: str, key: str, cost: float, compute: Callable[[], Stage]) -> Stage:
@@ -287,13 +297,19 @@ class Study:
         def compute() -> Stage:
             rebuilt, gradient = rebuild_step(self.step)
             certified = certified_step(self.probe, rebuilt.direction, gradient)
+            if self.sharded:
+                self._step_in_memory = rebuilt
             return pack_step(rebuilt, certified)
 
         return self.stage("step", digest_of(self.key), self.cost / 2, compute)
 
     @cached_property
     def rebuilt(self) -> RebuiltStep:
-        return unpack_step(self.step_stage, self.device)
+        stage = self.step_stage
+        if not self.sharded:
+            return unpack_step(stage, self.device)
+        rebuilt = self._step_in_memory or rebuild_step(self.step)[0]
+        return replace(rebuilt, scores=unpack_scores(stage))
 
     @property
     def direction(self) -> Direction:
@@ -309,14 +325,21 @@ class Study:
     def lines(self) -> Mapping[str, Params]:
         """The step's parts and lines by name; they sum to the whole direction."""
 
-        def compute() -> Stage:
-            lines = line_directions(
+        def directions() -> Mapping[str, Params]:
+            return line_directions(
                 self.trained,
                 self.probe.update,
                 self.objective,
                 self.direction,
                 microbatch=self.probe.estimator.microbatch,
+                scores=self.rebuilt.scores,
             )
+
+        if self.sharded:
+            return directions()
+
+        def compute() -> Stage:
+            lines = directions()
             return Stage(facts={"names": list(lines)}, tensors=pack_params(lines))
 
         stage = self.stage("lines", digest_of(self.key), self.cost / 2, compute)
@@ -444,7 +467,7 @@ class Evaluation:
                 study.rebuilt,
                 self.rollouts,
                 self.base,
-                self.matrix,
+                None if self.matrix is None else self.matrix.g_K,
                 folds=self.batch.folds,
             )
             return pack_tokens(tokens)
@@ -456,8 +479,11 @@ class Evaluation:
         )
 
     @cached_property
-    def matrix(self) -> InfluenceMatrix:
+    def matrix(self) -> InfluenceMatrix | None:
+        """None of a model cut over the ranks."""
         study = self.study
+        if study.sharded:
+            return None
 
         def compute() -> Stage:
             matrix = pair_matrix(
@@ -473,6 +499,13 @@ class Evaluation:
         update = 3 * len(self.probe.update.rollouts) / len(self.rollouts)
         stage = self.stage("matrix", self.matrix_key, 6 + update, compute)
         return unpack_matrix(stage, self.rollouts, study.estimand, study.direction.lr, study.device)
+
+    def lines(self) -> Mapping[str, Estimate]:
+        """The ledger's lines in nats of the step."""
+        study = self.study
+        if self.matrix is not None:
+            return lines_of_matrix(study.rebuilt, study.columns, self.matrix)
+        return line_slopes(study.step, study.rebuilt, self.rollouts, self.base, study.lines)
 
     @property
     def whole_etas(self) -> tuple[float, ...]:

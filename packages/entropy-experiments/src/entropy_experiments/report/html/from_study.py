@@ -44,6 +44,8 @@ CELLS = (160, 400)
 """Rows and columns of the matrix that are drawn; more are added up in blocks."""
 FAINT = 0.05
 """Of the full colour: what eyes take for blank."""
+WORDS_OF_ABSENT = {"fisher": "the Fisher kernel"}
+"""Of summary.json's `absent`; the matrix is named where its section would be."""
 EARLIER = "the run was written by an earlier version; run the study again to have it"
 LARGEST, REST = 1_000, 1_500
 """Tokens drawn: those of most influence, and a random part of the others."""
@@ -62,7 +64,11 @@ def study_data(
     ledger, lr = batch["ledger"]["entropy"], summary["lr"]
     unit = (batch.get("estimand") or {}).get("unit", "token")
     measured = [(float(eta), at["full"]) for eta, at in batch["aggregate"].items()]
-    absent: dict[str, str] = {}
+    absent: dict[str, str] = {
+        WORDS_OF_ABSENT[name]: reason
+        for name, reason in (summary.get("absent") or {}).items()
+        if name in WORDS_OF_ABSENT
+    }
     books_shown = _ledger(batch, unit, absent)
     texts, by_cell = _tokens(run, batch, absent, most_tokens)
     return {
@@ -201,6 +207,9 @@ def _matrix(
     run: RunFiles, evaluation: EvaluationBatch, summary: InfluenceResult, absent: dict[str, str]
 ) -> MatrixSection | None:
     name = f"{evaluation['name']}_delta_matrix.npy"
+    if name not in run:
+        absent["the matrix"] = (summary.get("absent") or {}).get("matrix") or EARLIER
+        return None
     matrix_EN = run.array(name)
     if not np.isfinite(matrix_EN).all():
         absent["the matrix"] = (
