@@ -239,6 +239,9 @@ def deciding_files(layout: Layout, base_files: Base | None) -> tuple[list[Path],
     if layout.kind == "full":
         folders = (layout.weights, layout.root, layout.config)
         own += [folder / GENERATION_CONFIG for folder in folders]
+    if layout.hf is not None:
+        own += [layout.hf / name for name in (MODEL_CONFIG, GENERATION_CONFIG)]
+    own += [] if layout.lora_meta is None else [layout.lora_meta]
     places = tokenizer_folders(layout)
     tokenizer = next((files for place in places if (files := tokenizer_files(place))), [])
     own += tokenizer
@@ -254,6 +257,8 @@ def tokenizer_folders(layout: Layout) -> tuple[Path, ...]:
 
     With shards a trainer leaves none: the run's comes before the base's.
     """
+    if layout.hf is not None:
+        return (layout.hf, *layout.folders)
     return (layout.weights, layout.root) if layout.sharded is None else layout.folders
 
 
