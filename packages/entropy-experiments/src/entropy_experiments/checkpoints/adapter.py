@@ -71,8 +71,8 @@ SKETCH_NOTE = (
     "base: compared with the recorded one by a sketch, which tells another base, not another bit"
 )
 META_NOTE = (
-    "LoRA: lora_train_meta.json holds the rank and alpha as a whole number alone; taken as plain LoRA "
-    "(no rsLoRA, no alpha of single modules), as verl makes it"
+    "LoRA: lora_train_meta.json holds the rank, and alpha as a whole number; taken as plain LoRA (no "
+    "rsLoRA, no alpha of single modules), as verl makes it"
 )
 BASE_NOTE = "base: adapter_config.json names it, but nothing records the weights that training used"
 
@@ -177,6 +177,8 @@ def load_adapter(base: Any, layout: Layout, config: AdapterConfig) -> Any:
     set_peft_model_state_dict(model, dict(stored))  # peft 0.18 renames keys in what it is given
     held = get_peft_model_state_dict(model, save_embedding_layers=True)
     for name, value in stored.items():
+        # A model is made in fp32; who asks for fp64 gets the doubles afterwards.
+        value = value.float() if value.dtype == torch.float64 else value
         if not torch.equal(held[name].detach().to("cpu", value.dtype), value):
             raise ValueError(
                 f"{file}: {name} did not arrive in the model as it is in the file. The installed "

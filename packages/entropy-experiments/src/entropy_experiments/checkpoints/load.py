@@ -43,7 +43,6 @@ from entropy_experiments.checkpoints.base import (
 )
 from entropy_experiments.checkpoints.dcp import newer_shards
 from entropy_experiments.checkpoints.layout import (
-    ADAPTER_CONFIG,
     MODEL_CONFIG,
     TRAINER_STATE,
     UPDATE_BATCH,
@@ -54,12 +53,14 @@ from entropy_experiments.checkpoints.layout import (
     unread_forms,
 )
 from entropy_experiments.checkpoints.optimizer_state import read_optimizer_state
+from entropy_experiments.checkpoints.rank_shards import RankWeights
 from entropy_experiments.checkpoints.recorded_step import MADE_STEP, refuse_other_base
 from entropy_experiments.checkpoints.stored_weights import (
     carries_base,
     load_sharded_causal_lm,
     make_causal_lm,
     place_on_devices,
+    restore_doubles,
     shapes_of,
     take_base,
 )
@@ -150,7 +151,7 @@ def load_checkpoint(
     read_optimizer: bool = True,
     quantise: bool = True,
 ) -> Checkpoint:
-    """A checkpoint as HF Trainer, TRL and Accelerate save it: model, optimizer state, facts.
+    """A checkpoint as HF Trainer, TRL, Accelerate, verl, SkyRL and prime-rl save it.
 
     Args:
         path: The checkpoint's folder.
@@ -200,6 +201,8 @@ def load_checkpoint(
         )
         if dtype == "float64":
             true_float64(model)
+            if isinstance(layout.stored, RankWeights):
+                restore_doubles(model, layout.stored)
     model.eval()
     hashes = _hashes(layout, base_files, fact_files)
     if record is not None and record.path.parent == layout.root:

@@ -207,6 +207,10 @@ class RankWeights(Mapping[str, Tensor]):
         """Without reading a tensor."""
         return {name: self.files.shape(name, self._parts(name)) for name in self._keys}
 
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: self._parts(name)[0].dtype for name in self._keys}
+
     def _parts(self, name: str) -> list[Any]:
         key = self._keys[name]
         return [tree[key] for tree in self.files.trees]

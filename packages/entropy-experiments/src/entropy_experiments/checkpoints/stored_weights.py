@@ -130,6 +130,14 @@ def adapter_tensors(model: Any, stored: Mapping[str, Tensor]) -> dict[str, Tenso
     return {name: stored[name] for name in stored}
 
 
+def restore_doubles(model: nn.Module, stored: RankWeights) -> None:
+    """Numbers that training held in fp64, into a model that was loaded in fp32 and made fp64."""
+    into = model.state_dict()
+    for name, dtype in stored.dtypes.items():
+        if dtype == torch.float64 and name in into:
+            into[name].copy_(stored[name])
+
+
 def carries_base(layout: Layout) -> bool:
     """Whether a base's weights were saved with its adapter, and its config beside them."""
     if layout.kind != "lora" or layout.hf is None or not (layout.hf / MODEL_CONFIG).is_file():
