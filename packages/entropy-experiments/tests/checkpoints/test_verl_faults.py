@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from entropy_experiments.checkpoints.layout import find_checkpoint
 from entropy_experiments.checkpoints.load import load_checkpoint
+from entropy_experiments.checkpoints.torch_contents import read_torch_contents
 from entropy_experiments.checkpoints.verl_state import (
     adapter_from_names,
     read_rank_optimizer,
@@ -157,8 +158,9 @@ def test_a_truncated_file(actor):
 @pytest.mark.parametrize("part", ["model", "optim"])
 def test_a_flipped_bit(actor, part):
     path = actor / f"{part}_world_size_2_rank_1.pt"
+    first, length = read_torch_contents(path).records["1"]
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[first + length // 2] ^= 1
     path.write_bytes(content)
     refused(actor, f"{part}_world_size_2_rank_1.pt cannot be read")
 
@@ -478,7 +480,8 @@ def test_a_frozen_parameter_with_moments(lora, made):
 
 
 def test_an_optimizer_of_another_size(actor):
-    optimizer_of(actor, lambda cut, _: state(cut))
+    groups = torch.optim.AdamW([torch.zeros(7, 5)]).state_dict()["param_groups"]
+    optimizer_of(actor, lambda cut, _: {**state(cut), "param_groups": groups})
     refused(actor, "is the optimizer of a model of another size: it holds 1 parameters")
 
 

@@ -71,8 +71,8 @@ SKETCH_NOTE = (
     "base: compared with the recorded one by a sketch, which tells another base, not another bit"
 )
 META_NOTE = (
-    "LoRA: lora_train_meta.json holds the rank, and alpha as a whole number; taken as plain LoRA (no "
-    "rsLoRA, no alpha of single modules), as verl makes it"
+    "LoRA: lora_train_meta.json holds the rank, and alpha as a whole number; taken as plain LoRA "
+    "(no rsLoRA, no alpha of single modules), as verl makes it"
 )
 BASE_NOTE = "base: adapter_config.json names it, but nothing records the weights that training used"
 

@@ -4,8 +4,9 @@
     FOLDER/optim_world_size_W_rank_R.pt    optimizer.state_dict(), its moments DTensors
 
 A DTensor says how the whole is cut: `Shard(d)` over one dimension of the device mesh, in chunks of
-ceil(n / size) along dimension d, so that the last ranks may hold fewer rows or none; `Replicate` over
-the others (hybrid sharding), whose copies must agree. What is no DTensor is the same on every rank.
+ceil(n / size) along dimension d, so that the last ranks may hold fewer rows or none; `Replicate`
+over the others (hybrid sharding), whose copies must agree. What is no DTensor is the same on every
+rank.
 Every rank must be there, hold the same names, and its part must have the shape that its place in
 the mesh gives it: then every number is read once. In memory are one whole tensor and one part.
 """

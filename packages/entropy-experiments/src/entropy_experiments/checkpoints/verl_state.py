@@ -131,7 +131,7 @@ def _plain(contents: TorchContents, value: Any) -> Any:
         return type(value)(_plain(contents, one) for one in value)
     if isinstance(value, StoredTensor):
         return contents.tensor(value).tolist()
-    if isinstance(value, LEAVES) or isinstance(value, Record):
+    if isinstance(value, (*LEAVES, Record)):
         raise ValueError(
             f"{contents.path}: a parameter group has a {_kind(value)}; expected plain settings. "
             "Use another checkpoint."

@@ -23,6 +23,7 @@ from entropy_experiments.cli import (
     report,
     run,
     train,
+    verify,
 )
 from entropy_experiments.cli.job import EXIT_CODES, FINDINGS, PACKAGE, ending
 from entropy_experiments.cli.plugins import mount_plugins
@@ -56,6 +57,7 @@ app = typer.Typer(
     "  entropy-probe doctor train.py            where do the gradients of a script stop?\n"
     "  entropy-probe arc train                  an ARC solver, its gradients verified\n"
     "  entropy-probe report RUN                 what a finished run says, or several\n"
+    "  entropy-probe verify global_step_60      a verl checkpoint against verl's own merger\n"
     "  entropy-probe config template            a configuration to start from\n\n"
     "\b\nExit codes:\n" + "\n".join(f"  {code:<3}  {what}" for code, what in EXIT_CODES.items()),
     no_args_is_help=True,
@@ -69,6 +71,7 @@ app.command("influence", epilog=influence.EXAMPLES)(influence.influence)
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("verify", epilog=verify.EXAMPLES)(verify.verify)
 app.add_typer(config.app, name="config")
 mount_plugins(app)
 
