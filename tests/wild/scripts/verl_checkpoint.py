@@ -20,8 +20,19 @@ from entropy_experiments.types import UpdateBatch
 from oracles.processes import on_ranks
 from oracles.tiny_models import tiny_lora, tiny_model, tiny_rollouts, tiny_tokenizer
 
-STEPS = 3
+STEPS, LR = 3, 1e-3
 CONTENTS = ["model", "optimizer", "extra"]
+FACTS = {
+    "loss": "dapo",
+    "advantage": "group",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "beta": 0.0,
+    "max_grad_norm": 0.3,
+    "max_completion_length": 8,
+    "temperature": 1.0,
+}
+"""What no checkpoint holds; token-mean of verl is the loss that TRL calls dapo."""
 CASES = {
     1: [("full", True), ("lora", True)],
     2: [("full", True), ("lora", True), ("full", False), ("fsdp1", False)],
@@ -47,10 +58,11 @@ def token_logprobs(model, rollouts):
     return logp_NSV.gather(-1, rollouts.tokens_NS[:, 1:, None])[..., 0]
 
 
-def learn(model, optimizer, batch):
+def learn(model, optimizer, batch, kind):
     """One step on this rank's share, by verl's loss: the mean over all tokens of the batch."""
     from omegaconf import OmegaConf
     from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+    from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 
     size, rank = dist.get_world_size(), dist.get_rank()
     share = slice(rank * 6 // size, (rank + 1) * 6 // size)
@@ -67,6 +79,8 @@ def learn(model, optimizer, batch):
         config=OmegaConf.create({**clip, "global_batch_info": about}),
     )
     loss.backward()
+    if kind != "fsdp1":
+        fsdp2_clip_grad_norm_(model.parameters(), max_norm=FACTS["max_grad_norm"])
     optimizer.step()
     optimizer.zero_grad()
 
@@ -110,17 +124,18 @@ def train(folder):
     for kind, double in CASES[size]:
         out = Path(folder) / case_name(kind, size, double)
         model = sharded(made_model(kind, double), kind)
-        settings = FSDPOptimizerConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
+        settings = FSDPOptimizerConfig(lr=LR, weight_decay=0.1, betas=(0.9, 0.99))
         optimizer = build_optimizer(model.parameters(), settings)
         for step in range(STEPS):
-            learn(model, optimizer, batch_of(step))
+            learn(model, optimizer, batch_of(step), kind)
         save(model, optimizer, out, STEPS)
         if kind == "fsdp1":
             continue
         following = batch_of(STEPS)
         if rank == 0:
             save_update_batch(out / f"global_step_{STEPS}" / "update_batch", following)
-        learn(model, optimizer, following)
+            (out / "entropy_probe.json").write_text(json.dumps(FACTS))
+        learn(model, optimizer, following, kind)
         save(model, optimizer, out, STEPS + 1)
         dist.barrier()
 

@@ -230,9 +230,8 @@ def _root(named: Path) -> tuple[Path, Path | None]:
     # First unresolved: step_N/model may be a link to weights kept elsewhere.
     for folder in (named.absolute(), named.resolve()):
         parent = folder.parent.resolve()
-        if folder.name in (*INSIDE, FSDP_WEIGHTS[0], PRIME_RL) and _is_outer(
-            parent, is_sharded(folder)
-        ):
+        inside = folder.name in (*INSIDE, FSDP_WEIGHTS[0], PRIME_RL)
+        if inside and _is_outer(parent, is_sharded(folder)):
             return parent, parent / folder.name
     return named.resolve(), None
 

@@ -8,7 +8,8 @@ ceil(n / size) along dimension d, so that the last ranks may hold fewer rows or 
 over the others (hybrid sharding), whose copies must agree. What is no DTensor is the same on every
 rank.
 Every rank must be there, hold the same names, and its part must have the shape that its place in
-the mesh gives it: then every number is read once. In memory are one whole tensor and one part.
+the mesh gives it: then every number is read once. In memory is the tensor that is filled, and one
+rank's part of it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from entropy_experiments.checkpoints.torch_contents import (
 from entropy_experiments.checkpoints.verl_folder import rank_files
 
 LEAVES = (StoredTensor, LocalPart)
+Box = tuple[tuple[int, int], ...]
+"""(start, end) along each dimension."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,29 +56,36 @@ class RankFiles:
 
     def tensor(self, name: str, parts: Sequence[Any]) -> Tensor:
         """The whole tensor; `name` for messages."""
-        self._check_alike(name, parts)
-        first = parts[0]
-        if isinstance(first, StoredTensor):
-            return self._same_on_every_rank(name, parts)
-        boxes = self._boxes(name, parts)
-        whole = torch.empty(first.shape, dtype=first.dtype)
-        filled: set[tuple[tuple[int, int], ...]] = set()
-        for rank, (part, box) in enumerate(zip(parts, boxes, strict=True)):
-            target = whole[tuple(slice(start, end) for start, end in box)]
-            value = self.ranks[rank].tensor(part.local)
-            if box not in filled:
-                target.copy_(value)
-                filled.add(box)
-            elif not _equal(target, value):
-                raise self._copies_differ(name, rank)
+        whole = torch.empty(self.shape(name, parts), dtype=parts[0].dtype)
+        self.copy_into(whole, name, parts)
         return whole
 
-    def _same_on_every_rank(self, name: str, parts: Sequence[StoredTensor]) -> Tensor:
-        whole = self.ranks[0].tensor(parts[0])
-        for rank, part in enumerate(parts[1:], start=1):
-            if not _equal(whole, self.ranks[rank].tensor(part)):
+    def copy_into(self, target: Tensor, name: str, parts: Sequence[Any]) -> None:
+        """Fill a tensor of the whole's shape part by part, in its own dtype."""
+        filled: set[Box] = set()
+        for rank, box, value in self._read(name, parts):
+            place = _at(target, box)
+            if box not in filled:
+                place.copy_(value)
+                filled.add(box)
+            elif not _equal(place, value):
                 raise self._copies_differ(name, rank)
-        return whole
+
+    def agrees(self, target: Tensor, name: str, parts: Sequence[Any]) -> bool:
+        """Whether a tensor has the stored numbers, rounded to its dtype."""
+        return all(_equal(_at(target, box), value) for _, box, value in self._read(name, parts))
+
+    def _read(self, name: str, parts: Sequence[Any]) -> Iterator[tuple[int, Box, Tensor]]:
+        """(rank, where its part lies, the part), one part in memory at a time."""
+        self._check_alike(name, parts)
+        boxes: Sequence[Box]
+        if isinstance(parts[0], StoredTensor):
+            boxes = [tuple((0, n) for n in parts[0].shape)] * len(parts)
+        else:
+            boxes = self._boxes(name, parts)
+        for rank, (part, box) in enumerate(zip(parts, boxes, strict=True)):
+            local = part if isinstance(part, StoredTensor) else part.local
+            yield rank, box, self.ranks[rank].tensor(local)
 
     def _copies_differ(self, name: str, rank: int) -> ValueError:
         return ValueError(
@@ -100,13 +110,11 @@ class RankFiles:
                     f"{_words(first)}, as on rank 0. {_OTHER_SAVES}"
                 )
 
-    def _boxes(
-        self, name: str, parts: Sequence[LocalPart]
-    ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Of every rank: where its part lies, as (start, end) along each dimension."""
+    def _boxes(self, name: str, parts: Sequence[LocalPart]) -> tuple[Box, ...]:
+        """Where each rank's part lies."""
         cut = self._cut_dimension(name, parts[0])
         coordinates = self._coordinates(name, parts)
-        boxes: list[tuple[tuple[int, int], ...]] = []
+        boxes: list[Box] = []
         for rank, (part, at) in enumerate(zip(parts, coordinates, strict=True)):
             box = [(0, n) for n in part.shape]
             if cut is not None:
@@ -197,6 +205,13 @@ class RankWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self.files.tensor(name, self._parts(name))
 
+    def copy_into(self, target: Tensor, name: str) -> None:
+        """As target.copy_(self[name]), with one rank's part in memory in place of the whole."""
+        self.files.copy_into(target, name, self._parts(name))
+
+    def agrees(self, target: Tensor, name: str) -> bool:
+        return self.files.agrees(target, name, self._parts(name))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
 
@@ -229,8 +244,12 @@ def refuse_other_names(files: RankFiles, what: str, keys: Sequence[Sequence[Any]
             )
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
+def _at(whole: Tensor, box: Box) -> Tensor:
+    return whole[tuple(slice(start, end) for start, end in box)]
+
+
+def _equal(held: Tensor, value: Tensor) -> bool:
+    return held.shape == value.shape and torch.equal(held, value.to(held.device, held.dtype))
 
 
 def _kind(part: Any) -> str:

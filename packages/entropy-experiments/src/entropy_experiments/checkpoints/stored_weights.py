@@ -135,7 +135,7 @@ def restore_doubles(model: nn.Module, stored: RankWeights) -> None:
     into = model.state_dict()
     for name, dtype in stored.dtypes.items():
         if dtype == torch.float64 and name in into:
-            into[name].copy_(stored[name])
+            stored.copy_into(into[name], name)
 
 
 def carries_base(layout: Layout) -> bool:
@@ -178,20 +178,34 @@ def _fill(
     info = {"missing_keys": missing, "unexpected_keys": extra, "mismatched_keys": []}
     check_loaded(path, info, extra_allowed=False)
     filled: set[Any] = set()
+    shapes = shapes_of(stored)
     for name in names:
-        value, target = stored[name], into[name]
-        if value.shape != target.shape:
-            info["mismatched_keys"] = [(name, value.shape, target.shape)]
+        target = into[name]
+        if shapes[name] != tuple(target.shape):
+            info["mismatched_keys"] = [(name, shapes[name], target.shape)]
             check_loaded(path, info, extra_allowed=False)
         if _place(target) not in filled:
-            target.copy_(value)
+            _copy(stored, name, target)
             filled.add(_place(target))
-        elif not torch.equal(target, value.to(target.device, target.dtype)):
+        elif not _agrees(stored, name, target):
             raise ValueError(
                 f"{path}: {name!r} differs from the parameter that it is tied to in this model; "
                 "expected the same numbers. Training did not tie them: set tie_word_embeddings to "
                 "false in config.json."
             )
+
+
+def _copy(stored: Mapping[str, Tensor], name: str, target: Tensor) -> None:
+    if isinstance(stored, RankWeights):
+        stored.copy_into(target, name)
+    else:
+        target.copy_(stored[name])
+
+
+def _agrees(stored: Mapping[str, Tensor], name: str, target: Tensor) -> bool:
+    if isinstance(stored, RankWeights):
+        return stored.agrees(target, name)
+    return torch.equal(target, stored[name].to(target.device, target.dtype))
 
 
 def _place(value: Tensor) -> tuple[Any, ...]:
