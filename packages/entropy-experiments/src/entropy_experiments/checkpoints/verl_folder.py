@@ -11,8 +11,9 @@
       lora_adapter/adapter_config.json            of earlier verl, and of SkyRL
 
 Nothing marks the last file, so a folder is whole when every rank has every part. FSDP1 (verl's
-strategy `fsdp`) is refused: its model files are a pickle of ShardedTensors, which only unsafe
-loading builds, and its optimizer's are flat pieces that do not say where they belong.
+strategy `fsdp`) is refused: its optimizer's files are flat pieces of many parameters that do not
+say where they belong, and without a device mesh its model files are pickles of ShardedTensors,
+which only unsafe loading builds.
 """
 
 from __future__ import annotations
@@ -96,13 +97,13 @@ def find_rank_folder(named: Path) -> Path | None:
 
 def refusal_of_fsdp1(folder: Path, why: str) -> ValueError:
     return ValueError(
-        f"{folder} was saved under FSDP1 ({why}): its model files are pickles of ShardedTensors, "
-        "which cannot be loaded without running code, and its optimizer's are flat pieces without "
-        "places. Nothing was executed. For the real step, train with actor.strategy=fsdp2 (verl: "
-        "actor_rollout_ref.actor.strategy=fsdp2), whose checkpoints are read. Of this checkpoint "
-        "the weights alone can be had: python -m verl.model_merger merge --backend fsdp "
-        f"--local_dir {folder} --target_dir {folder}/merged. That loses the optimizer, so only a "
-        "hypothetical step without momentum can be analysed."
+        f"{folder} was saved under FSDP1 ({why}): its optimizer's state is flat pieces of many "
+        "parameters, which do not say where they belong, and ShardedTensors cannot be loaded "
+        "without running code. Nothing was executed. For the real step, train with "
+        "actor.strategy=fsdp2 (actor_rollout_ref.actor.strategy in verl), whose checkpoints are "
+        "read. Of this checkpoint the weights alone can be had: python -m verl.model_merger merge "
+        f"--backend fsdp --local_dir {folder} --target_dir {folder}/merged. That loses the "
+        "optimizer, so only a hypothetical step without momentum can be analysed."
     )
 
 
