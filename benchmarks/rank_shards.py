@@ -10,7 +10,7 @@ saved as verl saves it, AdamW moments included. Each way of reading runs in a pr
     torch        torch.load of every model file and a concatenation, as a merger does it
 
 `peak` is the largest resident memory (VmHWM) minus what was resident before the first file was
-opened. Exit code 1 if `weights` takes more than the model and 1.2 of one rank's file, or
+opened; a model of a megabyte was loaded before that, so libraries are in memory. Exit code 1 if `weights` takes more than the model and 1.2 of one rank's file, or
 `optimizer` more than model and moments and 1.2 of one rank's largest file.
 """
 
@@ -91,6 +91,7 @@ def read(way: str, folder: Path) -> dict[str, float]:
 
     from entropy_experiments.checkpoints.load import load_checkpoint
 
+    load_checkpoint(folder.parent / "small" / folder.name, dtype="float32")
     before, start = status_mb("VmRSS"), time.perf_counter()
     if way == "torch":
         files = sorted((folder / "actor").glob("model_*.pt"))
@@ -118,6 +119,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as home:
         module = [sys.executable, "-m", "benchmarks.rank_shards"]
+        save(Path(home) / "small", options.ranks, 1)
         save(Path(home), options.ranks, options.mb)
         folder = Path(home) / "global_step_1"
         sizes = {

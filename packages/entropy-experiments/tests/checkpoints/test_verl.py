@@ -116,7 +116,7 @@ def test_a_mesh_of_an_older_torch_and_of_gpus(tmp_path, monkeypatch):
 
 def test_tied_weights_are_stored_twice(tmp_path):
     saved = save_rank_checkpoint(tmp_path, architecture="qwen2", size=2)
-    names = set(find_checkpoint(saved.path).stored)
+    names = set(find_checkpoint(saved.path).stored or ())
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= names
     assert_same_model(load_checkpoint(saved.path).model, saved.model)
 
@@ -185,6 +185,7 @@ def test_a_tensor_is_read_alone_and_once(tmp_path, monkeypatch):
         rank_shards.TorchContents, "tensor", lambda self, x: read.append(x) or own(self, x)
     )
     stored = find_checkpoint(saved.path).stored
+    assert stored is not None
     assert not read
     stored["model.norm.weight"]
     assert len(read) == 3

@@ -49,7 +49,7 @@ def lora(made, tmp_path) -> Path:
     return shutil.copytree(made["lora"].path, tmp_path / "run" / "global_step_3") / "actor"
 
 
-def refused(path: Path, *parts: str, kind=ValueError, **options) -> None:
+def refused(path: Path, *parts: str, kind: type[Exception] = ValueError, **options) -> None:
     with pytest.raises(kind, match="(?s)" + ".*".join(re.escape(part) for part in parts)):
         load_checkpoint(path, **options)
 

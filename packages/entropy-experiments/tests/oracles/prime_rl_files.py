@@ -32,11 +32,12 @@ class AppState(Stateful):
 
 def save_prime_rl(run: Path, model: nn.Module, optimizer: Any, *, step: int = 3) -> Path:
     """The folder step_N; names of a PeftModel become prime-rl's own."""
-    weights, moments = get_state_dict(model, [optimizer])
-    state = {own_name(name): entry for name, entry in moments["state"].items()}  # type: ignore[union-attr]
+    states: tuple[Any, Any] = get_state_dict(model, [optimizer])
+    weights, moments = states
+    state = {own_name(name): entry for name, entry in moments["state"].items()}
     groups = [
         {**group, "params": [own_name(name) for name in group["params"]]}
-        for group in moments["param_groups"]  # type: ignore[union-attr]
+        for group in moments["param_groups"]
     ]
     app = {
         "model": {own_name(name): value for name, value in weights.items()},

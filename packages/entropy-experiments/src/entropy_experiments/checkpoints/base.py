@@ -46,6 +46,7 @@ from entropy_experiments.checkpoints.sizes import (
     check_size,
     read_tensor_shapes,
 )
+from entropy_experiments.checkpoints.torch_files import all_finite
 from entropy_experiments.input_errors import (
     InputError,
     expand_path,
@@ -346,7 +347,7 @@ def check_index(layout: Layout, held: Mapping[str, Any]) -> None:
 def check_finite_weights(where: Path | str, model: nn.Module, files: Sequence[Path] = ()) -> None:
     """NaN and Inf load in silence and poison every number after."""
     for name, value in model.named_parameters():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if value.is_floating_point() and not all_finite(value.detach()):
             held = check_safetensors(files)
             file = held[name][0] if name in held else where
             raise ValueError(

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from entropy_experiments.checkpoints.dcp_state import read_sharded_optimizer, without_wrapper_names
 from entropy_experiments.checkpoints.layout import PARAM_NAMES
-from entropy_experiments.checkpoints.torch_files import load_safely
+from entropy_experiments.checkpoints.torch_files import all_finite, load_safely
 from entropy_experiments.checkpoints.verl_folder import is_rank_file
 from entropy_experiments.checkpoints.verl_state import read_rank_optimizer
 from entropy_experiments.input_errors import read_json_value, short
@@ -451,7 +451,7 @@ def _entry(
                 "expected plain floating point. The file is damaged or was edited: use another "
                 "checkpoint."
             )
-        if not bool(torch.isfinite(value).all()):
+        if not all_finite(value):
             raise ValueError(
                 f"{path}: {key} of {name!r} has {int((~torch.isfinite(value)).sum())} non-finite "
                 "values; expected finite numbers. Training diverged before this checkpoint: use an "
