@@ -10,8 +10,9 @@ saved as verl saves it, AdamW moments included. Each way of reading runs in a pr
     torch        torch.load of every model file and a concatenation, as a merger does it
 
 `peak` is the largest resident memory (VmHWM) minus what was resident before the first file was
-opened; a model of a megabyte was loaded before that, so libraries are in memory. Exit code 1 if `weights` takes more than the model and 1.2 of one rank's file, or
-`optimizer` more than model and moments and 1.2 of one rank's largest file.
+opened; a model of a megabyte was loaded before that, so libraries are in memory. Exit code 1 if
+`weights` takes more than the model and 1.2 of one rank's file, or `optimizer` more than model and
+moments and 1.2 of one rank's largest file.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ OPTIONS = {
     "--threshold --out --overwrite --config --set --json --threads --quiet --debug",
     "report": "RUNS --html --no-html --figures --columns --trajectory --evaluation --linearity "
     "--samples --rollout --out --follow --json --quiet --debug",
+    "verify": "CHECKPOINT --merged --json --quiet --debug",
     "doctor": "",  # reads its own: tests of gradient-doctor
     "config": "",
     "config template": "NAME --out --force --list --json --quiet --debug",

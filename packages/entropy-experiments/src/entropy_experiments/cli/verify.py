@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from entropy_experiments.cli.job import FINDINGS, ending
-from entropy_experiments.cli.options import Debug
+from entropy_experiments.cli.options import AsJson, Debug, Quiet
 
 EXAMPLES = (
     "\b\nExamples:\n"
     "  entropy-probe verify runs/grpo/global_step_340\n"
-    "  entropy-probe verify runs/grpo/global_step_340 --merged merged_340"
+    "  entropy-probe verify runs/grpo/global_step_340 --merged merged_340 --json"
 )
 
 
@@ -29,6 +31,8 @@ def verify(
             "the files by unsafe pickle, so trust them.",
         ),
     ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Check the model put together from verl's rank files against verl's own merger."""
@@ -36,6 +40,9 @@ def verify(
         from entropy_experiments.checkpoints.verl_merger import compare_with_merger
 
         comparison = compare_with_merger(checkpoint, merged=merged)
-        typer.echo(str(comparison))
+        if as_json:
+            typer.echo(json.dumps({**asdict(comparison), "same": comparison.same}))
+        elif not quiet:
+            typer.echo(str(comparison))
     if not comparison.same:
         raise typer.Exit(FINDINGS)
