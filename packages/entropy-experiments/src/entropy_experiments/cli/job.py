@@ -60,8 +60,7 @@ EXIT_CODES = {
     DONE: "done",
     UNEXPECTED: "an unexpected error, with its traceback; doctor: the script crashed",
     BAD_INPUT: "bad input: the message says what to change",
-    FINDINGS: "doctor: findings of warning or above; arc, train: no gradient where one must be; "
-    "verify: another model",
+    FINDINGS: "doctor: findings; arc, train: no gradient where one must be; verify: differs",
     HUNG_UP: "ended by SIGHUP (the terminal closed): run the same command to resume",
     INTERRUPTED: "interrupted: the message says what is saved and how to resume",
     CLOSED_PIPE: "the reader of stdout left (| head): files are written, the text is cut",
