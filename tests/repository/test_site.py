@@ -30,6 +30,7 @@ from entropy_experiments.sampling.datasets import load_problems
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 QUESTION = {"question": "Ann has 2 apples and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"}
+QUESTION["prompt"] = QUESTION["question"]  # what any JSONL has; GSM8K's own format has the other
 
 
 def blocks(language):
