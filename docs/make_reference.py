@@ -101,12 +101,12 @@ def training_page() -> str:
 EXIT_CODES = """\
 ## Exit codes
 
-| code | `run`, `measure`, `influence`, `train`, `evaluate`, `report`, `config`, `arc` | `doctor` |
+| code | `run`, `measure`, `influence`, `train`, `evaluate`, `report`, `verify`, `config`, `arc` | `doctor` |
 |---|---|---|
 | 0 | done | no finding of warning or above |
 | 1 | a bug: please report the traceback | the script crashed; its traceback and the diagnosis are printed |
 | 2 | bad input: a key, a file, a checkpoint, too little memory. The message says what to change | bad usage: nothing was run |
-| 3 | `arc train`: a gradient contract is broken; the message names parameters and fix. `train`: no group of the first five steps had two different rewards, or `doctor.raise_on` ended it | findings of warning or above; with `--entropy`, a case is wrong |
+| 3 | `arc train`: a gradient contract is broken; the message names parameters and fix. `train`: no group of the first five steps had two different rewards, or `doctor.raise_on` ended it. `verify`: verl's merger makes another model | findings of warning or above; with `--entropy`, a case is wrong |
 | 129 | SIGHUP, as when the terminal is closed: as 130 | |
 | 130 | interrupted by Ctrl-C. Current work is saved; run the same command to resume (`arc train` with `--resume`) | interrupted; the report so far is printed |
 | 141 | the reader of stdout left, as `head` does: files are written, the text is cut | |

@@ -30,6 +30,8 @@ from entropy_experiments.sampling.datasets import load_problems
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 QUESTION = {"question": "Ann has 2 apples and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"}
+ANY_JSONL = {"prompt": QUESTION["question"], "answer": "5"}
+"""A line of GSM8K's own format, and of data.dataset: jsonl."""
 
 
 def blocks(language):
@@ -226,7 +228,8 @@ def test_commands_on_files_of_the_readers_own_are_valid(document, line, tmp_path
         path = config.data.file
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(json.dumps(QUESTION) + "\n")
+            line = ANY_JSONL if config.data.dataset == "jsonl" else QUESTION
+            Path(path).write_text(json.dumps(line) + "\n")
             (problem,) = load_problems(config.data.dataset, path=path)
             assert problem.answer.strip() == "5"
 

@@ -39,6 +39,7 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "trl-0.24": ("trl==0.24.0", "transformers==4.57.6", "datasets==5.0.1", *HUB_0),
     "verl": (
         *("verl==0.9.1", "transformers==5.10.4", *HUB_1),
+        *("requests==2.34.2", "urllib3==2.8.0", "charset-normalizer==3.5.2", "certifi==2026.10.18"),
         *("tensordict==0.10.0", "pyvers==0.1.0", "orjson==3.13.0", "cloudpickle==3.1.2"),
         *("omegaconf==2.3.1", "antlr4-python3-runtime==4.9.3", "codetiming==1.4.0"),
         *("ray==2.60.0", "msgpack==1.2.4", "protobuf==7.36.2", "jsonschema==4.26.0"),

@@ -30,6 +30,7 @@ OPTIONS = {
     "query": "RUN SQL --csv --json --parquet --rows --quiet --debug",
     "report": "RUNS --html --no-html --figures --columns --trajectory --evaluation --linearity "
     "--samples --rollout --out --follow --json --quiet --debug",
+    "verify": "CHECKPOINT --merged --json --quiet --debug",
     "doctor": "",  # reads its own: tests of gradient-doctor
     "config": "",
     "config template": "NAME --out --force --list --json --quiet --debug",

@@ -30,6 +30,7 @@ from entropy_experiments.checkpoints.base import check_safetensors
 from entropy_experiments.checkpoints.layout import ADAPTER_CONFIG, Layout, read_json
 from entropy_experiments.checkpoints.stored_weights import adapter_tensors
 from entropy_experiments.checkpoints.torch_files import load_safely
+from entropy_experiments.checkpoints.verl_state import adapter_from_names
 from entropy_experiments.input_errors import InputError, library_errors, short, time_limit
 
 MOST_KEYS = 500
@@ -69,12 +70,21 @@ ALPHA_NOTE = "lora_alpha: nothing in the files records the value that training u
 SKETCH_NOTE = (
     "base: compared with the recorded one by a sketch, which tells another base, not another bit"
 )
+META_NOTE = (
+    "LoRA: lora_train_meta.json holds the rank, and alpha as a whole number; taken as plain LoRA "
+    "(no rsLoRA, no alpha of single modules), as verl makes it"
+)
 BASE_NOTE = "base: adapter_config.json names it, but nothing records the weights that training used"
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json, checked; not yet a peft config."""
-    path = folder / ADAPTER_CONFIG
+def adapter_config_file(layout: Layout) -> Path:
+    """Where rank and alpha are: adapter_config.json, or what verl keeps of it."""
+    return layout.lora_meta or layout.config / ADAPTER_CONFIG
+
+
+def read_adapter_config(layout: Layout) -> dict[str, Any]:
+    """A LoRA's settings, checked; not yet a peft config."""
+    path, folder = adapter_config_file(layout), layout.config
     if not path.is_file():
         raise FileNotFoundError(
             f"The weights are an adapter's, and {path} is missing. Expected it there, beside the "
@@ -82,7 +92,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             "not save it with SHARDED_STATE_DICT. Write it: "
             f'LoraConfig(...).save_pretrained("{folder}").'
         )
-    config = check_adapter_config(path, read_json(path))
+    content = read_json(path)
+    if layout.lora_meta is not None:
+        content = adapter_from_names(path, content, list(layout.stored or ()))
+    config = check_adapter_config(path, content)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ValueError(
@@ -142,7 +155,7 @@ def load_adapter(base: Any, layout: Layout, config: AdapterConfig) -> Any:
     # found already, wherever it is.
     changes = {"inference_mode": False, "base_model_name_or_path": base.name_or_path}
     file = layout.files[0] if layout.sharded is None else layout.sharded
-    where = layout.config / ADAPTER_CONFIG
+    where = adapter_config_file(layout)
     check_patterns(where, config, (name for name, _ in base.named_modules()))
     stored = _tensors(file) if layout.stored is None else None
     if stored is not None:
@@ -164,6 +177,8 @@ def load_adapter(base: Any, layout: Layout, config: AdapterConfig) -> Any:
     set_peft_model_state_dict(model, dict(stored))  # peft 0.18 renames keys in what it is given
     held = get_peft_model_state_dict(model, save_embedding_layers=True)
     for name, value in stored.items():
+        # A model is made in fp32; who asks for fp64 gets the doubles afterwards.
+        value = value.float() if value.dtype == torch.float64 else value
         if not torch.equal(held[name].detach().to("cpu", value.dtype), value):
             raise ValueError(
                 f"{file}: {name} did not arrive in the model as it is in the file. The installed "
@@ -175,6 +190,7 @@ def load_adapter(base: Any, layout: Layout, config: AdapterConfig) -> Any:
 def adapter_notes(
     config: AdapterConfig,
     *,
+    from_meta: bool = False,
     base_saved: bool = False,
     base_compared: bool = False,
     config_recorded: bool = False,
@@ -183,12 +199,14 @@ def adapter_notes(
 
     Args:
         config: Of the adapter.
+        from_meta: It was made of verl's lora_train_meta.json.
         base_saved: The base's weights came with the adapter, so they are what training used.
         base_compared: The base is compared with a sketch that training recorded.
         config_recorded: The config is compared with the sha256 that training recorded.
     """
     alpha = f"{ALPHA_NOTE} (taken: {config['lora_alpha']:g})"
     notes = [] if config_recorded else [alpha]
+    notes += [META_NOTE] if from_meta else []
     if base_saved:
         return tuple(notes)
     notes.append(SKETCH_NOTE if base_compared else BASE_NOTE)

@@ -46,6 +46,7 @@ from entropy_experiments.checkpoints.sizes import (
     check_size,
     read_tensor_shapes,
 )
+from entropy_experiments.checkpoints.torch_files import all_finite
 from entropy_experiments.input_errors import (
     InputError,
     expand_path,
@@ -239,6 +240,9 @@ def deciding_files(layout: Layout, base_files: Base | None) -> tuple[list[Path],
     if layout.kind == "full":
         folders = (layout.weights, layout.root, layout.config)
         own += [folder / GENERATION_CONFIG for folder in folders]
+    if layout.hf is not None:
+        own += [layout.hf / name for name in (MODEL_CONFIG, GENERATION_CONFIG)]
+    own += [] if layout.lora_meta is None else [layout.lora_meta]
     places = tokenizer_folders(layout)
     tokenizer = next((files for place in places if (files := tokenizer_files(place))), [])
     own += tokenizer
@@ -254,6 +258,8 @@ def tokenizer_folders(layout: Layout) -> tuple[Path, ...]:
 
     With shards a trainer leaves none: the run's comes before the base's.
     """
+    if layout.hf is not None:
+        return (layout.hf, *layout.folders)
     return (layout.weights, layout.root) if layout.sharded is None else layout.folders
 
 
@@ -341,7 +347,7 @@ def check_index(layout: Layout, held: Mapping[str, Any]) -> None:
 def check_finite_weights(where: Path | str, model: nn.Module, files: Sequence[Path] = ()) -> None:
     """NaN and Inf load in silence and poison every number after."""
     for name, value in model.named_parameters():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if value.is_floating_point() and not all_finite(value.detach()):
             held = check_safetensors(files)
             file = held[name][0] if name in held else where
             raise ValueError(

@@ -8,9 +8,8 @@ must tile it, the pieces of a tensor must tile the tensor, and each is loaded wi
 after the CRC that torch.save wrote (and torch.load does not look at) was found to be right. In
 memory is one tensor and one piece of it.
 
-torch's own reader unpickles `.metadata` freely: whatever a stranger wrote into it runs. Here no
-class of torch is built from it. The names that DCP writes stand for inert records, and any other
-name is refused before it is looked up.
+torch's own reader unpickles `.metadata` freely: whatever a stranger wrote into it runs. Here the
+names that DCP writes stand for inert records (`inert_pickle`), and any other name is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from entropy_experiments.checkpoints.inert_pickle import (
+    DAMAGED_PICKLE,
+    InertUnpickler,
+    Record,
+    RefusedName,
+)
 from entropy_experiments.checkpoints.torch_files import check_crc, is_zip
 
 METADATA = ".metadata"
@@ -76,40 +81,6 @@ Key = tuple[str, tuple[int, ...] | None]
 Steps = tuple[str | int, ...]
 
 
-class Record:
-    """Stands for any of DCP's classes; keeps what the pickle says of it and does nothing."""
-
-    kind = ""
-    state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        # Of this reading alone: a pickle can set attributes of a class that it is given.
-        self._substitutes: dict[tuple[str, str], Any] = {
-            (module, name): type(name, (Record,), {"kind": name}) for module, name in RECORDS
-        }
-        self._substitutes |= {pair: lambda *arguments: arguments for pair in VALUES}
-        self._substitutes |= PLAIN
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._substitutes:
-            return self._substitutes[module, name]
-        # Not getattr, which imports what torch loads lazily.
-        dtype = vars(torch).get(name) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        raise _Refused(f"{module}.{name}")
-
-
-class _Refused(pickle.UnpicklingError):
-    pass
-
-
 def read_metadata(folder: Path) -> Any:
     path = folder / METADATA
     if not path.is_file():
@@ -132,25 +103,16 @@ def read_metadata(folder: Path) -> Any:
         )
     try:
         with path.open("rb") as file:
-            return _Unpickler(file).load()
-    except _Refused as error:
+            # Made anew for each file: a pickle can set attributes of a function that it is given.
+            calls = {pair: lambda *arguments: arguments for pair in VALUES} | PLAIN
+            return InertUnpickler(file, records=RECORDS, calls=calls).load()
+    except RefusedName as error:
         raise ValueError(
             f"{path} was refused: it asks for {error}, and nothing in it was executed. Expected "
             "the records of torch.distributed.checkpoint alone: a torch of another version wrote "
             "it, or somebody who wants code to be run."
         ) from error
-    except (
-        pickle.UnpicklingError,
-        ArithmeticError,
-        AttributeError,
-        EOFError,
-        ImportError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except DAMAGED_PICKLE as error:
         raise broken(folder, f"it cannot be read ({type(error).__name__}: {error})") from error
 
 

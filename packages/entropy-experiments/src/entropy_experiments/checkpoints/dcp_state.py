@@ -2,13 +2,18 @@
 
 DCP flattens nested dicts, so a key is a path. Accelerate and the Trainer save {"model": ...} and
 {"optimizer": ...} into two folders, `dcp.save` of both into one, PyTorch's own tutorial below one
-more key ("app"); `dcp.save(model.state_dict())` saves names alone. An optimizer's state is nested
-("state", NAME, "exp_avg"), flattened ("state.NAME.exp_avg"), or that of one process, by integers.
+more key ("app"), and so does prime-rl, where it is "optimizers"; `dcp.save(model.state_dict())`
+saves names alone. An optimizer's state is nested ("state", NAME, "exp_avg"), flattened
+("state.NAME.exp_avg"), or that of one process, by integers.
+
+prime-rl's LoRA is its own, and counts adapters: `q_proj.lora_A.0` is what peft calls
+`base_model.model.q_proj.lora_A.default.weight`. Its names are given peft's form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,10 @@ from torch import Tensor
 from entropy_experiments.checkpoints.dcp import ShardedFiles, Steps, read_sharded
 
 MODEL = ("model",)
-OPTIMIZER = ("optimizer", "optim")
+OPTIMIZER = ("optimizer", "optim", "optimizers")
 FLAT_OPTIMIZER = ("state.", "param_groups.")
+COUNTED_LORA = re.compile(r"\.(lora_[AB])\.0$")
+PEFT = "base_model.model."
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 Section = dict[Steps, str]
@@ -48,9 +55,10 @@ class StoredWeights(Mapping[str, Tensor]):
 def read_sharded_weights(folder: Path) -> StoredWeights:
     files = read_sharded(folder)
     section = _model(files)
+    rename = _pefts_names(files)
     keys: dict[str, str] = {}
     for steps, key in section.items():
-        name = without_wrapper_names(".".join(map(str, steps)))
+        name = rename(without_wrapper_names(".".join(map(str, steps))))
         if key in files.values or name in keys:
             got = "is not a tensor" if key in files.values else "is there twice"
             raise ValueError(
@@ -87,6 +95,7 @@ def read_sharded_optimizer(
             f"{folder} holds no optimizer: its keys are {_some(files)}. Expected 'optimizer' (or "
             "'optim') with 'state' and 'param_groups', as Accelerate and dcp.save write it."
         )
+    rename = _pefts_names(files)
     state: dict[Any, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
@@ -114,6 +123,10 @@ def read_sharded_optimizer(
             f"{folder}: the parameter groups {sorted(groups)} are not whole; expected 0, 1, ..., "
             "each with 'params'. The checkpoint was written in part."
         )
+    state = {rename(name): entry for name, entry in state.items()}
+    for group in listed_groups:
+        if isinstance(group["params"], list):
+            group["params"] = [rename(name) for name in group["params"]]
     if any(isinstance(one, int) for group in listed_groups for one in group["params"]):
         # Paths are text; the optimizer of one process counts.
         state = {int(name) if str(name).isdecimal() else name: e for name, e in state.items()}
@@ -126,6 +139,19 @@ def without_wrapper_names(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
+
+
+def _pefts_names(files: ShardedFiles) -> Callable[[Any], Any]:
+    """What to call a parameter: as it is saved, but of prime-rl's LoRA as peft does."""
+    if not any(COUNTED_LORA.search(key) for key in files.tensors):
+        return lambda name: name
+
+    def rename(name: Any) -> Any:
+        if not isinstance(name, str) or name.startswith(PEFT):
+            return name
+        return PEFT + COUNTED_LORA.sub(r".\1.default.weight", name)
+
+    return rename
 
 
 def _foreign(folder: Path, key: str) -> ValueError:

@@ -7,10 +7,11 @@
 | Accelerate | `model.safetensors`, often without config.json | `optimizer.bin` |
 | both, under FSDP | `pytorch_model_fsdp_0/` (DCP) or `pytorch_model_fsdp.bin` | `optimizer_0/` |
 | torch.distributed.checkpoint | a folder with `.metadata`, or one inside | the same folder |
+| prime-rl | `step_N/trainer/`, such a folder | the same folder |
+| verl, SkyRL | `global_step_N/actor/`, `.../policy/`: a file per rank | the same folder |
 
-Nothing but the table of contents of DCP shards is loaded here. Formats that only unsafe pickle can
-read (DeepSpeed, verl) are refused with the command that converts them; training_args.bin is never
-looked at.
+Nothing but the table of contents of shards is loaded here. Formats that only unsafe pickle can read
+(DeepSpeed, verl under FSDP1) are refused with the ways out; training_args.bin is never looked at.
 
 A checkpoint may hold the same thing in two forms, of which one is read (`unread_forms` notes the
 other). Trainers do that rightly: under FSDP they save `pytorch_model_fsdp.bin` and the safetensors,
@@ -27,6 +28,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from entropy_experiments.checkpoints.verl_folder import (
+    HF,
+    LORA,
+    LORA_META,
+    MODEL,
+    OPTIMIZER,
+    POLICIES,
+    find_rank_folder,
+    first_rank_file,
+    is_rank_file,
+    rank_files,
+)
 from entropy_experiments.input_errors import expand_path, read_json_value, refuse_special_files
 from entropy_experiments.results import TRAINER_STATE
 
@@ -51,6 +64,8 @@ UPDATE_BATCH = "update_batch"
 OF_RECORDS = {UPDATE_BATCH, "evaluation", "made_step"}
 """All that the callback keeps of a step in the folder of its record."""
 INSIDE = ("model", "adapter", "adapter_model")
+PRIME_RL = "trainer"
+"""Where prime-rl keeps its DCP shards, beside the orchestrator's files."""
 STEP = re.compile(r"(?:checkpoint|step|global_step)[-_]?(\d+)$")
 EXPECTED = (
     f"{ADAPTER_CONFIG} with {ADAPTER_WEIGHTS[0]} (LoRA), or {MODEL_CONFIG} with {MODEL_WEIGHTS[0]} "
@@ -74,7 +89,12 @@ class Layout:
     files: tuple[Path, ...]
     """Weight files, all shards."""
     sharded: Path | None = None
-    """Where the weights are if an FSDP trainer saved them: DCP's folder, or one file of names."""
+    """Where the weights are if an FSDP trainer saved them: DCP's folder, one file of names, or the
+    first of the ranks' files."""
+    hf: Path | None = None
+    """The folder with the model's config and tokenizer, where a trainer keeps them apart."""
+    lora_meta: Path | None = None
+    """verl's file of a LoRA's rank and alpha, where there is no adapter_config.json."""
     stored: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
     """These by name, each read when it is asked for: the table of contents is read once."""
     optimizer: Path | None
@@ -110,8 +130,13 @@ def find_checkpoint(
     # Not of the root: what was converted into model/ lies below the shards it came from.
     _refuse_foreign(named)
     root, inside = _root(named)
-    sharded = None if adapter_path is not None else _sharded_weights(named)
-    if sharded is not None:
+    ranks = None if adapter_path is not None else _rank_folder(named)
+    sharded = None if adapter_path is not None or ranks is not None else _sharded_weights(named)
+    if ranks is not None:
+        weights = ranks.resolve()
+        root = weights.parent if weights.name in POLICIES else weights
+        sharded = first_rank_file(weights, MODEL)
+    elif sharded is not None:
         sharded = (inside or root) / sharded.relative_to(named)
         weights = sharded if sharded.is_dir() else sharded.parent
     elif adapter_path is not None:
@@ -128,11 +153,15 @@ def find_checkpoint(
 
         stored = read_stored_weights(sharded)
         kind = "lora" if any("lora_" in name for name in stored) else "full"
-        config = _config_folder(weights, root, ADAPTER_CONFIG if kind == "lora" else MODEL_CONFIG)
+        wanted = ADAPTER_CONFIG if kind == "lora" else MODEL_CONFIG
+        apart = () if ranks is None else (weights / (LORA if kind == "lora" else HF),)
+        config = _config_folder((*apart, weights, root, root.parent), wanted, root)
     else:
         kind = "lora" if (weights / ADAPTER_CONFIG).is_file() else "full"
         config = weights
     optimizer = _optimizer((named, root), weights, optimizer_path)
+    hf = None if ranks is None else _first((weights / HF,))
+    lora_meta = None if ranks is None else _first((weights / LORA_META,))
     if optimizer is None and stored is not None:
         from entropy_experiments.checkpoints.dcp_state import holds_optimizer  # needs torch
 
@@ -150,6 +179,8 @@ def find_checkpoint(
         else _weight_files(weights, ADAPTER_WEIGHTS if kind == "lora" else MODEL_WEIGHTS),
         sharded=sharded,
         stored=stored,
+        hf=hf,
+        lora_meta=None if (config / ADAPTER_CONFIG).is_file() else lora_meta,
         optimizer=optimizer,
         param_names=_first(folder / PARAM_NAMES for folder in (beside, root, weights)),
         step=_step(root, weights),
@@ -178,7 +209,9 @@ def is_sharded(folder: Path) -> bool:
 
 
 def files_of(path: Path) -> tuple[Path, ...]:
-    """A file, or the files of a DCP folder."""
+    """A file, the files of every rank, or those of a DCP folder."""
+    if is_rank_file(path):
+        return rank_files(path)
     return (*sorted(path.glob("*.distcp")), path / ".metadata") if path.is_dir() else (path,)
 
 
@@ -197,7 +230,8 @@ def _root(named: Path) -> tuple[Path, Path | None]:
     # First unresolved: step_N/model may be a link to weights kept elsewhere.
     for folder in (named.absolute(), named.resolve()):
         parent = folder.parent.resolve()
-        if folder.name in (*INSIDE, FSDP_WEIGHTS[0]) and _is_outer(parent, is_sharded(folder)):
+        inside = folder.name in (*INSIDE, FSDP_WEIGHTS[0], PRIME_RL)
+        if inside and _is_outer(parent, is_sharded(folder)):
             return parent, parent / folder.name
     return named.resolve(), None
 
@@ -285,10 +319,17 @@ def _sharded_weights(named: Path) -> Path | None:
     return others[0] if others else None
 
 
-def _config_folder(weights: Path, root: Path, name: str) -> Path:
+def _config_folder(places: tuple[Path, ...], name: str, otherwise: Path) -> Path:
     """Sharded weights have no config of their own; it is beside them, or in the run's folder."""
-    config = _first(folder / name for folder in (weights, root, root.parent))
-    return root if config is None else config.parent
+    config = _first(folder / name for folder in places)
+    return otherwise if config is None else config.parent
+
+
+def _rank_folder(named: Path) -> Path | None:
+    """The folder with verl's or SkyRL's files, unless weights of another form were put there."""
+    folder = find_rank_folder(named)
+    plain = (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS)
+    return None if folder is None or _first(named / name for name in plain) else folder
 
 
 def _has_weights(folder: Path) -> bool:
@@ -356,20 +397,11 @@ def _refuse_half_written(folder: Path) -> None:
 
 
 def _refuse_foreign(root: Path) -> None:
-    for folder in (root, root / "actor"):
-        if not folder.is_dir():
-            continue
-        if any(folder.glob("model_world_size_*_rank_*.pt")):
-            raise ValueError(
-                f"{folder} holds verl shards (model_world_size_*_rank_*.pt), which only unsafe "
-                "pickle can read. Convert them: python -m verl.model_merger merge --backend fsdp "
-                f"--local_dir {folder} --target_dir {folder}/hf, and give {folder}/hf."
-            )
     shards = _first(
         path
         for pattern in ("zero_pp_rank_*", "mp_rank_*", "*/zero_pp_rank_*", "global_step*")
         for path in root.glob(pattern)
-        if not (path / "actor").is_dir()  # verl names its folders so, too
+        if not _is_rank_checkpoint(path)  # verl and SkyRL name theirs so, too
     )
     # A Trainer under DeepSpeed may leave readable weights beside shards; both are then needed.
     readable = _first(root / name for name in (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS))
@@ -388,6 +420,11 @@ def _refuse_foreign(root: Path) -> None:
             "read. Save with state_dict_type SHARDED_STATE_DICT through DCP (use_dcp, the default) "
             "or FULL_STATE_DICT."
         )
+
+
+def _is_rank_checkpoint(path: Path) -> bool:
+    inside = any((path / name).is_dir() for name in POLICIES)
+    return inside or first_rank_file(path, MODEL) is not None
 
 
 def _optimizer(folders: tuple[Path, Path], weights: Path, named: Path | str | None) -> Path | None:
@@ -415,7 +452,12 @@ def _optimizer(folders: tuple[Path, Path], weights: Path, named: Path | str | No
 def _optimizer_in(folders: list[Path]) -> Path | None:
     files = (folder / name for folder in folders for name in OPTIMIZER_FILES)
     shards = (folder / name for folder in folders for name in SHARDED_OPTIMIZERS)
-    return _first(files) or _first(path for path in shards if is_sharded(path))
+    ranks = (folder / name for folder in folders for name in (".", *POLICIES))
+    return (
+        _first(files)
+        or _first(path for path in shards if is_sharded(path))
+        or next((path for f in ranks if (path := first_rank_file(f, OPTIMIZER))), None)
+    )
 
 
 def _as_folder(path: Path | str, root: Path) -> Path:

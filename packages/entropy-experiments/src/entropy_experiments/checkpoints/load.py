@@ -20,6 +20,8 @@ import torch
 from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.adapter import (
     SKETCH_NOTE,
+    AdapterConfig,
+    adapter_config_file,
     adapter_notes,
     load_adapter,
     read_adapter_config,
@@ -41,7 +43,6 @@ from entropy_experiments.checkpoints.base import (
 )
 from entropy_experiments.checkpoints.dcp import newer_shards
 from entropy_experiments.checkpoints.layout import (
-    ADAPTER_CONFIG,
     MODEL_CONFIG,
     TRAINER_STATE,
     UPDATE_BATCH,
@@ -52,9 +53,14 @@ from entropy_experiments.checkpoints.layout import (
     unread_forms,
 )
 from entropy_experiments.checkpoints.optimizer_state import read_optimizer_state
+from entropy_experiments.checkpoints.rank_shards import RankWeights
 from entropy_experiments.checkpoints.recorded_step import MADE_STEP, refuse_other_base
 from entropy_experiments.checkpoints.stored_weights import (
+    carries_base,
     load_sharded_causal_lm,
+    make_causal_lm,
+    place_on_devices,
+    restore_doubles,
     shapes_of,
     take_base,
 )
@@ -145,7 +151,7 @@ def load_checkpoint(
     read_optimizer: bool = True,
     quantise: bool = True,
 ) -> Checkpoint:
-    """A checkpoint as HF Trainer, TRL and Accelerate save it: model, optimizer state, facts.
+    """A checkpoint as HF Trainer, TRL, Accelerate, verl, SkyRL and prime-rl save it.
 
     Args:
         path: The checkpoint's folder.
@@ -195,6 +201,8 @@ def load_checkpoint(
         )
         if dtype == "float64":
             true_float64(model)
+            if isinstance(layout.stored, RankWeights):
+                restore_doubles(model, layout.stored)
     model.eval()
     hashes = _hashes(layout, base_files, fact_files)
     if record is not None and record.path.parent == layout.root:
@@ -253,9 +261,11 @@ def _lora(
     *,
     quantise: bool,
     record: TrainingRecord | None,
-) -> tuple[Any, Base, str, tuple[str, ...]]:
-    config = read_adapter_config(layout.config)
+) -> tuple[Any, Base | None, str, tuple[str, ...]]:
+    config = read_adapter_config(layout)
     check_safetensors(layout.files)
+    if carries_base(layout):
+        return _lora_with_base(layout, config, dtype, device_map)
     base_files = find_base(
         layout,
         base=base,
@@ -285,16 +295,38 @@ def _lora(
         and take_base(model, layout.sharded, layout.stored)
     )
     if not base_saved:
-        refuse_random_base(layout.config / ADAPTER_CONFIG, config)
+        refuse_random_base(adapter_config_file(layout), config)
     else:
         words += ", with the weights saved beside the adapter"
     notes = adapter_notes(
         config,
         base_saved=base_saved,
+        from_meta=layout.lora_meta is not None,
         base_compared=record is not None and record.base is not None,
-        config_recorded=record is not None and record.covers(layout.config / ADAPTER_CONFIG),
+        config_recorded=record is not None and record.covers(adapter_config_file(layout)),
     )
     return model, base_files, f"{base_files.words}, {_precision(plain)}{words}", notes
+
+
+def _lora_with_base(
+    layout: Layout, config: AdapterConfig, dtype: str, device_map: Any
+) -> tuple[Any, None, str, tuple[str, ...]]:
+    """The ranks' files hold the base's weights too (verl, SkyRL), and its config is beside them."""
+    assert layout.hf is not None and layout.sharded is not None and layout.stored is not None
+    wanted = _dtype(dtype, device_map)
+    plain, generation = make_causal_lm(
+        layout.hf,
+        shapes_of(layout.stored),
+        # Nothing says in which precision training held the base; it was saved as it was.
+        dtype=torch.float32 if isinstance(wanted, str) else wanted,
+    )
+    plain.generation_config = generation
+    model = load_adapter(plain, layout, config)
+    take_base(model, layout.sharded, layout.stored)
+    notes = adapter_notes(config, from_meta=layout.lora_meta is not None, base_saved=True)
+    placement = _device_map(device_map)
+    words = f"the weights saved beside the adapter, {_precision(plain)}"
+    return place_on_devices(model, placement), None, words, notes
 
 
 def _full(

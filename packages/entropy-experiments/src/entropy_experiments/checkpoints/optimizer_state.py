@@ -25,7 +25,9 @@ from torch import Tensor, nn
 
 from entropy_experiments.checkpoints.dcp_state import read_sharded_optimizer, without_wrapper_names
 from entropy_experiments.checkpoints.layout import PARAM_NAMES
-from entropy_experiments.checkpoints.torch_files import load_safely
+from entropy_experiments.checkpoints.torch_files import all_finite, load_safely
+from entropy_experiments.checkpoints.verl_folder import is_rank_file
+from entropy_experiments.checkpoints.verl_state import read_rank_optimizer
 from entropy_experiments.input_errors import read_json_value, short
 from entropy_experiments.types import AdamGroup, OptimizerState, SGDGroup
 
@@ -88,7 +90,7 @@ def read_optimizer_state(
 ) -> tuple[OptimizerState, dict[str, Any]]:
     """(state by name, coverage): matched, missing, unused, order, steps, not_verifiable."""
     path = Path(path)
-    stored = read_sharded_optimizer(path, stored_weights) if path.is_dir() else load_safely(path)
+    stored = _read(path, stored_weights)
     if not isinstance(stored, Mapping) or not {"state", "param_groups"} <= set(stored):
         keys = (
             sorted(map(str, stored))[:6] if isinstance(stored, Mapping) else type(stored).__name__
@@ -100,6 +102,8 @@ def read_optimizer_state(
     groups, state = stored["param_groups"], stored["state"]
     _check_structure(path, groups, state)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if is_rank_file(path):
+        groups = _without_frozen(path, groups, state, model)
     kind = _kind(path, groups, state)
     names, order = _names(path, groups, state, model, named, names_path, kind)
     ids = [i for group in groups for i in group["params"]]
@@ -139,6 +143,34 @@ def read_optimizer_state(
         "not_verifiable": tuple(dict.fromkeys(unsure)),
     }
     return OptimizerState(groups=read_groups, state=entries), coverage  # type: ignore[arg-type]
+
+
+def _read(path: Path, stored_weights: Mapping[str, Tensor] | None) -> Any:
+    if path.is_dir():
+        return read_sharded_optimizer(path, stored_weights)
+    return read_rank_optimizer(path) if is_rank_file(path) else load_safely(path)
+
+
+def _without_frozen(
+    path: Path, groups: list[Any], state: Mapping[Any, Any], model: nn.Module
+) -> list[Any]:
+    """verl makes its optimizer of all parameters, frozen ones too, in named_parameters() order.
+
+    Those are taken out where one group has as many as the model, and none of them has a state.
+    """
+    everything = list(model.named_parameters())
+    frozen = [number for number, (_, p) in enumerate(everything) if not p.requires_grad]
+    if not frozen or len(groups) != 1 or groups[0]["params"] != list(range(len(everything))):
+        return groups
+    moved = [everything[number][0] for number in frozen if state.get(number)]
+    if moved:
+        raise ValueError(
+            f"{path} has a state for {len(moved)} parameters that are frozen here, such as "
+            f"{moved[0]!r}; expected it for the adapter's alone. Training moved other parameters "
+            "than those of its LoRA, or the optimizer belongs to another run."
+        )
+    kept = [number for number in groups[0]["params"] if number not in set(frozen)]
+    return [{**groups[0], "params": kept}]
 
 
 def _is_count(value: Any) -> bool:
@@ -419,7 +451,7 @@ def _entry(
                 "expected plain floating point. The file is damaged or was edited: use another "
                 "checkpoint."
             )
-        if not bool(torch.isfinite(value).all()):
+        if not all_finite(value):
             raise ValueError(
                 f"{path}: {key} of {name!r} has {int((~torch.isfinite(value)).sum())} non-finite "
                 "values; expected finite numbers. Training diverged before this checkpoint: use an "

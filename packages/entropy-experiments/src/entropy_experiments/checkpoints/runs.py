@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _NUMBERED = re.compile(r"(checkpoint-|step_)(\d+)")
+_NUMBERED_BY_ANYBODY = re.compile(r"(checkpoint-|step_|global_step_)(\d+)")
 EMBEDDED = "embedded"
 LIBRARIES = ("torch", "transformers", "peft", "numpy", "scipy")
 
@@ -76,7 +77,7 @@ def next_checkpoint(checkpoint: Path) -> Path | None:
     """The checkpoint one step later, if it was kept."""
     if checkpoint.name == "model":  # step_N/model, the earlier scripts' adapter folder
         checkpoint = checkpoint.parent
-    match = _NUMBERED.fullmatch(checkpoint.name)
+    match = _NUMBERED_BY_ANYBODY.fullmatch(checkpoint.name)
     if match is None:
         return None
     later = checkpoint.with_name(f"{match[1]}{int(match[2]) + 1}")

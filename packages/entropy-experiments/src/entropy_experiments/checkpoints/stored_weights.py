@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from entropy_experiments.checkpoints.base import (
     check_finite_weights,
     check_loaded,
+    generation_config,
+    model_config,
     quiet_transformers,
 )
 from entropy_experiments.checkpoints.dcp_state import (
@@ -27,14 +29,20 @@ from entropy_experiments.checkpoints.dcp_state import (
     read_sharded_weights,
     without_wrapper_names,
 )
+from entropy_experiments.checkpoints.layout import MODEL_CONFIG, Layout
+from entropy_experiments.checkpoints.rank_shards import RankWeights
 from entropy_experiments.checkpoints.sizes import check_size
 from entropy_experiments.checkpoints.torch_files import load_safely
+from entropy_experiments.checkpoints.verl_folder import is_rank_file
+from entropy_experiments.checkpoints.verl_state import read_rank_weights
 
 
 def read_stored_weights(path: Path) -> Mapping[str, Tensor]:
-    """By name: DCP's folder, or the one file that FULL_STATE_DICT writes."""
+    """By name: DCP's folder, the ranks' files, or the one that FULL_STATE_DICT writes."""
     if path.is_dir():
         return read_sharded_weights(path)
+    if is_rank_file(path):
+        return read_rank_weights(path)
     tensors = load_safely(path, mmap=True)
     if not isinstance(tensors, Mapping) or not all(isinstance(v, Tensor) for v in tensors.values()):
         raise ValueError(
@@ -52,7 +60,7 @@ def read_stored_weights(path: Path) -> Mapping[str, Tensor]:
 
 def shapes_of(stored: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """By name, without reading a tensor of shards."""
-    if isinstance(stored, StoredWeights):
+    if isinstance(stored, StoredWeights | RankWeights):
         return stored.shapes
     return {name: tuple(value.shape) for name, value in stored.items()}
 
@@ -73,14 +81,30 @@ def load_sharded_causal_lm(
     """
     stored = read_stored_weights(path) if stored is None else stored
     with quiet_transformers():
-        check_size(where or path, config, [path] if path.is_file() else (), shapes_of(stored))
+        file = [path] if path.is_file() and not is_rank_file(path) else ()
+        check_size(where or path, config, file, shapes_of(stored))
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     _check_precision(path, model, dtype)
     if generation is not None:
         model.generation_config = generation
     _fill(path, stored, model.state_dict(), list(stored))
     check_finite_weights(path, model)
-    return _place_on_devices(model, device_map)
+    return place_on_devices(model, device_map)
+
+
+def make_causal_lm(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
+) -> tuple[Any, GenerationConfig]:
+    """A model of the config in `folder` whose weights are yet to come, and how it generates.
+
+    `shapes`: of those weights; a config that describes more is refused.
+    """
+    config = model_config(str(folder), shapes=shapes)
+    with quiet_transformers():
+        check_size(folder / MODEL_CONFIG, config, (), shapes)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    _check_precision(folder, model, dtype)
+    return model, generation_config((folder,), config)
 
 
 def _check_precision(path: Path, model: Any, dtype: torch.dtype) -> None:
@@ -104,6 +128,22 @@ def adapter_tensors(model: Any, stored: Mapping[str, Tensor]) -> dict[str, Tenso
     if any("lora_" in name for name in own):
         return {peft_name: stored[name] for name, peft_name in own.items()}
     return {name: stored[name] for name in stored}
+
+
+def restore_doubles(model: nn.Module, stored: RankWeights) -> None:
+    """Numbers that training held in fp64, into a model that was loaded in fp32 and made fp64."""
+    into = model.state_dict()
+    for name, dtype in stored.dtypes.items():
+        if dtype == torch.float64 and name in into:
+            stored.copy_into(into[name], name)
+
+
+def carries_base(layout: Layout) -> bool:
+    """Whether a base's weights were saved with its adapter, and its config beside them."""
+    if layout.kind != "lora" or layout.hf is None or not (layout.hf / MODEL_CONFIG).is_file():
+        return False
+    names = layout.stored or ()
+    return any("lora_" not in name and ".modules_to_save." not in name for name in names)
 
 
 def take_base(model: Any, path: Path, stored: Mapping[str, Tensor]) -> bool:
@@ -138,15 +178,16 @@ def _fill(
     info = {"missing_keys": missing, "unexpected_keys": extra, "mismatched_keys": []}
     check_loaded(path, info, extra_allowed=False)
     filled: set[Any] = set()
+    shapes = shapes_of(stored)
     for name in names:
-        value, target = stored[name], into[name]
-        if value.shape != target.shape:
-            info["mismatched_keys"] = [(name, value.shape, target.shape)]
+        target = into[name]
+        if shapes[name] != tuple(target.shape):
+            info["mismatched_keys"] = [(name, shapes[name], target.shape)]
             check_loaded(path, info, extra_allowed=False)
         if _place(target) not in filled:
-            target.copy_(value)
+            _copy(stored, name, target)
             filled.add(_place(target))
-        elif not torch.equal(target, value.to(target.device, target.dtype)):
+        elif not _agrees(stored, name, target):
             raise ValueError(
                 f"{path}: {name!r} differs from the parameter that it is tied to in this model; "
                 "expected the same numbers. Training did not tie them: set tie_word_embeddings to "
@@ -154,11 +195,24 @@ def _fill(
             )
 
 
+def _copy(stored: Mapping[str, Tensor], name: str, target: Tensor) -> None:
+    if isinstance(stored, RankWeights):
+        stored.copy_into(target, name)
+    else:
+        target.copy_(stored[name])
+
+
+def _agrees(stored: Mapping[str, Tensor], name: str, target: Tensor) -> bool:
+    if isinstance(stored, RankWeights):
+        return stored.agrees(target, name)
+    return torch.equal(target, stored[name].to(target.device, target.dtype))
+
+
 def _place(value: Tensor) -> tuple[Any, ...]:
     return value.device, value.data_ptr(), value.shape
 
 
-def _place_on_devices(model: nn.Module, device_map: Any) -> Any:
+def place_on_devices(model: nn.Module, device_map: Any) -> Any:
     if device_map is None:
         return model
     from accelerate import dispatch_model, infer_auto_device_map

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from entropy_experiments.input_errors import check_regular, words_of
 
 ZIP = b"PK\x03\x04"
+PIECE = 2**20
+"""Numbers that are looked at together."""
 
 
 def load_safely(path: Path, *, mmap: bool = False) -> Any:
@@ -46,6 +49,11 @@ def load_safely(path: Path, *, mmap: bool = False) -> Any:
             f"{path} cannot be read ({words_of(error)}). It is truncated or not a torch file: use "
             "an earlier checkpoint."
         ) from error
+
+
+def all_finite(value: Tensor) -> bool:
+    """Whether every number is; in pieces, for isfinite makes temporaries as large as its input."""
+    return all(bool(torch.isfinite(piece).all()) for piece in value.reshape(-1).split(PIECE))
 
 
 def is_zip(file: BinaryIO) -> bool:

@@ -24,6 +24,7 @@ from entropy_experiments.cli import (
     report,
     run,
     train,
+    verify,
 )
 from entropy_experiments.cli.job import EXIT_CODES, FINDINGS, PACKAGE, ending
 from entropy_experiments.cli.plugins import mount_plugins
@@ -58,6 +59,7 @@ app = typer.Typer(
     "  entropy-probe arc train                  an ARC solver, its gradients verified\n"
     "  entropy-probe report RUN                 what a finished run says, or several\n"
     '  entropy-probe query RUN "SELECT ..."     tokens, rollouts and ledgers by SQL\n'
+    "  entropy-probe verify global_step_60      a verl checkpoint against verl's own merger\n"
     "  entropy-probe config template            a configuration to start from\n\n"
     "\b\nExit codes:\n" + "\n".join(f"  {code:<3}  {what}" for code, what in EXIT_CODES.items()),
     no_args_is_help=True,
@@ -72,6 +74,7 @@ app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("query", epilog=query.EXAMPLES)(query.query)
+app.command("verify", epilog=verify.EXAMPLES)(verify.verify)
 app.add_typer(config.app, name="config")
 mount_plugins(app)
 

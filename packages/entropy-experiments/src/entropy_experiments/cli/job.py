@@ -61,7 +61,7 @@ EXIT_CODES = {
     DONE: "done",
     UNEXPECTED: "an unexpected error, with its traceback; doctor: the script crashed",
     BAD_INPUT: "bad input: the message says what to change",
-    FINDINGS: "doctor: findings of warning or above; arc, train: no gradient where one must be",
+    FINDINGS: "doctor: findings; arc, train: no gradient where one must be; verify: differs",
     HUNG_UP: "ended by SIGHUP (the terminal closed): run the same command to resume",
     INTERRUPTED: "interrupted: the message says what is saved and how to resume",
     CLOSED_PIPE: "the reader of stdout left (| head): files are written, the text is cut",
@@ -75,7 +75,7 @@ OMP_VARIABLE = "OMP_NUM_THREADS"
 MOST_THREADS = 64
 """Also on a machine with fewer cores: last digits depend on the number of threads, and a run of a
 larger machine may have to be repeated."""
-ONE_PROCESS = ("report", "query", "config", "arc")
+ONE_PROCESS = ("report", "query", "verify", "config", "arc")
 """Verbs that rank 0 runs alone."""
 STORED = "Ended by SIGTERM. Current work is saved; run the same command to resume."
 

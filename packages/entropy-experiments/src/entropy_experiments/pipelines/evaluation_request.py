@@ -34,6 +34,7 @@ from entropy_experiments.checkpoints.runs import (
     embedded_trajectory,
     packaged_checkpoint,
 )
+from entropy_experiments.checkpoints.stored_weights import carries_base
 from entropy_experiments.checkpoints.training_facts import read_facts
 from entropy_experiments.checkpoints.training_record import RECORDED, read_record
 from entropy_experiments.config import Config
@@ -316,8 +317,9 @@ def _candidate(config: Config, layout: Layout, label: str) -> Candidate:
     check_safetensors(layout.files)
     recorded, base, record = None, None, read_record(layout.folders)
     if layout.kind == "lora":
-        recorded = read_adapter_config(layout.config).get("base_model_name_or_path")
-    if layout.kind == "lora" or not (layout.config / MODEL_CONFIG).is_file():
+        recorded = read_adapter_config(layout).get("base_model_name_or_path")
+    own_base = carries_base(layout)
+    if not own_base and (layout.kind == "lora" or not (layout.config / MODEL_CONFIG).is_file()):
         base = find_base(
             layout,
             base=settings.base,
