@@ -120,6 +120,8 @@ def sampled_otherwise(trainer: Any) -> list[str]:
 def _inherited(trainer: Any) -> list[str]:
     """Options of `model.generation_config` that transformers' generate takes where TRL sets none.
 
+    It takes them where the trainer's own config has the default: None, or before transformers 5
+    the value of an empty config (top_k 50), which None then replaces.
     Another engine (vLLM) has no `trainer.generation_config`, and does not read the model's.
     """
     explicit = getattr(trainer, "generation_config", None)
@@ -127,9 +129,10 @@ def _inherited(trainer: Any) -> list[str]:
     if explicit is None or own is None:
         return []
     named = getattr(trainer, "generation_kwargs", None) or {}
+    default = type(explicit)()
     settings = []
     for name, harmless in INHERITED.items():
-        if name in named or getattr(explicit, name, None) is not None:
+        if name in named or getattr(explicit, name, None) != getattr(default, name, None):
             continue
         value = getattr(own, name, None)
         if value not in (None, *harmless):
