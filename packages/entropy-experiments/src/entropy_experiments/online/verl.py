@@ -149,6 +149,7 @@ def verl_settings(config: Any) -> VerlSettings:
     bonus = float(value(f"{actor}.entropy_coeff", 0.0))
     facts: dict[str, Any] = {
         "loss": LOSS_OF.get(mode),
+        "advantage": _advantage(value),
         "clip_low": value(f"{actor}.clip_ratio_low", clip),
         "clip_high": value(f"{actor}.clip_ratio_high", clip),
         "delta": value(f"{actor}.clip_ratio_c", 3.0),
@@ -227,6 +228,13 @@ def record_engine(
 # inside
 
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _advantage(value: Callable[..., Any]) -> str | None:
+    """How a group's rewards become advantages, where that is known here."""
+    if value("algorithm.adv_estimator") != "grpo":
+        return None
+    return "group" if value("algorithm.norm_adv_by_std_in_grpo", True) else "none"
 
 
 def _unfollowed(value: Callable[..., Any], mode: str, limit: int | None, bonus: float) -> list[str]:

@@ -45,5 +45,4 @@ class RecordingDataset(RLHFDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         # Data loaders' workers and checkpoints copy a dataset; the record is the driver's alone.
-        state = super().__getstate__() if hasattr(super(), "__getstate__") else vars(self)
-        return {**state, "_recorder": None}
+        return {**super().__getstate__(), "_recorder": None}
