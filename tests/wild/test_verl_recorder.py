@@ -67,7 +67,7 @@ def test_influence_splits_it(trained, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    certified = summary["step"]["certified"]
+    certified = summary["update"]["certified"]
     assert certified["step_distance"] < SAME
     assert certified["gradient_distance"] < SAME
     assert (tmp_path / "out" / "tokens.parquet").is_file()
