@@ -1,4 +1,4 @@
-"""verl's own batches, loss and engine base around a tiny model in fp64, without and with our record.
+"""verl's batches, loss and engine base around a tiny model in fp64, without and with our record.
 
 The engine is a subclass of verl's BaseEngine, whose `train_batch` is verl's; the model runs on the
 CPU, which verl's FSDP engine cannot. Data is a DataProto, unpadded as verl's driver does it.

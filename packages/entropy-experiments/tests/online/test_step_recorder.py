@@ -1,4 +1,4 @@
-"""A loop written by hand, recorded: nothing of it changes, and its real step is replayed offline."""
+"""A loop written by hand, recorded: nothing of it changes, and its real step is replayed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from torch import Tensor
 
@@ -62,7 +62,7 @@ class Whole(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         value = self._values[name].detach()
-        return value.full_tensor() if is_shard(value) else value
+        return cast(Any, value).full_tensor() if is_shard(value) else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

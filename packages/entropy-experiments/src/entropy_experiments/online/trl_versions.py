@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, Literal
@@ -52,32 +52,23 @@ class Names:
 
 
 BOTH = ("GRPOTrainer", "RLOOTrainer")
-_NEW = {"tokenizer": "_tokenizer", "prompts": "_tokenize_prompts"}
-_OLD = {"tokenizer": "processing_class", "eos": "eos_token_id"}
-_ENTROPY = {"last_entropy": "_last_world_entropy"}
-_NO_OFF_POLICY = {"masks": ("get_high_entropy_mask",)}
+_1_14 = Names(
+    since="1.14.2",
+    tokenizer="_tokenizer",
+    eos="eos_token_ids",
+    prompts="_tokenize_prompts",
+    last_entropy="_last_world_entropy",
+)
+_1_8 = replace(_1_14, since="1.8.0", eos="_tokenizer.eos_token_id")
+_1_3 = replace(_1_8, since="1.3.0", last_entropy=None)
+_0_29 = replace(_1_3, since="0.29.1", tokenizer="processing_class", eos="eos_token_id")
+_0_27 = replace(_0_29, since="0.27.0", prompts="processing_class")
+_0_26 = replace(_0_27, since="0.26.0", truncates=("RLOOTrainer",), masks=("get_high_entropy_mask",))
+_0_25 = replace(_0_26, since="0.25.0", truncates=BOTH)
+_0_24 = replace(_0_25, since="0.24.0", prompts="template_as_text")
 
-VERSIONS: tuple[Names, ...] = (
-    Names(since="1.14.2", **_NEW, eos="eos_token_ids", **_ENTROPY),
-    Names(since="1.8.0", **_NEW, eos="_tokenizer.eos_token_id", **_ENTROPY),
-    Names(since="1.3.0", **_NEW, eos="_tokenizer.eos_token_id"),
-    Names(since="0.29.1", **_OLD, prompts="_tokenize_prompts"),
-    Names(since="0.27.0", **_OLD, prompts="processing_class"),
-    Names(
-        since="0.26.0",
-        **_OLD,
-        prompts="processing_class",
-        truncates=("RLOOTrainer",),
-        **_NO_OFF_POLICY,
-    ),
-    Names(
-        since="0.25.0", **_OLD, prompts="processing_class", truncates=BOTH, **_NO_OFF_POLICY
-    ),
-    Names(
-        since="0.24.0", **_OLD, prompts="template_as_text", truncates=BOTH, **_NO_OFF_POLICY
-    ),
-)  # fmt: skip
-"""Newest first."""
+VERSIONS = (_1_14, _1_8, _1_3, _0_29, _0_27, _0_26, _0_25, _0_24)
+"""Newest first: each row is the one before it, but for what an older version called otherwise."""
 OLDEST = VERSIONS[-1].since
 
 
@@ -138,7 +129,7 @@ def prompt_ids(trainer: Any, prompt: Any) -> tuple[int, ...]:
         return _single(trainer.processing_class(text=[prompt], **limits))
     template: Mapping[str, Any] = getattr(trainer, "chat_template_kwargs", None) or {}
     if names.prompts == "template_as_text":
-        from trl import maybe_apply_chat_template
+        from trl.data_utils import maybe_apply_chat_template
 
         text = maybe_apply_chat_template({"prompt": prompt}, trainer.processing_class)["prompt"]
         return _single(trainer.processing_class(text=[text], **limits))
