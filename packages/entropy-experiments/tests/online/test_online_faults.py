@@ -201,6 +201,12 @@ def test_another_kind_of_trainer_is_refused_by_name():
         trl_trainer.refuse_unsupported(OtherTrainer())
 
 
+def test_ms_swift_s_trainer_is_refused_by_name():
+    kind = type("GRPOTrainer", (), {"__module__": "swift.rlhf_trainers.grpo_trainer"})
+    with pytest.raises(ValueError, match=r"in ms-swift's GRPOTrainer: it keeps batches of its own"):
+        trl_trainer.refuse_own_batches(kind())
+
+
 def test_throttling_is_announced_once_with_the_way_to_change_it(tmp_path, caplog):
     callback = EntropyProbeCallback(max_overhead=1e-6, prompts=6)
     _trained(tmp_path, callback, max_steps=4)

@@ -63,6 +63,7 @@ from entropy_experiments.online.trl_trainer import (
     own_batch,
     refuse_other_optimizers,
     refuse_other_trl,
+    refuse_own_batches,
     refuse_unsupported,
     token_divisor,
     unwrapped_optimizer,
@@ -237,6 +238,7 @@ class EntropyProbeCallback(TrainerCallback):
             self._leave_to_the_first()
             return
         refuse_unsupported(self.trainer)
+        refuse_own_batches(self.trainer)
         refuse_other_optimizers(self.trainer)
         self._refuse_other_distribution()
         if self.ledger_every is not None:

@@ -82,6 +82,17 @@ def refuse_unsupported(trainer: Any) -> None:
         )
 
 
+def refuse_own_batches(trainer: Any) -> None:
+    """Subclasses of TRL's trainers that keep batches of another form than TRL's."""
+    if any(base.__module__.partition(".")[0] == "swift" for base in type(trainer).__mro__):
+        raise ValueError(
+            f"EntropyProbeCallback in ms-swift's {type(trainer).__name__}: it keeps batches of its "
+            "own form, which this program does not read. Expected TRL's GRPOTrainer or "
+            "RLOOTrainer. Record its steps with entropy_experiments.StepRecorder, or probe saved "
+            "checkpoints offline: entropy-probe run."
+        )
+
+
 def refuse_other_optimizers(trainer: Any) -> None:
     """When training begins, not at its first step."""
     optimizer = unwrapped_optimizer(trainer.optimizer)
