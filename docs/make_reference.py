@@ -216,8 +216,9 @@ API = {
     "online": Group(
         "Inside training",
         "The probe in TRL's trainers and in a loop of your own "
-        "([how to](../howto_online.md)), and the gradient noise scale.",
-        {PROBE: ("EntropyProbeCallback", "LoopProbe", "NoiseScale")},
+        "([how to](../howto_online.md)), the [record of any loop](../howto_any_loop.md), and the "
+        "gradient noise scale.",
+        {PROBE: ("EntropyProbeCallback", "LoopProbe", "StepRecorder", "NoiseScale")},
     ),
     "checkpoints": Group(
         "Checkpoints and sampling",
@@ -226,6 +227,7 @@ API = {
             PROBE: (
                 *("load_checkpoint", "load_base_model", "embedded_trajectory", "SampleGenerator"),
                 *("save_rollouts", "load_rollouts", "save_update_batch", "load_update_batch"),
+                "batch_from_tensors",
             )
         },
     ),

@@ -28,9 +28,10 @@ HOME = ROOT / "build" / "wild"
 CONSTRAINTS = ROOT / "constraints.txt"
 STAMP = "made_of"
 
-HTTPX = ("httpx==0.28.1", "httpcore==1.0.9")
-HUB_0 = ("huggingface_hub==0.36.2", "tokenizers==0.22.2", "fsspec==2026.6.0", *HTTPX)
-HUB_1 = ("huggingface_hub==1.33.0", "tokenizers==0.22.2", *HTTPX)
+HTTPX = ("httpx==0.28.1", "httpcore==1.0.9", "certifi==2026.10.18")
+REQUESTS = ("requests==2.34.2", "urllib3==2.8.0", "charset-normalizer==3.5.2")
+HUB_0 = ("huggingface_hub==0.36.2", "tokenizers==0.22.2", "fsspec==2026.6.0", *HTTPX, *REQUESTS)
+HUB_1 = ("huggingface_hub==1.33.0", "tokenizers==0.22.2", *HTTPX, *REQUESTS)
 
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "trl-1.16": ("trl==1.16.0", "transformers==5.22.2"),

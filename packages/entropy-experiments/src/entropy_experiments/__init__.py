@@ -19,6 +19,8 @@ _HOME: dict[str, str] = {
     "EntropyProbeCallback": "online.trl",
     "LoopProbe": "online.loop",
     "NoiseScale": "online.noise_scale",
+    "StepRecorder": "online.step_recorder",
+    "batch_from_tensors": "sampling.tensor_batches",
     "EntropyMeasurements": "pipelines.measure",
     "ExperimentPlan": "pipelines.measure",
     "BatchRequest": "pipelines.influence.runner",

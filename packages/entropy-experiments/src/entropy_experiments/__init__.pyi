@@ -15,6 +15,7 @@ from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.entropy import response_scores, response_support, token_scores
 from entropy_experiments.online.loop import LoopProbe
 from entropy_experiments.online.noise_scale import NoiseScale
+from entropy_experiments.online.step_recorder import StepRecorder
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
 from entropy_experiments.pipelines.evaluation_request import EvaluationRequest
@@ -37,6 +38,7 @@ from entropy_experiments.sampling.rollout_files import (
     save_rollouts,
     save_update_batch,
 )
+from entropy_experiments.sampling.tensor_batches import batch_from_tensors
 from entropy_experiments.types import (
     AdamGroup,
     Attribution,
@@ -94,10 +96,12 @@ __all__ = [
     "SequenceProcessor",
     "StepAnalysis",
     "StepOptions",
+    "StepRecorder",
     "UpdateBatch",
     "WorkspaceSpec",
     "adamw_direction",
     "analyze_step",
+    "batch_from_tensors",
     "compute_update_vector_adamw",
     "curvature",
     "embedded_trajectory",

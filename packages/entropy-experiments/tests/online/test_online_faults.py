@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from entropy_experiments.online import rows, trl, trl_options, trl_trainer
+from entropy_experiments.online import rows, trl, trl_options, trl_trainer, trl_versions
 from entropy_experiments.online.noise_scale import NoiseScale
 from entropy_experiments.online.probe import OnlineProbe
 from entropy_experiments.online.record import Recorder
@@ -182,11 +182,12 @@ def test_deepspeed_is_refused_by_name(tmp_path, monkeypatch):
 def test_another_trl_switches_the_probe_off_and_training_goes_on(
     undisturbed, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(trl_trainer, "PRIVATES", (*trl_trainer.PRIVATES, "_not_in_this_trl"))
+    monkeypatch.setattr(trl_versions, "SHARED", (*trl_versions.SHARED, "_not_in_this_trl"))
     callback = EntropyProbeCallback(record=tmp_path / "record", noise_scale=True)
     assert_same_outcome(_trained(tmp_path, callback), undisturbed)
     assert re.search(
-        r"of trl [\d.]+ has no _not_in_this_trl; expected trl 1\.16", str(callback.off)
+        r"of trl [\d.]+ has no _not_in_this_trl; expected a trainer as trl 0\.24\.0 to 1\.16",
+        str(callback.off),
     )
     assert sum(record.name.startswith("entropy_experiments") for record in caplog.records) == 1
     assert callback.rows == []
@@ -198,6 +199,12 @@ def test_another_kind_of_trainer_is_refused_by_name():
 
     with pytest.raises(ValueError, match=r"OtherTrainer: expected TRL's GRPOTrainer or RLOO"):
         trl_trainer.refuse_unsupported(OtherTrainer())
+
+
+def test_ms_swift_s_trainer_is_refused_by_name():
+    kind = type("GRPOTrainer", (), {"__module__": "swift.rlhf_trainers.grpo_trainer"})
+    with pytest.raises(ValueError, match=r"in ms-swift's GRPOTrainer: it keeps batches of its own"):
+        trl_trainer.refuse_own_batches(kind())
 
 
 def test_throttling_is_announced_once_with_the_way_to_change_it(tmp_path, caplog):

@@ -13,13 +13,15 @@ import torch
 from entropy_experiments.online import trl_trainer
 from entropy_experiments.online.rows import ALIASES, PREFIX, read_rows
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.online.trl_options import LAST_ENTROPY
-from entropy_experiments.online.trl_trainer import (
+from entropy_experiments.online.trl_versions import (
     GENERATE_METHOD,
     IN_TRAINING,
-    MASKS,
-    PRIVATES,
     REWARD_METHOD,
+    VERSIONS,
+    eos_of,
+    names_of,
+    prompt_ids,
+    tokenizer_of,
 )
 from entropy_experiments.results import ROWS_FILE
 from oracles.tiny_grpo import assert_same_outcome, grpo, outcome
@@ -139,22 +141,64 @@ def test_no_such_half_is_said_once_and_training_goes_on(tmp_path, caplog):
     assert sum("The entropy probe failed" in r.message for r in caplog.records) == 1
 
 
-@pytest.mark.parametrize("name", PRIVATES)
-def test_trl_has_the_privates_relied_upon(name, tmp_path):
+@pytest.mark.parametrize("name", names_of().read)
+def test_trl_has_the_names_relied_upon(name, tmp_path):
     trainer = grpo(tmp_path, callbacks=[])
     assert hasattr(trainer, name)
 
 
-@pytest.mark.parametrize("name", [GENERATE_METHOD, REWARD_METHOD, *MASKS, LAST_ENTROPY])
+CAPTURED = (GENERATE_METHOD, REWARD_METHOD, *names_of().masks, names_of().last_entropy)
+
+
+@pytest.mark.parametrize("name", [name for name in CAPTURED if name])
 def test_trl_has_the_methods_whose_results_are_captured(name, tmp_path):
     """Without one of these nothing fails: rewards or masks would be missing from the record."""
     assert hasattr(grpo(tmp_path, callbacks=[]), name)
 
 
-def test_every_private_that_is_read_is_in_the_list():
+def test_every_private_that_is_read_is_in_the_table():
     modules = Path(trl_trainer.__file__).parent.glob("*.py")
     read = {name for m in modules for name in re.findall(r"trainer\.(_\w+)", m.read_text())}
-    assert read == {name for name in PRIVATES if name.startswith("_")}
+    known = {name for row in VERSIONS for name in row.read if name.startswith("_")}
+    assert read == known - {row.tokenizer for row in VERSIONS}  # read by `tokenizer_of`
+
+
+def test_the_tokens_are_those_that_training_uses(tmp_path):
+    trainer = _trained(tmp_path, max_steps=1)
+    used = {
+        tuple(ids[mask.bool()].tolist())
+        for part in trainer._buffered_inputs
+        for ids, mask in zip(part["prompt_ids"], part["prompt_mask"], strict=True)
+    }
+    ours = {prompt_ids(trainer, row["prompt"]) for row in trainer.train_dataset}
+    assert used <= ours
+    tokenizer = tokenizer_of(trainer)
+    assert tokenizer.eos_token_id in eos_of(trainer)
+    assert tokenizer.pad_token_id is not None
+
+
+@pytest.mark.parametrize(
+    ("trl", "since"),
+    [
+        ("0.24.0", "0.24.0"),
+        ("0.24.1.dev0", "0.24.0"),
+        ("0.26.2", "0.26.0"),
+        ("0.29.0", "0.27.0"),
+        ("0.29.1", "0.29.1"),
+        ("1.2.0", "0.29.1"),
+        ("1.9.2", "1.8.0"),
+        ("1.14.1", "1.8.0"),
+        ("1.16.0", "1.14.2"),
+        ("2.0.0rc1", "1.14.2"),
+    ],
+)
+def test_the_row_of_a_version(trl, since):
+    assert names_of(trl).since == since
+
+
+def test_an_older_trl_is_refused():
+    with pytest.raises(ValueError, match=r"trl 0\.23\.1 is installed; expected 0\.24\.0 or newer"):
+        names_of("0.23.1")
 
 
 def test_the_hooks_come_when_they_are_said_to(tmp_path):

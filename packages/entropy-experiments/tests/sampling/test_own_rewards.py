@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from entropy_experiments.checkpoints.training_record import code_refused
-from entropy_experiments.online.record import recorded_rewards, reward_source
+from entropy_experiments.online.record import recorded_rewards
+from entropy_experiments.online.record_sources import reward_source
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.rewards import OwnReward, build_reward, import_recorded_reward
 from oracles.tiny_grpo import reward as of_a_module

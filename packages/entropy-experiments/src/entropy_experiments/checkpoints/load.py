@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 
 from entropy_experiments.artifacts import sha256
 from entropy_experiments.checkpoints.adapter import (
@@ -203,6 +204,8 @@ def load_checkpoint(
             true_float64(model)
             if isinstance(layout.stored, RankWeights):
                 restore_doubles(model, layout.stored)
+            else:
+                _restore_double(model, layout)
     model.eval()
     hashes = _hashes(layout, base_files, fact_files)
     if record is not None and record.path.parent == layout.root:
@@ -436,6 +439,19 @@ def _dtype(dtype: str, device_map: Any) -> torch.dtype | str:
         return "auto" if _on_cuda(device_map) else torch.float32
     # fp64 is made of fp32 after loading, by true_float64.
     return torch.float32 if dtype == "float64" else DTYPES[dtype]
+
+
+def _restore_double(model: Any, layout: Layout) -> None:
+    """Weights that are stored in fp64 passed through fp32 on their way: all their digits again."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for file in layout.files if layout.kind == "full" else ():
+        if file.suffix != ".safetensors":
+            continue
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118  (it is no mapping)
+                if name in named and stored.get_slice(name).get_dtype() == "F64":
+                    with torch.no_grad():
+                        named[name].copy_(stored.get_tensor(name))
 
 
 def _device_map(device_map: Any) -> Any:

@@ -223,6 +223,14 @@ def _own(path: Path, _earlier: tuple[str, ...]) -> dict[str, Any]:
     return _checked(path, read_json(path))
 
 
+def check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts that a training loop hands over, held to the rules of the file."""
+    try:
+        return _checked(Path("facts"), facts)
+    except ValueError as error:
+        raise ValueError(str(error).removesuffix(" Repair the file.")) from error
+
+
 def _checked(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     """Facts under this project's names, held to their rules."""
     unknown = [name for name in content if name not in KNOWN_FACTS]

@@ -35,6 +35,7 @@ from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.numerics.derivatives import norm, shifted
 from entropy_experiments.online.record import facts_of
+from entropy_experiments.online.trl_versions import tokenizer_of
 from entropy_experiments.pipelines.influence.batches import EvaluationBatch, folded
 from entropy_experiments.pipelines.influence.files import StudyFiles
 from entropy_experiments.pipelines.influence.packing import step_json
@@ -149,7 +150,7 @@ def write_ledger(
             step=step,
             base=f"the policy in training, {dtype}",
             config=_as_config(options),
-            decode=trainer._tokenizer.decode,
+            decode=tokenizer_of(trainer).decode,
             batch=batch,
             real=True,
             objective=options.objective,

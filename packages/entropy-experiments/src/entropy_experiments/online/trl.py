@@ -2,8 +2,7 @@
 
     trainer = GRPOTrainer(..., callbacks=[EntropyProbeCallback()])
 
-Where the trainer calls (see `tests/online/test_trl_online.py`, which names every private of TRL's
-that is relied upon):
+Where the trainer calls (`trl_versions` names every private of TRL's that is relied upon):
 
     on_step_begin, on_substep_end   between backward passes: the noise scale tells them apart
     on_pre_optimizer_step   gradients clipped and averaged, weights old, the rate in use: predict,
@@ -64,6 +63,7 @@ from entropy_experiments.online.trl_trainer import (
     own_batch,
     refuse_other_optimizers,
     refuse_other_trl,
+    refuse_own_batches,
     refuse_unsupported,
     token_divisor,
     unwrapped_optimizer,
@@ -71,6 +71,7 @@ from entropy_experiments.online.trl_trainer import (
     used_now,
     without_autocast,
 )
+from entropy_experiments.online.trl_versions import eos_of, tokenizer_of
 from entropy_experiments.online.watch import LOG, PATIENCE, Throttle, Watch
 from entropy_experiments.results import LEDGERS_FOLDER, ROWS_FILE, TrainingRow
 from entropy_experiments.sampling.generate import SampleGenerator
@@ -237,6 +238,7 @@ class EntropyProbeCallback(TrainerCallback):
             self._leave_to_the_first()
             return
         refuse_unsupported(self.trainer)
+        refuse_own_batches(self.trainer)
         refuse_other_optimizers(self.trainer)
         self._refuse_other_distribution()
         if self.ledger_every is not None:
@@ -466,11 +468,11 @@ class EntropyProbeCallback(TrainerCallback):
         trainer, ranks = self.trainer, self._require_watch().ranks
         generator = SampleGenerator(
             policy,
-            trainer._tokenizer,
+            tokenizer_of(trainer),
             max_new_tokens=trainer.args.max_completion_length,
             master_seed=self.seed,
         )
-        generator.ends = tuple(sorted({*generator.ends, *trainer.eos_token_ids}))
+        generator.ends = tuple(sorted({*generator.ends, *eos_of(trainer)}))
         prompts = EvaluationPrompts(trainer, self.prompts, self.seed, generator.longest_prompt)
         return Fresh(make_draw(generator, prompts, group=self.group, ranks=ranks), uses=self.uses)
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import torch
 
 from entropy_experiments.loss_names import Loss
+from entropy_experiments.online.trl_versions import installed_trl, is_kind, names_of
 
 LOSS_METHODS = (
     "compute_loss",
@@ -16,8 +17,6 @@ LOSS_METHODS = (
     "_get_per_token_logps_and_entropies",
 )
 """A subclass that has its own is one whose loss nobody here knows."""
-LAST_ENTROPY = "_last_world_entropy"
-"""Where an adaptive entropy bonus keeps the entropy that it compares with its target."""
 OPTIONS = (
     *("loss_type", "scale_rewards", "epsilon", "epsilon_high", "delta", "beta"),
     *("importance_sampling_level", "top_entropy_quantile", "mask_truncated_completions"),
@@ -63,13 +62,13 @@ def recorded_trainer(trainer: Any) -> dict[str, str]:
     return {
         "class": kind.__name__,
         "module": kind.__module__,
-        "trl": version("trl"),
+        "trl": installed_trl(),
         "transformers": version("transformers"),
     }
 
 
 def is_rloo(trainer: Any) -> bool:
-    return any(base.__name__ == "RLOOTrainer" for base in type(trainer).__mro__)
+    return is_kind(trainer, ("RLOOTrainer",))
 
 
 def unfollowed(trainer: Any) -> list[str]:
@@ -121,6 +120,8 @@ def sampled_otherwise(trainer: Any) -> list[str]:
 def _inherited(trainer: Any) -> list[str]:
     """Options of `model.generation_config` that transformers' generate takes where TRL sets none.
 
+    It takes them where the trainer's own config has the default: None, or before transformers 5
+    the value of an empty config (top_k 50), which None then replaces.
     Another engine (vLLM) has no `trainer.generation_config`, and does not read the model's.
     """
     explicit = getattr(trainer, "generation_config", None)
@@ -128,9 +129,10 @@ def _inherited(trainer: Any) -> list[str]:
     if explicit is None or own is None:
         return []
     named = getattr(trainer, "generation_kwargs", None) or {}
+    default = type(explicit)()
     settings = []
     for name, harmless in INHERITED.items():
-        if name in named or getattr(explicit, name, None) is not None:
+        if name in named or getattr(explicit, name, None) != getattr(default, name, None):
             continue
         value = getattr(own, name, None)
         if value not in (None, *harmless):
@@ -157,7 +159,7 @@ def entropy_coef(trainer: Any) -> float:
     args = trainer.args
     coef = getattr(trainer, "entropy_coef", getattr(args, "entropy_coef", None)) or 0.0
     if getattr(args, "use_adaptive_entropy", False):
-        seen = getattr(trainer, LAST_ENTROPY, float("inf"))  # before the first step: none
+        seen = getattr(trainer, names_of().last_entropy or "", float("inf"))  # inf: none yet
         coef = coef if seen <= args.entropy_target else 0.0
     return float(coef)
 

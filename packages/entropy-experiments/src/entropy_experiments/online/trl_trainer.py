@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,6 +28,19 @@ from entropy_experiments.distributed import Ranks
 from entropy_experiments.estimate.own_batch import OwnBatch
 from entropy_experiments.online.evaluation_rollouts import chosen_rows
 from entropy_experiments.online.trl_options import entropy_coef, is_rloo
+from entropy_experiments.online.trl_versions import (
+    BOTH,
+    GENERATE_METHOD,
+    OLDEST,
+    REWARD_METHOD,
+    eos_of,
+    installed_trl,
+    is_kind,
+    missing_names,
+    names_of,
+    prompt_ids,
+    tokenizer_of,
+)
 from entropy_experiments.results import JSONObject
 from entropy_experiments.sampling.advantages import weighted_rewards
 from entropy_experiments.sampling.importers import (
@@ -42,18 +54,8 @@ from entropy_experiments.types.estimate import MIN_PROMPTS
 from entropy_experiments.update.objective import objective_from
 from entropy_experiments.update.optimizer import TORCH_OPTIMIZERS
 
-PRIVATES = (
-    *("_buffered_inputs", "_step", "_metrics", "_tokenizer", "_tokenize_prompts"),
-    "eos_token_ids",
-)
-"""Of GRPOTrainer and RLOOTrainer (trl 1.16), from their making on; a contract test holds each."""
-TRAINERS = ("GRPOTrainer", "RLOOTrainer")
-IN_TRAINING = ("current_gradient_accumulation_steps",)
-"""Of transformers' Trainer, once the first step has begun; held by the same test."""
 LOG = logging.getLogger("entropy_experiments.online")
 T = TypeVar("T")
-MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
-GENERATE_METHOD, REWARD_METHOD = "_generate_and_score_completions", "_calculate_rewards"
 
 
 def refuse_unsupported(trainer: Any) -> None:
@@ -71,14 +73,23 @@ def refuse_unsupported(trainer: Any) -> None:
             "differentiation does not pass through shards. Expected plain, DDP or single-device "
             "training. Probe saved checkpoints offline: entropy-probe run."
         )
-    supported = any(base.__name__ in TRAINERS for base in type(trainer).__mro__)
-    if not supported:
-        missing = _missing_names(trainer)
-        lacks = f" It has no {missing}." if missing else ""
+    if not is_kind(trainer, BOTH):
         raise ValueError(
             f"EntropyProbeCallback in a {type(trainer).__name__}: expected TRL's GRPOTrainer or "
-            f"RLOOTrainer (trl 1.16), or a subclass of one.{lacks} For another trainer use "
-            "entropy_experiments.online.loop."
+            f"RLOOTrainer (trl {OLDEST} or newer), or a subclass of one. For another trainer use "
+            "entropy_experiments.online.loop, or record its steps: "
+            "entropy_experiments.online.step_recorder."
+        )
+
+
+def refuse_own_batches(trainer: Any) -> None:
+    """Subclasses of TRL's trainers that keep batches of another form than TRL's."""
+    if any(base.__module__.partition(".")[0] == "swift" for base in type(trainer).__mro__):
+        raise ValueError(
+            f"EntropyProbeCallback in ms-swift's {type(trainer).__name__}: it keeps batches of its "
+            "own form, which this program does not read. Expected TRL's GRPOTrainer or "
+            "RLOOTrainer. Record its steps with entropy_experiments.StepRecorder, or probe saved "
+            "checkpoints offline: entropy-probe run."
         )
 
 
@@ -94,16 +105,13 @@ def refuse_other_optimizers(trainer: Any) -> None:
 
 
 def refuse_other_trl(trainer: Any) -> None:
-    """A GRPOTrainer of a TRL version without the names that the probe reads."""
-    if missing := _missing_names(trainer):
+    """A trainer without the names that the probe reads, which its TRL version should have."""
+    if missing := missing_names(trainer):
         raise ValueError(
-            f"{type(trainer).__name__} of trl {version('trl')} has no {missing}; expected trl "
-            "1.16. Upgrade it, or probe saved checkpoints offline: entropy-probe run."
+            f"{type(trainer).__name__} of trl {installed_trl()} has no {missing}; expected a "
+            f"trainer as trl {OLDEST} to 1.16 have it. Upgrade trl or this program, or probe saved "
+            "checkpoints offline: entropy-probe run."
         )
-
-
-def _missing_names(trainer: Any) -> str:
-    return ", ".join(name for name in PRIVATES if not hasattr(trainer, name))
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -180,8 +188,7 @@ class EvaluationPrompts:
 
     def _ids(self, row: int) -> tuple[int, ...]:
         text = self.data[row]["prompt"]
-        # One by one: a tokenizer's padding must not join the prompts.
-        ids = tuple(self.trainer._tokenize_prompts([text])[0][0])
+        ids = prompt_ids(self.trainer, text)
         if not ids:
             raise ValueError(
                 f"Row {row} of the trainer's {self._source} has the prompt {text!r}, which is no "
@@ -236,8 +243,8 @@ def update_batch(trainer: Any, ranks: Ranks, captures: Captures | None = None) -
     parts = step_microbatches(trainer, ranks, captures)
     return from_trl_inputs(
         parts,
-        eos=trainer.eos_token_ids,
-        pad=trainer._tokenizer.pad_token_id,
+        eos=eos_of(trainer),
+        pad=tokenizer_of(trainer).pad_token_id,
         check_items=not rest,
     )
 
@@ -271,8 +278,8 @@ def other_rollouts(trainer: Any, ranks: Ranks) -> Rollouts:
         )
     batch = from_trl_inputs(
         _everyones(trainer, rest, ranks),
-        eos=trainer.eos_token_ids,
-        pad=trainer._tokenizer.pad_token_id,
+        eos=eos_of(trainer),
+        pad=tokenizer_of(trainer).pad_token_id,
         check_items=False,
     )
     return batch.rollouts
@@ -364,11 +371,13 @@ class Captures:
         self.trainer = trainer
         self._rewards_NF: Tensor | None = None
         passes = trainer.args.gradient_accumulation_steps
-        self._masks: dict[str, deque[Tensor]] = {name: deque(maxlen=passes) for name in MASKS}
+        self._masks: dict[str, deque[Tensor]] = {
+            name: deque(maxlen=passes) for name in names_of().masks
+        }
         self._wrapped: list[str] = []
         self._warned = False
         wraps = {REWARD_METHOD: self._rewarding, GENERATE_METHOD: self._generating}
-        for name, wrap in {**wraps, **dict.fromkeys(MASKS, self._masking)}.items():
+        for name, wrap in {**wraps, **dict.fromkeys(self._masks, self._masking)}.items():
             original = getattr(trainer, name, None)
             if original is not None and name not in vars(trainer):
                 setattr(trainer, name, wrap(name, original))

@@ -22,7 +22,8 @@ from transformers import TrainerCallback
 
 from entropy_experiments.checkpoints.training_facts import FACTS_FILE, FactsFile
 from entropy_experiments.config.training import TrainingConfig
-from entropy_experiments.online.record import write_facts
+from entropy_experiments.online.record import facts_of
+from entropy_experiments.online.record_files import write_facts
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.results import DoctorSummary
 
@@ -206,7 +207,7 @@ class TaskFacts(TrainerCallback):
 
     def _write(self, folder: Path, state: Any) -> None:
         if state.is_world_process_zero:
-            write_facts(folder, self.trainer, self.facts)
+            write_facts(folder, facts_of(self.trainer, self.facts))
 
 
 class ProgressLines(TrainerCallback):

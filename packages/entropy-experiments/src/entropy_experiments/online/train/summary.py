@@ -8,7 +8,7 @@ from typing import Any
 
 from entropy_experiments.artifacts import json_bytes, write_whole
 from entropy_experiments.checkpoints.runs import checkpoints_by_step
-from entropy_experiments.online.record import UPDATE
+from entropy_experiments.online.record_files import UPDATE
 from entropy_experiments.online.train.folder import (
     CONFIG_FILE,
     steps_made,

@@ -1,0 +1,292 @@
+"""The record of a training loop that is not TRL's.
+
+    recorder = StepRecorder("run/record", model, optimizer, facts={"loss": "grpo", ...})
+    for batch in data:
+        loss(batch).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        with recorder.step(input_ids=..., attention_mask=..., response_mask=..., advantages=...):
+            optimizer.step()
+        optimizer.zero_grad()
+        if time_to_save:
+            ...  # into run/step_N, after N steps
+            recorder.saved("run/step_N")
+
+`entropy-probe run --checkpoint run/step_N` then replays the step that was made from that checkpoint
+with its own batch, and fingerprints of the gradient and of the change of the weights tell whether
+the step rebuilt is the one that was made. The files are those of `record`.
+
+Everything passes one guard (`watch.Guard`): what fails is logged once with its reason, the recorder
+is off from then on, and the loop goes on with the same weights and random numbers. Bad arguments
+of the constructor are the exception: they are refused before training begins. On several ranks
+every one of them makes a StepRecorder and enters `step` with its own part of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from entropy_experiments.artifacts import write_json
+from entropy_experiments.checkpoints.layout import OPTIMIZER_FILES, PARAM_NAMES, STEP
+from entropy_experiments.checkpoints.recorded_step import base_fingerprint, base_location
+from entropy_experiments.checkpoints.training_facts import FactsFile, check_facts
+from entropy_experiments.checkpoints.training_record import (
+    SCHEMA,
+    RecordContent,
+    RecordedPrompts,
+    RecordedRewards,
+)
+from entropy_experiments.distributed import Ranks
+from entropy_experiments.online.probe import (
+    check_bare,
+    check_counts,
+    named_gradients,
+    trained_parameters,
+)
+from entropy_experiments.online.record import refuse_unknown
+from entropy_experiments.online.record_files import PROMPTS, RecordFiles
+from entropy_experiments.online.record_sources import rewards_entry, write_prompts
+from entropy_experiments.online.trl_options import rounded_steps
+from entropy_experiments.online.watch import PATIENCE, Guard
+from entropy_experiments.sampling.tensor_batches import batch_from_tensors, concatenate
+from entropy_experiments.types import UpdateBatch
+
+Batch = UpdateBatch | Mapping[str, Any]
+"""A microbatch: made already, or the arguments of `batch_from_tensors` by name."""
+
+
+class StepRecorder:
+    """Records the steps made inside `with recorder.step(...):`, in a loop of your own.
+
+    Args:
+        folder: Of the record; the batch of every step goes there.
+        model: The bare model: what DDP wraps, not the wrapper. FSDP2's `fully_shard` is none.
+        optimizer: The one that steps.
+        facts: What decides the step and is in no checkpoint, by the names of `entropy_probe.json`:
+            loss, clip_low, clip_high, beta, temperature, max_grad_norm, max_completion_length ...
+            What is left out is assumed by the offline commands, and listed by them as assumed.
+        unfollowed: What your loss has besides, in words; results then say that it is not followed.
+        prompts: Rows with a "prompt" (texts, or lists of messages), or texts: what offline
+            commands draw evaluation rollouts on. None: they ask for prompts.
+        tokenizer: Makes the tokens of `prompts`; or a function from a prompt to its ids.
+        reward_functions: As TRL calls them, for commands that score new rollouts.
+        gradient: Keep the gradient itself beside checkpoints; None: up to 20 million numbers.
+        first_step: Steps made before, where training goes on from a checkpoint.
+
+    Raises:
+        ValueError: If an argument cannot be used.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> checkpoint = load_checkpoint(embedded_trajectory() / "checkpoint-13")
+        >>> model = checkpoint.model
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        >>> folder = tempfile.mkdtemp()
+        >>> recorder = StepRecorder(folder, model, optimizer, facts={"loss": "grpo"})
+        >>> tokens = torch.tensor([[5, 6, 7], [5, 6, 8]])
+        >>> batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        >>> batch |= {"response_mask": torch.tensor([[1], [1]])}
+        >>> batch |= {"advantages": torch.tensor([1.0, -1.0])}
+        >>> model(tokens).logits[:, 1, 7].sum().backward()  # your loss
+        >>> with recorder.step(**batch):
+        ...     optimizer.step()
+        >>> recorder.off, recorder.steps
+        (None, 1)
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        facts: Mapping[str, Any] | None = None,
+        unfollowed: Sequence[str] = (),
+        prompts: Sequence[Any] | None = None,
+        tokenizer: Any = None,
+        reward_functions: Sequence[Callable[..., Any]] = (),
+        gradient: bool | None = None,
+        first_step: int = 0,
+    ) -> None:
+        check_bare(model)
+        check_counts({"first_step": first_step}, least=0)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"optimizer is a {type(optimizer).__name__}; expected a torch optimizer, which "
+                "wrappers have as .optimizer."
+            )
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts is the text {prompts!r}; expected a list of texts or rows.")
+        if prompts is not None and tokenizer is None:
+            raise ValueError("prompts without a tokenizer; expected one, to record their tokens.")
+        refuse_unknown(facts or {})
+        self._facts = cast(FactsFile, check_facts(facts or {}))
+        self._unfollowed = [*unfollowed, *rounded_steps(model)]
+        self._model, self._optimizer = model, optimizer
+        self._prompts, self._tokenizer = prompts, tokenizer
+        self._reward_functions = list(reward_functions)
+        self.steps: int = first_step
+        """Steps entered so far; the next one is made from checkpoint `steps`."""
+        self._ranks = Ranks.all(PATIENCE)
+        self._files = RecordFiles(Path(folder), gradient=gradient)
+        self._guard = Guard(self._ranks, model=model)
+        self._guard.run(self._describe, doing="recording the run's prompts and settings")
+
+    @property
+    def off(self) -> Exception | None:
+        """Why recording ended, if it did."""
+        return self._guard.error
+
+    @contextmanager
+    def step(
+        self, *microbatches: Batch | Callable[[], UpdateBatch], **tensors: Any
+    ) -> Iterator[None]:
+        """Around `optimizer.step()`, gradients as the optimizer will see them.
+
+        Args:
+            microbatches: What the step learned from, of this rank: update batches, mappings of
+                arguments of `batch_from_tensors`, or functions that make one.
+            tensors: The arguments of `batch_from_tensors`, instead.
+        """
+        step, self.steps = self.steps, self.steps + 1
+        parts = (*microbatches, tensors) if tensors else microbatches
+        self._guard.run(lambda: self._before(step, parts), doing=f"recording step {step}")
+        yield
+        self._guard.run(
+            lambda: self._files.after_step(step, trained_parameters(self._model), self._ranks),
+            doing=f"recording step {step}",
+        )
+
+    def saved(self, checkpoint: str | Path) -> None:
+        """A checkpoint of the weights as they are has just been written, optimizer included.
+
+        The next step's batch is put beside it, and the names of the optimizer's parameters in
+        their order, where its file does not have them.
+
+        Args:
+            checkpoint: The folder: `step_N`, after N steps.
+        """
+
+        def work() -> None:
+            if self._ranks.rank:
+                return
+            place = Path(checkpoint)
+            self._refuse_other_step(place)
+            self._name_parameters(place)
+            self._files.add_checkpoint(place, self.steps, self._facts)
+
+        self._guard.run(work, doing="recording a checkpoint")
+
+    def resumed(self, checkpoint: str | Path) -> None:
+        """Training goes on from this checkpoint, `first_step` steps after its beginning.
+
+        Args:
+            checkpoint: The folder.
+        """
+
+        def work() -> None:
+            if self._ranks.rank:
+                return
+            self._refuse_other_step(Path(checkpoint))
+            self._files.resume(Path(checkpoint), self.steps, self._facts)
+
+        self._guard.run(work, doing="finding the checkpoint that training was resumed from")
+
+    # inside
+
+    def _describe(self) -> None:
+        if self._ranks.rank:
+            return
+        content: RecordContent = {
+            "schema": SCHEMA,
+            "trainer": {
+                "class": type(self).__name__,
+                "module": type(self).__module__,
+                "torch": torch.__version__,
+                "transformers": version("transformers"),
+                "optimizer": type(self._optimizer).__name__,
+            },
+            "options": {},
+            "unfollowed": self._unfollowed,
+            "sampling": [],
+            "rewards": self._rewards(),
+            "prompts": self._write_prompts(),
+            "base": base_fingerprint(self._model),
+            "base_location": base_location(self._model),
+        }
+        self._files.describe(content, self._facts)
+
+    def _rewards(self) -> RecordedRewards:
+        if self._reward_functions:
+            return rewards_entry(self._reward_functions, [])
+        why = "the loop handed over no reward function (StepRecorder's reward_functions)"
+        return {"functions": [{"name": "reward", "why_not": why}], "weights": [1.0]}
+
+    def _write_prompts(self) -> RecordedPrompts:
+        if self._prompts is None:
+            why = "the loop handed over no prompts (StepRecorder's prompts)"
+            return {"sets": {}, "dropped": [], "messages": False, "why_not": why}
+        rows = [row if isinstance(row, Mapping) else {"prompt": row} for row in self._prompts]
+        return write_prompts(self._files.folder / PROMPTS, {"train": rows}, self._ids_of)
+
+    def _ids_of(self, prompt: Any) -> Sequence[int]:
+        tokenizer = self._tokenizer
+        if not hasattr(tokenizer, "convert_tokens_to_ids"):
+            return tokenizer(prompt)
+        if isinstance(prompt, str):
+            return tokenizer(prompt)["input_ids"]
+        return tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+
+    def _before(self, step: int, parts: Sequence[Batch | Callable[[], UpdateBatch]]) -> None:
+        everyones = self._ranks.all_gather(lambda: [_as_batch(part) for part in parts])
+        if not self._ranks.rank:
+            batch = concatenate([batch for batches in everyones for batch in batches])
+            self._files.add_batch(batch, step, self._facts, more={})
+        self._files.add_gradient(
+            named_gradients(self._model),
+            trained_parameters(self._model),
+            step,
+            lr=float(self._optimizer.param_groups[0]["lr"]),
+            ranks=self._ranks,
+        )
+
+    def _refuse_other_step(self, checkpoint: Path) -> None:
+        named = STEP.search(checkpoint.resolve().name)
+        if named is not None and int(named[1]) != self.steps:
+            raise ValueError(
+                f"{checkpoint} is named as of step {named[1]}, and {self.steps} steps were made: "
+                f"the batch of step {self.steps}, counted from 0, belongs beside it. Expected a "
+                f"name such as step_{self.steps}; after a resume give StepRecorder first_step."
+            )
+
+    def _name_parameters(self, checkpoint: Path) -> None:
+        """torch's file of an optimizer has numbers for names, and the order is known here."""
+        held = [checkpoint / name for name in OPTIMIZER_FILES if (checkpoint / name).is_file()]
+        if not held or (checkpoint / PARAM_NAMES).exists():
+            return
+        name_of = {id(p): name for name, p in self._model.named_parameters()}
+        groups = [
+            [name_of[id(p)] for p in group["params"]] for group in self._optimizer.param_groups
+        ]
+        write_json(checkpoint / PARAM_NAMES, groups)
+
+
+def _as_batch(part: Batch | Callable[[], UpdateBatch]) -> UpdateBatch:
+    if isinstance(part, UpdateBatch):
+        return part
+    if isinstance(part, Mapping):
+        return batch_from_tensors(**part)
+    if callable(part):
+        return part()
+    raise ValueError(
+        f"step got a {type(part).__name__}; expected the tensors of its batch by name, an "
+        "UpdateBatch, or a mapping of tensors for each microbatch."
+    )

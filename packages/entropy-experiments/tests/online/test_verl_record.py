@@ -1,0 +1,204 @@
+"""verl's fields and settings, without verl: padded and jagged data, losses, the driver's record.
+
+`tests/wild/test_verl_recorder.py` does the same with the installed verl.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from entropy_experiments.online.verl import record_engine, verl_batch, verl_settings
+from entropy_experiments.online.verl_driver import DriverRecorder
+from entropy_experiments.sampling.rollout_files import load_update_batch
+from oracles.own_loop import LENGTH, Loop
+
+PADDED: dict[str, Any] = {
+    "prompts": torch.tensor([[0, 5], [5, 6]]),
+    "responses": torch.tensor([[7, 8, 1], [9, 0, 0]]),
+    "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+    "response_mask": torch.tensor([[1, 0, 1], [1, 0, 0]]),  # a tool's output is a hole
+    "advantages": torch.tensor([[2.0, 2.0, 2.0], [-1.0, -1.0, -1.0]]),
+    "old_log_probs": torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]]),
+    "ref_log_prob": torch.tensor([[-1.5, -2.5, -3.5], [-4.5, -5.5, -6.5]]),
+    "rollout_is_weights": torch.tensor([[0.5, 1.0, 2.0], [1.0, 1.0, 1.0]]),
+    "token_level_scores": torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.5, 0.0]]),
+}
+
+
+def _jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def _unpadded() -> dict[str, Any]:
+    """As verl's newer trainer has it: every field jagged, no attention mask."""
+    lengths = (3, 1)
+    names = [n for n in PADDED if n not in ("prompts", "attention_mask")]
+    cut = {n: [row[:k] for row, k in zip(PADDED[n], lengths, strict=True)] for n in names}
+    cut["prompts"] = [torch.tensor([5]), torch.tensor([5, 6])]
+    cut["token_level_scores"] = list(PADDED["token_level_scores"])
+    return {name: _jagged(rows) for name, rows in cut.items()}
+
+
+@pytest.mark.parametrize("data", [PADDED, _unpadded()], ids=["padded", "jagged"])
+def test_fields_become_the_update_batch(data):
+    batch = verl_batch(data, eos=1)
+    assert batch.rollouts.tokens_NS[batch.rollouts.attention_NS].tolist() == [5, 7, 8, 1, 5, 6, 9]
+    inside_NS = batch.rollouts.response_NS
+    assert batch.rollouts.tokens_NS[inside_NS].tolist() == [7, 1, 9]
+    assert batch.advantage_NS[inside_NS].tolist() == [1.0, 4.0, -1.0]  # times the weights
+    assert batch.old_logprob_NS is not None
+    assert batch.old_logprob_NS[inside_NS].tolist() == [-1.0, -3.0, -4.0]
+    assert batch.ref_logprob_NS is not None
+    assert batch.ref_logprob_NS[inside_NS].tolist() == [-1.5, -3.5, -4.5]
+    assert batch.reward_N is not None
+    assert batch.reward_N.tolist() == [1.0, 0.5]
+    assert batch.rollouts.truncated_N.tolist() == [False, True]
+
+
+def test_a_rejected_rollout_was_drawn_and_is_not_counted():
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    batch = verl_batch(PADDED | {"response_mask": mask})
+    assert batch.rollouts.tokens_N.tolist() == [2, 1]
+    assert batch.counted_NS.sum(1).tolist() == [2, 0]
+
+
+def test_uid_says_which_responses_belong_together():
+    proto = SimpleNamespace(batch=PADDED, non_tensor_batch={"uid": ["x", "x"]})
+    assert verl_batch(proto).rollouts.prompt_N.tolist() == [0, 0]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("drop", "message"),
+    [
+        ("advantages", r"verl's batch lacks \['advantages'\]; got"),
+        ("attention_mask", r"verl's padded batch lacks attention_mask; got"),
+    ],
+)
+def test_what_is_missing_is_named(drop, message):
+    with pytest.raises(ValueError, match=message):
+        verl_batch({name: value for name, value in PADDED.items() if name != drop})
+
+
+@pytest.mark.faults
+def test_a_field_that_is_too_short_is_named():
+    with pytest.raises(ValueError, match=r"advantages of rollout 0 has 2 entries; expected one"):
+        verl_batch(PADDED | {"advantages": PADDED["advantages"][:, :2]})
+
+
+def _config(folder: Any = "run", **actor: Any) -> dict[str, Any]:
+    return {
+        "data": {"train_batch_size": 4, "max_response_length": LENGTH},
+        "actor_rollout_ref": {
+            "actor": {"ppo_mini_batch_size": 4, "clip_ratio": 0.2, **actor},
+            "rollout": {"temperature": 0.9, "n": 4},
+        },
+        "trainer": {"default_local_dir": str(folder)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("actor", "facts", "unfollowed"),
+    [
+        ({}, {"loss": "dapo", "delta": 3.0, "beta": 0.0, "clip_low": 0.2}, ()),
+        ({"loss_agg_mode": "seq-mean-token-mean"}, {"loss": "grpo"}, ()),
+        ({"loss_agg_mode": "seq-mean-token-sum"}, {"loss": "luspo"}, ()),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, {"loss": "dr_grpo"}, ()),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.01}, {"beta": 0.01, "kl_ratio": False}, ()),
+        ({"optim": {"clip_grad": 0.5}}, {"max_grad_norm": 0.5}, ()),
+        ({"loss_agg_mode": "token-sum"}, {}, ("loss_agg_mode = token-sum",)),
+        ({"policy_loss": {"loss_mode": "gspo"}}, {}, ("policy_loss.loss_mode = gspo",)),
+        (
+            {"use_kl_loss": True, "kl_loss_type": "k1"},
+            {"beta": 0.001},
+            ("kl_loss_type = k1",),
+        ),
+        (
+            {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 7},
+            {},
+            ("loss_scale_factor = 7",),
+        ),
+        (
+            {"entropy_coeff": 0.1, "loss_agg_mode": "seq-mean-token-mean"},
+            {"entropy_coef": 0.1},
+            ("entropy_coeff = 0.1 with loss_agg_mode = seq-mean-token-mean",),
+        ),
+    ],
+)
+def test_settings_are_the_training_facts(actor, facts, unfollowed):
+    settings = verl_settings(_config(**actor))
+    assert {name: settings.facts[name] for name in facts} == facts
+    assert settings.unfollowed == unfollowed
+    assert settings.facts["temperature"] == 0.9
+    assert settings.facts["max_completion_length"] == LENGTH
+
+
+class _Engine:
+    """The two methods of verl's engines that are relied upon."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.module, self.optimizer = loop, loop.model, loop.optimizer
+
+    def train_batch(self, data: Any, loss_function: Any) -> str:
+        self.optimizer.zero_grad()
+        sum(p.sum() for p in self.module.parameters()).backward()
+        self.optimizer.step()
+        return "metrics"
+
+
+def test_an_engine_s_steps_are_recorded_with_their_rollouts(tmp_path):
+    engine = _Engine(Loop.begin())
+    recorder = record_engine(engine, str(tmp_path / "record"), _config())
+    assert engine.train_batch(PADDED, loss_function=None) == "metrics"
+    engine.optimizer.step()  # of no batch
+    assert (recorder.off, recorder.steps) == (None, 1)
+    batch, _ = load_update_batch(tmp_path / "record" / "step_0" / "update_batch")
+    assert batch.advantage_NS[batch.rollouts.response_NS].tolist() == [1.0, 4.0, -1.0]
+
+
+@pytest.mark.faults
+def test_an_engine_goes_on_when_its_batch_cannot_be_recorded(tmp_path):
+    engine = _Engine(Loop.begin())
+    recorder = record_engine(engine, str(tmp_path / "record"), _config())
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    assert engine.train_batch({"prompts": 3}, loss_function=None) == "metrics"
+    assert isinstance(recorder.off, ValueError)
+    after = list(engine.module.parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_the_driver_keeps_batches_and_follows_checkpoints(tmp_path):
+    recorder = DriverRecorder(tmp_path / "record", _config(tmp_path))
+    recorder.add(PADDED)  # step 0, of no checkpoint
+    Loop.begin().save(tmp_path / "global_step_2")  # verl saves before it hands the batch over
+    recorder.add(SimpleNamespace(batch=PADDED, meta_info={"global_steps": 2}))
+    recorder.add(PADDED)
+    assert recorder.off is None
+    for step in (0, 1, 2):
+        assert (tmp_path / "record" / f"step_{step}" / "update_batch").is_dir()
+    _, meta = load_update_batch(tmp_path / "global_step_2" / "update_batch")
+    assert meta["step"] == 2
+    assert len(meta["weights"]) == 64
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("folder", "actor", "message"),
+    [
+        (None, {}, r"data\.entropy_record is not set; expected the folder of the record"),
+        ("record", {"ppo_mini_batch_size": 2}, r"verl makes 2 optimizer steps of a batch"),
+        ("record", {"ppo_epochs": 3}, r"verl makes 3 optimizer steps of a batch"),
+    ],
+)
+def test_what_the_driver_cannot_record_is_said_once(folder, actor, message, tmp_path, caplog):
+    place = None if folder is None else tmp_path / folder
+    recorder = DriverRecorder(place, _config(tmp_path, **actor))
+    recorder.add(PADDED)
+    recorder.add({"nonsense": 1})
+    with pytest.raises(ValueError, match=message):
+        raise recorder.off  # type: ignore[misc]
+    assert sum("training continues" in r.getMessage() for r in caplog.records) == 1
