@@ -173,6 +173,7 @@ class Doctor:
         if checked:  # other steps give no bits
             session.registry.sweep()
         session.cuts.clear()
+        session.heard.clear()
         session.arrays.clear()
         session.numbers.clear()
         self._switch_trace(traced)

@@ -127,6 +127,9 @@ class Session:
     gradients_read: int = 0
     read_since_backward: int = 0
     cuts: CutBook = field(default_factory=CutBook)
+    # calls by name in each region without gradients, of this step
+    heard: dict[tuple[Site | None, str], int] = field(default_factory=dict)
+    draws: int = 0  # from distributions of torch
     ledger: Any = None  # explain.Ledger: what each parameter received, and why it did not
     awaited: int = 0  # parameters whose first gradient matters, also in steps that are not checked
     look_again: bool = False  # a detector asks for a closer look at the next step

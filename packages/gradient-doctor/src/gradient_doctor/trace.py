@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from gradient_doctor.callers import call_from_caller
 from gradient_doctor.findings import Site
 from gradient_doctor.graph import NodeOrigin, is_dead_view, mark_origin, node_of
 from gradient_doctor.readable import LAZY, META, UNTOUCHABLE, shape_of, unreadable
@@ -59,6 +60,9 @@ _OF_ACTIONS = {
     *("reshape", "squeeze", "unsqueeze", "__getitem__", "flatten", "contiguous"),
 }
 _ARRAYS = {"numpy", "__array__"}
+# calls of one name in one region without gradients, in one step, that detectors hear of: a rollout
+# does the same thing a thousand times
+_HEARD = 48
 _FROM_ARRAYS = {"tensor", "as_tensor", "from_numpy", "asarray"}
 
 
@@ -82,7 +86,7 @@ class Trace(TorchFunctionMode):
         if looks:
             if name in _BEFORE:
                 self._note(_BEFORE[name], args)
-            result = func(*args, **kwargs)
+            result = call_from_caller(func, args, kwargs)
             if name in _AFTER:
                 self._note(_AFTER[name], args)
             elif name in _CONSTANT:
@@ -94,6 +98,9 @@ class Trace(TorchFunctionMode):
             return self._grad_mode(func, args, kwargs)
         if name in ("torch.Tensor.backward", "torch.autograd.backward", "torch.autograd.grad"):
             return func(*args, **kwargs)  # watched, see watch.py
+        region = session.region
+        if region is not None and self._is_repeated(region, name) and not torch.is_grad_enabled():
+            return self._repeated(name, region, func, args, kwargs)
         return self._call(name, func, args, kwargs)
 
     def _name(self, func: Any) -> tuple[str, bool]:
@@ -147,7 +154,7 @@ class Trace(TorchFunctionMode):
             session.broke(self, error)
             return func(*args, **kwargs)
         try:
-            result = func(*args, **kwargs)
+            result = call_from_caller(func, args, kwargs, depth=2)
         except Exception as error:
             session.fail("op_failed", error, call)
             raise
@@ -156,6 +163,45 @@ class Trace(TorchFunctionMode):
         except Exception as error:
             session.broke(self, error)
             return result
+
+    # rollouts
+
+    def _is_repeated(self, region: Region, name: str) -> bool:
+        key = (region.site, name)
+        heard = self.session.heard[key] = self.session.heard.get(key, 0) + 1
+        short = name.rsplit(".", 1)[-1]
+        # what writes in place, or leaves torch, is followed to the end
+        return heard > _HEARD and not short.endswith("_") and short not in _SCALARS | _ARRAYS
+
+    def _repeated(
+        self, name: str, region: Region, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Only what the result depends on is noted, with the line of the region."""
+        session = self.session
+        try:
+            result = call_from_caller(func, args, kwargs, depth=2)
+        except Exception as error:
+            site = here(session.module_path)
+            inputs = tensors_in([args, kwargs], depth=4)
+            session.fail("op_failed", error, OpCall(name, site, args, kwargs, inputs, [], [], None))
+            raise
+        try:
+            inputs, numbers = session.numbers.among(args, kwargs)
+            taints = [t for t in map(session.taint_of, inputs) if t is not None]
+            taints.extend(number.taint for number in numbers)
+            outputs = tensors_in(result) if taints else []
+            short = name.rsplit(".", 1)[-1]
+            if outputs and short not in _SHAPE_ONLY:
+                self._spread(name, short, region.site, taints, outputs)
+        except Exception as error:
+            session.broke(self, error)
+        return result
+
+    def passed_over(self, module: str, taints: list[Taint], result: Any) -> None:
+        """The forward of a module that was not traced; see rollouts.py."""
+        outputs = tensors_in(result)
+        if outputs and taints:
+            self._spread(module, "forward", here(self.session.module_path), taints, outputs)
 
     def _before(
         self, name: str, args: Any, kwargs: dict[str, Any]

@@ -26,6 +26,7 @@ from gradient_doctor.distribution_calls import DistributionCalls
 from gradient_doctor.guards import guarded, observed
 from gradient_doctor.patches import Patches
 from gradient_doctor.readable import alone
+from gradient_doctor.rollouts import Rollouts
 from gradient_doctor.session import Session
 from gradient_doctor.trace import Trace
 
@@ -48,6 +49,7 @@ class Watch:
         self.session = session
         self.trace = trace
         self.backwards = Backwards(session, went_back)
+        self.rollouts = Rollouts(session, trace)
         self._stepped = stepped  # told after each optimizer step: scripts find their steps by it
         self._patches = Patches()
         self._handles: list[Any] = []
@@ -89,6 +91,7 @@ class Watch:
         for handle in self._module_handles:
             handle.remove()
         self._module_handles = ()
+        self.rollouts.forget()
         self.session.module_stack.clear()
         if on:
             hooks = nn.modules.module
@@ -100,20 +103,30 @@ class Watch:
     @guarded
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         stack = self.session.module_stack
+        if self.rollouts.aside:
+            self.rollouts.enters(module, (), {}, outermost=False)
+            return
         registry = self.session.registry
         if registry.discover and not stack and next(module.parameters(), None) is not None:
             registry.add_root(registry.top_of(module))
         session = self.session
         outermost = not stack and not session.paused  # not what a checkpoint computes again
-        if outermost and session.record.traced and session.wants("module_starts"):
+        if outermost and session.record.traced:
             # torch keeps keyword arguments from hooks of all modules: they are the caller's local
             # (above the guard)
             kwargs = sys._getframe(2).f_locals.get("kwargs") or {}
             self.session.tell("module_starts", module, args, kwargs, self.session.here())
+            self.rollouts.enters(module, args, kwargs, outermost=True)
+        else:
+            self.rollouts.enters(module, (), {}, outermost=False)
         stack.append(module)
 
     @guarded
     def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        aside = self.rollouts.aside
+        self.rollouts.leaves(module, result)
+        if aside and self.rollouts.aside:
+            return
         stack = self.session.module_stack
         while stack and stack.pop() is not module:
             pass  # a forward that raised left its children behind
@@ -127,6 +140,7 @@ class Watch:
         """Neither mode nor hooks inside a compiled call; everything as it was after it."""
         stack = self.session.module_stack
         if inside and self._aside is None:
+            self.rollouts.forget()
             self.session.compiled.add(self.session.here())
             self.session.compiling = True
             self._aside = (bool(self._module_handles), modes.place(self.trace), list(stack))

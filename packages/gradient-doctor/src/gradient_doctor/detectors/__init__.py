@@ -30,6 +30,7 @@ from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.scaler import Scaler
 from gradient_doctor.detectors.schedule import Schedule
+from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -60,6 +61,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Ceased,
     Cosmetic,
     Targets,
+    Shifts,
     Activations,
     Lengths,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none

@@ -171,6 +171,8 @@ class Frozen(Detector):
 
     def _all(self, name: str, optimizer: Any, frozen: list[Tensor]) -> None:
         registry = self.session.registry
+        if self._received & registry.registered & ~registry.owned:
+            return  # what trains instead is in no optimizer: that is the fault (class 7)
         for site, mask in by_site(registry, self._new(frozen), self._site).items():
             finding = self.report(
                 4,

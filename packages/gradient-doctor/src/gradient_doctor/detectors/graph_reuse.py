@@ -72,7 +72,7 @@ class GraphReuse(Detector):
             shared = self._shared(node_of(root), _freed)
             if shared.entry is None:
                 continue
-            if _made_before(shared.entry, backward.step):
+            if self._is_carried(backward, root, shared):
                 self._stale(backward, shared, failed=True)
             else:
                 self._second(backward, shared)
@@ -89,6 +89,22 @@ class GraphReuse(Detector):
             fix=_SECOND_FIX,
             site=backward.site,
         )
+
+    def _is_carried(self, backward: Backward, root: Tensor, shared: Shared) -> bool:
+        """Whether a tensor of an earlier step is meant to last: a state, a cache.
+
+        What the training function itself computed once, before a loop of several backwards, is no
+        state: these backwards share it.
+        """
+        if not _made_before(shared.entry, backward.step):
+            return False
+        born, at = origin_of(shared.entry).site, backward.site
+        if born is None or at is None or born.module:
+            return True
+        if (born.file, born.function) != (at.file, at.function):
+            return True
+        again = (origin_of(node) for node in _inner(node_of(root)) if not _freed(node))
+        return any(o is not None and o.site == born for o in again)
 
     def op(self, call: OpCall) -> None:
         """A value that gathers the graphs of many steps, though no backward will ever use it."""
@@ -231,9 +247,9 @@ class GraphReuse(Detector):
             ),
             fix="Recompute it in every step, or keep it with detach() if no gradient is meant "
             f"to flow: {count(old.leaves.bit_count(), 'parameter')} would then get none from it.",
-            site=(user.site if user is not None else None) or backward.site,
+            site=born or (user.site if user is not None else None) or backward.site,
             parameters=old.leaves,
-            related=(born, backward.site),
+            related=(None if user is None else user.site, backward.site),
         )
 
 

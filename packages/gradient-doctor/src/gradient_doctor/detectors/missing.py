@@ -12,7 +12,7 @@ from gradient_doctor.findings import Finding, Severity, Site, listed
 from gradient_doctor.lengths_behind import find_empty_lengths
 from gradient_doctor.python_numbers import Running
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
-from gradient_doctor.sites import is_user_file, user_frame
+from gradient_doctor.sites import is_user_code, user_frame
 from gradient_doctor.taint import Taint
 
 _NO_GRAD_FN = "does not require grad and does not have a grad_fn"
@@ -375,7 +375,7 @@ def _running(error: BaseException) -> Running | None:
     place = None
     trail = error.__traceback__
     while trail is not None:
-        if is_user_file(trail.tb_frame.f_code.co_filename):
+        if is_user_code(trail.tb_frame.f_code):
             place = Running(trail.tb_frame, trail.tb_lasti, trail.tb_lineno)
         trail = trail.tb_next
     return place

@@ -278,8 +278,11 @@ class Ownership(Detector):
         """The line of the optimizer that should hold it; of the parameter, if that came later."""
         registry = self.session.registry
         born = birth_site(registry, parameter)
-        if self._is_late(parameter) or not registry.is_registered(parameter):
+        if not registry.is_registered(parameter):
             return born  # in a plain list or dict of a module, `.parameters()` cannot find it
+        if self._is_late(parameter):
+            sites = [registry.entered(parameter, o) for o in registry.optimizers.values()]
+            return most_common(sites) or born
         root = registry.name(parameter).split(".")[0]
         best: tuple[int, int] = (-1, -1)
         site: Site | None = None

@@ -33,6 +33,8 @@ _LOSSES = {
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss"),
 }
+# what makes a positive weight on purpose: a mixture's probability, a learnt precision
+_POSITIVE = {"softmax", "sigmoid", "exp", "softplus", "relu", "square", "abs", "sigmoid_", "exp_"}
 _ENOUGH = 2  # steps
 
 
@@ -60,6 +62,7 @@ class PolicyLosses(Detector):
         self._tables = WeakIdKeyDictionary()  # probabilities ("p") or logarithms of them ("log")
         self._log_probs = WeakIdKeyDictionary()
         self._weighted = WeakIdKeyDictionary()
+        self._positive = WeakIdKeyDictionary()  # made by one of _POSITIVE, and what is left of it
         self._live_weights: dict[Site | None, set[int]] = {}
         self._rising: dict[Site | None, set[int]] = {}
         self._negated: dict[Site | None, set[int]] = {}
@@ -73,6 +76,11 @@ class PolicyLosses(Detector):
         if not call.outputs or not call.inputs:
             return
         self._make_log_probs(call)
+        if call.short in _POSITIVE or (
+            call.short in _SAME | _TAKES | _PRODUCT | {"div", "clamp"}
+            and any(tensor in self._positive for tensor in call.inputs)
+        ):
+            self._positive[call.outputs[0]] = True
         if call.short in _PRODUCT and len(call.inputs) == 2:
             self._multiply(call)
         self._follow(call)
@@ -138,8 +146,9 @@ class PolicyLosses(Detector):
         foreign = live_in(self.session, [weight]) & ~live
         known: LogProb = self._log_probs[log_prob]
         if foreign:
-            # a positive weight may be a probability: a mixture, whose parts learn together
-            if bool((values < 0).any()) and self._is_network(foreign):
+            # a mixture's probability or a precision learns together with what it weighs
+            advantage = bool((values < 0).any()) or weight not in self._positive
+            if advantage and self._is_network(foreign):
                 self._live_weight(call, weight, foreign)
         elif not live_in(self.session, [weight]):
             least, greatest = float(values.min()), float(values.max())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import argument, plural, shape
+from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import is_opaque, nodes_of
 from gradient_doctor.readable import values_of
@@ -39,6 +40,7 @@ class Cause:
     structural: bool = False
     deliberate: bool = False
     made: Site | None = None
+    also: Site | None = None
 
 
 class Zeros(Detector):
@@ -66,7 +68,7 @@ class Zeros(Detector):
             return
         weights = [t for t in call.inputs if isinstance(t, nn.Parameter) and t.dim() > 1]
         if weights and not any(map(_any, weights)):
-            self._from_zeros[result] = self.session.registry.zeroed_at.get(weights[0])
+            self._from_zeros[result] = self._zeroed_at(weights[0])
         cause = self._cause(call, result)
         if cause is not None:
             self._causes.setdefault((call.site, call.name), cause)
@@ -76,6 +78,22 @@ class Zeros(Detector):
             source = next((t for t in call.inputs if t in self._silent), None)
             if source is not None:
                 self._silent[result] = self._silent[source]
+
+    def _zeroed_at(self, weight: Tensor) -> Site | None:
+        """The line that made a weight zero; of its birth, if it was born so."""
+        registry = self.session.registry
+        return registry.zeroed_at.get(weight) or birth_site(registry, weight)
+
+    def _layer_site(self, call: OpCall, kind: type[nn.Module]) -> Site | None:
+        """The line that made the layer of this call: there its size is written."""
+        registry, stack = self.session.registry, self.session.module_stack
+        if not stack or not isinstance(stack[-1], kind):
+            return None
+        for parameter in stack[-1].parameters(recurse=False):
+            first = registry.prototypes.get(parameter)
+            if first is not None:
+                return first
+        return birth_site(registry, stack[-1])
 
     def _follow_zero(self, call: OpCall, result: Tensor) -> None:
         if not (result.is_floating_point() and result.numel()) or _any(result):
@@ -110,8 +128,18 @@ class Zeros(Detector):
                 site,
                 "layer_norm over a single value passes no gradient on.",
                 "One value minus its own mean is 0 whatever the value.",
-                "Normalise over the feature axis.",
+                "Normalise over the feature axis, or give the layer more than one feature.",
                 structural=True,
+                made=self._layer_site(call, nn.LayerNorm),
+            )
+        if short == "group_norm" and _per_group(call, source) == 1:
+            return Cause(
+                site,
+                "group_norm over single values passes no gradient on.",
+                f"Each group of {shape(source)} has one value, and that minus its own mean is 0.",
+                "Use fewer groups, so that each has several values.",
+                structural=True,
+                made=self._layer_site(call, nn.GroupNorm),
             )
         if short in _RELU and not bool(value.any()):
             made = self._from_zeros.get(source)
@@ -195,6 +223,12 @@ class Zeros(Detector):
             return None
         if _any(right):
             return None
+        # the first of the two is the one that should be random: B(A(x)), x @ A @ B
+        first, second = (
+            self._from_zeros.get(factor)
+            or (self._zeroed_at(factor) if isinstance(factor, nn.Parameter) else None)
+            for factor in (left, right)
+        )
         return Cause(
             call.site,
             "Both factors of a product are zero, so neither ever gets a gradient.",
@@ -202,6 +236,8 @@ class Zeros(Detector):
             "each is a multiple of the other.",
             "Start one of the two (LoRA: A) with random values.",
             structural=True,
+            made=first or second,
+            also=second,
         )
 
     # which parameters it hits
@@ -287,8 +323,13 @@ class Zeros(Detector):
             fix=cause.fix,
             site=cause.made or cause.site,
             parameters=bits,
-            related=(cause.site,),
+            related=(cause.also, cause.site),
         )
+
+
+def _per_group(call: OpCall, source: Tensor) -> int:
+    groups = argument(call, 1, "num_groups", 1)
+    return source[0].numel() // groups if source.dim() and len(source) else 0
 
 
 def _normalised(call: OpCall) -> int:
