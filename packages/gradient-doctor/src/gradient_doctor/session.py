@@ -129,6 +129,7 @@ class Session:
     cuts: CutBook = field(default_factory=CutBook)
     # calls by name in each region without gradients, of this step
     heard: dict[tuple[Site | None, str], int] = field(default_factory=dict)
+    summed: tuple[int, Site | None] | None = None  # a loss that is a sum: of how many, and where
     draws: int = 0  # from distributions of torch
     ledger: Any = None  # explain.Ledger: what each parameter received, and why it did not
     awaited: int = 0  # parameters whose first gradient matters, also in steps that are not checked

@@ -237,6 +237,8 @@ class Trace(TorchFunctionMode):
                 taint = self._spread(name, short, site, [own] if own else [], [output])
         elif outputs:
             taint = self._spread(name, short, site, taints, outputs)
+        if call.kwargs.get("requires_grad") and outputs and outputs[0].is_leaf:
+            session.registry.made(outputs[0], site, session.step)
         if was is not None and args[0].dtype != was:
             session.registry.converted_at[args[0]] = site  # Module.to, half, bfloat16
         if short == "__setitem__" or short == "__set__":
@@ -369,6 +371,8 @@ def _grad_off(session: Session, args: Any) -> None:
 
 def _switched(session: Session, args: Any) -> None:
     tensor = args[0]
+    if tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter):
+        session.registry.made(tensor, session.here(), session.step)
     if isinstance(tensor, torch.nn.Parameter):
         if tensor.requires_grad:
             session.registry.frozen_at.pop(tensor, None)

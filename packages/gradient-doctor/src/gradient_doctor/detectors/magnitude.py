@@ -173,6 +173,8 @@ class Magnitude(Detector):
         self._count(backward)
         roots = [self._sums[root] for root in backward.roots if root in self._sums]
         self._root = roots[0] if roots else None
+        if backward.taint is not None:
+            self.session.summed = (roots[0].count, roots[0].site) if roots else None
         self._root_live = backward.received
         least, site = self._smallest
         self._smallest = (math.inf, None)

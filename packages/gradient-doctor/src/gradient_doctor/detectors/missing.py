@@ -277,6 +277,7 @@ class Missing(Detector):
         severity = Severity.NOTE if turns else Severity.WARNING
         if whole or mask & wanted:
             severity = Severity.ERROR
+        born = self._birth(names[0], tensors)
         finding = self.report(
             5,
             severity,
@@ -287,9 +288,9 @@ class Missing(Detector):
             f" weights) never received a gradient: {how}."
             + (" Others of the same list are chosen by the data: their turn may come." * turns),
             fix="Let the loss depend on it, or freeze it, or delete it.",
-            site=self._birth(names[0], tensors),
+            site=orphan or use or born,
             parameters=mask,
-            related=(orphan, use),
+            related=(use, born),
         )
         self._claim(finding, mask)
 

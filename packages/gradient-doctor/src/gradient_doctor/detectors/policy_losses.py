@@ -4,7 +4,11 @@ A score-function loss is -log pi(a) * A, with A a constant. Where A has a gradie
 loss trains what A was computed by (30): the critic learns to make the policy's loss small. Where
 the sign is missing and no weight is negative, every action that was taken becomes less likely,
 whatever its reward (32). Loss functions of torch are made to be minimised: minus one of them, as
-the whole loss of the only optimizer, is driven up (32).
+the whole loss of the only optimizer, is driven up (32); so is a plain log-probability of the data.
+
+Two more mistakes with values that should be constants. A ratio of a log-probability to itself, with
+both in the graph, is 1 and its gradient exactly 0 (20). A target reward + gamma * value whose value
+has a gradient trains the network to please its own target (30).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -35,6 +40,7 @@ _LOSSES = {
 }
 # what makes a positive weight on purpose: a mixture's probability, a learnt precision
 _POSITIVE = {"softmax", "sigmoid", "exp", "softplus", "relu", "square", "abs", "sigmoid_", "exp_"}
+_DIFFERENCES = {"sub", "__rsub__", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 _ENOUGH = 2  # steps
 
 
@@ -63,6 +69,10 @@ class PolicyLosses(Detector):
         self._log_probs = WeakIdKeyDictionary()
         self._weighted = WeakIdKeyDictionary()
         self._positive = WeakIdKeyDictionary()  # made by one of _POSITIVE, and what is left of it
+        self._bootstraps = WeakIdKeyDictionary()  # data + number * a live value -> its line
+        self._discounted = WeakIdKeyDictionary()
+        self._own_ratios: dict[Site | None, set[int]] = {}
+        self._chases: dict[Site | None, set[int]] = {}
         self._live_weights: dict[Site | None, set[int]] = {}
         self._rising: dict[Site | None, set[int]] = {}
         self._negated: dict[Site | None, set[int]] = {}
@@ -83,6 +93,9 @@ class PolicyLosses(Detector):
             self._positive[call.outputs[0]] = True
         if call.short in _PRODUCT and len(call.inputs) == 2:
             self._multiply(call)
+        if call.short in ("sub", "__rsub__") and len(call.inputs) == 2:
+            self._subtract(call)
+        self._bootstrap(call)
         self._follow(call)
 
     def _make_log_probs(self, call: OpCall) -> None:
@@ -118,7 +131,9 @@ class PolicyLosses(Detector):
                 turned = -first.sign if numbers[0] < 0 else first.sign
                 known[result] = replace(first, sign=turned)
             elif (call.short in _SAME | _TAKES and known.get(result) is None) or (
-                call.short in ("add", "add_", "__radd__", "__iadd__") and known is self._weighted
+                call.short in ("add", "add_", "__radd__", "__iadd__")
+                # of several actions together, or begun from a number
+                and (known is self._weighted or len(parts) == len(call.inputs))
             ):
                 known[result] = self._joined(parts)
             elif call.short in ("sub", "sub_", "__isub__") and known is self._weighted:
@@ -180,12 +195,90 @@ class PolicyLosses(Detector):
             related=(call.site,),
         )
 
+    # what should be a number, and has a gradient
+
+    def _subtract(self, call: OpCall) -> None:
+        """log pi - log pi_old, both alive and equal: the ratio's gradient cancels."""
+        left, right = call.inputs
+        if left is right or left not in self._log_probs or right not in self._log_probs:
+            return
+        live = live_in(self.session, [left])
+        if not live or live != live_in(self.session, [right]):
+            return
+        values = self.session.values(left), self.session.values(right)
+        if values[0] is None or values[1] is None or not torch.equal(values[0], values[1]):
+            return
+        sites = [taint.site for taint in map(self.session.taint_of, call.inputs) if taint]
+        steps = self._own_ratios.setdefault(call.site, set())
+        steps.add(self.session.step)
+        if len(steps) < _ENOUGH:
+            return
+        self.report(
+            20,
+            Severity.ERROR,
+            "The ratio of a log-probability to itself has a gradient of exactly 0.",
+            why="Both sides of this difference come from the same parameters, have the same "
+            "values, and are in the graph: what one gives, the other takes away.",
+            fix="The old log-probability is a number: store it with detach(), or compute it "
+            "under no_grad.",
+            site=sites[-1] if sites else call.site,
+            parameters=live,
+            related=(call.site, *sites),
+        )
+
+    def _bootstrap(self, call: OpCall) -> None:
+        """Targets of temporal differences: rewards (data) + gamma * value (alive)."""
+        result = call.outputs[0]
+        if call.short in _PRODUCT:
+            numbers = [a for a in call.args if type(a) is float and 0.5 <= a < 1.0]
+            inherited = any(t in self._discounted for t in call.inputs)
+            if result.requires_grad and result.numel() > 1 and (numbers or inherited):
+                self._discounted[result] = True
+        elif call.short in ("add", "__radd__") and len(call.inputs) == 2:
+            values = [t for t in call.inputs if t in self._discounted]
+            rest = [t for t in call.inputs if not t.requires_grad and t.numel() > 1]
+            if len(values) == 1 and len(rest) == 1:
+                self._bootstraps[result] = call.site
+        elif call.short in _SAME | _TAKES and call.inputs[0] in self._bootstraps:
+            self._bootstraps[result] = self._bootstraps[call.inputs[0]]
+        elif call.short in _DIFFERENCES and len(call.inputs) == 2:
+            self._chase(call)
+
+    def _chase(self, call: OpCall) -> None:
+        targets = [t for t in call.inputs if t in self._bootstraps]
+        others = [t for t in call.inputs if t not in self._bootstraps]
+        if len(targets) != 1 or len(others) != 1:
+            return
+        shared = live_in(self.session, targets) & live_in(self.session, others)
+        if not shared or not self._is_network(shared):
+            return
+        site = self._bootstraps[targets[0]]
+        steps = self._chases.setdefault(site, set())
+        steps.add(self.session.step)
+        if len(steps) < _ENOUGH:
+            return
+        self.report(
+            30,
+            Severity.WARNING,
+            "The target has a gradient: the network is also trained to change its own target.",
+            why=f"Data plus a discounted value, made here, is compared at {call.site} with a value "
+            "of the same network, and both sides are in the graph: the loss falls as well when the "
+            "value of the next state moves, which is no learning from the reward.",
+            fix="Compute the target under no_grad, or detach() it.",
+            site=site,
+            parameters=shared,
+            related=(call.site,),
+        )
+
     # the sign of the whole
 
     def backward_starts(self, backward: Backward) -> None:
         if backward.taint is None or backward.kind != "backward":
             return
         for root in backward.roots:
+            plain: LogProb | None = self._log_probs.get(root)
+            if plain is not None and plain.sign > 0 and not self._maximised(backward):
+                self._rises(Weighted(1, 1.0, 1.0, plain.site), backward)
             weighted: Weighted | None = self._weighted.get(root)
             if weighted is not None and weighted.sign > 0 and weighted.least >= 0:
                 # one weight for all is a temperature: that loss is an entropy
@@ -199,14 +292,19 @@ class PolicyLosses(Detector):
         steps.add(backward.step)
         if len(steps) < _ENOUGH:
             return
+        plain = weighted.least == weighted.greatest
         self.report(
             32,
             Severity.WARNING,
-            "The loss makes every action that was taken less likely.",
-            why=f"Log-probabilities enter it with weights between {weighted.least:.3g} and "
+            "The loss makes every outcome that was seen less likely."
+            if plain
+            else "The loss makes every action that was taken less likely.",
+            why="It is a log-probability of the data without a minus: minimising it lowers them."
+            if plain
+            else f"Log-probabilities enter it with weights between {weighted.least:.3g} and "
             f"{weighted.greatest:.3g}, none of them negative, and without a minus: minimising it "
             "lowers them all, those with the highest reward most.",
-            fix="Minimise -log_prob * weight.",
+            fix="Minimise -log_prob." if plain else "Minimise -log_prob * weight.",
             site=weighted.site,
             parameters=backward.taint.live if backward.taint is not None else 0,
             related=(backward.site,),

@@ -50,6 +50,9 @@ class Shifts(Detector):
         elif call.short == "scaled_dot_product_attention":
             self._causal |= bool(argument(call, 5, "is_causal", False))
             self._causal |= _is_triangle(argument(call, 3, "attn_mask"))
+        elif call.short == "multi_head_attention_forward":
+            self._causal |= bool(call.kwargs.get("is_causal"))
+            self._causal |= _is_triangle(call.kwargs.get("attn_mask"))
         elif call.short in ("softmax", "masked_fill", "masked_fill_", "add", "add_", "where"):
             self._causal |= any(_is_triangle(t) for t in call.inputs[:3])
         elif call.short in _RECURRENT:
