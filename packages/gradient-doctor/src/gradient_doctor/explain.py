@@ -82,6 +82,7 @@ class Ledger(Detector):
         self.orphans: dict[Site | None, int] = {}  # scalars that no backward started from
         self.by_site: dict[Site | None, int] = {}  # what backwards of this line gave gradients to
         self.empty: list[tuple[int, str, Site | None]] = []  # (step, operation, line)
+        self.numpy: dict[Site | None, int] = {}  # left for numpy before an array came back
         self.sometimes = 0  # received in one checked step, and not in another
         self.unchecked = self.traced = False
         self.backwards = 0

@@ -67,6 +67,9 @@ class Detector:
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, site: Site | None) -> None:
         """The forward of an outermost module begins, in a traced step."""
 
+    def module_ends(self, module: nn.Module, result: Any) -> None:
+        """The forward of an outermost module has returned, in a traced step."""
+
     def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
         """A distribution of torch.distributions was drawn from, by rsample if `pathwise`."""
 
@@ -162,7 +165,7 @@ class Session:
         for name in (
             *("start", "op", "write_starts", "op_failed", "backward_starts", "backward_ended"),
             *("backward_failed", "event", "event_ended", "event_failed", "step_ended", "finish"),
-            *("module_starts", "sampled", "density"),
+            *("module_starts", "module_ends", "sampled", "density"),
         ):
             default = getattr(Detector, name)
             self._handlers[name] = [

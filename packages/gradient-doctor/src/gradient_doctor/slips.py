@@ -36,6 +36,17 @@ def assigned_attribute(files: Iterable[str], names: Iterable[str]) -> Site | Non
     return None
 
 
+def surroundings(site: Site) -> str:
+    """The line itself and the heads of the loops, conditions and `with`s that it stands in."""
+    tree = _tree(site.file) if is_user_file(site.file) else None
+    heads = [linecache.getline(site.file, site.line)]
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, (ast.For, ast.While, ast.If, ast.With)):
+            if node.lineno < site.line <= (node.end_lineno or node.lineno):
+                heads.append(linecache.getline(site.file, node.lineno))
+    return "".join(heads)
+
+
 def _statements(files: Iterable[str]) -> Iterator[tuple[str, ast.stmt]]:
     for file in dict.fromkeys(files):
         tree = _tree(file) if is_user_file(file) else None

@@ -216,6 +216,7 @@ class Missing(Detector):
             self._cut_off(fact, mask)
         # experts take turns, heads wait for their batch: look at all traced steps first
         if at_end or self.session.age + 1 >= self.session.trace_steps:
+            self._through_numpy(missing & ~ledger.reached & ~ledger.explained)
             idle = missing & ~ledger.reached & ~ledger.explained
             turns = self._turns(idle)
             if not at_end:
@@ -230,6 +231,26 @@ class Missing(Detector):
                 lines[key] = ([*names, name], count | mask)
             for names, mask in lines.values():
                 self._idle(names, mask, bool(mask & turns))
+
+    def _through_numpy(self, idle: int) -> None:
+        """Values that left for numpy, and an array that came back: most likely made of them."""
+        for site, mask in self.ledger.numpy.items():
+            lost = mask & idle & ~self.ledger.explained
+            if not lost:
+                continue
+            self.ledger.explained |= lost
+            finding = self.report(
+                3,
+                Severity.ERROR,
+                f"{lost.bit_count()} parameters that should train receive no gradient: their "
+                "values went through numpy.",
+                why="They leave torch here, and an array of numpy comes back in the same step; no "
+                "other path leads from them to a loss. numpy keeps no graph.",
+                fix="Compute it in torch (torch.sort, torch.where and the like have derivatives).",
+                site=site,
+                parameters=lost,
+            )
+            self._claim(finding, lost)
 
     def _claim(self, finding: Finding, mask: int) -> None:
         """A gradient that comes later takes this back; zeros that came are no such claim."""

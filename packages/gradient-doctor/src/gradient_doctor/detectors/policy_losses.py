@@ -14,6 +14,7 @@ has a gradient trains the network to please its own target (30).
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from gradient_doctor.detectors.places import called
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, OpCall, Session
+from gradient_doctor.slips import surroundings
 from gradient_doctor.terms import Term
 
 _SAME = {
@@ -40,6 +42,7 @@ _LOSSES = {
 }
 # what makes a positive weight on purpose: a mixture's probability, a learnt precision
 _POSITIVE = {"softmax", "sigmoid", "exp", "softplus", "relu", "square", "abs", "sigmoid_", "exp_"}
+_COST = re.compile(r"cost|length|loss_|penalt|dist(?!r)|time|error|energy|regret|delay")
 _DIFFERENCES = {"sub", "__rsub__", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 _ENOUGH = 2  # steps
 
@@ -69,6 +72,7 @@ class PolicyLosses(Detector):
         self._log_probs = WeakIdKeyDictionary()
         self._weighted = WeakIdKeyDictionary()
         self._positive = WeakIdKeyDictionary()  # made by one of _POSITIVE, and what is left of it
+        self._centred = WeakIdKeyDictionary()  # something was subtracted: its sign may turn
         self._bootstraps = WeakIdKeyDictionary()  # data + number * a live value -> its line
         self._discounted = WeakIdKeyDictionary()
         self._own_ratios: dict[Site | None, set[int]] = {}
@@ -91,6 +95,11 @@ class PolicyLosses(Detector):
             and any(tensor in self._positive for tensor in call.inputs)
         ):
             self._positive[call.outputs[0]] = True
+        if call.short in ("sub", "__rsub__") or (
+            call.short in _SAME | _TAKES | _PRODUCT | {"div", "detach"}
+            and any(tensor in self._centred for tensor in call.inputs)
+        ):
+            self._centred[call.outputs[0]] = True
         if call.short in _PRODUCT and len(call.inputs) == 2:
             self._multiply(call)
         if call.short in ("sub", "__rsub__") and len(call.inputs) == 2:
@@ -165,7 +174,10 @@ class PolicyLosses(Detector):
             advantage = bool((values < 0).any()) or weight not in self._positive
             if advantage and self._is_network(foreign):
                 self._live_weight(call, weight, foreign)
-        elif not live_in(self.session, [weight]):
+        elif not live_in(self.session, [weight]) and weight not in self._centred:
+            # costs are minimised by their log-probabilities as they stand; rewards are not
+            if call.site is not None and _COST.search(surroundings(call.site).lower()):
+                return
             least, greatest = float(values.min()), float(values.max())
             product = Weighted(known.sign, least, greatest, call.site)
             self._weighted[call.outputs[0]] = product
@@ -236,7 +248,7 @@ class PolicyLosses(Detector):
                 self._discounted[result] = True
         elif call.short in ("add", "__radd__") and len(call.inputs) == 2:
             values = [t for t in call.inputs if t in self._discounted]
-            rest = [t for t in call.inputs if not t.requires_grad and t.numel() > 1]
+            rest = [t for t in call.inputs if not t.requires_grad and _is_per_sample(t)]
             if len(values) == 1 and len(rest) == 1:
                 self._bootstraps[result] = call.site
         elif call.short in _SAME | _TAKES and call.inputs[0] in self._bootstraps:
@@ -355,3 +367,8 @@ class PolicyLosses(Detector):
             for group in optimizer.param_groups
         ]
         return bool(groups) and all(group.get("maximize") for group in groups)
+
+
+def _is_per_sample(tensor: Tensor) -> bool:
+    """One number for each of several samples, as rewards are."""
+    return tensor.numel() > 1 and (tensor.dim() == 1 or tensor.shape[-1] == 1)

@@ -6,6 +6,8 @@ token t itself, which the model has just read. Both train without an error, and 
 
 Nothing is inferred from names. The ids that an embedding takes and the target of cross_entropy are
 compared as numbers: the shift is the k for which target[t] = ids[t + k] wherever the target counts.
+That row t of the logits belongs to position t of the ids is followed from the embedding on: a
+prefix, a slice that does not begin at 0, a pad or a roll on the way, and nothing is said.
 Heads that predict several tokens ahead are meant: a step in which any target has k = 1 is silent.
 k = 0 is a fault only where the model cannot look ahead: reconstruction is a task.
 """
@@ -13,9 +15,11 @@ k = 0 is a fault only where the model cannot look ahead: reconstruction is a tas
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import argument, live_in
 from gradient_doctor.findings import Severity, Site
@@ -24,6 +28,7 @@ from gradient_doctor.session import Detector, OpCall, Session, StepRecord
 _ENOUGH = 2  # steps
 _TOKENS = 12  # compared tokens that count as evidence
 _DISTINCT = 4
+_MOVES = {"cat", "concat", "stack", "pad", "roll", "flip", "gather", "index_select", "narrow"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
@@ -40,6 +45,7 @@ class Shifts(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._ids: list[Tensor] = []  # copies of what embeddings took in this step
+        self._aligned = WeakIdKeyDictionary()  # values by position -> places in `_ids`
         self._seen: list[Seen] = []
         self._causal = False
         self._steps: dict[tuple[Site | None, int], set[int]] = {}
@@ -59,23 +65,39 @@ class Shifts(Detector):
             self._causal |= not any(a is True for a in call.args[-2:-1])
         elif call.short == "cross_entropy" and self._ids:
             self._loss(call)
+        self._align(call)
 
     def _take(self, call: OpCall) -> None:
         ids = next((t for t in call.inputs if not t.is_floating_point()), None)
         if ids is not None and ids.dim() == 2 and ids.shape[1] > 2 and len(self._ids) < 8:
             values = self.session.values(ids)
             if values is not None:
+                self._aligned[call.outputs[0]] = frozenset({len(self._ids)})
                 self._ids.append(values.detach().clone())
 
+    def _align(self, call: OpCall) -> None:
+        if not self._ids or not call.outputs or call.short == "embedding":
+            return
+        places: frozenset[int] = frozenset().union(
+            *(self._aligned[t] for t in call.inputs if t in self._aligned)
+        )
+        if not places or call.short in _MOVES or call.outputs[0].dim() < 2:
+            return
+        if call.short == "__getitem__" and not _begins_at_0(call.args[1]):
+            return
+        self._aligned[call.outputs[0]] = places
+
     def _loss(self, call: OpCall) -> None:
-        target, ignored = argument(call, 1, "target"), argument(call, 4, "ignore_index", -100)
+        prediction, target = argument(call, 0, "input"), argument(call, 1, "target")
+        ignored = argument(call, 4, "ignore_index", -100)
         if not isinstance(target, Tensor) or target.is_floating_point():
             return
+        places = self._aligned.get(prediction, ())
         values = self.session.values(target)
         live = live_in(self.session, call.inputs)
         if values is None or not live:
             return
-        shifts = {shift_of(ids, values, ignored) for ids in self._ids} - {None}
+        shifts = {shift_of(self._ids[place], values, ignored) for place in places} - {None}
         for shift in shifts:
             assert shift is not None
             self._seen.append(Seen(shift, call.site, live))
@@ -139,6 +161,14 @@ def shift_of(ids: Tensor, target: Tensor, ignored: int) -> int | None:
         if enough and varied and bool(equal.all()):
             fits.append(shift)
     return fits[0] if len(fits) == 1 else None
+
+
+def _begins_at_0(index: Any) -> bool:
+    """`[:, :-1]`, `[..., :]`: the second axis keeps its beginning."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(not isinstance(part, slice) and part is not Ellipsis for part in parts):
+        return False
+    return all(part is Ellipsis or part.start in (None, 0) for part in parts)
 
 
 def _is_triangle(mask: object) -> bool:
