@@ -63,7 +63,10 @@ def _scored(root: Any, registry: Registry) -> int:
     while stack:
         node = stack.pop()
         kind = _kind(node)
-        passes = kind in _SCORE or (kind in _WITH_TARGET and _has_constant_target(node))
+        children = [child for child, _ in node.next_functions if child is not None]
+        # a product of two such values is a weighting of one by the other
+        passes = kind in _SCORE and (kind not in ("Mul", "Div") or len(children) == 1)
+        passes = passes or (kind in _WITH_TARGET and _has_constant_target(node))
         for child, _ in node.next_functions:
             if child is None or child in seen:
                 continue

@@ -37,6 +37,9 @@ _LOOKS = {
     *("is_inference", "is_signed", "is_pinned", "is_shared", "is_set_to", "__index__"),
 }
 _GETTERS_THAT_COMPUTE = {"T", "mT", "H", "mH", "real", "imag", "data"}
+# without its wrapper, which saves and restores the warnings' filters: then Python would show every
+# warning of the program again
+_resolve = getattr(resolve_name, "__wrapped__", resolve_name)
 _SCALARS = {"item", "__float__", "tolist"}
 _EXPLICIT = {"detach", "detach_", "data", "numpy", "__array__", "new_tensor", "tensor"}
 _ZERO_DERIVATIVE = {
@@ -74,6 +77,7 @@ class Trace(TorchFunctionMode):
         self.session = session
         self.on = True
         self._names: dict[Any, tuple[str, bool]] = {}
+        _resolve(torch.add)  # its table is made now, not in the middle of the program
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -106,7 +110,7 @@ class Trace(TorchFunctionMode):
     def _name(self, func: Any) -> tuple[str, bool]:
         cached = self._names.get(func)
         if cached is None:
-            name = resolve_name(func) or getattr(func, "__name__", None) or str(func)
+            name = _resolve(func) or getattr(func, "__name__", None) or str(func)
             parts = name.split(".")
             if parts[-1] in ("__get__", "__set__", "__delete__"):
                 looks = parts[-1] != "__get__" or parts[-2] not in _GETTERS_THAT_COMPUTE

@@ -28,6 +28,7 @@ class Shared:
     user: Any = None  # the call above it: what the old tensor was used for
     used: Used | None = None
     leaves: int = 0
+    state: bool = False  # the line that made it has made another one in this step: a state
 
 
 class GraphReuse(Detector):
@@ -55,6 +56,8 @@ class GraphReuse(Detector):
                 node_of(root), lambda node: _made_before(node, backward.step), self._is_outdated
             )
             if old.entry is not None:
+                origin = origin_of(old.entry)
+                old.state = _is_made_again(root, None if origin is None else origin.site)
                 self._old, backward.outdated = old, True
 
     def backward_ended(self, backward: Backward) -> None:
@@ -72,6 +75,8 @@ class GraphReuse(Detector):
             shared = self._shared(node_of(root), _freed)
             if shared.entry is None:
                 continue
+            origin = origin_of(shared.entry)
+            shared.state = _is_made_again(root, None if origin is None else origin.site)
             if self._is_carried(backward, root, shared):
                 self._stale(backward, shared, failed=True)
             else:
@@ -103,8 +108,7 @@ class GraphReuse(Detector):
             return True
         if (born.file, born.function) != (at.file, at.function):
             return True
-        again = (origin_of(node) for node in _inner(node_of(root)) if not _freed(node))
-        return any(o is not None and o.site == born for o in again)
+        return _is_made_again(root, born)
 
     def op(self, call: OpCall) -> None:
         """A value that gathers the graphs of many steps, though no backward will ever use it."""
@@ -247,9 +251,12 @@ class GraphReuse(Detector):
             ),
             fix="Recompute it in every step, or keep it with detach() if no gradient is meant "
             f"to flow: {count(old.leaves.bit_count(), 'parameter')} would then get none from it.",
-            site=born or (user.site if user is not None else None) or backward.site,
+            # a state is cut where it is carried on; what was kept once, where it is used
+            site=(born if old.state else None)
+            or (user.site if user is not None else None)
+            or backward.site,
             parameters=old.leaves,
-            related=(None if user is None else user.site, backward.site),
+            related=(born, None if user is None else user.site, backward.site),
         )
 
 
@@ -271,6 +278,12 @@ def _inner(root: Any) -> Iterator[Any]:
 def _freed(node: Any) -> bool:
     used = used_by(node)
     return used is not None and used.freed
+
+
+def _is_made_again(root: Tensor, site: Site | None) -> bool:
+    """Whether this line also made a part of the graph that no backward has walked."""
+    fresh = (origin_of(node) for node in _inner(node_of(root)) if used_by(node) is None)
+    return site is not None and any(o is not None and o.site == site for o in fresh)
 
 
 def _made_before(node: Any, step: int) -> bool:

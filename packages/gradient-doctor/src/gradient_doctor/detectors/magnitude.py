@@ -30,6 +30,7 @@ _SAME = {"squeeze", "view", "reshape", "float", "clone"}
 _SCALE_FREE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Rprop", "Adafactor")
 _MEANS = {"mean", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss"}
 _MEANS |= {"huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
+_MICRO_BATCHES = 3  # of one step: twice the step is less than a learning rate is uncertain by
 _MIXED = 64  # values of a sum over the batch that outweigh the mean beside it
 
 
@@ -151,7 +152,7 @@ class Magnitude(Detector):
                 continue
             counts = self._counts.setdefault((site, id(optimizer)), [])
             counts.append(one.backwards)
-            if len(counts) < 2 or min(counts[-2:]) < 2 or counts[-1] != counts[-2]:
+            if len(counts) < 2 or counts[-1] < _MICRO_BATCHES or counts[-1] != counts[-2]:
                 continue
             self.report(
                 22,

@@ -299,6 +299,10 @@ class Missing(Detector):
         if whole or mask & wanted:
             severity = Severity.ERROR
         born = self._birth(names[0], tensors)
+        used = use if any(bit in ledger.loads for bit in bits_of(mask)) else None
+        # a trainer's one line does everything: it says less than the line that made the part
+        trainers = {site.place for site in ledger.by_site if site is not None}
+        lines = [s for s in (orphan, used) if s is not None and s.place not in trainers]
         finding = self.report(
             5,
             severity,
@@ -309,9 +313,9 @@ class Missing(Detector):
             f" weights) never received a gradient: {how}."
             + (" Others of the same list are chosen by the data: their turn may come." * turns),
             fix="Let the loss depend on it, or freeze it, or delete it.",
-            site=orphan or use or born,
+            site=lines[0] if lines else born,
             parameters=mask,
-            related=(use, born),
+            related=(orphan, use, born),
         )
         self._claim(finding, mask)
 
