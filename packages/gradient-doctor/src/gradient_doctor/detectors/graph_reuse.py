@@ -78,7 +78,8 @@ class GraphReuse(Detector):
             origin = origin_of(shared.entry)
             shared.state = _is_made_again(root, None if origin is None else origin.site)
             if self._is_carried(backward, root, shared):
-                self._stale(backward, shared, failed=True)
+                # what was kept may be a step after what was freed
+                self._stale(backward, old or shared, failed=True)
             else:
                 self._second(backward, shared)
             return

@@ -149,9 +149,9 @@ class NonFinite(Detector):
             return
         step, site = self._diverged
         first, last = self._first_loss or 0.0, self._last_loss or 0.0
-        grew = last > _GROWTH * max(first, 1e-12)
+        grew = self._grew()
         if grew and self.session.summed is not None:
-            self._say_summed(step, first, last, *self.session.summed)
+            self._say_summed(step, *self.session.summed)
             return
         births = [
             birth_site(self.session.registry, o) for o in self.session.registry.optimizers.values()
@@ -175,9 +175,11 @@ class NonFinite(Detector):
             related=(site,),
         )
 
-    def _say_summed(
-        self, step: int, first: float, last: float, count: int, site: Site | None
-    ) -> None:
+    def _grew(self) -> bool:
+        return (self._last_loss or 0.0) > _GROWTH * max(self._first_loss or 0.0, 1e-12)
+
+    def _say_summed(self, step: int, count: int, site: Site | None) -> None:
+        first, last = self._first_loss or 0.0, self._last_loss or 0.0
         self.report(
             22,
             Severity.ERROR,
@@ -323,6 +325,9 @@ class NonFinite(Detector):
     def _say(self, bad: Bad, severity: Severity) -> None:
         bits, birth = bad.bits, bad.birth
         if self._is_said():
+            return
+        if birth.op == "backward" and self.session.summed is not None and self._grew():
+            self._say_summed(self.session.step, *self.session.summed)
             return
         numbers = "NaN" if birth.kind == "nan" else "infinite"
         stepped = ""
