@@ -21,6 +21,7 @@ import json
 import platform
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ NO_BATCH = "a whole program, without a function from a batch to a loss that coul
 
 def judge(case: Path, tool: Tool, folder: Path, seconds: float) -> dict[str, Any]:
     """What the tool says about the fault and not about its clean twin."""
+
+    accepted_lines = import_module("score").accepted_lines
     from gradient_doctor.classes import CLASSES
-    from score import accepted_lines
 
     about = json.loads((case / "case.json").read_text())
     numbers = {c.slug: n for n, c in CLASSES.items()}

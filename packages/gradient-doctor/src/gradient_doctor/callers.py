@@ -16,7 +16,7 @@ _OVERRIDES = "overrides.py"
 
 # one line: its instructions have the line of its beginning. The name of its first argument is the
 # mark by which `sites` tells it from the user's own code.
-_CALL = (lambda _gradient_doctor_call, args, kwargs: _gradient_doctor_call(*args, **kwargs)).__code__
+_CALL = (lambda _gradient_doctor, args, kwargs: _gradient_doctor(*args, **kwargs)).__code__
 MARK = _CALL.co_varnames[0]
 
 
@@ -43,6 +43,4 @@ def call_from_caller(func: Any, args: Any, kwargs: dict[str, Any], depth: int = 
 
 @functools.lru_cache(maxsize=4096)
 def _code(filename: str, line: int, name: str) -> CodeType:
-    return _CALL.replace(
-        co_filename=filename, co_firstlineno=line, co_name=name, co_qualname=name
-    )
+    return _CALL.replace(co_filename=filename, co_firstlineno=line, co_name=name, co_qualname=name)

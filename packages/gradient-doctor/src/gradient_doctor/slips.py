@@ -19,9 +19,9 @@ from gradient_doctor.sites import is_user_file
 def bare_attribute(files: Iterable[str], name: str) -> Site | None:
     """The first statement `something.name` that is nothing else: a call without parentheses."""
     for file, node in _statements(files):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Attribute):
-            if node.value.attr == name:
-                return Site(file, node.lineno)
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Attribute) and value.attr == name:
+            return Site(file, node.lineno)
     return None
 
 
@@ -41,9 +41,9 @@ def surroundings(site: Site) -> str:
     tree = _tree(site.file) if is_user_file(site.file) else None
     heads = [linecache.getline(site.file, site.line)]
     for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, (ast.For, ast.While, ast.If, ast.With)):
-            if node.lineno < site.line <= (node.end_lineno or node.lineno):
-                heads.append(linecache.getline(site.file, node.lineno))
+        compound = isinstance(node, (ast.For, ast.While, ast.If, ast.With))
+        if compound and node.lineno < site.line <= (node.end_lineno or node.lineno):
+            heads.append(linecache.getline(site.file, node.lineno))
     return "".join(heads)
 
 

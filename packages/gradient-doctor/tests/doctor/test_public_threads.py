@@ -1,4 +1,4 @@
-"""Rules that faults of public threads taught, on scripts of their own: each with clean relatives."""
+"""Rules that public threads taught, on scripts of their own, and clean relatives of each."""
 
 import pytest
 

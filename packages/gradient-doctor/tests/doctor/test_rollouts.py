@@ -100,8 +100,7 @@ def test_a_cut_is_found_behind_a_forward_that_was_not_traced(tmp_path):
 
 
 def test_a_long_rollout_of_plain_operations_keeps_its_cut(tmp_path):
-    """After many calls of one name detectors are not told any more; what depends on what is kept.
-    """
+    """After many calls of one name detectors hear no more; what depends on what is kept."""
     source = """
     weight = nn.Parameter(torch.eye(3))
     head = nn.Linear(3, 1)

@@ -168,8 +168,8 @@ class Erased(Detector):
             severity = Severity.NOTE
             why += (
                 " They do train, by another backward; and the erased gradients had served another "
-                "optimizer's step or code that read them, were replaced by the program's own, or it "
-                "happened once. It may be meant."
+                "optimizer's step or code that read them, were replaced by the program's own, or "
+                "it happened once. It may be meant."
             )
         else:
             severity = Severity.WARNING

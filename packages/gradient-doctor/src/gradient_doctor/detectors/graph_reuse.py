@@ -102,9 +102,10 @@ class GraphReuse(Detector):
         What the training function itself computed once, before a loop of several backwards, is no
         state: these backwards share it.
         """
-        if not _made_before(shared.entry, backward.step):
+        origin = origin_of(shared.entry)
+        if origin is None or not _made_before(shared.entry, backward.step):
             return False
-        born, at = origin_of(shared.entry).site, backward.site
+        born, at = origin.site, backward.site
         if born is None or at is None or born.module:
             return True
         if (born.file, born.function) != (at.file, at.function):

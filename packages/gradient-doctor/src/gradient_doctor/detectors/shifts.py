@@ -92,7 +92,7 @@ class Shifts(Detector):
         ignored = argument(call, 4, "ignore_index", -100)
         if not isinstance(target, Tensor) or target.is_floating_point():
             return
-        places = self._aligned.get(prediction, ())
+        places: frozenset[int] = self._aligned.get(prediction) or frozenset()
         values = self.session.values(target)
         live = live_in(self.session, call.inputs)
         if values is None or not live:
