@@ -1,4 +1,4 @@
-"""Forwards without gradients are traced once; warnings of torch keep the user's line."""
+"""What the trace leaves alone: repeated forwards without gradients, warnings, others' kernels."""
 
 import warnings
 
@@ -191,3 +191,24 @@ def test_an_error_shows_no_line_twice(tmp_path):
             lines.append(frame.tb_lineno)
         frame = frame.tb_next
     assert len(lines) == 1
+
+
+def test_trls_chunked_log_probs_are_named(tmp_path):
+    """Their forward and backward are TRL's own: the report says that it did not look inside."""
+    pytest.importorskip("trl.kernels.chunked_logprob")
+    source = """
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+body, head = nn.Linear(4, 8), nn.Linear(8, 16)
+optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()])
+for step in range(4):
+    hidden, ids = body(torch.randn(6, 4)), torch.randint(0, 16, (6,))
+    logps, *_ = ChunkedLogProbFunction.apply(hidden, head.weight, head.bias, ids, 1.0, 8)
+    loss = -(logps * torch.randn(6)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    examination, _ = look(tmp_path, source)
+    assert examination.error is None, examination.error
+    notes = [f for f in examination.findings if f.number == 0]
+    assert any("ChunkedLogProbFunction" in note.what for note in notes), notes

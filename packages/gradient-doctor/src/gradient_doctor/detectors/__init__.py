@@ -28,6 +28,7 @@ from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
+from gradient_doctor.detectors.rising import Rising
 from gradient_doctor.detectors.scaler import Scaler
 from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
@@ -73,6 +74,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Magnitude,
     Estimators,
     PolicyLosses,
+    Rising,
     Swallowed,
     Phases,
     Blind,

@@ -99,8 +99,8 @@ class Activations(Detector):
             Severity.WARNING,
             f"A ReLU cuts off {share:.0%} of the scores before {call.short}.",
             why=f"{call.short} at {call.site} takes raw scores of either sign. Where the ReLU "
-            "gives 0 its slope is 0: these scores get no gradient, however wrong they are, and none can "
-            "fall below 0.",
+            "gives 0 its slope is 0: these scores get no gradient, however wrong they are, and "
+            "none can fall below 0.",
             fix="Pass the output of the last layer as it is.",
             site=site,
             parameters=live,

@@ -228,8 +228,9 @@ class GraphReuse(Detector):
             Severity.ERROR,
             f"This backward shares {count(shared.nodes, 'node')} with an earlier one that has "
             "freed them.",
-            why=f"The shared part begins with {shared.entry.name()}, made at {born}; the backward "
-            f"at {first} has used it and freed what it had saved.",
+            why=f"The shared part begins with {shared.entry.name()}{_made_at(born)}; "
+            f"{'an earlier backward' if first is None else f'the backward at {first}'} has used it "
+            "and freed what it had saved.",
             fix=_SECOND_FIX,
             site=backward.site,
             parameters=shared.leaves,
@@ -244,7 +245,7 @@ class GraphReuse(Detector):
             14,
             Severity.ERROR if failed else Severity.WARNING,
             f"A tensor{since} is used in step {backward.step} together with its graph.",
-            why=f"{old.entry.name()}, made at {born}, and {count(old.nodes - 1, 'node')} behind it "
+            why=f"{old.entry.name()}{_made_at(born)}, and {count(old.nodes - 1, 'node')} behind it "
             "belong to weights that have been changed since"
             + (
                 ", or whose saved values an earlier backward has freed."
@@ -267,6 +268,10 @@ _SECOND_FIX = (
     "retain_graph=True in the first backward also works if no weights change in between; detach() "
     "on the shared part would silence the error, and these parameters would get nothing from it."
 )
+
+
+def _made_at(site: Site | None) -> str:
+    return "" if site is None else f", made at {site}"
 
 
 def _is_leaf(node: Any) -> bool:

@@ -180,7 +180,8 @@ class Missing(Detector):
             culprits = ledger.culprits(mask, ledger.facts(taint)) if taint is not None else []
             fact = culprits[0][0] if culprits else None
             origin = taint.site if taint is not None else None
-            source = f"it was made at {origin}" if fact is None else what_cuts(fact)
+            made = "it was made out of sight" if origin is None else f"it was made at {origin}"
+            source = made if fact is None else what_cuts(fact)
             ledger.explained |= mask
             self.report(
                 2,
