@@ -8,9 +8,11 @@ each other, a note.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.graph import is_dead_view, node_of
 from gradient_doctor.session import Backward, Detector, OpCall, Session
 
 _STEPS = 10
@@ -26,8 +28,8 @@ class Rising(Detector):
 
     def op(self, call: OpCall) -> None:
         for target in call.targets[:1]:
-            leaf = target.is_leaf and target.requires_grad and target.grad is not None
-            if leaf and call.short not in ("zero_", "fill_"):
+            leaf = target.requires_grad and node_of(target) is None and not is_dead_view(target)
+            if leaf and target.grad is not None and call.short not in ("zero_", "fill_"):
                 self._moved = call.site
 
     def backward_starts(self, backward: Backward) -> None:
@@ -42,7 +44,7 @@ class Rising(Detector):
             self._judge(backward, losses)
 
     def _judge(self, backward: Backward, losses: list[float]) -> None:
-        rises = sum(after > before for before, after in zip(losses, losses[1:]))
+        rises = sum(after > before for before, after in itertools.pairwise(losses))
         grown = losses[-1] > losses[0] + (_GROWTH - 1) * abs(losses[0])
         registry = self.session.registry
         if rises < _RISES or not grown or len(self._losses) > 1:
