@@ -23,6 +23,7 @@ from gradient_doctor.terms import CUTS, Term, Terms
 
 # moved or converted, which is no use of it
 _MOVES = {"to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type", "pin_memory", "copy_"}
+_NO_USE = CUTS | _MOVES
 _ENOUGH = 2  # steps of its optimizer without a gradient before we speak of a parameter
 
 
@@ -104,7 +105,7 @@ class Ledger(Detector):
         if call.taint is not None:
             self.seen |= call.taint.depends
         for tensor in call.inputs:
-            if isinstance(tensor, nn.Parameter) and call.short not in CUTS | _MOVES:
+            if isinstance(tensor, nn.Parameter) and call.short not in _NO_USE:
                 bit = self.session.registry.bit(tensor)
                 self.uses.setdefault(bit, call.site)
                 if call.outputs and node_of(call.outputs[0]) is not None:

@@ -63,6 +63,7 @@ _OF_ACTIONS = {
     *("reshape", "squeeze", "unsqueeze", "__getitem__", "flatten", "contiguous"),
 }
 _ARRAYS = {"numpy", "__array__"}
+_OUTWARD = _SCALARS | _ARRAYS
 # calls of one name in one region without gradients, in one step, that detectors hear of: a rollout
 # does the same thing a thousand times
 _HEARD = 48
@@ -175,7 +176,7 @@ class Trace(TorchFunctionMode):
         heard = self.session.heard[key] = self.session.heard.get(key, 0) + 1
         short = name.rsplit(".", 1)[-1]
         # what writes in place, or leaves torch, is followed to the end
-        return heard > _HEARD and not short.endswith("_") and short not in _SCALARS | _ARRAYS
+        return heard > _HEARD and not short.endswith("_") and short not in _OUTWARD
 
     def _repeated(
         self, name: str, region: Region, func: Any, args: Any, kwargs: dict[str, Any]

@@ -42,6 +42,9 @@ _LOSSES = {
 }
 # what makes a positive weight on purpose: a mixture's probability, a learnt precision
 _POSITIVE = {"softmax", "sigmoid", "exp", "softplus", "relu", "square", "abs", "sigmoid_", "exp_"}
+_REARRANGES = _SAME | _TAKES
+_KEEPS_POSITIVE = _REARRANGES | _PRODUCT | {"div", "clamp"}
+_KEEPS_CENTRED = _REARRANGES | _PRODUCT | {"div", "detach"}
 _COST = re.compile(r"cost|length|loss_|penalt|dist(?!r)|time|error|energy|regret|delay")
 _DIFFERENCES = {"sub", "__rsub__", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 _ENOUGH = 2  # steps
@@ -91,13 +94,12 @@ class PolicyLosses(Detector):
             return
         self._make_log_probs(call)
         if call.short in _POSITIVE or (
-            call.short in _SAME | _TAKES | _PRODUCT | {"div", "clamp"}
+            call.short in _KEEPS_POSITIVE
             and any(tensor in self._positive for tensor in call.inputs)
         ):
             self._positive[call.outputs[0]] = True
         if call.short in ("sub", "__rsub__") or (
-            call.short in _SAME | _TAKES | _PRODUCT | {"div", "detach"}
-            and any(tensor in self._centred for tensor in call.inputs)
+            call.short in _KEEPS_CENTRED and any(tensor in self._centred for tensor in call.inputs)
         ):
             self._centred[call.outputs[0]] = True
         if call.short in _PRODUCT and len(call.inputs) == 2:
@@ -139,7 +141,7 @@ class PolicyLosses(Detector):
             elif call.short in ("mul", "div", "true_divide") and numbers:
                 turned = -first.sign if numbers[0] < 0 else first.sign
                 known[result] = replace(first, sign=turned)
-            elif (call.short in _SAME | _TAKES and known.get(result) is None) or (
+            elif (call.short in _REARRANGES and known.get(result) is None) or (
                 call.short in ("add", "add_", "__radd__", "__iadd__")
                 # of several actions together, or begun from a number
                 and (known is self._weighted or len(parts) == len(call.inputs))
@@ -251,7 +253,7 @@ class PolicyLosses(Detector):
             rest = [t for t in call.inputs if not t.requires_grad and _is_per_sample(t)]
             if len(values) == 1 and len(rest) == 1:
                 self._bootstraps[result] = call.site
-        elif call.short in _SAME | _TAKES and call.inputs[0] in self._bootstraps:
+        elif call.short in _REARRANGES and call.inputs[0] in self._bootstraps:
             self._bootstraps[result] = self._bootstraps[call.inputs[0]]
         elif call.short in _DIFFERENCES and len(call.inputs) == 2:
             self._chase(call)
