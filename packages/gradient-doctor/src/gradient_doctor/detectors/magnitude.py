@@ -27,17 +27,9 @@ _LINEAR = {"neg", "add", "sub", "__rsub__", "squeeze", "view", "reshape", "float
 
 
 _SAME = {"squeeze", "view", "reshape", "float", "clone"}
-_SCALE_FREE = (
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Adagrad",
-    "Rprop",
-    "Adafactor",
-)
+_SCALE_FREE = {
+    *("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Rprop", "Adafactor"),
+}
 _MEANS = {"mean", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss"}
 _MEANS |= {"huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
 _MICRO_BATCHES = 3  # of one step: twice the step is less than a learning rate is uncertain by

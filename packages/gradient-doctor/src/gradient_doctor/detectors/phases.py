@@ -23,7 +23,11 @@ from gradient_doctor.taint import tensors_in
 _EVALUATION = re.compile(
     r"(^|_)(eval|evaluate|evaluation|valid|validate|validation|test|accuracy|score)(_|$)"
 )
-_HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|test|eval|dev|heldout)(?![a-z])")
+# not `val` or `test` alone: a value, a device and an attempt have such names, too
+_HELD_OUT = re.compile(
+    r"(?<![a-z_])(val|valid|validation|test|eval)_?(loader|set|data|ds|batch|x|inputs)(?![a-z])"
+    r"|(?<![a-z])(xs?|inputs|data|loader|batch)_(val|valid|validation|test|eval)(?![a-z])"
+)
 _FUNCTIONAL_DROPOUT = (
     *("torch.nn.functional.dropout", "torch.nn.functional.alpha_dropout"),
     "torch.nn.functional.feature_alpha_dropout",
