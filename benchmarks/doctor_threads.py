@@ -7,7 +7,7 @@ The same scripts and the same question as `packages/gradient-doctor/benchmarks/t
 for the tools of `benchmarks.doctor_comparison` (its docstring says how to make an environment with
 them). A message counts if the tool does not give it about the clean twin as well. A fault is exact
 if messages name its kind and its line, caught if they name one of the two; which message counts for
-which class is in `benchmarks/doctor_tools`, read generously. The doctor's own row is read from the
+which class is in `benchmarks/doctor_tools`, read generously. The doctor's own rows are read from the
 scores beside the sets: it must give the very class, as a warning or an error, in one finding.
 
 Tools that want a model, a loss function and one batch are not applicable: the scripts are whole
@@ -66,10 +66,10 @@ def judge(case: Path, tool: Tool, folder: Path, seconds: float) -> dict[str, Any
     }
 
 
-def doctors_own(sets: list[str]) -> dict[str, Any]:
+def doctors_own(sets: list[str], file: str) -> dict[str, Any]:
     rows = {}
     for name in sets:
-        for case in json.loads((THREADS / f"score_{name}.json").read_text())["cases"]:
+        for case in json.loads((THREADS / f"{file}_{name}.json").read_text())["cases"]:
             told = [s["slug"] for s in case["fault"]]
             rows[case["case"]] = {
                 "notices": bool(told),
@@ -138,8 +138,13 @@ def main() -> None:
                 if "not applicable" in rows[key]:
                     break
             table[tool.name] = {"form": tool.form, "cases": rows}
-    table[DOCTOR] = {"form": "the script under it", "cases": doctors_own(options.sets)}
-    order = [n for n in (*(tool.name for tool in TOOLS), DOCTOR) if n in table]
+    blind = f"{DOCTOR}, each set unseen"
+    table[blind] = {"form": "the script under it", "cases": doctors_own(options.sets, "baseline")}
+    table[DOCTOR] = {
+        "form": "the script under it, after rules that the sets taught",
+        "cases": doctors_own(options.sets, "score"),
+    }
+    order = [n for n in (*(tool.name for tool in TOOLS), blind, DOCTOR) if n in table]
     result = {
         "environment": {
             "python": platform.python_version(),
