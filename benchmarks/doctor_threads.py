@@ -7,8 +7,8 @@ The same scripts and the same question as `packages/gradient-doctor/benchmarks/t
 for the tools of `benchmarks.doctor_comparison` (its docstring says how to make an environment with
 them). A message counts if the tool does not give it about the clean twin as well. A fault is exact
 if messages name its kind and its line, caught if they name one of the two; which message counts for
-which class is in `benchmarks/doctor_tools`, read generously. The doctor's own rows are read from the
-scores beside the sets: it must give the very class, as a warning or an error, in one finding.
+which class is in `benchmarks/doctor_tools`, read generously. The doctor's own rows are read from
+the scores beside the sets: it must give the very class, as a warning or an error, in one finding.
 
 Tools that want a model, a loss function and one batch are not applicable: the scripts are whole
 programs, as people posted them. With `--tools`, rows of other tools are kept from the JSON file.
