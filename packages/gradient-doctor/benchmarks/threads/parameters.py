@@ -18,6 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import resolve_name
+
+# imported by the server that all scripts are forked from: torch's table of names takes a second
+resolve_name(torch.add)
 
 
 class Kept:

@@ -61,6 +61,7 @@ class Calls:
             patch(torch.amp.GradScaler, name, functools.partial(self._scaler, kind))
         patches.replace(torch.autograd.Function, "apply", self._function)
         patches.replace(nn.Parameter, "__new__", self._new_parameter)
+        patch(nn.Parameter, "__deepcopy__", self._copied)
 
     # modes
 
@@ -161,6 +162,10 @@ class Calls:
     def _parameter(self, cls: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         parameter = yield
         self.session.registry.made(parameter, self.session.here(), self.session.step)
+
+    def _copied(self, original: Any, memo: Any) -> Iterator[Any]:
+        parameter = yield
+        self.session.registry.copied(parameter, original)
 
     # optimizers, clipping, scalers
 

@@ -22,6 +22,7 @@ from tempfile import mkdtemp
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from gradient_doctor.callers import is_stand_in
 from gradient_doctor.program import Program, ProgramError
 
 if TYPE_CHECKING:
@@ -217,7 +218,8 @@ def _forget_our_frames(error: BaseException) -> None:
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
     kept: list[TracebackType] = []
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(_HERE):
+        code = traceback.tb_frame.f_code
+        if not (code.co_filename.startswith(_HERE) or is_stand_in(code)):
             kept.append(traceback)
         traceback = traceback.tb_next
     for one, following in zip(kept, [*kept[1:], None]):

@@ -42,6 +42,7 @@ class DistributionCalls:
             value = args[0] if args else kwargs.get("value")
             session.tell("density", distribution, value, result, session.here())
         else:
+            session.draws += 1
             taint = session.taint_of(result) if isinstance(result, Tensor) else None
             if taint is not None and name == "rsample":
                 taint.drawn = True  # detached, it is a sample like any other

@@ -94,6 +94,7 @@ class Doctor:
         self._watch = Watch(
             self.session, self._trace, stepped=self._stepped, went_back=self._went_back
         )
+        self._watch.light = mode == "light"
         self._find_steps = find_steps
         self._boundaries = Boundaries(registry)
         self._look_closer = False
@@ -173,6 +174,7 @@ class Doctor:
         if checked:  # other steps give no bits
             session.registry.sweep()
         session.cuts.clear()
+        session.heard.clear()
         session.arrays.clear()
         session.numbers.clear()
         self._switch_trace(traced)

@@ -21,6 +21,9 @@ from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, 
 from gradient_doctor.taint import Cut, Taint
 from gradient_doctor.terms import CUTS, Term, Terms
 
+# moved or converted, which is no use of it
+_MOVES = {"to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type", "pin_memory", "copy_"}
+_NO_USE = CUTS | _MOVES
 _ENOUGH = 2  # steps of its optimizer without a gradient before we speak of a parameter
 
 
@@ -82,6 +85,7 @@ class Ledger(Detector):
         self.orphans: dict[Site | None, int] = {}  # scalars that no backward started from
         self.by_site: dict[Site | None, int] = {}  # what backwards of this line gave gradients to
         self.empty: list[tuple[int, str, Site | None]] = []  # (step, operation, line)
+        self.numpy: dict[Site | None, int] = {}  # left for numpy before an array came back
         self.sometimes = 0  # received in one checked step, and not in another
         self.unchecked = self.traced = False
         self.backwards = 0
@@ -101,7 +105,7 @@ class Ledger(Detector):
         if call.taint is not None:
             self.seen |= call.taint.depends
         for tensor in call.inputs:
-            if isinstance(tensor, nn.Parameter) and call.short not in CUTS:
+            if isinstance(tensor, nn.Parameter) and call.short not in _NO_USE:
                 bit = self.session.registry.bit(tensor)
                 self.uses.setdefault(bit, call.site)
                 if call.outputs and node_of(call.outputs[0]) is not None:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from gradient_doctor.findings import Site
-from gradient_doctor.sites import is_user_file
+from gradient_doctor.sites import is_user_code
 
 _DEEP = 6  # functions to follow an assignment through
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -36,7 +36,7 @@ def find_empty_lengths(frame: FrameType | None) -> Empty | None:
     """The first such variable, from the inside out, that some line of the program computed."""
     while frame is not None:
         code = frame.f_code
-        if is_user_file(code.co_filename):
+        if is_user_code(code):
             for name, value in list(frame.f_locals.items()):
                 if _all_zero(value):
                     line = _assigned(_tree(code.co_filename), code.co_name, name, frame.f_lineno)

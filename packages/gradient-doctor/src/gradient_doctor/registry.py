@@ -73,6 +73,8 @@ class Registry:
         )  # optimizer -> where its lr scheduler was made
         # weights of constants -> the line that made them so
         self.zeroed_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # copies of parameters -> the line that made the first of them
+        self.prototypes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._random: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its first checksum
         self._names: dict[int, str] = {}
         self._modules: dict[int, str] = {}
@@ -115,6 +117,15 @@ class Registry:
         """A parameter or an optimizer has come into being; the first word counts."""
         if thing not in self._births:
             self._births[thing] = Birth(site, step, next(self._order))
+
+    def copied(self, parameter: Tensor, original: Tensor) -> None:
+        """A deep copy; layers are often made once and copied (nn.TransformerEncoder)."""
+        birth = self.birth(original)
+        site = self.prototypes.get(original) or (None if birth is None else birth.site)
+        if site is not None:
+            self.prototypes[parameter] = site
+        if original in self.zeroed_at:
+            self.zeroed_at[parameter] = self.zeroed_at[original]
 
     def adopted(self, parent: nn.Module, child: nn.Module) -> None:
         self._parents[child] = weakref.ref(parent)

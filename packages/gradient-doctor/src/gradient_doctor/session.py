@@ -67,6 +67,9 @@ class Detector:
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, site: Site | None) -> None:
         """The forward of an outermost module begins, in a traced step."""
 
+    def module_ends(self, module: nn.Module, result: Any) -> None:
+        """The forward of an outermost module has returned, in a traced step."""
+
     def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
         """A distribution of torch.distributions was drawn from, by rsample if `pathwise`."""
 
@@ -127,6 +130,10 @@ class Session:
     gradients_read: int = 0
     read_since_backward: int = 0
     cuts: CutBook = field(default_factory=CutBook)
+    # calls by name in each region without gradients, of this step
+    heard: dict[tuple[Site | None, str], int] = field(default_factory=dict)
+    summed: tuple[int, Site | None] | None = None  # a loss that is a sum: of how many, and where
+    draws: int = 0  # from distributions of torch
     ledger: Any = None  # explain.Ledger: what each parameter received, and why it did not
     awaited: int = 0  # parameters whose first gradient matters, also in steps that are not checked
     look_again: bool = False  # a detector asks for a closer look at the next step
@@ -158,7 +165,7 @@ class Session:
         for name in (
             *("start", "op", "write_starts", "op_failed", "backward_starts", "backward_ended"),
             *("backward_failed", "event", "event_ended", "event_failed", "step_ended", "finish"),
-            *("module_starts", "sampled", "density"),
+            *("module_starts", "module_ends", "sampled", "density"),
         ):
             default = getattr(Detector, name)
             self._handlers[name] = [

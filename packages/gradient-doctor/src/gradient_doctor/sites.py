@@ -10,6 +10,7 @@ from types import CodeType, FrameType
 
 import torch
 
+from gradient_doctor.callers import is_stand_in
 from gradient_doctor.findings import Site
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -45,6 +46,8 @@ def _frame_kind(frame: FrameType) -> str:
     """
     if HIDDEN in frame.f_code.co_varnames:
         return "library"
+    if is_stand_in(frame.f_code):
+        return "doctor"
     return _kind(frame.f_code.co_filename)
 
 
@@ -142,3 +145,8 @@ def user_frame() -> FrameType | None:
 
 def is_user_file(filename: str) -> bool:
     return _kind(filename) == "user"
+
+
+def is_user_code(code: CodeType) -> bool:
+    """As `is_user_file`, without the calls that the doctor makes in the name of such a file."""
+    return _kind(code.co_filename) == "user" and not is_stand_in(code)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from gradient_doctor.callers import call_from_caller
 from gradient_doctor.findings import Site
 from gradient_doctor.graph import NodeOrigin, is_dead_view, mark_origin, node_of
 from gradient_doctor.readable import LAZY, META, UNTOUCHABLE, shape_of, unreadable
@@ -36,6 +37,9 @@ _LOOKS = {
     *("is_inference", "is_signed", "is_pinned", "is_shared", "is_set_to", "__index__"),
 }
 _GETTERS_THAT_COMPUTE = {"T", "mT", "H", "mH", "real", "imag", "data"}
+# without its wrapper, which saves and restores the warnings' filters: then Python would show every
+# warning of the program again
+_resolve = getattr(resolve_name, "__wrapped__", resolve_name)
 _SCALARS = {"item", "__float__", "tolist"}
 _EXPLICIT = {"detach", "detach_", "data", "numpy", "__array__", "new_tensor", "tensor"}
 _ZERO_DERIVATIVE = {
@@ -59,6 +63,10 @@ _OF_ACTIONS = {
     *("reshape", "squeeze", "unsqueeze", "__getitem__", "flatten", "contiguous"),
 }
 _ARRAYS = {"numpy", "__array__"}
+_OUTWARD = _SCALARS | _ARRAYS
+# calls of one name in one region without gradients, in one step, that detectors hear of: a rollout
+# does the same thing a thousand times
+_HEARD = 48
 _FROM_ARRAYS = {"tensor", "as_tensor", "from_numpy", "asarray"}
 
 
@@ -70,6 +78,7 @@ class Trace(TorchFunctionMode):
         self.session = session
         self.on = True
         self._names: dict[Any, tuple[str, bool]] = {}
+        _resolve(torch.add)  # its table is made now, not in the middle of the program
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -82,7 +91,7 @@ class Trace(TorchFunctionMode):
         if looks:
             if name in _BEFORE:
                 self._note(_BEFORE[name], args)
-            result = func(*args, **kwargs)
+            result = call_from_caller(func, args, kwargs)
             if name in _AFTER:
                 self._note(_AFTER[name], args)
             elif name in _CONSTANT:
@@ -94,12 +103,15 @@ class Trace(TorchFunctionMode):
             return self._grad_mode(func, args, kwargs)
         if name in ("torch.Tensor.backward", "torch.autograd.backward", "torch.autograd.grad"):
             return func(*args, **kwargs)  # watched, see watch.py
+        region = session.region
+        if region is not None and self._is_repeated(region, name) and not torch.is_grad_enabled():
+            return self._repeated(name, region, func, args, kwargs)
         return self._call(name, func, args, kwargs)
 
     def _name(self, func: Any) -> tuple[str, bool]:
         cached = self._names.get(func)
         if cached is None:
-            name = resolve_name(func) or getattr(func, "__name__", None) or str(func)
+            name = _resolve(func) or getattr(func, "__name__", None) or str(func)
             parts = name.split(".")
             if parts[-1] in ("__get__", "__set__", "__delete__"):
                 looks = parts[-1] != "__get__" or parts[-2] not in _GETTERS_THAT_COMPUTE
@@ -147,7 +159,7 @@ class Trace(TorchFunctionMode):
             session.broke(self, error)
             return func(*args, **kwargs)
         try:
-            result = func(*args, **kwargs)
+            result = call_from_caller(func, args, kwargs, depth=2)
         except Exception as error:
             session.fail("op_failed", error, call)
             raise
@@ -156,6 +168,45 @@ class Trace(TorchFunctionMode):
         except Exception as error:
             session.broke(self, error)
             return result
+
+    # rollouts
+
+    def _is_repeated(self, region: Region, name: str) -> bool:
+        key = (region.site, name)
+        heard = self.session.heard[key] = self.session.heard.get(key, 0) + 1
+        short = name.rsplit(".", 1)[-1]
+        # what writes in place, or leaves torch, is followed to the end
+        return heard > _HEARD and not short.endswith("_") and short not in _OUTWARD
+
+    def _repeated(
+        self, name: str, region: Region, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Only what the result depends on is noted, with the line of the region."""
+        session = self.session
+        try:
+            result = call_from_caller(func, args, kwargs, depth=2)
+        except Exception as error:
+            site = here(session.module_path)
+            inputs = tensors_in([args, kwargs], depth=4)
+            session.fail("op_failed", error, OpCall(name, site, args, kwargs, inputs, [], [], None))
+            raise
+        try:
+            inputs, numbers = session.numbers.among(args, kwargs)
+            taints = [t for t in map(session.taint_of, inputs) if t is not None]
+            taints.extend(number.taint for number in numbers)
+            outputs = tensors_in(result) if taints else []
+            short = name.rsplit(".", 1)[-1]
+            if outputs and short not in _SHAPE_ONLY:
+                self._spread(name, short, region.site, taints, outputs)
+        except Exception as error:
+            session.broke(self, error)
+        return result
+
+    def passed_over(self, module: str, taints: list[Taint], result: Any) -> None:
+        """The forward of a module that was not traced; see rollouts.py."""
+        outputs = tensors_in(result)
+        if outputs and taints:
+            self._spread(module, "forward", here(self.session.module_path), taints, outputs)
 
     def _before(
         self, name: str, args: Any, kwargs: dict[str, Any]
@@ -191,6 +242,8 @@ class Trace(TorchFunctionMode):
                 taint = self._spread(name, short, site, [own] if own else [], [output])
         elif outputs:
             taint = self._spread(name, short, site, taints, outputs)
+        if call.kwargs.get("requires_grad") and outputs and outputs[0].is_leaf:
+            session.registry.made(outputs[0], site, session.step)
         if was is not None and args[0].dtype != was:
             session.registry.converted_at[args[0]] = site  # Module.to, half, bfloat16
         if short == "__setitem__" or short == "__set__":
@@ -323,6 +376,8 @@ def _grad_off(session: Session, args: Any) -> None:
 
 def _switched(session: Session, args: Any) -> None:
     tensor = args[0]
+    if tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter):
+        session.registry.made(tensor, session.here(), session.step)
     if isinstance(tensor, torch.nn.Parameter):
         if tensor.requires_grad:
             session.registry.frozen_at.pop(tensor, None)

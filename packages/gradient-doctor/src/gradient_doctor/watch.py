@@ -26,11 +26,13 @@ from gradient_doctor.distribution_calls import DistributionCalls
 from gradient_doctor.guards import guarded, observed
 from gradient_doctor.patches import Patches
 from gradient_doctor.readable import alone
+from gradient_doctor.rollouts import Rollouts
 from gradient_doctor.session import Session
 from gradient_doctor.trace import Trace
 
 # torch's name for the block that an optimizer's step and its hooks run in, however it ends
 _STEP = "Optimizer.step#"
+_PEEKS = 3  # of one line without gradients, in steps that are not traced
 _LOOKS_AT_NEW_PARTS = 4  # a model may grow in every step
 
 
@@ -48,11 +50,14 @@ class Watch:
         self.session = session
         self.trace = trace
         self.backwards = Backwards(session, went_back)
+        self.rollouts = Rollouts(session, trace)
         self._stepped = stepped  # told after each optimizer step: scripts find their steps by it
         self._patches = Patches()
         self._handles: list[Any] = []
         self._updates: dict[int, steps.Before] = {}
         self._looks_at_new_parts = 0
+        self.light = False  # no looks in between
+        self._peeks: dict[Any, int] = {}  # by the line that switched gradients off
         # optimizers whose step is running, the innermost last, and how often we were paused before
         self._running: list[tuple[Any, int]] = []
 
@@ -66,6 +71,9 @@ class Watch:
             "__exit__",
             observed(self.session, self, self._step_left),
         )
+        for region in (torch.no_grad, torch.inference_mode):
+            for name, look in (("__enter__", self._peek_starts), ("__exit__", self._peek_ends)):
+                self._patches.replace(region, name, observed(self.session, self, look))
         self._handles = [
             register_optimizer_step_pre_hook(self._step_starts),
             register_optimizer_step_post_hook(self._step_ended),
@@ -89,6 +97,7 @@ class Watch:
         for handle in self._module_handles:
             handle.remove()
         self._module_handles = ()
+        self.rollouts.forget()
         self.session.module_stack.clear()
         if on:
             hooks = nn.modules.module
@@ -100,23 +109,58 @@ class Watch:
     @guarded
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         stack = self.session.module_stack
+        if self.rollouts.aside:
+            self.rollouts.enters(module, (), {}, outermost=False)
+            return
         registry = self.session.registry
         if registry.discover and not stack and next(module.parameters(), None) is not None:
             registry.add_root(registry.top_of(module))
         session = self.session
         outermost = not stack and not session.paused  # not what a checkpoint computes again
-        if outermost and session.record.traced and session.wants("module_starts"):
+        if outermost and (session.record.traced or self._peek is not None):
             # torch keeps keyword arguments from hooks of all modules: they are the caller's local
             # (above the guard)
             kwargs = sys._getframe(2).f_locals.get("kwargs") or {}
             self.session.tell("module_starts", module, args, kwargs, self.session.here())
+            self.rollouts.enters(module, args, kwargs, outermost=True)
+        else:
+            self.rollouts.enters(module, (), {}, outermost=False)
         stack.append(module)
 
     @guarded
     def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        aside = self.rollouts.aside
+        self.rollouts.leaves(module, result)
+        if aside and self.rollouts.aside:
+            return
         stack = self.session.module_stack
         while stack and stack.pop() is not module:
             pass  # a forward that raised left its children behind
+        if not stack and self.session.record.traced and not self.session.paused:
+            self.session.tell("module_ends", module, result)
+
+    # evaluations between two looks
+
+    _peek: Any = None  # the region without gradients that is watched
+
+    def _peek_starts(self, region: Any) -> Iterator[Any]:
+        """Which mode an evaluation runs in is seen in its first calls, also in untraced steps."""
+        yield
+        session = self.session
+        if self._peek is not None or self._module_handles or session.paused or self.light:
+            return
+        site = session.here()
+        self._peeks[site] = self._peeks.get(site, 0) + 1
+        if self._peeks[site] <= _PEEKS:
+            self._peek = region
+            self.modules(True)
+
+    def _peek_ends(self, region: Any, *error: Any) -> Iterator[Any]:
+        yield
+        if self._peek is region:
+            self._peek = None
+            if not self.session.record.traced:
+                self.modules(False)
 
     # torch.compile
 
@@ -127,6 +171,7 @@ class Watch:
         """Neither mode nor hooks inside a compiled call; everything as it was after it."""
         stack = self.session.module_stack
         if inside and self._aside is None:
+            self.rollouts.forget()
             self.session.compiled.add(self.session.here())
             self.session.compiling = True
             self._aside = (bool(self._module_handles), modes.place(self.trace), list(stack))

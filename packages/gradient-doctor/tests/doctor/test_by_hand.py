@@ -156,3 +156,32 @@ for step in range(3):
     examination, _ = look(tmp_path, source)
     assert examination.steps == 3
     assert not examination.findings
+
+
+ASCENT = """
+weight = torch.randn(4, 1, requires_grad=True)
+for step in range(15):
+    x = torch.randn(64, 4)
+    loss = (x @ weight - x[:, :1]).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        weight {sign}= 0.1 * weight.grad{mark}
+        weight.grad.zero_()
+"""
+
+
+def test_a_loss_that_rises_along_its_own_gradient(tmp_path):
+    finding = only(tmp_path, ASCENT.format(sign="+", mark="  # FAULT"), 32)
+    assert "of 10 steps along its own gradient" in finding.what
+
+
+def test_a_loss_that_falls(tmp_path):
+    nothing(tmp_path, ASCENT.format(sign="-", mark=""))
+
+
+def test_a_rising_loss_under_an_optimizer_is_a_note(tmp_path):
+    source = loop("loss = 1.5**step * F.cross_entropy(head(body(x)), y)").replace(
+        "range(4)", "range(14)"
+    )
+    examination, _ = look(tmp_path, source)
+    assert [f.severity for f in examination.findings if f.number == 32] == [Severity.NOTE]

@@ -83,6 +83,9 @@ def test_a_documents_fault_is_found(case, tmp_path):
     looked = Looked(tuple(examination.findings), examination.error, path, marked_lines(source))
     result = verdict(case, looked)
     assert result.right, f"{result}\n{result.why}"
+    # the true cause is what a reader meets first
+    first = serious(looked.findings)[0]
+    assert (first.number, first.site.line in looked.lines) == (case.number, True), first
     if case.count is not None:
         counts = [len(f.parameters) for f in looked.findings if f.number == case.number]
         assert case.count in counts

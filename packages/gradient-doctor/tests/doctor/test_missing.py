@@ -118,14 +118,14 @@ def test_the_note_is_on_the_error(tmp_path):
 
 ACTOR = """
 policy = nn.Linear(4, 3)
-critic = nn.Linear(4, 1)  # FAULT
+critic = nn.Linear(4, 1)
 optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()])
 for step in range(4):
     x, reward = torch.randn(8, 4), torch.randn(8)
     value = critic(x).squeeze(-1)
     law = Categorical(logits=policy(x))
     action = law.sample()
-    critic_loss = F.mse_loss(value, reward)
+    critic_loss = F.mse_loss(value, reward)  # FAULT
     loss = -(law.log_prob(action) * (reward - value).detach()).mean(){rest}
     optimizer.zero_grad()
     loss.backward()

@@ -139,3 +139,33 @@ def test_functional_dropout_does_not_know_the_mode(tmp_path):
 )
 def test_dropout_that_knows_it(tmp_path, line):
     nothing(tmp_path, FUNCTIONAL.format(line=line))
+
+
+HELD_OUT = """
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+val_loader = [(torch.randn(8, 4), torch.randint(0, 3, (8,)))]
+for epoch in range(3):
+    for step in range(4):
+        model.train()
+        loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    {switch}
+    with torch.no_grad():
+        for x, y in {data}:
+            right = (model(x).argmax(1) == y).sum()  # FAULT
+"""
+
+
+def test_held_out_data_in_train_mode_between_two_looks(tmp_path):
+    only(tmp_path, HELD_OUT.format(switch="", data="val_loader"), 26)
+
+
+@pytest.mark.parametrize(("switch", "data"), [("model.eval()", "val_loader"), ("", "pairs")])
+def test_held_out_data_in_eval_mode_and_other_data(tmp_path, switch, data):
+    source = HELD_OUT.format(switch=switch, data=data).replace(
+        "for epoch", "pairs = val_loader\nfor epoch"
+    )
+    nothing(tmp_path, source)

@@ -41,7 +41,7 @@ FAULTS = {
     "per-micro-batch": (
         "scheduler = lr_scheduler.CosineAnnealingLR(sgd, 60)",
         "for part in range(3):\n"
-        "    net(torch.randn(8, 4)).square().mean().backward()\n"
+        "    (net(torch.randn(8, 4)).square().mean() / 3).backward()\n"
         "    scheduler.step()  # FAULT\n"
         "sgd.step()",
     ),

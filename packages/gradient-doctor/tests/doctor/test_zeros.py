@@ -74,7 +74,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_operation_that_stops_the_gradient_is_named(tmp_path, fault):
     options, parameters, said = FAULTS[fault]
-    options = {**options, "middle": options["middle"] + "  # HERE"}
+    where = "init" if fault == "both-factors-zero" else "middle"
+    options = {**options, where: options[where] + "  # HERE"}
     finding = loop(tmp_path, **options).one(20)
     assert parameters <= names(finding)
     assert "last.weight" not in names(finding) or fault == "dead-relu"

@@ -28,8 +28,10 @@ from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
+from gradient_doctor.detectors.rising import Rising
 from gradient_doctor.detectors.scaler import Scaler
 from gradient_doctor.detectors.schedule import Schedule
+from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -60,6 +62,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Ceased,
     Cosmetic,
     Targets,
+    Shifts,
     Activations,
     Lengths,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
@@ -71,6 +74,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Magnitude,
     Estimators,
     PolicyLosses,
+    Rising,
     Swallowed,
     Phases,
     Blind,

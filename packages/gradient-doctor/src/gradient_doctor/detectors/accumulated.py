@@ -4,6 +4,9 @@ Accumulation adds several backwards and steps once. Here a step lies between: wh
 still in `.grad` when the next backward adds to it, and goes into the next step of the same
 optimizer. A gradient that anything clears or replaces before that step does not count, so the
 gradients that one loss of a GAN leaves in the other network are none.
+
+Without an optimizer a step is seen by its effect: the tensor has other values than when the last
+backward ended, and its gradient is still there.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 from gradient_doctor.detectors.places import birth_site, called, count
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.readable import checksum
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session
 from gradient_doctor.steps import StepFacts, norm_of
@@ -36,9 +40,13 @@ class Accumulated(Detector):
         self._used: dict[int, float] = {}  # by bit: norm of the gradient that a step used
         self._kept = 0  # it was still there when a backward began
         self._added: dict[int, Site | None] = {}  # the last backward that added to it
+        self._by_hand: dict[int, tuple[float, float]] = {}  # by bit: checksum and gradient's norm
+        self._hand_repeats: dict[Site | None, Repeats] = {}
         self._repeats: weakref.WeakKeyDictionary[Any, Repeats] = weakref.WeakKeyDictionary()
 
     def backward_starts(self, backward: Backward) -> None:
+        if self._by_hand and backward.kind == "backward":
+            self._look_by_hand(backward)
         if not self.session.record.checked:
             self._forget(~0)
             return
@@ -54,7 +62,48 @@ class Accumulated(Detector):
             elif self._used.pop(bit, None) == norm:
                 self._kept |= bit
 
+    def _look_by_hand(self, backward: Backward) -> None:
+        registry, session = self.session.registry, self.session
+        repeated = 0
+        for bit, (value, norm) in self._by_hand.items():
+            leaf = next(registry.tensors(bit), None)
+            gradient = None if leaf is None or leaf.grad is None else session.values(leaf.grad)
+            if leaf is None or gradient is None or norm == 0.0 or norm_of(gradient) != norm:
+                continue
+            if checksum(leaf) != value:
+                repeated |= bit
+        self._by_hand.clear()
+        if not repeated:
+            return
+        repeats = self._hand_repeats.setdefault(backward.site, Repeats())
+        repeats.mask |= repeated
+        repeats.steps.add(backward.number)
+        if len(repeats.steps) >= _ENOUGH and not repeats.said:
+            repeats.said = True
+            self.report(
+                28,
+                Severity.WARNING,
+                "The gradients that the weights were moved along are not cleared.",
+                why="When this backward begins, .grad still holds what the last update used, and "
+                f"the backward adds to it: {count(len(repeats.steps), 'update')} so far, each "
+                "along the sum of all gradients before.",
+                fix="Set .grad to None (or zero_() it) after each update.",
+                site=backward.site,
+                parameters=repeats.mask,
+            )
+
+    def _note_by_hand(self, backward: Backward) -> None:
+        registry, session = self.session.registry, self.session
+        if registry.optimizers or registry.unnamed or not session.record.checked:
+            return
+        for leaf in registry.tensors(backward.received):
+            gradient = None if leaf.grad is None else session.values(leaf.grad)
+            if gradient is not None:
+                self._by_hand[registry.bit(leaf)] = (checksum(leaf), norm_of(gradient))
+
     def backward_ended(self, backward: Backward) -> None:
+        if backward.kind == "backward":
+            self._note_by_hand(backward)
         if backward.kind != "backward" or not self._kept:
             return
         mask = backward.received & self._kept

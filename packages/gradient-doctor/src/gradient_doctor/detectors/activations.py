@@ -4,6 +4,8 @@ cross_entropy, log_softmax and Categorical(logits=...) apply a softmax of their 
 binary_cross_entropy_with_logits a sigmoid. Probabilities lie between 0 and 1: a second softmax of
 them is nearly uniform, so the loss is bounded far from 0 and its gradient is small.
 
+A ReLU before such a loss takes the negative scores away: those classes get no gradient (20).
+
 An activation is known by the call that made it, through changes of shape. The values must agree: a
 softmax over the axis of the classes sums to 1 there.
 """
@@ -30,7 +32,9 @@ _SAME = {
 }
 _OF_SCORES = {"cross_entropy", "log_softmax", "softmax", "gumbel_softmax", "logsumexp"}
 _OF_LOGITS = {"binary_cross_entropy_with_logits", "multilabel_soft_margin_loss"}
-_MODULES = (nn.Softmax, nn.Softmax2d, nn.Sigmoid)
+_MODULES = (nn.Softmax, nn.Softmax2d, nn.Sigmoid, nn.ReLU, nn.ReLU6)
+_RELU = {"relu", "relu_", "relu6"}
+_DEAD = 0.1  # of the scores
 _CLOSE = 1e-3
 
 
@@ -45,12 +49,19 @@ class Activations(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._made = WeakIdKeyDictionary()
+        self._cut_off = WeakIdKeyDictionary()  # output of a ReLU -> its line
+        self._dead: dict[Site | None, set[int]] = {}
 
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
             return
         if call.short in _OF_SCORES | _OF_LOGITS:
             self._check(call)
+            self._check_relu(call)
+        if call.short in _RELU:
+            self._cut_off[call.outputs[0]] = self._layer() or call.site
+        elif call.short in _SAME and call.inputs[0] in self._cut_off:
+            self._cut_off[call.outputs[0]] = self._cut_off[call.inputs[0]]
         if call.short in _SOFTMAX | _SIGMOID:
             name = "softmax" if call.short in _SOFTMAX else "sigmoid"
             made = Activation(name, self._layer() or call.site, call.site)
@@ -67,6 +78,34 @@ class Activations(Detector):
         if stack and isinstance(stack[-1], _MODULES):
             return birth_site(self.session.registry, stack[-1])
         return None
+
+    def _check_relu(self, call: OpCall) -> None:
+        scores = argument(call, 0, "input")
+        if not isinstance(scores, Tensor) or scores not in self._cut_off:
+            return
+        if call.short not in ("cross_entropy", "log_softmax", *_OF_LOGITS):
+            return  # inside of a model a softmax may weigh anything
+        live, values = live_in(self.session, [scores]), self.session.values(scores)
+        if not live or values is None or not values.numel():
+            return
+        share = float((values == 0).float().mean())
+        site = self._cut_off[scores]
+        steps = self._dead.setdefault(site, set())
+        steps.add(self.session.step)
+        if share < _DEAD or len(steps) < 2:
+            return
+        self.report(
+            20,
+            Severity.WARNING,
+            f"A ReLU cuts off {share:.0%} of the scores before {call.short}.",
+            why=f"{call.short} at {call.site} takes raw scores of either sign. Where the ReLU "
+            "gives 0 its slope is 0: these scores get no gradient, however wrong they are, and "
+            "none can fall below 0.",
+            fix="Pass the output of the last layer as it is.",
+            site=site,
+            parameters=live,
+            related=(call.site,),
+        )
 
     def _check(self, call: OpCall) -> None:
         scores = argument(call, 0, "input")

@@ -51,6 +51,7 @@ class Blind(Detector):
                 and key not in self._told
             ):
                 site, depends = self._left
+                self.session.ledger.numpy[site] = self.session.ledger.numpy.get(site, 0) | depends
                 self._say(
                     key,
                     "An array of numpy comes back after values have left for numpy.",

@@ -38,6 +38,7 @@ class Loss:
     # the user's own code had read gradients of it, as attacks, sharpness-aware steps and gradient
     # surgery do
     by_product: bool = True
+    replaced: int = 0  # a gradient of the program's own making came in their place
 
 
 class Erased(Detector):
@@ -78,6 +79,9 @@ class Erased(Detector):
                 # replaced by what the user's own code made of it
                 bit = self.session.registry.bit(parameter)
                 self._forget(bit)
+                for loss in self._losses.values():
+                    if loss.bits & bit and self.session.step in loss.steps:
+                        loss.replaced |= bit
                 self._written.append(Written(event.site, bit, bit))
         elif event.kind == "step":
             optimizer = event.data["optimizer"]
@@ -140,6 +144,7 @@ class Erased(Detector):
         )
         for loss in self._losses.values():
             if loss.bits & stepped:  # an optimizer that never steps is class 21
+                loss.by_product |= not loss.bits & ~loss.replaced
                 self._say(loss, loss.bits & stepped & ~self._used)
 
     def _say(self, loss: Loss, never: int) -> None:
@@ -163,7 +168,8 @@ class Erased(Detector):
             severity = Severity.NOTE
             why += (
                 " They do train, by another backward; and the erased gradients had served another "
-                "optimizer's step or code that read them, or it happened once. It may be meant."
+                "optimizer's step or code that read them, were replaced by the program's own, or "
+                "it happened once. It may be meant."
             )
         else:
             severity = Severity.WARNING

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradient_doctor.detectors.late import Claim
 from gradient_doctor.detectors.places import birth_site, by_site, called, count
@@ -17,9 +17,14 @@ from gradient_doctor.explain import has_elements
 from gradient_doctor.findings import Finding, Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
+from gradient_doctor.slips import assigned_attribute
 
 # what libraries call the parts that exist only to be trained
 _ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save|ia3_\w+|prompt_encoder)(\.|$)")
+_MISSPELT = {
+    *("require_grad", "requires_grads", "require_grads", "required_grad", "requires_gradient"),
+    *("require_gradient", "requiers_grad", "require_grad_"),
+}
 
 
 class Frozen(Detector):
@@ -64,6 +69,7 @@ class Frozen(Detector):
         self._contract(kept)
         self._adapters(kept)
         self._optimizers(kept)
+        self._misspelt()
 
     def _kept_frozen(self, at_end: bool) -> int:
         """Those that are frozen, and not only until it is their turn."""
@@ -129,6 +135,49 @@ class Frozen(Detector):
                 parameters=registry.bits(training),
             )
 
+    def _misspelt(self) -> None:
+        """`layer.requires_grad = False` on a module, `p.require_grad = False`: nothing is frozen.
+
+        Both make a new attribute. Only said of parameters that have received a gradient since.
+        """
+        registry = self.session.registry
+        owners = {
+            **{id(m): m for root in registry.roots.values() for m in root.modules()},
+            **{id(p): p for p in registry.parameters().values()},
+        }
+        names: set[str] = set()
+        mask = 0
+        for owner in owners.values():
+            is_module = isinstance(owner, nn.Module)
+            wrong = _MISSPELT | ({"requires_grad"} if is_module else set())
+            off = {n for n in wrong & vars(owner).keys() if vars(owner)[n] is False}
+            if off:
+                names |= off
+                parts = owner.parameters() if is_module else [owner]
+                mask |= registry.bits(p for p in parts if p.requires_grad)
+        mask &= self._received
+        fresh = self._new(list(registry.tensors(mask)))
+        if not fresh:
+            return
+        births = [birth_site(registry, thing) for thing in (*fresh, *registry.optimizers.values())]
+        files = [site.file for site in births if site is not None]
+        site = assigned_attribute(files, names)
+        name = sorted(names)[0]
+        self.report(
+            4,
+            Severity.WARNING,
+            f"`{name} = False` froze nothing: {count(len(fresh), 'parameter')} behind it "
+            f"{'gets' if len(fresh) == 1 else 'get'} gradients.",
+            why="A module has no such switch, and Python makes a new attribute of any name: the "
+            "parameters still have requires_grad=True."
+            if name == "requires_grad"
+            else f"A parameter has no `{name}`: Python makes a new attribute, and requires_grad is "
+            "still True.",
+            fix="Call requires_grad_(False) on the module, or on each of its parameters.",
+            site=site or self._site(fresh[0]),
+            parameters=registry.bits(fresh),
+        )
+
     def _adapters(self, kept: int) -> None:
         """Adapters that are all frozen, in a model that is meant to train."""
         registry = self.session.registry
@@ -171,6 +220,8 @@ class Frozen(Detector):
 
     def _all(self, name: str, optimizer: Any, frozen: list[Tensor]) -> None:
         registry = self.session.registry
+        if self._received & registry.registered & ~registry.owned:
+            return  # what trains instead is in no optimizer: that is the fault (class 7)
         for site, mask in by_site(registry, self._new(frozen), self._site).items():
             finding = self.report(
                 4,

@@ -28,6 +28,7 @@ class Shared:
     user: Any = None  # the call above it: what the old tensor was used for
     used: Used | None = None
     leaves: int = 0
+    state: bool = False  # the line that made it has made another one in this step: a state
 
 
 class GraphReuse(Detector):
@@ -55,6 +56,8 @@ class GraphReuse(Detector):
                 node_of(root), lambda node: _made_before(node, backward.step), self._is_outdated
             )
             if old.entry is not None:
+                origin = origin_of(old.entry)
+                old.state = _is_made_again(root, None if origin is None else origin.site)
                 self._old, backward.outdated = old, True
 
     def backward_ended(self, backward: Backward) -> None:
@@ -72,8 +75,11 @@ class GraphReuse(Detector):
             shared = self._shared(node_of(root), _freed)
             if shared.entry is None:
                 continue
-            if _made_before(shared.entry, backward.step):
-                self._stale(backward, shared, failed=True)
+            origin = origin_of(shared.entry)
+            shared.state = _is_made_again(root, None if origin is None else origin.site)
+            if self._is_carried(backward, root, shared):
+                # what was kept may be a step after what was freed
+                self._stale(backward, old or shared, failed=True)
             else:
                 self._second(backward, shared)
             return
@@ -89,6 +95,22 @@ class GraphReuse(Detector):
             fix=_SECOND_FIX,
             site=backward.site,
         )
+
+    def _is_carried(self, backward: Backward, root: Tensor, shared: Shared) -> bool:
+        """Whether a tensor of an earlier step is meant to last: a state, a cache.
+
+        What the training function itself computed once, before a loop of several backwards, is no
+        state: these backwards share it.
+        """
+        origin = origin_of(shared.entry)
+        if origin is None or not _made_before(shared.entry, backward.step):
+            return False
+        born, at = origin.site, backward.site
+        if born is None or at is None or born.module:
+            return True
+        if (born.file, born.function) != (at.file, at.function):
+            return True
+        return _is_made_again(root, born)
 
     def op(self, call: OpCall) -> None:
         """A value that gathers the graphs of many steps, though no backward will ever use it."""
@@ -206,8 +228,9 @@ class GraphReuse(Detector):
             Severity.ERROR,
             f"This backward shares {count(shared.nodes, 'node')} with an earlier one that has "
             "freed them.",
-            why=f"The shared part begins with {shared.entry.name()}, made at {born}; the backward "
-            f"at {first} has used it and freed what it had saved.",
+            why=f"The shared part begins with {shared.entry.name()}{_made_at(born)}; "
+            f"{'an earlier backward' if first is None else f'the backward at {first}'} has used it "
+            "and freed what it had saved.",
             fix=_SECOND_FIX,
             site=backward.site,
             parameters=shared.leaves,
@@ -222,7 +245,7 @@ class GraphReuse(Detector):
             14,
             Severity.ERROR if failed else Severity.WARNING,
             f"A tensor{since} is used in step {backward.step} together with its graph.",
-            why=f"{old.entry.name()}, made at {born}, and {count(old.nodes - 1, 'node')} behind it "
+            why=f"{old.entry.name()}{_made_at(born)}, and {count(old.nodes - 1, 'node')} behind it "
             "belong to weights that have been changed since"
             + (
                 ", or whose saved values an earlier backward has freed."
@@ -231,9 +254,12 @@ class GraphReuse(Detector):
             ),
             fix="Recompute it in every step, or keep it with detach() if no gradient is meant "
             f"to flow: {count(old.leaves.bit_count(), 'parameter')} would then get none from it.",
-            site=(user.site if user is not None else None) or backward.site,
+            # a state is cut where it is carried on; what was kept once, where it is used
+            site=(born if old.state else None)
+            or (user.site if user is not None else None)
+            or backward.site,
             parameters=old.leaves,
-            related=(born, backward.site),
+            related=(born, None if user is None else user.site, backward.site),
         )
 
 
@@ -242,6 +268,10 @@ _SECOND_FIX = (
     "retain_graph=True in the first backward also works if no weights change in between; detach() "
     "on the shared part would silence the error, and these parameters would get nothing from it."
 )
+
+
+def _made_at(site: Site | None) -> str:
+    return "" if site is None else f", made at {site}"
 
 
 def _is_leaf(node: Any) -> bool:
@@ -255,6 +285,12 @@ def _inner(root: Any) -> Iterator[Any]:
 def _freed(node: Any) -> bool:
     used = used_by(node)
     return used is not None and used.freed
+
+
+def _is_made_again(root: Tensor, site: Site | None) -> bool:
+    """Whether this line also made a part of the graph that no backward has walked."""
+    fresh = (origin_of(node) for node in _inner(node_of(root)) if used_by(node) is None)
+    return site is not None and any(o is not None and o.site == site for o in fresh)
 
 
 def _made_before(node: Any, step: int) -> bool:

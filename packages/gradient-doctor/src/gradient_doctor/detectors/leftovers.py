@@ -1,19 +1,22 @@
 """Class 30: gradients that the loss of one optimizer leaves in the network of another.
 
 A generator's loss reaches the discriminator, a policy's the critic. That is harmless while the
-other optimizer clears its gradients before its own backward. Here it does not: one optimizer has
-stepped on a backward, another backward follows that is for the other optimizer alone, and its step
-takes both.
+other optimizer clears its gradients before its own backward. Here it does not. Either one optimizer
+has stepped on a backward, another backward follows that is for the other optimizer alone, and its
+step takes both. Or both losses go back before any step: then the loss of one network is known by
+being a plain score of the other one (`scores.py`), which has a loss of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradient_doctor.detectors.places import called, count
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.graph import node_of
 from gradient_doctor.registry import owned_by
+from gradient_doctor.scores import Addend, addends
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
 
 _ENOUGH = 2  # steps
@@ -28,6 +31,7 @@ class Pass:
     left: int
     taken: int = 0  # parameters of optimizers that have stepped on it
     owner: str = ""  # the first of these optimizers
+    addends: tuple[Addend, ...] = ()
 
 
 @dataclass
@@ -43,10 +47,15 @@ class Leftovers(Detector):
         super().__init__(session)
         self._passes: list[Pass] = []
         self._leftovers: dict[tuple[Site | None, str], Leftover] = {}
+        self._addends: tuple[Addend, ...] = ()  # of the backward that is running
 
     def backward_starts(self, backward: Backward) -> None:
         """What is None or zero by now was cleared, in whichever way."""
         registry = self.session.registry
+        self._addends = ()
+        if backward.graph is not None and len(registry.optimizers) > 1:
+            nodes = [node for node in map(node_of, backward.roots) if node is not None]
+            self._addends = tuple(a for node in nodes for a in addends(node, registry))
         left = 0
         for done in self._passes:
             left |= done.left
@@ -57,7 +66,8 @@ class Leftovers(Detector):
 
     def backward_ended(self, backward: Backward) -> None:
         if backward.kind == "backward" and self.session.record.traced and backward.received:
-            self._passes.append(Pass(backward.site, backward.received, backward.received))
+            received = backward.received
+            self._passes.append(Pass(backward.site, received, received, addends=self._addends))
 
     def event(self, event: Event) -> None:
         registry = self.session.registry
@@ -85,11 +95,29 @@ class Leftovers(Detector):
             foreign = done.owner and not done.taken & owned
             if left and foreign and any(not p.received & done.taken for p in own):
                 self._note(done, name, left, own[-1], site)
+        self._scores(owned, name, site)
         for done in self._passes:
             if done.received & owned:
                 done.taken |= owned & done.received
                 done.owner = done.owner or name
                 done.left &= ~owned
+
+    def _scores(self, owned: int, name: str, site: Site | None) -> None:
+        """A plain score of this optimizer's network, meant for another's, is in its gradient."""
+        registry = self.session.registry
+        others = registry.owned & ~owned
+        held = [(p, a) for p in self._passes if p.left & owned for a in p.addends]
+        own = [p for p, a in held if a.leaves & owned and not a.leaves & others]
+        for done, addend in held:
+            meant_for = addend.leaves & others
+            if not (own and meant_for and addend.scored & owned and not addend.scored & others):
+                continue
+            theirs = [
+                other
+                for other, optimizer in registry.optimizers.items()
+                if registry.bits(owned_by(optimizer)) & meant_for
+            ]
+            self._note(replace(done, owner=theirs[0]), name, done.left & owned, own[-1], site)
 
     def _note(self, done: Pass, name: str, left: int, own: Pass, step: Site | None) -> None:
         leftover = self._leftovers.setdefault((done.site, name), Leftover())
@@ -103,10 +131,11 @@ class Leftovers(Detector):
             f"The loss of {done.owner} also trains {count(leftover.mask.bit_count(), 'parameter')} "
             f"of the {called(name)}.",
             why=f"This backward is the one that {done.owner} steps on. It leaves gradients in the "
-            f"parameters of {name}, nothing clears them before the backward at {own.site}, and "
-            f"{name} steps on the sum of both.",
-            fix=f"Call {name}.zero_grad() right before its own backward; or keep this loss away "
-            "with detach() or requires_grad_(False).",
+            f"parameters of {name}, nothing keeps them apart from those of the backward at "
+            f"{own.site}, and {name} steps on the sum of both.",
+            fix=f"Call {name}.zero_grad() right before its own backward, and step it before the "
+            "other loss goes back; or keep this loss away with detach() or "
+            "requires_grad_(False).",
             site=done.site,
             parameters=leftover.mask,
             related=(own.site, step),

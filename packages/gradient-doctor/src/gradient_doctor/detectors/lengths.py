@@ -13,7 +13,7 @@ from gradient_doctor.detectors.common import argument, live_in
 from gradient_doctor.detectors.targets import explain_crash
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Detector, OpCall, Session
-from gradient_doctor.sites import is_user_file
+from gradient_doctor.sites import is_user_code
 
 _SIZES = (
     re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)"),
@@ -184,7 +184,7 @@ def _user_lines(error: BaseException) -> Iterator[Site]:
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if is_user_file(code.co_filename):
+        if is_user_code(code):
             lines.append(Site(code.co_filename, traceback.tb_lineno, code.co_name))
         traceback = traceback.tb_next
     return reversed(lines)

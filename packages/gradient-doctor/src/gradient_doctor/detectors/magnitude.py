@@ -1,10 +1,12 @@
-"""Class 22, while training: sums that grow with the batch, divisions by almost nothing."""
+"""Class 22, while training: sums that grow with the batch, divisions by almost nothing, and means
+of micro batches that are added up without a division by their number."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradient_doctor.detectors.common import live_in
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.readable import values_of
+from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
 
 _ENOUGH = 32  # elements of a sum from which its size is worth a word
@@ -23,8 +26,13 @@ _DIVIDES = {"div", "div_", "true_divide", "divide", "__rtruediv__", "reciprocal"
 _LINEAR = {"neg", "add", "sub", "__rsub__", "squeeze", "view", "reshape", "float", "__radd__"}
 
 
+_SAME = {"squeeze", "view", "reshape", "float", "clone"}
+_SCALE_FREE = {
+    *("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Rprop", "Adafactor"),
+}
 _MEANS = {"mean", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss"}
 _MEANS |= {"huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
+_MICRO_BATCHES = 3  # of one step: twice the step is less than a learning rate is uncertain by
 _MIXED = 64  # values of a sum over the batch that outweigh the mean beside it
 
 
@@ -35,6 +43,15 @@ class Summed:
     count: int
     site: Site | None
     rows: int = 0  # the length of its first axis
+
+
+@dataclass
+class Round:
+    """Backwards of one line since the gradients were cleared."""
+
+    loss: Site | None
+    backwards: int = 0
+    mask: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,8 @@ class Magnitude(Detector):
         self._cuts: list[float] = []
         self._smallest: tuple[float, Site | None] = (math.inf, None)
         self._root_live = 0
+        self._rounds: dict[Site | None, Round] = {}  # means of several samples, not divided
+        self._counts: dict[tuple[Site | None, int], list[int]] = {}  # backwards of each step
 
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs or not call.outputs[0].requires_grad:
@@ -68,6 +87,8 @@ class Magnitude(Detector):
             self._means[result] = Averaged(source.shape[0], call.site)
         elif call.short == "add" and len(call.inputs) == 2 and self._mixes(call):
             return
+        elif call.short in _SAME and source in self._means:
+            self._means[result] = self._means[source]
         elif call.short in _LINEAR or call.short == "mul":
             sums = [self._sums[t] for t in call.inputs if t in self._sums]
             if sums and (call.short != "mul" or _plain_factor(call)):
@@ -111,9 +132,52 @@ class Magnitude(Detector):
         if least < min(_TINY, self._smallest[0]):
             self._smallest = (least, call.site)
 
+    def _count(self, backward: Backward) -> None:
+        """One more micro batch, if the loss is a mean over several samples as it stands."""
+        means = [self._means[root] for root in backward.roots if root in self._means]
+        if backward.kind == "backward" and means and means[0].rows > 1:
+            one = self._rounds.setdefault(backward.site, Round(means[0].site))
+            one.backwards += 1
+            one.mask |= backward.received
+
+    def _added_up(self, optimizer: Any, step: Site | None) -> None:
+        registry = self.session.registry
+        owned = registry.bits(owned_by(optimizer))
+        rounds, self._rounds = self._rounds, {}
+        # Adam and its kin divide by the gradient's own size; the program may divide by itself
+        if type(optimizer).__name__ in _SCALE_FREE or registry.bits(owned_by(optimizer)) & (
+            self.session.gradients_read
+        ):
+            return
+        for site, one in rounds.items():
+            if not one.mask & owned or len(rounds) > 1:
+                continue
+            counts = self._counts.setdefault((site, id(optimizer)), [])
+            counts.append(one.backwards)
+            if len(counts) < 2 or counts[-1] < _MICRO_BATCHES or counts[-1] != counts[-2]:
+                continue
+            self.report(
+                22,
+                Severity.WARNING,
+                f"The gradients of {one.backwards} micro batches are added up, and nothing "
+                "divides them by their number.",
+                why=f"The loss at {one.loss} is a mean over its micro batch, and this backward "
+                f"runs {one.backwards} times for each step of {registry.optimizer_name(optimizer)}"
+                f": the step is {one.backwards} times that of one batch of the same samples, as if "
+                "the learning rate were that much larger.",
+                fix=f"Go back from loss / {one.backwards}; or keep the sum, and choose the "
+                "learning rate for it.",
+                site=site,
+                parameters=one.mask & owned,
+                related=(one.loss, step),
+            )
+
     def backward_ended(self, backward: Backward) -> None:
+        self._count(backward)
         roots = [self._sums[root] for root in backward.roots if root in self._sums]
         self._root = roots[0] if roots else None
+        if backward.taint is not None:
+            self.session.summed = (roots[0].count, roots[0].site) if roots else None
         self._root_live = backward.received
         least, site = self._smallest
         self._smallest = (math.inf, None)
@@ -139,6 +203,10 @@ class Magnitude(Detector):
         return scaler is not None and bool(scaler.is_enabled())
 
     def event(self, event: Event) -> None:
+        if event.kind == "step":
+            self._added_up(event.data["optimizer"], event.site)
+        elif event.kind == "zero_grad":
+            self._rounds.clear()
         if event.kind == "clip" and self._root is not None:
             total, most = _number(event.data["total_norm"]), _number(event.data["max_norm"])
             if most > 0 and math.isfinite(total):

@@ -12,7 +12,7 @@ from gradient_doctor.findings import Finding, Severity, Site, listed
 from gradient_doctor.lengths_behind import find_empty_lengths
 from gradient_doctor.python_numbers import Running
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
-from gradient_doctor.sites import is_user_file, user_frame
+from gradient_doctor.sites import is_user_code, user_frame
 from gradient_doctor.taint import Taint
 
 _NO_GRAD_FN = "does not require grad and does not have a grad_fn"
@@ -180,7 +180,8 @@ class Missing(Detector):
             culprits = ledger.culprits(mask, ledger.facts(taint)) if taint is not None else []
             fact = culprits[0][0] if culprits else None
             origin = taint.site if taint is not None else None
-            source = f"it was made at {origin}" if fact is None else what_cuts(fact)
+            made = "it was made out of sight" if origin is None else f"it was made at {origin}"
+            source = made if fact is None else what_cuts(fact)
             ledger.explained |= mask
             self.report(
                 2,
@@ -216,6 +217,7 @@ class Missing(Detector):
             self._cut_off(fact, mask)
         # experts take turns, heads wait for their batch: look at all traced steps first
         if at_end or self.session.age + 1 >= self.session.trace_steps:
+            self._through_numpy(missing & ~ledger.reached & ~ledger.explained)
             idle = missing & ~ledger.reached & ~ledger.explained
             turns = self._turns(idle)
             if not at_end:
@@ -230,6 +232,26 @@ class Missing(Detector):
                 lines[key] = ([*names, name], count | mask)
             for names, mask in lines.values():
                 self._idle(names, mask, bool(mask & turns))
+
+    def _through_numpy(self, idle: int) -> None:
+        """Values that left for numpy, and an array that came back: most likely made of them."""
+        for site, mask in self.ledger.numpy.items():
+            lost = mask & idle & ~self.ledger.explained
+            if not lost:
+                continue
+            self.ledger.explained |= lost
+            finding = self.report(
+                3,
+                Severity.ERROR,
+                f"{lost.bit_count()} parameters that should train receive no gradient: their "
+                "values went through numpy.",
+                why="They leave torch here, and an array of numpy comes back in the same step; no "
+                "other path leads from them to a loss. numpy keeps no graph.",
+                fix="Compute it in torch (torch.sort, torch.where and the like have derivatives).",
+                site=site,
+                parameters=lost,
+            )
+            self._claim(finding, lost)
 
     def _claim(self, finding: Finding, mask: int) -> None:
         """A gradient that comes later takes this back; zeros that came are no such claim."""
@@ -277,6 +299,11 @@ class Missing(Detector):
         severity = Severity.NOTE if turns else Severity.WARNING
         if whole or mask & wanted:
             severity = Severity.ERROR
+        born = self._birth(names[0], tensors)
+        used = use if any(bit in ledger.loads for bit in bits_of(mask)) else None
+        # a trainer's one line does everything: it says less than the line that made the part
+        trainers = {site.place for site in ledger.by_site if site is not None}
+        lines = [s for s in (orphan, used) if s is not None and s.place not in trainers]
         finding = self.report(
             5,
             severity,
@@ -287,9 +314,9 @@ class Missing(Detector):
             f" weights) never received a gradient: {how}."
             + (" Others of the same list are chosen by the data: their turn may come." * turns),
             fix="Let the loss depend on it, or freeze it, or delete it.",
-            site=self._birth(names[0], tensors),
+            site=lines[0] if lines else born,
             parameters=mask,
-            related=(orphan, use),
+            related=(orphan, use, born),
         )
         self._claim(finding, mask)
 
@@ -375,7 +402,7 @@ def _running(error: BaseException) -> Running | None:
     place = None
     trail = error.__traceback__
     while trail is not None:
-        if is_user_file(trail.tb_frame.f_code.co_filename):
+        if is_user_code(trail.tb_frame.f_code):
             place = Running(trail.tb_frame, trail.tb_lasti, trail.tb_lineno)
         trail = trail.tb_next
     return place

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradient_doctor.detectors.common import plural
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.graph import MARK, node_of
+from gradient_doctor.graph import MARK, node_of, nodes_of
 from gradient_doctor.readable import is_finite, values_of
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.taint import tensors_in
@@ -35,6 +35,8 @@ _HINTS = {
     "sub": "infinity minus infinity",
     "softmax": "a softmax over nothing but -inf",
     "log_softmax": "a softmax over nothing but -inf",
+    "multi_head_attention_forward": "a row whose keys are all masked",
+    "scaled_dot_product_attention": "a row whose keys are all masked",
 }
 _FIXES = {
     "div": "Add a small number to the denominator, or clamp it from below.",
@@ -43,6 +45,9 @@ _FIXES = {
     "std": "Take it over more than one value (or unbiased=False), and add a small number.",
     "norm": "Add a small number inside of the root; mask zero rows before, not after.",
     "exp": "Subtract the maximum first, or clamp from above.",
+    "softmax": "Leave at least one place of each row unmasked, or mask with a finite number.",
+    "multi_head_attention_forward": "Leave at least one key for each row: its own place.",
+    "scaled_dot_product_attention": "Leave at least one key for each row: its own place.",
 }
 
 
@@ -91,6 +96,9 @@ class NonFinite(Detector):
             if birth is None:
                 continue
             self._births[output] = birth
+            node = node_of(output)
+            if node is not None and birth.kind == "nan":
+                cast(dict[str, Any], node.metadata).setdefault(MARK + ".birth", birth)
         if inherited is not None:
             # the gradient can turn bad here even where the numbers do not: 0 * nan in backward
             for output in call.outputs:
@@ -141,7 +149,10 @@ class NonFinite(Detector):
             return
         step, site = self._diverged
         first, last = self._first_loss or 0.0, self._last_loss or 0.0
-        grew = last > _GROWTH * max(first, 1e-12)
+        grew = self._grew()
+        if grew and self.session.summed is not None:
+            self._say_summed(step, *self.session.summed)
+            return
         births = [
             birth_site(self.session.registry, o) for o in self.session.registry.optimizers.values()
         ]
@@ -162,6 +173,24 @@ class NonFinite(Detector):
             site=(births[0] if grew and births else None) or site,
             parameters=self.session.registry.owned,
             related=(site,),
+        )
+
+    def _grew(self) -> bool:
+        return (self._last_loss or 0.0) > _GROWTH * max(self._first_loss or 0.0, 1e-12)
+
+    def _say_summed(self, step: int, count: int, site: Site | None) -> None:
+        first, last = self._first_loss or 0.0, self._last_loss or 0.0
+        self.report(
+            22,
+            Severity.ERROR,
+            f"The loss is a sum over {count} values, and the steps along it overflow.",
+            why=f"Its value went from {first:.3g} to {last:.3g} and is not finite from step {step} "
+            f"on. Nothing divides the sum, so the steps are {count} times those of a mean: the "
+            "learning rate is too large for it.",
+            fix="Use the mean over the batch, or a learning rate that is that much smaller.",
+            site=site,
+            parameters=self.session.registry.owned,
+            related=(self._diverged[1] if self._diverged is not None else None,),
         )
 
     # gradients
@@ -240,6 +269,12 @@ class NonFinite(Detector):
             birth = blown.node.metadata.get(MARK + ".birth")
             if birth is not None:
                 return birth, False
+        # an operation made of several nodes is marked on the last of them only
+        for root in backward.roots:
+            for node in nodes_of(node_of(root)):
+                birth = node.metadata.get(MARK + ".birth")
+                if birth is not None and birth.kind == "nan":
+                    return birth, False
         for blown in backward.blown:
             if blown.origin is not None:
                 short = blown.origin.op.rsplit(".", 1)[-1]
@@ -290,6 +325,9 @@ class NonFinite(Detector):
     def _say(self, bad: Bad, severity: Severity) -> None:
         bits, birth = bad.bits, bad.birth
         if self._is_said():
+            return
+        if birth.op == "backward" and self.session.summed is not None and self._grew():
+            self._say_summed(self.session.step, *self.session.summed)
             return
         numbers = "NaN" if birth.kind == "nan" else "infinite"
         stepped = ""

@@ -22,6 +22,8 @@ _LIKE_PARAMETER = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"),
     *("acc_delta", "exp_inf", "ax", "prev"),
 )
+_ANEW = 4  # optimizers of one line that stepped once
+_LASTS = 3  # backwards that reach a plain tensor
 
 
 class Ownership(Detector):
@@ -37,6 +39,9 @@ class Ownership(Detector):
         self._steps: dict[int, Site | None] = {}  # optimizers that have stepped, and where
         self._loaded: dict[int, Site | None] = {}
         self._said = 0
+        self._anew: dict[Site, dict[int, int]] = {}  # line of an optimizer -> steps of each
+        self._held: dict[Site, frozenset[int]] = {}  # the parameters of the first of that line
+        self._plain: dict[int, int] = {}  # tensors that are no parameters -> backwards
         self._checked_states: set[int] = set()
 
     # facts
@@ -48,7 +53,11 @@ class Ownership(Detector):
         self._receive(backward.received)
         for parameter in registry.tensors(backward.received & ~registry.owned):
             if not isinstance(parameter, nn.Parameter):
-                continue  # an input that asked for a gradient: an embedding, an attack
+                # an input that asked for a gradient: an embedding, an attack; see `_attributes`
+                bit = registry.bit(parameter)
+                self._plain[bit] = self._plain.get(bit, 0) + 1
+                self._sums.setdefault(bit, checksum(parameter))
+                continue
             if unreadable(parameter) in (META, FAKE):
                 continue  # no weights: somebody counts operations, or plans
             bit = registry.bit(parameter)
@@ -71,6 +80,7 @@ class Ownership(Detector):
                 self._check_state(event.data["optimizer"], event.site)
         elif event.kind == "step":
             self._steps[id(event.data["optimizer"])] = event.site
+            self._begins_anew(event.data["optimizer"])
         elif event.kind == "load_state":
             self._loaded[id(event.data["optimizer"])] = event.site
             self._checked_states.discard(id(event.data["optimizer"]))
@@ -102,7 +112,7 @@ class Ownership(Detector):
         orphans: list[Tensor] = [
             p
             for p in registry.tensors(received & ~registry.owned & ~self._said & ~thrown)
-            if isinstance(p, nn.Parameter)
+            if (isinstance(p, nn.Parameter) or self._is_attribute(p))
             # updated by hand, or by something that is no torch optimizer
             and self._sums.get(registry.bit(p)) == checksum(p)
         ]
@@ -112,6 +122,15 @@ class Ownership(Detector):
             self._unowned(left)
         if final:
             self._strangers()
+
+    def _is_attribute(self, tensor: Tensor) -> bool:
+        """A tensor that a module keeps as a plain attribute, and that every backward reaches."""
+        registry = self.session.registry
+        bit = registry.bit(tensor)
+        if self._plain.get(bit, 0) < _LASTS or bit & self.session.gradients_read:
+            return False
+        modules = [m for root in registry.roots.values() for m in root.modules()]
+        return any(tensor is value for m in modules for value in vars(m).values())
 
     def _thrown_away(self, final: bool) -> int:
         """Class 6. Gives the parameters that were made anew in every step."""
@@ -278,8 +297,11 @@ class Ownership(Detector):
         """The line of the optimizer that should hold it; of the parameter, if that came later."""
         registry = self.session.registry
         born = birth_site(registry, parameter)
-        if self._is_late(parameter) or not registry.is_registered(parameter):
+        if not registry.is_registered(parameter):
             return born  # in a plain list or dict of a module, `.parameters()` cannot find it
+        if self._is_late(parameter):
+            sites = [registry.entered(parameter, o) for o in registry.optimizers.values()]
+            return most_common(sites) or born
         root = registry.name(parameter).split(".")[0]
         best: tuple[int, int] = (-1, -1)
         site: Site | None = None
@@ -322,6 +344,33 @@ class Ownership(Detector):
                 parameters=registry.bits(p for p, _, _ in wrong),
             )
 
+    def _begins_anew(self, optimizer: Any) -> None:
+        """Class 8: a new optimizer in every step forgets its moments, the old one's are lost."""
+        registry = self.session.registry
+        birth = registry.birth(optimizer)
+        if birth is None or birth.site is None or not optimizer.state:
+            return
+        line = self._anew.setdefault(birth.site, {})
+        number = line[id(optimizer)] = line.get(id(optimizer), 0) + 1
+        held = frozenset(map(id, owned_by(optimizer)))
+        same = self._held.setdefault(birth.site, held) == held
+        if not same or number > 1 or len(line) < _ANEW or max(line.values()) > 1:
+            return
+        if not any(_moments(optimizer.state.get(p) or {}) for p in owned_by(optimizer)):
+            return
+        self.report(
+            8,
+            Severity.WARNING,
+            "A new optimizer is made for every step.",
+            why=f"{len(line)} optimizers of this line have stepped once each on the same "
+            "parameters: momentum, second moments and bias correction begin at 0 every time, so "
+            f"{type(optimizer).__name__} is not what runs.",
+            fix="Make the optimizer once, before the loop.",
+            site=birth.site,
+            parameters=registry.bits(owned_by(optimizer)),
+            related=(self._steps.get(id(optimizer)),),
+        )
+
     def _check_names(self, event: Event) -> None:
         """Class 8: a state saved under other names, or in another order, than ours."""
         optimizer, state = event.data["optimizer"], event.data["state"]
@@ -340,6 +389,11 @@ class Ownership(Detector):
             site=event.site,
             parameters=tuple(b for _, b in swapped),
         )
+
+
+def _moments(state: Any) -> bool:
+    """Whether an optimizer's state is worth keeping: tensors of more than a step's count."""
+    return any(isinstance(value, Tensor) and value.numel() > 1 for value in state.values())
 
 
 def _form(parameter: Tensor) -> tuple[int, ...]:

@@ -10,20 +10,33 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import argument
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file
+from gradient_doctor.slips import surroundings
+from gradient_doctor.taint import tensors_in
 
 _EVALUATION = re.compile(
     r"(^|_)(eval|evaluate|evaluation|valid|validate|validation|test|accuracy|score)(_|$)"
+)
+# not `val` or `test` alone: a value, a device and an attempt have such names, too
+_HELD_OUT = re.compile(
+    r"(?<![a-z_])(val|valid|validation|test|eval)_?(loader|set|data|ds|batch|x|inputs)(?![a-z])"
+    r"|(?<![a-z])(xs?|inputs|data|loader|batch)_(val|valid|validation|test|eval)(?![a-z])"
 )
 _FUNCTIONAL_DROPOUT = (
     *("torch.nn.functional.dropout", "torch.nn.functional.alpha_dropout"),
     "torch.nn.functional.feature_alpha_dropout",
 )
+_SCORES = {
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+}
+_GUESSES = {"argmax", "max", "topk", "round", "gt", "ge", "__gt__", "__ge__"}
 
 
 @dataclass
@@ -42,11 +55,17 @@ class Phases(Detector):
         self._trained: set[str] = set()  # roots that a forward in train mode was seen of
         # in eval at a backward of a step that is not checked: told when their optimizer steps
         self._suspects: dict[str, int] = {}
+        # what a model in train() gave without gradients -> the call, and what is active in it
+        self._outputs = WeakIdKeyDictionary()
+        self._running: tuple[nn.Module, Site] | None = None  # such a forward
+        self._learnt = WeakIdKeyDictionary()  # inputs of forwards with gradients
+        self._guesses = WeakIdKeyDictionary()  # classes made of such outputs
         # calls of functional dropout that do not pass the mode on, by line: the model they are of
         self._always: dict[Site, Any] = {}
 
     def op(self, call: OpCall) -> None:
         """`F.dropout(x)` drops in eval() as well: its `training` is True unless it is passed."""
+        self._follow(call)
         stack = self.session.module_stack
         if not call.name.startswith(_FUNCTIONAL_DROPOUT) or call.site is None or not stack:
             return
@@ -57,6 +76,33 @@ class Phases(Detector):
             self._always[call.site] = weakref.ref(stack[0])
             if not stack[0].training:
                 self._drops_in_eval(call.site)
+
+    # evaluations without eval()
+
+    def module_ends(self, module: nn.Module, result: Any) -> None:
+        running, self._running = self._running, None
+        if running is not None and running[0] is module:
+            for output in tensors_in(result):
+                self._outputs[output] = running
+
+    def _follow(self, call: OpCall) -> None:
+        """A prediction that is compared with an answer, while nothing is learnt, is a score."""
+        if not self._outputs or torch.is_grad_enabled() or not call.inputs:
+            return
+        running = next((self._outputs[t] for t in call.inputs if t in self._outputs), None)
+        if running is None:
+            return
+        module, site = running
+        guessed = any(t in self._guesses for t in call.inputs)
+        if call.short in _SCORES or (call.short in ("eq", "ne", "__eq__", "__ne__") and guessed):
+            name = self._root(module)
+            if name is not None and len(call.inputs) > 1:
+                self._evaluated(module, name, site)
+            return
+        for output in call.outputs:
+            self._outputs[output] = running
+            if guessed or call.short in _GUESSES:
+                self._guesses[output] = True
 
     def _drops_in_eval(self, site: Site) -> None:
         self.report(
@@ -97,10 +143,16 @@ class Phases(Detector):
         name = self._root(module)
         if name is None:
             return
+        inputs = tensors_in([args, kwargs], depth=4)
         if torch.is_grad_enabled():
             self._forwards[name] = Forward(module.training, site)
-        elif module.training and site is not None and _EVALUATION.search(site.function.lower()):
-            self._evaluated(module, name, site)
+            for tensor in inputs:
+                self._learnt[tensor] = True
+        elif module.training and site is not None:
+            if _is_evaluation(site):
+                self._evaluated(module, name, site)
+            elif _active_parts(module) and not any(t in self._learnt for t in inputs):
+                self._running = (module, site)
 
     def _root(self, module: nn.Module) -> str | None:
         """The root that this is, or is a part of."""
@@ -192,14 +244,22 @@ class Phases(Detector):
         )
 
     def _evaluated(self, module: nn.Module, name: str, site: Site) -> None:
-        parts = _active_parts(module, dropout_only=True)
+        parts = _active_parts(module)
         if not parts:
             return
+        random = bool(_active_parts(module, dropout_only=True))
+        where = "" if site.function.startswith("<") else f", in {site.function}()"
         self.report(
             26,
             Severity.WARNING,
-            f"{name} is evaluated in train() mode, in {site.function}().",
-            why=f"{_told(parts)} are active: the numbers are random, and those of another model.",
+            f"{name} is evaluated in train() mode{where}.",
+            why=f"{_told(parts)} are active: "
+            + (
+                "the numbers are random, and those of another model."
+                if random
+                else "each batch is normalised by its own statistics, and the running ones take "
+                "them in as if they were training data."
+            ),
             fix="Call .eval() before the evaluation and .train() after it.",
             site=site,
             parameters=self.session.registry.bits(
@@ -235,6 +295,13 @@ def _passes_mode(site: Site) -> bool:
         return True
     lines = [linecache.getline(site.file, site.line + k) for k in range(3)]
     return any("training" in line or "True" in line for line in lines) or not lines[0]
+
+
+def _is_evaluation(site: Site) -> bool:
+    """Whether the program itself calls this an evaluation: the function, or the data."""
+    if _EVALUATION.search(site.function.lower()):
+        return True
+    return _HELD_OUT.search(surroundings(site).lower()) is not None
 
 
 def _number(value: Any) -> float:

@@ -4,15 +4,21 @@ A score-function loss is -log pi(a) * A, with A a constant. Where A has a gradie
 loss trains what A was computed by (30): the critic learns to make the policy's loss small. Where
 the sign is missing and no weight is negative, every action that was taken becomes less likely,
 whatever its reward (32). Loss functions of torch are made to be minimised: minus one of them, as
-the whole loss of the only optimizer, is driven up (32).
+the whole loss of the only optimizer, is driven up (32); so is a plain log-probability of the data.
+
+Two more mistakes with values that should be constants. A ratio of a log-probability to itself, with
+both in the graph, is 1 and its gradient exactly 0 (20). A target reward + gamma * value whose value
+has a gradient trains the network to please its own target (30).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,6 +27,7 @@ from gradient_doctor.detectors.places import called
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, OpCall, Session
+from gradient_doctor.slips import surroundings
 from gradient_doctor.terms import Term
 
 _SAME = {
@@ -33,6 +40,13 @@ _LOSSES = {
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss"),
 }
+# what makes a positive weight on purpose: a mixture's probability, a learnt precision
+_POSITIVE = {"softmax", "sigmoid", "exp", "softplus", "relu", "square", "abs", "sigmoid_", "exp_"}
+_REARRANGES = _SAME | _TAKES
+_KEEPS_POSITIVE = _REARRANGES | _PRODUCT | {"div", "clamp"}
+_KEEPS_CENTRED = _REARRANGES | _PRODUCT | {"div", "detach"}
+_COST = re.compile(r"cost|length|loss_|penalt|dist(?!r)|time|error|energy|regret|delay")
+_DIFFERENCES = {"sub", "__rsub__", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 _ENOUGH = 2  # steps
 
 
@@ -60,6 +74,12 @@ class PolicyLosses(Detector):
         self._tables = WeakIdKeyDictionary()  # probabilities ("p") or logarithms of them ("log")
         self._log_probs = WeakIdKeyDictionary()
         self._weighted = WeakIdKeyDictionary()
+        self._positive = WeakIdKeyDictionary()  # made by one of _POSITIVE, and what is left of it
+        self._centred = WeakIdKeyDictionary()  # something was subtracted: its sign may turn
+        self._bootstraps = WeakIdKeyDictionary()  # data + number * a live value -> its line
+        self._discounted = WeakIdKeyDictionary()
+        self._own_ratios: dict[Site | None, set[int]] = {}
+        self._chases: dict[Site | None, set[int]] = {}
         self._live_weights: dict[Site | None, set[int]] = {}
         self._rising: dict[Site | None, set[int]] = {}
         self._negated: dict[Site | None, set[int]] = {}
@@ -73,8 +93,20 @@ class PolicyLosses(Detector):
         if not call.outputs or not call.inputs:
             return
         self._make_log_probs(call)
+        if call.short in _POSITIVE or (
+            call.short in _KEEPS_POSITIVE
+            and any(tensor in self._positive for tensor in call.inputs)
+        ):
+            self._positive[call.outputs[0]] = True
+        if call.short in ("sub", "__rsub__") or (
+            call.short in _KEEPS_CENTRED and any(tensor in self._centred for tensor in call.inputs)
+        ):
+            self._centred[call.outputs[0]] = True
         if call.short in _PRODUCT and len(call.inputs) == 2:
             self._multiply(call)
+        if call.short in ("sub", "__rsub__") and len(call.inputs) == 2:
+            self._subtract(call)
+        self._bootstrap(call)
         self._follow(call)
 
     def _make_log_probs(self, call: OpCall) -> None:
@@ -109,8 +141,10 @@ class PolicyLosses(Detector):
             elif call.short in ("mul", "div", "true_divide") and numbers:
                 turned = -first.sign if numbers[0] < 0 else first.sign
                 known[result] = replace(first, sign=turned)
-            elif (call.short in _SAME | _TAKES and known.get(result) is None) or (
-                call.short in ("add", "add_", "__radd__", "__iadd__") and known is self._weighted
+            elif (call.short in _REARRANGES and known.get(result) is None) or (
+                call.short in ("add", "add_", "__radd__", "__iadd__")
+                # of several actions together, or begun from a number
+                and (known is self._weighted or len(parts) == len(call.inputs))
             ):
                 known[result] = self._joined(parts)
             elif call.short in ("sub", "sub_", "__isub__") and known is self._weighted:
@@ -138,10 +172,14 @@ class PolicyLosses(Detector):
         foreign = live_in(self.session, [weight]) & ~live
         known: LogProb = self._log_probs[log_prob]
         if foreign:
-            # a positive weight may be a probability: a mixture, whose parts learn together
-            if bool((values < 0).any()) and self._is_network(foreign):
+            # a mixture's probability or a precision learns together with what it weighs
+            advantage = bool((values < 0).any()) or weight not in self._positive
+            if advantage and self._is_network(foreign):
                 self._live_weight(call, weight, foreign)
-        elif not live_in(self.session, [weight]):
+        elif not live_in(self.session, [weight]) and weight not in self._centred:
+            # costs are minimised by their log-probabilities as they stand; rewards are not
+            if call.site is not None and _COST.search(surroundings(call.site).lower()):
+                return
             least, greatest = float(values.min()), float(values.max())
             product = Weighted(known.sign, least, greatest, call.site)
             self._weighted[call.outputs[0]] = product
@@ -171,12 +209,90 @@ class PolicyLosses(Detector):
             related=(call.site,),
         )
 
+    # what should be a number, and has a gradient
+
+    def _subtract(self, call: OpCall) -> None:
+        """log pi - log pi_old, both alive and equal: the ratio's gradient cancels."""
+        left, right = call.inputs
+        if left is right or left not in self._log_probs or right not in self._log_probs:
+            return
+        live = live_in(self.session, [left])
+        if not live or live != live_in(self.session, [right]):
+            return
+        values = self.session.values(left), self.session.values(right)
+        if values[0] is None or values[1] is None or not torch.equal(values[0], values[1]):
+            return
+        sites = [taint.site for taint in map(self.session.taint_of, call.inputs) if taint]
+        steps = self._own_ratios.setdefault(call.site, set())
+        steps.add(self.session.step)
+        if len(steps) < _ENOUGH:
+            return
+        self.report(
+            20,
+            Severity.ERROR,
+            "The ratio of a log-probability to itself has a gradient of exactly 0.",
+            why="Both sides of this difference come from the same parameters, have the same "
+            "values, and are in the graph: what one gives, the other takes away.",
+            fix="The old log-probability is a number: store it with detach(), or compute it "
+            "under no_grad.",
+            site=sites[-1] if sites else call.site,
+            parameters=live,
+            related=(call.site, *sites),
+        )
+
+    def _bootstrap(self, call: OpCall) -> None:
+        """Targets of temporal differences: rewards (data) + gamma * value (alive)."""
+        result = call.outputs[0]
+        if call.short in _PRODUCT:
+            numbers = [a for a in call.args if type(a) is float and 0.5 <= a < 1.0]
+            inherited = any(t in self._discounted for t in call.inputs)
+            if result.requires_grad and result.numel() > 1 and (numbers or inherited):
+                self._discounted[result] = True
+        elif call.short in ("add", "__radd__") and len(call.inputs) == 2:
+            values = [t for t in call.inputs if t in self._discounted]
+            rest = [t for t in call.inputs if not t.requires_grad and _is_per_sample(t)]
+            if len(values) == 1 and len(rest) == 1:
+                self._bootstraps[result] = call.site
+        elif call.short in _REARRANGES and call.inputs[0] in self._bootstraps:
+            self._bootstraps[result] = self._bootstraps[call.inputs[0]]
+        elif call.short in _DIFFERENCES and len(call.inputs) == 2:
+            self._chase(call)
+
+    def _chase(self, call: OpCall) -> None:
+        targets = [t for t in call.inputs if t in self._bootstraps]
+        others = [t for t in call.inputs if t not in self._bootstraps]
+        if len(targets) != 1 or len(others) != 1:
+            return
+        shared = live_in(self.session, targets) & live_in(self.session, others)
+        if not shared or not self._is_network(shared):
+            return
+        site = self._bootstraps[targets[0]]
+        steps = self._chases.setdefault(site, set())
+        steps.add(self.session.step)
+        if len(steps) < _ENOUGH:
+            return
+        self.report(
+            30,
+            Severity.WARNING,
+            "The target has a gradient: the network is also trained to change its own target.",
+            why=f"Data plus a discounted value, made here, is compared at {call.site} with a value "
+            "of the same network, and both sides are in the graph: the loss falls as well when the "
+            "value of the next state moves, which is no learning from the reward.",
+            fix="Compute the target under no_grad, or detach() it.",
+            site=site,
+            parameters=shared,
+            related=(call.site,),
+        )
+
     # the sign of the whole
 
     def backward_starts(self, backward: Backward) -> None:
         if backward.taint is None or backward.kind != "backward":
             return
         for root in backward.roots:
+            plain: LogProb | None = self._log_probs.get(root)
+            if plain is not None and plain.sign > 0 and not self._maximised(backward):
+                self._rises(Weighted(1, 1.0, 1.0, plain.site), backward)
             weighted: Weighted | None = self._weighted.get(root)
             if weighted is not None and weighted.sign > 0 and weighted.least >= 0:
                 # one weight for all is a temperature: that loss is an entropy
@@ -190,14 +306,19 @@ class PolicyLosses(Detector):
         steps.add(backward.step)
         if len(steps) < _ENOUGH:
             return
+        plain = weighted.least == weighted.greatest
         self.report(
             32,
             Severity.WARNING,
-            "The loss makes every action that was taken less likely.",
-            why=f"Log-probabilities enter it with weights between {weighted.least:.3g} and "
+            "The loss makes every outcome that was seen less likely."
+            if plain
+            else "The loss makes every action that was taken less likely.",
+            why="It is a log-probability of the data without a minus: minimising it lowers them."
+            if plain
+            else f"Log-probabilities enter it with weights between {weighted.least:.3g} and "
             f"{weighted.greatest:.3g}, none of them negative, and without a minus: minimising it "
             "lowers them all, those with the highest reward most.",
-            fix="Minimise -log_prob * weight.",
+            fix="Minimise -log_prob." if plain else "Minimise -log_prob * weight.",
             site=weighted.site,
             parameters=backward.taint.live if backward.taint is not None else 0,
             related=(backward.site,),
@@ -248,3 +369,8 @@ class PolicyLosses(Detector):
             for group in optimizer.param_groups
         ]
         return bool(groups) and all(group.get("maximize") for group in groups)
+
+
+def _is_per_sample(tensor: Tensor) -> bool:
+    """One number for each of several samples, as rewards are."""
+    return tensor.numel() > 1 and (tensor.dim() == 1 or tensor.shape[-1] == 1)

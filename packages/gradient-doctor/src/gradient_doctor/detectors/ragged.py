@@ -1,9 +1,9 @@
 """Class 19: rows of different lengths, and what treats their padded ends as text.
 
 Padding is known from the ids that an embedding takes: its padding_idx, or an id that fills the ends
-of rows of different lengths and stands nowhere else. Two rules. The next-token targets of these
+of rows of different lengths and stands nowhere else. Three rules. The next-token targets of these
 rows go into the loss with their padding. The state of a recurrent network after the last position
-is taken, when most of what it has read is padding.
+is taken, when most of what it has read is padding. The mean over time is taken with the padding.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Ragged(Detector):
         self._rows: list[Rows] = []
         self._states = WeakIdKeyDictionary()
         self._final = WeakIdKeyDictionary()
+        self._texts = WeakIdKeyDictionary()  # values per position of such rows, not masked -> rows
         self._leaks: dict[Site | None, set[int]] = {}
 
     def op(self, call: OpCall) -> None:
@@ -68,7 +69,10 @@ class Ragged(Detector):
             self._read(call)
         elif call.short == "__getitem__":
             self._taken(call)
+        elif call.short == "mean" and call.inputs[0] in self._texts:
+            self._mean(call)
         else:
+            self._follow(call)
             for tensor in call.inputs:
                 if tensor in self._final:
                     self._say_state(self._final[tensor], self._final[tensor].site, call)
@@ -94,6 +98,8 @@ class Ragged(Detector):
                 )  # the ends, not the beginnings
                 if bool(pads.any()):
                     self._rows.append(Rows(rows.clone(), pad, pads))
+                    if rows is values:
+                        self._texts[call.outputs[0]] = self._rows[-1]
                     return
 
     # targets
@@ -128,6 +134,42 @@ class Ragged(Detector):
             "to predict padding, which is easy, and the mean hides the rest.",
             fix=f"Pass ignore_index={rows.pad} to {call.short}, or give these places the label "
             "-100.",
+            site=call.site,
+            parameters=live,
+        )
+
+    # means over time
+
+    def _follow(self, call: OpCall) -> None:
+        """The same positions; what meets anything of their shape without features is masked."""
+        rows = next((self._texts[t] for t in call.inputs if t in self._texts), None)
+        result = call.outputs[0]
+        if rows is None or result.dim() != 3 or tuple(result.shape[:2]) != tuple(rows.ids.shape):
+            return
+        others = [t for t in call.inputs if t not in self._texts and t.dim() > 1]
+        if not any(tuple(t.shape[:2]) == tuple(rows.ids.shape) for t in others):
+            self._texts[result] = rows
+
+    def _mean(self, call: OpCall) -> None:
+        rows: Rows = self._texts[call.inputs[0]]
+        axis = argument(call, 1, "dim")
+        live = live_in(self.session, call.inputs)
+        share = float(rows.pads.float().mean())
+        if axis not in (1, -2, (1,), [1]) or share < _MUCH or not live:
+            return
+        steps = self._leaks.setdefault(call.site, set())
+        steps.add(self.session.step)
+        if len(steps) < 2:
+            return
+        self.report(
+            19,
+            Severity.WARNING,
+            f"The mean over {rows.ids.shape[1]} positions includes the padding of "
+            f"{int(rows.pads[:, -1].sum())} of {len(rows.ids)} rows.",
+            why=f"{share:.0%} of the positions are token {rows.pad}, at the ends of rows: the "
+            "result depends on how long a row is, and on the longest row of its batch.",
+            fix="Sum over the tokens of each row, and divide by their number: "
+            "(h * mask).sum(1) / mask.sum(1).",
             site=call.site,
             parameters=live,
         )

@@ -17,6 +17,7 @@ from gradient_doctor.detectors.places import birth_site, called
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Detector, Event, Session
+from gradient_doctor.slips import assigned_attribute
 
 _NOTHING = 1.001e-3  # of the highest rate so far; three decays by ten are rounded to either side
 _ENOUGH = 6  # updates before a share of them means something
@@ -106,6 +107,7 @@ class Schedule(Detector):
 
     def finish(self, error: BaseException | None) -> None:
         for optimizer, rates in list(self._rates.items()):
+            self._attribute(optimizer, rates)
             if rates.updates >= _ENOUGH and 2 * rates.low > rates.updates:
                 self._taken_away(optimizer, rates)
             # a warm-up that the run is too short for still rises
@@ -114,6 +116,28 @@ class Schedule(Detector):
             elif self.session.scaler is None:  # which may skip steps: that is torch's way
                 for scheduler in rates.kept:
                     self._out_of_step(optimizer, rates, scheduler)
+
+    def _attribute(self, optimizer: Any, rates: Rates) -> None:
+        """`optimizer.lr = 1e-4` makes an attribute that nothing reads."""
+        if not type(optimizer).__module__.startswith("torch.optim") or not rates.updates:
+            return
+        written = vars(optimizer).get("lr")
+        if not isinstance(written, (int, float)) or written == rates.last:
+            return
+        name = self.session.registry.optimizer_name(optimizer)
+        made = birth_site(self.session.registry, optimizer)
+        files = [site.file for site in (rates.site, made) if site is not None]
+        self.report(
+            31,
+            Severity.WARNING,
+            f"{name}.lr = {written:g} changes nothing: the learning rate stays {rates.last:g}.",
+            why="Optimizers of torch read the rate from their param_groups. An attribute of this "
+            "name is one that the program has made, and nobody reads it.",
+            fix=f"for group in {name}.param_groups: group['lr'] = ...",
+            site=assigned_attribute(files, ["lr"]) or made or rates.site,
+            parameters=self.session.registry.bits(owned_by(optimizer)),
+            related=(made, rates.site),
+        )
 
     def _taken_away(self, optimizer: Any, rates: Rates) -> None:
         registry = self.session.registry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.detectors.common import argument, plural, shape
+from gradient_doctor.detectors.common import argument, live_in, plural, shape
+from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import is_opaque, nodes_of
 from gradient_doctor.readable import values_of
@@ -39,6 +41,8 @@ class Cause:
     structural: bool = False
     deliberate: bool = False
     made: Site | None = None
+    also: Site | None = None
+    constant: bool = False  # the output does not depend on the input, whatever rounding makes of it
 
 
 class Zeros(Detector):
@@ -52,6 +56,9 @@ class Zeros(Detector):
         self._alive = 0
         self._blame: dict[int, Cause] = {}
         self._steps: set[int] = set()
+        self._data_of = WeakIdKeyDictionary()  # `weight.data` -> the weight
+        # outputs that are constant by their shape: in which steps, and what is behind them
+        self._constant: dict[Cause, tuple[set[int], int]] = {}
 
     # what may stop a gradient
 
@@ -59,23 +66,58 @@ class Zeros(Detector):
         if not call.outputs:
             return
         result = call.outputs[0]
-        if call.short in ("zero_", "fill_") and isinstance(result, nn.Parameter):
-            self.session.registry.zeroed_at[result] = call.site
+        if call.short == "data" and isinstance(call.inputs[0], nn.Parameter):
+            self._data_of[result] = weakref.ref(call.inputs[0])
+        for target in call.targets:
+            self._written(target, call.site)
         if not result.requires_grad:
             self._follow_zero(call, result)
             return
         weights = [t for t in call.inputs if isinstance(t, nn.Parameter) and t.dim() > 1]
         if weights and not any(map(_any, weights)):
-            self._from_zeros[result] = self.session.registry.zeroed_at.get(weights[0])
+            self._from_zeros[result] = self._zeroed_at(weights[0])
         cause = self._cause(call, result)
         if cause is not None:
-            self._causes.setdefault((call.site, call.name), cause)
+            key = (call.site, call.name)
+            if key not in self._causes or (cause.structural and not self._causes[key].structural):
+                self._causes[key] = cause
+            if cause.constant:
+                self._note_constant(cause, call)
             if call.short in _RELU:
                 self._silent[result] = cause
         elif not _any(result):
             source = next((t for t in call.inputs if t in self._silent), None)
             if source is not None:
                 self._silent[result] = self._silent[source]
+
+    def _written(self, target: Tensor, site: Site | None) -> None:
+        """A weight that somebody writes zeros into, itself or through `.data`."""
+        ref = self._data_of.get(target)
+        weight = target if isinstance(target, nn.Parameter) else None if ref is None else ref()
+        if weight is not None and weight.dim() > 1 and not _any(target):
+            self.session.registry.zeroed_at[weight] = site
+
+    def _note_constant(self, cause: Cause, call: OpCall) -> None:
+        """What is constant by its shape leaves nothing but rounding in the gradient."""
+        live = live_in(self.session, call.inputs[:1])
+        steps, mask = self._constant.get(cause, (set(), 0))
+        self._constant[cause] = ({*steps, self.session.step}, mask | live)
+
+    def _zeroed_at(self, weight: Tensor) -> Site | None:
+        """The line that made a weight zero; of its birth, if it was born so."""
+        registry = self.session.registry
+        return registry.zeroed_at.get(weight) or birth_site(registry, weight)
+
+    def _layer_site(self, call: OpCall, kind: type[nn.Module]) -> Site | None:
+        """The line that made the layer of this call: there its size is written."""
+        registry, stack = self.session.registry, self.session.module_stack
+        if not stack or not isinstance(stack[-1], kind):
+            return None
+        for parameter in stack[-1].parameters(recurse=False):
+            first = registry.prototypes.get(parameter)
+            if first is not None:
+                return first
+        return birth_site(registry, stack[-1])
 
     def _follow_zero(self, call: OpCall, result: Tensor) -> None:
         if not (result.is_floating_point() and result.numel()) or _any(result):
@@ -110,8 +152,20 @@ class Zeros(Detector):
                 site,
                 "layer_norm over a single value passes no gradient on.",
                 "One value minus its own mean is 0 whatever the value.",
-                "Normalise over the feature axis.",
+                "Normalise over the feature axis, or give the layer more than one feature.",
                 structural=True,
+                made=self._layer_site(call, nn.LayerNorm),
+                constant=True,
+            )
+        if short == "group_norm" and _per_group(call, source) == 1:
+            return Cause(
+                site,
+                "group_norm over single values passes no gradient on.",
+                f"Each group of {shape(source)} has one value, and that minus its own mean is 0.",
+                "Use fewer groups, so that each has several values.",
+                structural=True,
+                made=self._layer_site(call, nn.GroupNorm),
+                constant=True,
             )
         if short in _RELU and not bool(value.any()):
             made = self._from_zeros.get(source)
@@ -195,6 +249,12 @@ class Zeros(Detector):
             return None
         if _any(right):
             return None
+        # the first of the two is the one that should be random: B(A(x)), x @ A @ B
+        first, second = (
+            self._from_zeros.get(factor)
+            or (self._zeroed_at(factor) if isinstance(factor, nn.Parameter) else None)
+            for factor in (left, right)
+        )
         return Cause(
             call.site,
             "Both factors of a product are zero, so neither ever gets a gradient.",
@@ -202,6 +262,8 @@ class Zeros(Detector):
             "each is a multiple of the other.",
             "Start one of the two (LoRA: A) with random values.",
             structural=True,
+            made=first or second,
+            also=second,
         )
 
     # which parameters it hits
@@ -262,8 +324,13 @@ class Zeros(Detector):
             cause = self._blame.get(bit)
             groups[cause] = groups.get(cause, 0) | bit
             steps[cause] = min(steps.get(cause, len(when)), len(when))
+        for cause, (when, bits) in self._constant.items():
+            if len(when) > 1:
+                groups[cause] = groups.get(cause, 0) | bits & ours
+                steps[cause] = len(when)
         for cause, bits in groups.items():
-            self._say(cause, bits, steps[cause])
+            if bits:
+                self._say(cause, bits, steps[cause])
 
     def _say(self, cause: Cause | None, bits: int, steps: int) -> None:
         often = f"in all {steps} examined steps" if steps > 1 else "in the only examined step"
@@ -283,12 +350,18 @@ class Zeros(Detector):
             20,
             Severity.ERROR if grave else Severity.NOTE,
             cause.what,
-            why=f"{cause.why} The parameters behind it have a gradient of exactly 0 {often}.",
+            why=f"{cause.why} The parameters behind it have a gradient of "
+            + (f"0, up to rounding, {often}." if cause.constant else f"exactly 0 {often}."),
             fix=cause.fix,
             site=cause.made or cause.site,
             parameters=bits,
-            related=(cause.site,),
+            related=(cause.also, cause.site),
         )
+
+
+def _per_group(call: OpCall, source: Tensor) -> int:
+    groups = argument(call, 1, "num_groups", 1)
+    return source[0].numel() // groups if source.dim() and len(source) else 0
 
 
 def _normalised(call: OpCall) -> int:

@@ -44,4 +44,5 @@ DOCUMENTS = (
         "003", 3, "detached_info.py", ("pi_mean.weight", "trunk.weight"), ("pi_mean.*", "trunk.*")
     ),
     DocumentCase("003", 6, "throwaway_projection.py"),
+    DocumentCase("003", 18, "float_ids.py", affected=("*",), raises=RuntimeError),
 )  # fmt: skip

@@ -1,0 +1,188 @@
+"""Class 18: which token a language model is asked for.
+
+Position t of a causal model has read tokens 0..t and is asked for token t + 1. Labels that were
+shifted by the collator and again by the model ask for t + 2; labels that nobody shifted ask for
+token t itself, which the model has just read. Both train without an error, and the loss falls.
+
+Nothing is inferred from names. The ids that an embedding takes and the target of cross_entropy are
+compared as numbers: the shift is the k for which target[t] = ids[t + k] wherever the target counts.
+That row t of the logits belongs to position t of the ids is followed from the embedding on: a
+prefix, a slice that does not begin at 0, a pad or a roll on the way, and nothing is said.
+Heads that predict several tokens ahead are meant: a step in which any target has k = 1 is silent.
+k = 0 is a fault only where the model cannot look ahead: reconstruction is a task.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradient_doctor.detectors.common import argument, live_in
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.session import Detector, OpCall, Session, StepRecord
+
+_ENOUGH = 2  # steps
+_TOKENS = 12  # compared tokens that count as evidence
+_DISTINCT = 4
+_MOVES = {"cat", "concat", "stack", "pad", "roll", "flip", "gather", "index_select", "narrow"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A loss of this step whose targets are the model's own ids, `shift` further on."""
+
+    shift: int
+    site: Site | None
+    live: int
+
+
+class Shifts(Detector):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._ids: list[Tensor] = []  # copies of what embeddings took in this step
+        self._aligned = WeakIdKeyDictionary()  # values by position -> places in `_ids`
+        self._seen: list[Seen] = []
+        self._causal = False
+        self._steps: dict[tuple[Site | None, int], set[int]] = {}
+
+    def op(self, call: OpCall) -> None:
+        if call.short == "embedding" and call.inputs:
+            self._take(call)
+        elif call.short == "scaled_dot_product_attention":
+            self._causal |= bool(argument(call, 5, "is_causal", False))
+            self._causal |= _is_triangle(argument(call, 3, "attn_mask"))
+        elif call.short == "multi_head_attention_forward":
+            self._causal |= bool(call.kwargs.get("is_causal"))
+            self._causal |= _is_triangle(call.kwargs.get("attn_mask"))
+        elif call.short in ("softmax", "masked_fill", "masked_fill_", "add", "add_", "where"):
+            self._causal |= any(_is_triangle(t) for t in call.inputs[:3])
+        elif call.short in _RECURRENT:
+            self._causal |= not any(a is True for a in call.args[-2:-1])
+        elif call.short == "cross_entropy" and self._ids:
+            self._loss(call)
+        self._align(call)
+
+    def _take(self, call: OpCall) -> None:
+        ids = next((t for t in call.inputs if not t.is_floating_point()), None)
+        if ids is not None and ids.dim() == 2 and ids.shape[1] > 2 and len(self._ids) < 8:
+            values = self.session.values(ids)
+            if values is not None:
+                self._aligned[call.outputs[0]] = frozenset({len(self._ids)})
+                self._ids.append(values.detach().clone())
+
+    def _align(self, call: OpCall) -> None:
+        if not self._ids or not call.outputs or call.short == "embedding":
+            return
+        places: frozenset[int] = frozenset().union(
+            *(self._aligned[t] for t in call.inputs if t in self._aligned)
+        )
+        if not places or call.short in _MOVES or call.outputs[0].dim() < 2:
+            return
+        if call.short == "__getitem__" and not _begins_at_0(call.args[1]):
+            return
+        self._aligned[call.outputs[0]] = places
+
+    def _loss(self, call: OpCall) -> None:
+        prediction, target = argument(call, 0, "input"), argument(call, 1, "target")
+        ignored = argument(call, 4, "ignore_index", -100)
+        if not isinstance(target, Tensor) or target.is_floating_point():
+            return
+        places: frozenset[int] = self._aligned.get(prediction) or frozenset()
+        values = self.session.values(target)
+        live = live_in(self.session, call.inputs)
+        if values is None or not live:
+            return
+        shifts = {shift_of(self._ids[place], values, ignored) for place in places} - {None}
+        for shift in shifts:
+            assert shift is not None
+            self._seen.append(Seen(shift, call.site, live))
+
+    def step_ended(self, record: StepRecord) -> None:
+        seen, causal = self._seen, self._causal
+        self._ids, self._seen, self._causal = [], [], False
+        if any(one.shift == 1 for one in seen):
+            return
+        for one in seen:
+            if one.shift == 2 or (one.shift == 0 and causal):
+                steps = self._steps.setdefault((one.site, one.shift), set())
+                steps.add(record.number)
+                if len(steps) >= _ENOUGH:
+                    self._say(one)
+
+    def _say(self, one: Seen) -> None:
+        if one.shift == 2:
+            what = "Position t is trained on token t + 2: the labels are shifted twice."
+            why = (
+                "Compared as numbers, the target at t is the input token at t + 2. The data were "
+                "shifted by one when they were made, and the loss shifts them again: no position "
+                "is ever asked for the next token."
+            )
+            fix = "Shift once: pass unshifted labels here, or remove the shift before the loss."
+        else:
+            what = "Position t is trained on token t, which it has just read."
+            why = (
+                "Compared as numbers, the target is the input itself, and the model looks at no "
+                "later token: copying its input makes the loss 0, and nothing is predicted."
+            )
+            fix = "Shift by one: logits[:, :-1] against tokens[:, 1:]."
+        self.report(
+            18,
+            Severity.WARNING,
+            what,
+            why=why,
+            fix=fix,
+            site=one.site,
+            parameters=one.live,
+        )
+
+
+@torch.no_grad()
+def shift_of(ids: Tensor, target: Tensor, ignored: int) -> int | None:
+    """The k of 0, 1, 2 for which target[t] = ids[t + k]; None if there is none, or several."""
+    rows, width = ids.shape
+    if target.dim() == 1 and len(target) % rows == 0:
+        target = target.reshape(rows, -1)
+    if target.dim() != 2 or len(target) != rows or not width - 2 <= target.shape[1] <= width:
+        return None
+    counts = target != ignored
+    fits = []
+    for shift in (0, 1, 2):
+        length = min(target.shape[1], width - shift)
+        here = counts[:, :length]
+        # what lies beyond the ids is made up: padding, or the first token of the next text
+        equal = (target[:, :length] == ids[:, shift : shift + length]) | ~here
+        enough = int(here.sum()) >= _TOKENS
+        varied = len(target[:, :length][here].unique()) >= _DISTINCT
+        if enough and varied and bool(equal.all()):
+            fits.append(shift)
+    return fits[0] if len(fits) == 1 else None
+
+
+def _begins_at_0(index: Any) -> bool:
+    """`[:, :-1]`, `[..., :]`: the second axis keeps its beginning."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(not isinstance(part, slice) and part is not Ellipsis for part in parts):
+        return False
+    return all(part is Ellipsis or part.start in (None, 0) for part in parts)
+
+
+def _is_triangle(mask: object) -> bool:
+    """Whether a mask hides exactly what comes later."""
+    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    size = mask.shape[-1]
+    if size < 3 or mask.numel() != mask.shape[-1] * mask.shape[-2] or mask.requires_grad:
+        return False
+    plain = mask.detach().reshape(size, size)
+    later = torch.ones(size, size, dtype=torch.bool, device=plain.device).triu(1)
+    if plain.dtype == torch.bool:
+        return bool((plain == later).all()) or bool((plain == ~later).all())
+    if not plain.is_floating_point():
+        return bool(((plain != 0) == ~later).all())
+    hidden = plain < -1e3
+    return bool((hidden == later).all()) or bool(((plain == 1) == ~later).all())
