@@ -47,7 +47,7 @@ def answer_reward(prompt, completion):
     return torch.tensor(rewards)
 
 
-def train(steps=40, prompts=8, group=16):
+def train(steps=18, prompts=8, group=16):
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
     for step in range(steps):
@@ -65,7 +65,7 @@ def train(steps=40, prompts=8, group=16):
         loss.backward()
         norm = nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
-        if step % 8 == 0 or step == steps - 1:
+        if step % 3 == 0 or step == steps - 1:
             right = (completion == prompt[:, None]).float().mean().item()
             print(f"{step:2d} loss {loss.item():+.3f} grad {norm.item():.3f} right {right:.2f}")
 

@@ -33,8 +33,7 @@ def train(steps=200, rays=256):
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [120, 170], gamma=0.33)
     for step in range(steps):
         xy = torch.rand(rays, 2)
-        with torch.autocast("cpu", enabled=False):
-            loss = nn.functional.smooth_l1_loss(field(xy), scene(xy))
+        loss = nn.functional.smooth_l1_loss(field(xy), scene(xy))
         optimizer.zero_grad()
         grad_scaler.scale(loss).backward()
         optimizer.step()

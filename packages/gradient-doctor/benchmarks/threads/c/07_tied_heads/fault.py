@@ -30,7 +30,7 @@ def make_text(n=128, length=17, vocab=64):
     return (start + stride * torch.arange(length)) % vocab
 
 
-def train(steps=40):
+def train(steps=60):
     model = TinyLM()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(steps):
@@ -41,7 +41,7 @@ def train(steps=40):
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 8 == 0 or step == steps - 1:
+        if step % 10 == 0 or step == steps - 1:
             print(f"step {step:2d} loss {loss.item():8.3f} grad norm {norm.item():8.2f}")
 
 

@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Denoiser(nn.Module):
-    def __init__(self, n_in=6, width=32, depth=3):
+    def __init__(self, n_in=6, width=24, depth=3):
         super().__init__()
         self.gradient_checkpointing = False
         self.conv_in = nn.Linear(n_in, width).requires_grad_(False)
@@ -45,20 +45,19 @@ class Denoiser(nn.Module):
         return self.conv_out(h)
 
 
-def train(steps=150):
+def train(steps=250):
     model = Denoiser()
     model.gradient_checkpointing = True
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=5e-3)
-    mix = torch.randn(6, 6)
     for step in range(steps):
-        clean = torch.sin(torch.randn(128, 6) @ mix)
-        noisy = clean + 0.5 * torch.sin(3 * clean)
+        noisy = torch.randn(128, 6)
+        clean = torch.sin(2 * noisy) * noisy.roll(1, 1)
         loss = nn.functional.mse_loss(model(noisy), clean)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 30 == 0 or step == steps - 1:
+        if step % 50 == 0 or step == steps - 1:
             up = sum(b.fc.up.weight.abs().sum().item() for b in model.blocks)
             print(f"step {step:3d} loss {loss.item():.4f} lora up {up:.3f}")
 

@@ -18,7 +18,7 @@ class Spotter(nn.Module):
         return self.classifier(self.body(feats).amax(2))
 
 
-PATTERNS = torch.randn(4, 10, 6)
+PATTERNS = 0.7 * torch.randn(4, 10, 6)
 
 
 def utterances(n=32, frames=30):
@@ -52,7 +52,7 @@ class Executor:
 
 def main(epochs=8):
     model, executor = Spotter(), Executor()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for epoch in range(epochs):
         loss, accuracy = executor.train(model, optimizer, [utterances() for _ in range(15)])
         print(f"epoch {epoch} loss {loss:.3f} accuracy {accuracy:.2f}")

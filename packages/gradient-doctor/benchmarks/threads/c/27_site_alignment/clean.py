@@ -24,10 +24,10 @@ def site(n, shift):
 
 
 class LocalUpdate:
-    def __init__(self, weight=0.1):
+    def __init__(self, weight=0.03):
         self.net, self.critic, self.weight = Reconstructor(), nn.Linear(6, 1), weight
         self.opt_g = torch.optim.Adam(self.net.parameters(), lr=3e-3)
-        self.opt_d = torch.optim.Adam(self.critic.parameters(), lr=1e-2)
+        self.opt_d = torch.optim.Adam(self.critic.parameters(), lr=3e-3)
         self.bce = nn.BCEWithLogitsLoss()
         self.history = []
 
