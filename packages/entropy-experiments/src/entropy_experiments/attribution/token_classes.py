@@ -24,7 +24,7 @@ CONNECTIVES = frozenset(
 _SPECIAL = re.compile(r"<\|.*\|>|</s>|<s>|<eos>|<bos>|<pad>|\[(?:EOS|PAD|CLS|SEP|BOS)\]")
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*")
 _OPERATOR = re.compile(r"[-+*/=^%<>×÷·±≤≥≠≈&|~!]+")
-_TAG = re.compile(r"</?[\w-]*>?|[\w-]+>|\\\w+\{?")
+_TAG = re.compile(r"</[\w-]*>?|<[\w-]+>?|[\w-]*[\w]>|\\\w+\{?")
 _SHAPE = re.compile(r"[\[\](){}<>\"'`#$.,;:?_\\@…-]+")
 
 
@@ -42,10 +42,12 @@ def token_class(text: str, *, special: bool = False) -> str:
     word = text.strip()
     if _NUMBER.fullmatch(word):
         return "number"
+    if _TAG.fullmatch(word):
+        return "format"
     if _OPERATOR.fullmatch(word):
         return "operator"
     if word.lower() in CONNECTIVES:
         return "connective"
-    if _TAG.fullmatch(word) or _SHAPE.fullmatch(word):
+    if _SHAPE.fullmatch(word):
         return "format"
     return "word" if any(letter.isalpha() for letter in word) else "other"
