@@ -214,8 +214,9 @@ def b1_of(name: str) -> float:
 @pytest.mark.parametrize("kind", ["adamw", "adam", "amsgrad", "maximize", "sgd", "sgd_nesterov"])
 def test_lines_add_up_to_the_sum_of_first_order_changes(kind, columns):
     """Also where something else moves the parameters, which is the line `uncovered`."""
+    short = {} if kind == "adamw" else {"steps": 4}
     for stretch in (0.0, 1e-4):
-        ledger = ledger_of(kind, stretch=stretch)
+        ledger = ledger_of(kind, stretch=stretch, **short)
         lines = ledger.lines(*columns)
         assert sum(lines.values()) == pytest.approx(ledger.total(*columns), abs=EXACT)
         assert abs(lines["momentum_before_record"]) > 1e-8
@@ -310,21 +311,17 @@ def test_the_tangent_is_the_sum_of_one_step_predictions():
 
 
 def test_the_error_of_the_path_is_of_third_order():
-    """Halving every rate divides it by about 8; the tangent's by about 4."""
+    """Halving every rate divides it by about 8."""
 
-    def errors(scale: float) -> tuple[float, float]:
+    def error(scale: float) -> float:
         run = recorded(scale=scale, steps=6)
-        ledger = ledger_of(scale=scale, steps=6)
         first, last = (
             float(exact_entropy(run.evaluations[t][0], run.evaluations[t][0].params))
             for t in (0, -1)
         )
-        return ledger.total(*ENTROPY) - (last - first), ledger.total(TANGENT) - (last - first)
+        return ledger_of(scale=scale, steps=6).total(*ENTROPY) - (last - first)
 
-    (path, tangent), (finer, finer_tangent) = errors(0.5), errors(0.25)
-    assert 6 < path / finer < 10
-    assert 3 < tangent / finer_tangent < 5
-    assert abs(finer) < 0.05 * abs(finer_tangent)
+    assert 6 < error(0.5) / error(0.25) < 10
 
 
 def test_the_memo_is_what_momentum_does_with_slope_and_denominator_held():
@@ -419,10 +416,10 @@ def test_the_walk_is_the_same_step_by_step():
 
 def test_what_does_not_fit_is_refused():
     run, ledger = recorded(), ledger_of()
-    with pytest.raises(ValueError, match="Got 12 steps and 12 evaluations; expected one or more"):
+    with pytest.raises(ValueError, match=r"Got 12 steps and 12 evaluations; expected one or more"):
         run_ledger(run.steps, run.evaluations[:-1], OPTIONS)
     some = [*run.evaluations[:-1], (*run.evaluations[-1][:2], None)]
-    with pytest.raises(ValueError, match="Some evaluations have rewards and some have none"):
+    with pytest.raises(ValueError, match=r"Some evaluations have rewards and some have none"):
         run_ledger(run.steps, some, OPTIONS)
     here, there = ledger.slopes[0].gradients, ledger.slopes[1].gradients
     half = {"dH_a": there["dH_a"]}

@@ -538,9 +538,7 @@ def _missed_moment(rebuilt: StepRecursion, step: LedgerStep, params: Params) -> 
 
 def _unfinished(rebuilt: StepRecursion, slope: Params, params: Params) -> float:
     return -sum(
-        one.rho
-        / (1 - one.rho)
-        * float((one.gain * slope[key].detach().double() * one.after).sum())
+        one.rho / (1 - one.rho) * float((one.gain * slope[key].detach().double() * one.after).sum())
         for key, one in rebuilt.parameters.items()
     )
 

@@ -17,9 +17,42 @@ from __future__ import annotations
 import re
 
 CONNECTIVES = frozenset(
-    "so because therefore thus hence then but however although though since if else otherwise "
-    "wait hmm actually instead alternatively maybe perhaps let first next finally now and or "
-    "also while until unless whereas again".split()
+    [
+        "so",
+        "because",
+        "therefore",
+        "thus",
+        "hence",
+        "then",
+        "but",
+        "however",
+        "although",
+        "though",
+        "since",
+        "if",
+        "else",
+        "otherwise",
+        "wait",
+        "hmm",
+        "actually",
+        "instead",
+        "alternatively",
+        "maybe",
+        "perhaps",
+        "let",
+        "first",
+        "next",
+        "finally",
+        "now",
+        "and",
+        "or",
+        "also",
+        "while",
+        "until",
+        "unless",
+        "whereas",
+        "again",
+    ]
 )
 _SPECIAL = re.compile(r"<\|.*\|>|</s>|<s>|<eos>|<bos>|<pad>|\[(?:EOS|PAD|CLS|SEP|BOS)\]")
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*")

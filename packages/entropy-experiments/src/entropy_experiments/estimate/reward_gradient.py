@@ -3,7 +3,7 @@
 The slope of the reward is linear in D S_i of every rollout (`estimate.reward`), so its coefficients
 
     matched     w_i (R_i - R) / sum w                    the derivative of the measured change
-    by prompt   w_p (R_i - mean of the prompt's others)   where every prompt has two rollouts or more
+    by prompt   w_p (R_i - mean of the prompt)           where every prompt has two rollouts
 
 are autograd on one small array, and each token of rollout i has the coefficient of its rollout.
 """

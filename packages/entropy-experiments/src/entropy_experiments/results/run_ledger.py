@@ -314,9 +314,7 @@ def _listed_bytes(folder: Path, name: str) -> bytes:
     )
     path, listed = folder / name, manifest["files"].get(name)
     if listed is None or not path.is_file():
-        raise FileNotFoundError(
-            f"No file {path}; expected it in a finished run directory. {AGAIN}"
-        )
+        raise FileNotFoundError(f"No file {path}; expected it in a finished run directory. {AGAIN}")
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != listed["sha256"]:
         raise ValueError(

@@ -148,9 +148,7 @@ def advanced(
 
 def first_moment(optimizer: OptimizerState, params: Params) -> dict[str, Tensor]:
     """m by parameter in fp64: Adam's exp_avg, SGD's buffer; zero before the first step."""
-    return {
-        name: _first_of(optimizer.state.get(name, {}), theta) for name, theta in params.items()
-    }
+    return {name: _first_of(optimizer.state.get(name, {}), theta) for name, theta in params.items()}
 
 
 def _first_of(entry: Mapping[str, Any], theta: Tensor) -> Tensor:
