@@ -26,6 +26,7 @@ from entropy_experiments.attribution.run_ledger import (
     LedgerStep,
     RunLedger,
     columns_of,
+    momentum_shares,
     run_ledger,
     slopes_at,
     step_shares,
@@ -354,6 +355,42 @@ def test_a_moment_that_differs_from_the_recorded_batches_is_uncovered():
     lines = ledger.lines(*ENTROPY)
     assert sum(lines.values()) == pytest.approx(ledger.total(*ENTROPY), abs=EXACT)
     assert abs(sum(ledger.shares[at_step - 1].uncovered[n] for n in ENTROPY)) > 1e-7
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam"])
+def test_the_momentum_of_one_step_is_the_batches_before_it(kind):
+    """The last seven of them by token, and what precedes these as a line."""
+    run, ledger, t = recorded(kind), ledger_of(kind), 10
+    step = run.steps[t]
+    gradient = loss_gradient(step.trained, step.batch, OBJECTIVE).gradient
+    rebuilt = step_recursion(
+        step.trained.params, gradient, step.optimizer, max_grad_norm=MAX_NORM
+    ).parameters
+    g = ledger.slopes[t].gradients
+    carried = {
+        column: {n: one.rho * one.gain * g[column][n] for n, one in rebuilt.items()}
+        for column in ENTROPY
+    }
+    g_H = exact_gradients(run, "entropy")[t]
+    line = -sum(
+        float((g_H[n] * one.gain * one.rho * one.before).sum()) for n, one in rebuilt.items()
+    )
+    earlier = list(reversed(run.steps[t - 7 : t]))
+    shares = list(momentum_shares(earlier, carried))
+    parts = [sum(float(one.tokens[n].sum()) for n in ENTROPY) for one in shares]
+    decay = sum(one.decay[n] for one in shares for n in ENTROPY)
+    before = sum(shares[-1].momentum_before[n] for n in ENTROPY)
+    assert sum(parts) + decay + before == pytest.approx(line, abs=EXACT)
+    assert abs(line) > 1e-5
+    for back, part in enumerate(parts, start=1):
+        s = t - back
+        g_s = loss_gradient(run.steps[s].trained, run.steps[s].batch, OBJECTIVE).gradient
+        expected = 0.0
+        for name, value in g_s.items():
+            b1 = b1_of(name)
+            moment = (1 - b1) * b1**back * run.clips[s] * value
+            expected -= float((g_H[name] * rebuilt[name].gain * moment).sum())
+        assert part == pytest.approx(expected, abs=EXACT)
 
 
 MISTAKES = {

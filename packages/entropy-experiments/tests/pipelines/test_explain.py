@@ -117,7 +117,8 @@ def test_replay_between_sparse_checkpoints_gives_the_same_numbers(run, ledger, t
     summary = explain(settings(run), sparse, asked, out=tmp_path / "out")
     dense = read_run_ledger(ledger)
     (arrival,) = summary["replays"]
-    assert arrival["start"] == 2 and arrival["end"] == STEPS and arrival["distance"] < 1e-3
+    assert (arrival["start"], arrival["end"]) == (2, STEPS)
+    assert arrival["distance"] < 1e-3
     assert [step["replayed"] for step in summary["steps"]] == [False, True, True, True]
     for name in LINES[:3]:
         assert summary["lines"][name]["dH"] == pytest.approx(dense["lines"][name]["dH"], abs=1e-5)
@@ -127,6 +128,7 @@ def test_replay_between_sparse_checkpoints_gives_the_same_numbers(run, ledger, t
     assert not list((tmp_path / "out" / "stages").glob("state_*"))[1:]  # one segment's last
 
 
+@pytest.mark.slow
 def test_every_reads_so_many_checkpoints(run, ledger, tmp_path):
     summary = explained(run, tmp_path / "every", every=2)
     assert [(one["start"], one["end"]) for one in summary["replays"]] == [(2, 4), (4, 6)]
@@ -136,11 +138,22 @@ def test_every_reads_so_many_checkpoints(run, ledger, tmp_path):
     )
 
 
-@pytest.mark.parametrize("stop", [STEPS, 4, 2])
-@pytest.mark.parametrize("every", [1, 4])
-def test_killed_at_any_step_it_goes_on_to_the_same_bytes(run, tmp_path, monkeypatch, stop, every):
-    whole, torn = tmp_path / "whole", tmp_path / "torn"
-    explained(run, whole, every=every)
+@pytest.fixture(scope="module")
+def replayed(run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("ledger") / "replayed"
+    explained(run, out, every=4)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("every", "stop"), [(1, f"step_{STEPS}"), (1, "step_3"), (4, "state_4"), (4, "costate_4")]
+)
+def test_killed_at_any_step_it_goes_on_to_the_same_bytes(
+    run, ledger, replayed, tmp_path, monkeypatch, every, stop
+):
+    """step_N: between the two stages of a visit; state_N: in the middle of a replay."""
+    whole = ledger if every == 1 else replayed
+    options = {"every": every, "tangent": every == 1}
     put = module.StageStore.put
 
     class KilledError(BaseException):
@@ -148,15 +161,16 @@ def test_killed_at_any_step_it_goes_on_to_the_same_bytes(run, tmp_path, monkeypa
 
     def killed(self, name, key, stage, seconds):
         put(self, name, key, stage, seconds)
-        if name == f"step_{stop}":  # between the two stages of a visit
+        if name == stop:
             raise KilledError
 
+    torn = tmp_path / "torn"
     with monkeypatch.context() as patch:
         patch.setattr(module.StageStore, "put", killed)
         with pytest.raises(KilledError):
-            explained(run, torn, every=every)
+            explained(run, torn, **options)
     assert not (torn / "manifest.json").exists()
-    explained(run, torn, every=every)
+    explained(run, torn, **options)
     for path in whole.iterdir():
         if path.is_file():
             assert (torn / path.name).read_bytes() == path.read_bytes(), path.name
@@ -238,9 +252,7 @@ def test_a_window_without_batches_is_refused(run, tmp_path):
     for step in (2, 3, 4):
         shutil.copytree(run / "run" / f"checkpoint-{step}", bare / f"checkpoint-{step}")
     shutil.rmtree(bare / "checkpoint-3" / "update_batch")
-    with pytest.raises(
-        ValueError, match=r"1 of 2 steps of .* the first is step 3.* \(--to 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"1 of 2 steps of .* the first is step 3.* \(--to 3\)"):
         explain(settings(run), bare, ExplainOptions(), out=tmp_path / "out")
 
 
@@ -289,3 +301,45 @@ def test_a_run_ledger_without_checkpoints_is_refused(tmp_path, changes):
         trainer = grpo(tmp_path, callbacks=[callback], **changes)
         with pytest.raises(ValueError, match=r"run_ledger=True with save_.*; expected checkpoints"):
             trainer.train()
+
+
+@pytest.fixture(scope="module")
+def influence(run, tmp_path_factory):
+    """A study of step 5, its momentum split among the four batches before it."""
+    from entropy_experiments import EntropyInfluencePlan, EntropyInfluenceRunner
+
+    folder = tmp_path_factory.mktemp("influence")
+    config = {
+        "checkpoint": {"base": str(run / "base")},
+        "data": {"evaluation_prompts": 4, "dataset": "countdown"},
+        "memory": {"microbatch_size": 16},
+        "sampling": {"save": str(folder / "rollouts"), "max_new_tokens": 4},
+    }
+    plan = EntropyInfluencePlan(
+        momentum_batches=3, measured_rollouts=1, plots=False, run_directory=folder / "study"
+    )
+    runner = EntropyInfluenceRunner(config, quiet=True)
+    return runner.run(plan, checkpoint_path=run / "run" / "checkpoint-5")
+
+
+@pytest.mark.slow
+def test_influence_splits_momentum_among_earlier_batches(influence):
+    import pyarrow.parquet
+
+    from entropy_experiments.report.influence_tables import influence_report
+
+    momentum = influence["evaluations"][0]["momentum"]
+    assert [one["step"] for one in momentum["batches"]] == [4, 3, 2]
+    line = influence["ledger"]["lines"]["momentum"]["this_step"]
+    total = sum(one["dH"] for one in momentum["batches"]) + momentum["before_record"]["dH"]
+    total += momentum["decay"] + momentum["uncovered"]
+    assert momentum["total"] == pytest.approx(line, rel=1e-4)
+    assert total == pytest.approx(line, rel=1e-3)
+    folder = Path(influence["run_directory"])
+    rows = pyarrow.parquet.read_table(folder / "momentum.parquet").to_pylist()
+    for one in momentum["batches"]:
+        own = sum(row["dH"] for row in rows if row["step"] == one["step"])
+        assert own == pytest.approx(one["dH"], abs=1e-12)
+    text = "\n".join(influence_report(influence))
+    assert "by the batches it came from" in text
+    assert "batch 4" in text

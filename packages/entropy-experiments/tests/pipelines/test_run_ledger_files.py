@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from checkout import DOCS
 from entropy_experiments.attribution.token_classes import token_class
 from entropy_experiments.pipelines.explain_files import prompt_id
 from entropy_experiments.results.run_ledger import (
@@ -67,7 +69,9 @@ def test_a_folder_without_its_manifest_is_not_finished(tmp_path):
     assert is_run_ledger(run)
     (run / "manifest.json").unlink()
     assert not is_run_ledger(run)
-    with pytest.raises(FileNotFoundError, match=r"manifest\.json of a finished `entropy-probe expl"):
+    with pytest.raises(
+        FileNotFoundError, match=r"manifest\.json of a finished `entropy-pr"
+    ):
         read_run_ledger(run)
 
 
@@ -77,7 +81,9 @@ def test_a_changed_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"by_prompt\.parquet is damaged or was changed"):
         read_ledger_table(run, PROMPT_TABLE)
     (run / TEXT_TABLE).unlink()
-    with pytest.raises(FileNotFoundError, match=r"by_token_text\.parquet; expected it in a finished"):
+    with pytest.raises(
+        FileNotFoundError, match=r"by_token_text\.parquet; expected it in a"
+    ):
         read_ledger_table(run, TEXT_TABLE)
     with pytest.raises(ValueError, match=r"Got the table 'x'; expected one of run_ledger\.parquet"):
         read_ledger_table(run, "x")
@@ -124,3 +130,23 @@ def test_classes_of_tokens(text, expected):
 def test_a_prompt_has_one_id():
     assert prompt_id([1, 23]) == prompt_id((1, 23)) != prompt_id([12, 3])
     assert len(prompt_id([1])) == 16
+
+
+def test_the_page_names_every_column_and_key(run):
+    page = (DOCS / "file_formats.md").read_text("utf-8")
+
+    def names(title: str) -> set[str]:
+        text = page.split(f"{title}\n", 1)[1].split("\n## ")[0].split("\n### ")[0]
+        cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+        return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+    columns = {column.name for table in TABLES.values() for column in table}
+    assert names("### Tables of a run's ledger") == columns
+    keys = names("### summary.json of a run's ledger")
+    summary = read_run_ledger(run)
+    assert {re.split(r"[.\[]", key)[0] for key in keys} == set(summary)
+    assert {key.removeprefix("steps[].") for key in keys if key.startswith("steps[]")} == set(
+        summary["steps"][0]
+    )
+    files = names("## The directory of a run's ledger")
+    assert {path.name for path in run.iterdir()} <= files

@@ -27,7 +27,7 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -447,6 +447,43 @@ def run_ledger(
         shares.append(one)
         carried = one.carried
     return RunLedger(shares=tuple(reversed(shares)), slopes=tuple(slopes))
+
+
+def momentum_shares(
+    steps: Iterable[LedgerStep],
+    carried: Columns,
+    *,
+    mode: Mode = "auto",
+    microbatch: int = 8,
+) -> Iterator[StepShares]:
+    """The momentum of one step t, by the batches that it came from.
+
+    A walk in which entropy is asked about at step t alone: the slopes of all earlier steps are 0,
+    so batch s keeps rho^(t-s) K_t g_H(t) of the costate, and its tokens add up to its part of
+
+        -K_t g_H(t) . rho m_{t-1}          the ledger's line "momentum"
+
+    What remains after the last of them is its `momentum_before`, and `uncovered` is what stored
+    moments have besides the recorded batches.
+
+    Args:
+        steps: Earlier steps, the newest first.
+        carried: rho K_t g_H(t), by column.
+        mode: How scores are differentiated.
+        microbatch: Rollouts in a pass.
+
+    Yields:
+        Shares of each step, in the same order.
+    """
+    for step in steps:
+        params = step.trained.params
+        zero = {
+            column: {name: torch.zeros_like(theta) for name, theta in params.items()}
+            for column in carried
+        }
+        shares = step_shares(step, zero, zero, carried, mode=mode, microbatch=microbatch)
+        yield shares
+        carried = shares.carried
 
 
 def _half_way(params: Params, before: Params | None, after: Params | None) -> dict[str, Tensor]:

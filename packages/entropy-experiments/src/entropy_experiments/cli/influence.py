@@ -36,6 +36,7 @@ EXAMPLES = (
     "  entropy-probe influence --checkpoint runs/checkpoint-60 --out results/step_60\n"
     "  entropy-probe influence --what-if drop=negative --what-if clip_high=0.28 --confirm\n"
     "  entropy-probe influence --out results/step_60 --fisher\n"
+    "  entropy-probe influence --momentum 30\n"
     "  entropy-probe influence --from results/step_60 --what-if 'drop=p<0.1&A<0'\n"
     "  entropy-probe influence --entropy-budget -0.02 --json > influence.json"
 )
@@ -72,6 +73,15 @@ def influence(
         bool,
         typer.Option("--fisher", help="Also compute the Fisher kernel of all pairs of rollouts."),
     ] = False,
+    momentum: Annotated[
+        int | None,
+        typer.Option(
+            "--momentum",
+            metavar="N",
+            min=1,
+            help="Split momentum among the N batches before the step, down to their tokens.",
+        ),
+    ] = None,
     saved: Annotated[
         Path | None,
         typer.Option(
@@ -96,7 +106,7 @@ def influence(
         if saved is not None:
             options = {"--config": config, "--checkpoint": checkpoint, "--set": overrides}
             options |= {"--out": out, "--confirm": confirm, "--fisher": fisher}
-            options |= {"--overwrite": overwrite}
+            options |= {"--overwrite": overwrite, "--momentum": momentum}
             _from_saved(saved, what_if or [], entropy_budget, options, as_json=as_json)
             return
         changes: dict[str, Any] = {}
@@ -105,6 +115,7 @@ def influence(
             changes["sampling.save"] = str(out / "rollouts")
         # What is not asked for here is as the file has it.
         analyses = {"what_if": what_if, "confirm": confirm, "fisher": fisher}
+        analyses |= {"momentum_batches": momentum}
         changes |= {f"influence.{name}": value for name, value in analyses.items() if value}
         if entropy_budget is not None:
             changes["influence.entropy_budget"] = entropy_budget

@@ -392,7 +392,7 @@ class Walk:
         """(gradients at a checkpoint, rho A there; None at the window's end)."""
         stage = self._stage(f"costate_{step}")
         names = stage.facts["columns"]
-        device = next(iter(self._at(step - 1).params.values())).device
+        device = next(iter(self.at(step - 1).params.values())).device
         groups = unpacked(stage.tensors, [f"{kind}.{name}" for kind in "gA" for name in names])
 
         def of(kind: str) -> dict[str, dict[str, Tensor]]:
@@ -406,8 +406,8 @@ class Walk:
 
     # States.
 
-    def _at(self, step: int) -> Opened:
-        """The model at a checkpoint; of at most two at a time."""
+    def at(self, step: int) -> Opened:
+        """The model at a checkpoint; of at most two at a time, neighbours."""
         if step not in self._open:
             stored = step in self.window.anchors
             opened = self._read(step) if stored else self._replayed(step)
@@ -434,7 +434,7 @@ class Walk:
             checkpointing=self.config.memory.gradient_checkpointing,
         )
         if checkpoint.optimizer is None:  # after the last step nobody needs it
-            groups = self._at(step - 1).optimizer.groups
+            groups = self.at(step - 1).optimizer.groups
             optimizer = OptimizerState(groups=groups, state={})
         else:
             optimizer = checkpoint.optimizer
@@ -482,7 +482,7 @@ class Walk:
         for step in range(start, end):
             name = f"state_{step + 1}"
             if not self._holds(name):
-                batch, facts, trained = self._batch(opened)
+                batch, facts, trained = self.batch(opened)
                 gradient = loss_gradient(
                     trained, batch, facts.objective, microbatch=self._microbatch
                 ).gradient
@@ -525,7 +525,7 @@ class Walk:
     def _microbatch(self) -> int:
         return self.config.memory.microbatch_size
 
-    def _batch(self, opened: Opened) -> tuple[UpdateBatch, TrainingFacts, SequenceProcessor]:
+    def batch(self, opened: Opened) -> tuple[UpdateBatch, TrainingFacts, SequenceProcessor]:
         """A step's recorded batch, the facts of its loss, and the policy as the loss sees it."""
         folder = self.run.batch(opened.step)
         assert folder is not None  # find_window looked
@@ -559,11 +559,11 @@ class Walk:
 
     def _visit(self, step: int) -> JSONObject:
         first, last = self.window.start, self.window.end
-        after = None if step == last else _cloned(self._at(step + 1).params)
-        later = None if step == last else self._at(step + 1).optimizer
-        opened = self._at(step)
+        after = None if step == last else _cloned(self.at(step + 1).params)
+        later = None if step == last else self.at(step + 1).optimizer
+        opened = self.at(step)
         self._open.pop(step + 1, None)  # two models at a time, not three
-        before = None if step == first else _cloned(self._at(step - 1).params)
+        before = None if step == first else _cloned(self.at(step - 1).params)
         estimator = self._estimator(opened)
         sampler = self._sampler(opened)
         evaluation = self._draw(sampler, f"evaluation-{step}", self.options.responses)
@@ -595,7 +595,7 @@ class Walk:
         tokens = None
         if after is not None:
             there, carried = self._costate(step + 1)
-            batch, own, trained = self._batch(opened)
+            batch, own, trained = self.batch(opened)
             shares = step_shares(
                 LedgerStep(
                     trained=trained,

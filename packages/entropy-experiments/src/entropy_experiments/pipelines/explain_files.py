@@ -87,11 +87,12 @@ def arrow_schema(name: str) -> pyarrow.Schema:
     return pyarrow.schema([(column.name, kinds[column.kind]) for column in TABLES[name]])
 
 
-def table_bytes(name: str, columns: Mapping[str, Any]) -> bytes:
-    """Parquet of one table, with exactly its columns; NaN becomes null."""
+def table_bytes(name: str, *parts: Mapping[str, Any]) -> bytes:
+    """Parquet of one table, with exactly its columns, a row group a part; NaN becomes null."""
     buffer = io.BytesIO()
     with _writer(name, buffer) as write:
-        write(columns)
+        for columns in parts:
+            write(columns)
     return buffer.getvalue()
 
 

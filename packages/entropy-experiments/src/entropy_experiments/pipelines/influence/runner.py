@@ -52,7 +52,7 @@ NOT_RESULTS = ("detailed_logging", "output", "training", "experiment")
 """Sections that change no number of a study."""
 QUESTIONS = (
     *("what_if", "confirm", "entropy_budget", "ranked_tokens"),
-    *("fisher", "fisher_centred", "plots"),
+    *("fisher", "fisher_centred", "momentum_batches", "plots"),
 )
 """Asked of a study that is there: its arrays stay, and beside them are the last command's answers.
 """
@@ -74,6 +74,7 @@ class EntropyInfluencePlan:
         leave_one_out: Rollouts without which the whole step is rebuilt and measured.
         fisher: Also the Fisher kernel.
         fisher_centred: The kernel of centred scores.
+        momentum_batches: Split momentum among so many of the batches before the step.
         what_if: Questions such as "drop=negative".
         confirm: Make and measure the what-ifs' steps.
         entropy_budget: Find the learning rate that changes entropy by this many nats.
@@ -97,6 +98,7 @@ class EntropyInfluencePlan:
     leave_one_out: Sequence[int] | None = None
     fisher: bool | None = None
     fisher_centred: bool | None = None
+    momentum_batches: int | None = None
     what_if: Sequence[str] | None = None
     confirm: bool | None = None
     entropy_budget: float | None = None
@@ -173,6 +175,8 @@ class EntropyInfluenceRunner:
             questions = influence.model_dump(mode="json", include=set(QUESTIONS))
             # Drawings are made up for once matplotlib is there.
             questions["plots"] = influence.plots and can_draw()
+            if not influence.momentum_batches:  # studies from before there was this question
+                del questions["momentum_batches"]
             key = digest_of(study_key, questions, {"table": TABLE_VERSION})
             place = influence.folder
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
@@ -355,6 +359,8 @@ def _answers(summary: InfluenceResult) -> list[tuple[str, str]]:
         options += [("--confirm", one["name"]) for one in confirmed]
         if evaluation.get("fisher") is not None:
             options.append(("--fisher", ""))
+        if evaluation.get("momentum") is not None:
+            options.append(("--momentum", ""))
         budget = evaluation.get("entropy_budget")
         if budget is not None:
             options.append((f"--entropy-budget {budget['budget']:g}", ""))

@@ -101,6 +101,7 @@ WORDS = {
     "without": "the step without rollout {}",
     "confirm": "a what-if's step, made and measured",
     "fisher": "Fisher kernel",
+    "momentum": "momentum by the batches it came from",
 }
 _NAME = re.compile(r"(?:(eval_\d+)_)?([a-z]+)(?:_(\d+))?")
 AT_ONCE = 4
