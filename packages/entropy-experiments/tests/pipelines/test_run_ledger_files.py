@@ -69,9 +69,7 @@ def test_a_folder_without_its_manifest_is_not_finished(tmp_path):
     assert is_run_ledger(run)
     (run / "manifest.json").unlink()
     assert not is_run_ledger(run)
-    with pytest.raises(
-        FileNotFoundError, match=r"manifest\.json of a finished `entropy-pr"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json of a finished `entropy-pr"):
         read_run_ledger(run)
 
 
@@ -81,9 +79,7 @@ def test_a_changed_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"by_prompt\.parquet is damaged or was changed"):
         read_ledger_table(run, PROMPT_TABLE)
     (run / TEXT_TABLE).unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"by_token_text\.parquet; expected it in a"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"by_token_text\.parquet; expected it in a"):
         read_ledger_table(run, TEXT_TABLE)
     with pytest.raises(ValueError, match=r"Got the table 'x'; expected one of run_ledger\.parquet"):
         read_ledger_table(run, "x")
