@@ -451,6 +451,38 @@ def test_the_walk_is_the_same_step_by_step():
         assert torch.allclose(again.tokens[name], value_NS, atol=1e-13, rtol=0)
 
 
+@pytest.mark.parametrize("rewards", [False, True])
+def test_passes_over_the_rollouts(rewards):
+    """Entropy: E and U are each scored twice, once for a gradient (3 forwards with its backward)
+    and once with derivatives along one or two directions (at most 5). So at most 8 forwards of
+    E + U; the reward adds a gradient over E and two directions, no pass, over U."""
+    run = recorded()
+    step, scored = run.steps[-1], {"E": 0, "U": 0}
+
+    def counting(policy: Any, name: str) -> Any:
+        other = copy.copy(policy)
+        other.repeatable = True
+
+        def score(params: Any, rollouts: Any) -> Any:
+            scored[name] += len(rollouts)
+            return policy.score(params, rollouts)
+
+        other.score = score
+        return other
+
+    slopes = []
+    for policy, rollouts, reward_N in run.evaluations[-2:]:
+        watched, paid_N = counting(policy, "E"), reward_N if rewards else None
+        slopes.append(
+            slopes_at(watched, rollouts, paid_N, None, step.after, replace(OPTIONS, mode="jvp"))
+        )
+    each = len(run.evaluations[-1][1])
+    assert scored["E"] == (3 if rewards else 2) * 2 * each
+    watched = replace(step, trained=counting(step.trained, "U"))
+    step_shares(watched, slopes[0].gradients, slopes[1].gradients, None, mode="jvp")
+    assert scored["U"] == 2 * len(step.batch.rollouts)
+
+
 def test_what_does_not_fit_is_refused():
     run, ledger = recorded(), ledger_of()
     with pytest.raises(ValueError, match=r"Got 12 steps and 12 evaluations; expected one or more"):
