@@ -91,7 +91,7 @@
     const narrow = window.innerWidth < 720;
     for (const place of document.querySelectorAll(".chart")) {
       const figure = figures[place.dataset.figure];
-      if (!figure) continue;
+      if (!figure || place.closest("[hidden]")) continue;  // drawn when it is chosen
       const layout = fill(figure.layout);
       const axis = { gridcolor: colour("line"), zeroline: false, linecolor: colour("axis"), tickcolor: colour("axis"), ticks: "outside", ticklen: 3, automargin: true, exponentformat: "power", tickfont: { size: narrow ? 10 : 12 } };
       for (const name of ["xaxis", "yaxis"]) {
@@ -111,6 +111,22 @@
     }
   };
   draw();
+  // A run's ledger: the grouping that is chosen, its drawings and its table.
+  const grouping = document.getElementById("grouping");
+  if (grouping) {
+    const manner = document.getElementById("manner");
+    const regroup = () => {
+      for (const place of document.querySelectorAll("[data-chosen]")) {
+        place.dataset.figure = `${place.dataset.chosen}_${grouping.value}_${manner.value}`;
+      }
+      for (const part of document.querySelectorAll("[data-grouping]")) part.hidden = part.dataset.grouping !== grouping.value;
+      draw();
+    };
+    grouping.addEventListener("change", regroup);
+    manner.addEventListener("change", regroup);
+    document.getElementById("choices").addEventListener("submit", (event) => event.preventDefault());
+    if (grouping.selectedIndex > 0 || manner.selectedIndex > 0) regroup();  // as left before a reload
+  }
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   window.matchMedia("(max-width: 720px)").addEventListener("change", draw);
 
@@ -151,7 +167,7 @@
   const textOf = (row) => {
     if (!texts.has(row)) {
       const response = row.text !== undefined ? row.text : (row.t || []).map((k) => views.vocabulary[k]).join("");
-      texts.set(row, (views.prompts[row.p] + response).toLowerCase());
+      texts.set(row, ((row.pid || "") + " " + views.prompts[row.p] + response).toLowerCase());
     }
     return texts.get(row);
   };
@@ -174,6 +190,7 @@
     }
     return span;
   };
+  const nameOf = (row) => row.name === undefined ? String(row.i) : row.name;
   const card = (row) => {
     const made = element("article", "rollout");
     made.dataset.i = row.i;
@@ -184,11 +201,12 @@
       item.append(element(strong ? "b" : "span", "", value));
       facts.append(item);
     };
-    say("rollout", String(row.i), true);
+    say("rollout", nameOf(row), true);
     if (row.influence !== undefined) say("influence", number(row.influence, 2), true);
+    if (row.gain !== undefined) say("on reward", number(row.gain, 2));
     if (row.advantage !== null && row.advantage !== undefined) say("advantage", number(row.advantage));
     if (row.reward !== null && row.reward !== undefined) say("reward", String(+row.reward.toPrecision(3)));
-    say("prompt", String(row.prompt));
+    say("prompt", row.pid || String(row.prompt));
     say("tokens", String(row.n));
     if (row.truncated) facts.append(element("span", "", "cut off"));
     made.append(facts);
@@ -273,17 +291,18 @@
     if (row.s[k] === "2") say("influence", "none: not in the loss");
     else {
       say("influence", number(value) + " nats");
-      if (row.e && views.t !== null) {
+      if (row.e) {
         const error = row.e[k] * views.units.influence;
         say("± s.e.", number(error, 2).slice(1) + `, ${views.folds} parts of E`);
-        say("95 %", number(value - views.t * error, 2) + " to " + number(value + views.t * error, 2));
+        if (views.t !== null) say("95 %", number(value - views.t * error, 2) + " to " + number(value + views.t * error, 2));
       } else say("95 %", "no interval: one fold");
+      if (row.r) say("on reward", number(row.r[k] * views.units.reward));
       if (row.s[k] === "1") say("sign", "unsure: parts of E disagree");
     }
     say("log-prob", signed(logprob) + `  (p ${Math.exp(logprob).toPrecision(3)})`);
     say("entropy", signed(row.h[k] * views.units.entropy) + " nats");
     say("advantage", number(advantage));
-    say("token", `${k} of rollout ${row.i}`);
+    say("token", `${k} of rollout ${nameOf(row)}`);
     tip.replaceChildren(what, rows);
     hide();
     on = span;
@@ -318,4 +337,38 @@
     if (place.on) place.on("plotly_click", (event) => jump(event.points[0].customdata[0]));
   }
   restart();
+
+  // Links into the page: #prompt=ID, #rollout=NAME and #rollout=NAME&token=K.
+  const follow = () => {
+    const link = new URLSearchParams(window.location.hash.slice(1));
+    const gone = document.getElementById("gone");
+    if (gone) gone.hidden = true;
+    const missing = (what) => {
+      if (!gone) return;
+      gone.textContent = `${what} is none of the rollouts that this page holds; run_ledger.parquet has all of them.`;
+      gone.hidden = false;
+      gone.scrollIntoView({ block: "center" });
+    };
+    if (link.get("rollout")) {
+      const row = views.rollouts.find((one) => nameOf(one) === link.get("rollout"));
+      if (!row) return missing(`Rollout ${link.get("rollout")}`);
+      jump(row.i);
+      const k = Number(link.get("token"));
+      const span = link.get("token") && Number.isInteger(k) ? document.querySelector(`#rollout-${row.i} [data-k="${k}"]`) : null;
+      if (span) {
+        span.scrollIntoView({ block: "center" });
+        show(span);
+      }
+    } else if (link.get("prompt")) {
+      const wanted = link.get("prompt");
+      if (!views.rollouts.some((one) => one.pid === wanted)) return missing(`Prompt ${wanted}`);
+      choose.sign.value = "";
+      choose.find.value = wanted;
+      restart();
+      list.scrollIntoView({ block: "start" });
+    }
+    return undefined;
+  };
+  window.addEventListener("hashchange", follow);
+  follow();
 })();
