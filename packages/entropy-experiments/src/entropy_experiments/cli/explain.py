@@ -123,7 +123,22 @@ def explain(
                 say=None if quiet else _to_stderr,
             )
         if speaks:
-            print_results(summary, lambda: text_lines(summary), as_json=as_json)
+            page = _page(summary, quiet=quiet)
+            lines = [] if page is None else [f"Report: {page}"]
+            print_results(summary, lambda: [*text_lines(summary), *lines], as_json=as_json)
+
+
+def _page(summary: RunLedgerResult, *, quiet: bool) -> Path | None:
+    """The finished ledger as one HTML file beside its tables; None: what draws is not installed."""
+    from entropy_experiments.report.html.page import missing, write_report
+
+    folder = summary.get("run_directory")
+    assert folder is not None  # explain() says where its files are
+    if (lacking := missing()) is not None:
+        if not quiet:
+            _to_stderr(f"No HTML report: {lacking}")
+        return None
+    return write_report(folder)
 
 
 def _to_stderr(line: str) -> None:

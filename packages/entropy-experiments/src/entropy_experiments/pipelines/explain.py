@@ -110,6 +110,7 @@ from entropy_experiments.results.run_ledger import (
 )
 from entropy_experiments.sampling.datasets import Problem
 from entropy_experiments.sampling.rollout_files import load_update_batch, recorded_meta
+from entropy_experiments.study_files import PAGE
 from entropy_experiments.types import (
     Estimand,
     Estimate,
@@ -1156,6 +1157,7 @@ def _bind(folder: Path, key: str, *, overwrite: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     sweep_partials(folder)
     if identity is None or identity.get("key") != key:
+        (folder / PAGE).unlink(missing_ok=True)  # it showed the ledger that was here
         (folder / MANIFEST_FILE).unlink(missing_ok=True)
         for stage in (folder / "stages").glob("*"):
             stage.unlink()

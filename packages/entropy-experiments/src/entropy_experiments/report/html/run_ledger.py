@@ -101,6 +101,7 @@ def render_run_ledger(view: RunLedgerView) -> str:
         manners=MANNERS,
         unit=words_of_unit(summary),
         short=short,
+        percent=percent,
         group_name=group_name(view),
         views=packed(embedded(slim(views))),
         scale=views["scale"],
@@ -205,7 +206,7 @@ def _next(view: RunLedgerView) -> str:
         total = summary["lines"]["batches"]["dH"]
         if dear["dH"] < -SIGNIFICANT * dear["dH_stderr"] and total:
             kind = "prompts" if key == "difficulty" else "tokens of the class"
-            share = words.signed(f"{dear['dH'] / total:.0%}")
+            share = percent(dear["dH"] / total)
             return (
                 f"Next: look first at the {kind} “{name_of(grouping, dear)}”, "
                 f"{share} of what the batches did; then at the dearest prompts below."
@@ -268,6 +269,11 @@ def line_rows(summary: RunLedgerResult) -> list[LineRow]:
             }
         )
     return rows
+
+
+def percent(share: float) -> str:
+    """Whole, with a true minus, and no minus of zero."""
+    return words.signed(f"{round(100 * share) + 0} %")
 
 
 def short(text: str, longest: int = LONGEST_TEXT) -> str:
