@@ -8,7 +8,10 @@ seed, once without the 5 % of prompts that the ledger says lowered the entropy m
 advantages are 0 and they have no gradient. The prompt keeps its place, so both trainings draw the
 same random numbers as the first one until the policies differ.
 
-    predicted    minus (blamed - random) of the ledger's sums: attribution read as if it were removal
+    in sample    minus (blamed - random) of the ledger's sums. The blamed are the lowest of noisy
+                 numbers, so most of it may be luck of the choice
+    predicted    the same without that luck: prompts chosen by one half of the evaluation prompts,
+                 their sum from the other half, both ways; random ones at their expectation
     difference   entropy at the end without the blamed prompts minus without the random ones, fresh
                  responses to the same prompts, 95 % interval by prompt
     sign test    pairs whose difference is positive, and the chance of so many or more if the sign
@@ -26,6 +29,7 @@ import argparse
 import json
 import math
 import random
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +48,7 @@ from entropy_experiments.pipelines.evaluate import evaluate_checkpoints
 from entropy_experiments.pipelines.evaluation_request import EvaluationRequest
 from entropy_experiments.pipelines.explain import explain
 from entropy_experiments.results import JSONObject
-from entropy_experiments.results.run_ledger import PROMPT_TABLE, read_ledger_table
+from entropy_experiments.results.run_ledger import PROMPT_TABLE, TOKEN_TABLE, read_ledger_table
 
 SHARE = 0.05
 OUT_OF_REACH = 10**9
@@ -56,6 +60,27 @@ def blamed_prompts(sums: Mapping[str, float], share: float = SHARE) -> list[str]
     """The prompts that lowered the entropy most: this share of all, at least one."""
     count = max(1, round(share * len(sums)))
     return sorted(sums, key=lambda prompt: (sums[prompt], prompt))[:count]
+
+
+def cross_fitted(halves: Mapping[str, tuple[float, float]], share: float = SHARE) -> float:
+    """What the most blamed did, from evaluation prompts that did not choose them.
+
+    sum_{lowest by a} b + sum_{lowest by b} a: the mean of twice each half, as dH = a + b
+    """
+    first = blamed_prompts({prompt: a for prompt, (a, _) in halves.items()}, share)
+    second = blamed_prompts({prompt: b for prompt, (_, b) in halves.items()}, share)
+    return sum(halves[p][1] for p in first) + sum(halves[p][0] for p in second)
+
+
+def halves_by_prompt(folder: Path) -> dict[str, tuple[float, float]]:
+    """(sum of dH_a, sum of dH_b) of every prompt of a ledger."""
+    table = read_ledger_table(folder, TOKEN_TABLE, columns=["prompt", "dH_a", "dH_b"])
+    sums: dict[str, tuple[float, float]] = {}
+    columns = (table.column(name).to_pylist() for name in ("prompt", "dH_a", "dH_b"))
+    for prompt, a, b in zip(*columns, strict=True):
+        before = sums.get(prompt, (0.0, 0.0))
+        sums[prompt] = (before[0] + a, before[1] + b)
+    return sums
 
 
 def random_prompts(
@@ -139,6 +164,7 @@ def one_pair(seed: int, work: Path, *, steps: int, prompts: int, evaluation: int
     summary = explain(config, own.output_dir, out=folder / "ledger")
     rows = read_ledger_table(folder / "ledger", PROMPT_TABLE).to_pylist()
     sums = {row["prompt"]: row["dH"] for row in rows}
+    halves = halves_by_prompt(folder / "ledger")
     decoded = {row["prompt"]: row["prompt_text"] for row in rows}
     blamed = blamed_prompts(sums)
     chosen = {"blamed": blamed, "random": random_prompts(sums, seed, besides=blamed)}
@@ -161,7 +187,8 @@ def one_pair(seed: int, work: Path, *, steps: int, prompts: int, evaluation: int
     )
     labels = [one["label"] for one in result["checkpoints"]]
     levels = {
-        arm: one["measures"] for arm, one in zip(("random", "blamed", "full"), result["checkpoints"])
+        arm: one["measures"]
+        for arm, one in zip(("random", "blamed", "full"), result["checkpoints"], strict=True)
     }
     (change,) = [one for one in result["differences"] if one["label"] == labels[1]]
     return {
@@ -177,7 +204,9 @@ def one_pair(seed: int, work: Path, *, steps: int, prompts: int, evaluation: int
         },
         "blamed_dH": sum(sums[prompt] for prompt in blamed),
         "random_dH": sum(sums[prompt] for prompt in chosen["random"]),
-        "predicted": sum(sums[p] for p in chosen["random"]) - sum(sums[p] for p in blamed),
+        "in_sample": sum(sums[p] for p in chosen["random"]) - sum(sums[p] for p in blamed),
+        "predicted": len(blamed) / len(sums) * sum(sums.values()) - cross_fitted(halves),
+        "correlation_of_halves": statistics.correlation(*zip(*halves.values(), strict=True)),
         "entropy": {arm: measures["entropy"] for arm, measures in levels.items()},
         "pass_rate": {arm: measures["pass_rate"] for arm, measures in levels.items()},
         "difference": change["measures"]["entropy"],
@@ -187,14 +216,15 @@ def one_pair(seed: int, work: Path, *, steps: int, prompts: int, evaluation: int
 def table(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line per pair, and the sign test."""
     lines = [
-        f"{'seed':>4}{'removed':>9}{'predicted':>11}{'difference':>12}{'95 %':>22}"
+        f"{'seed':>4}{'removed':>9}{'in sample':>11}{'predicted':>11}{'difference':>12}{'95 %':>22}"
         f"{'H full':>9}{'blamed':>9}{'random':>9}"
     ]
     for pair in pairs:
         low, high = pair["difference"]["interval"] or (math.nan, math.nan)
         level = {arm: one["value"] for arm, one in pair["entropy"].items()}
         lines.append(
-            f"{pair['seed']:>4}{pair['removed']:>9}{pair['predicted']:>+11.4f}"
+            f"{pair['seed']:>4}{pair['removed']:>9}{pair['in_sample']:>+11.4f}"
+            f"{pair['predicted']:>+11.4f}"
             f"{pair['difference']['value']:>+12.4f}{f'{low:+.4f} to {high:+.4f}':>22}"
             f"{level['full']:>9.4f}{level['blamed']:>9.4f}{level['random']:>9.4f}"
         )

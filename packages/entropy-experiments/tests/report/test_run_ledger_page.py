@@ -19,6 +19,7 @@ from entropy_experiments.report.html.data import found_at
 from entropy_experiments.report.html.page import TERMS, unpacked, write_report
 from entropy_experiments.report.html.run_ledger import (
     line_rows,
+    luck,
     percent,
     points,
     render_run_ledger,
@@ -34,6 +35,7 @@ from entropy_experiments.report.run_ledger import (
     exchange_rate,
     position_label,
     run_ledger_view,
+    selection,
     step_bins,
 )
 from entropy_experiments.results.run_ledger import (
@@ -166,6 +168,22 @@ def test_no_rate_where_the_reward_is_not_sure(dR, apart):
     assert exchange_rate(-0.4, dR, 0.1, apart, signed=True) is None
 
 
+def test_the_luck_of_the_choice_is_told_apart():
+    """Pure noise: chosen in sample it looks dear, cross-fitted it is nothing. A signal stays."""
+    noise = np.random.default_rng(0).normal(0, 1, (2000, 2))
+    lucky = selection(noise, 20)
+    assert lucky["in_sample"] < -50
+    assert abs(lucky["cross_fitted"]) < 20
+    assert abs(lucky["correlation"] or 0) < 0.1
+    signal = np.zeros((2000, 2))
+    signal[:20] = -1.0
+    sure = selection(signal, 20)
+    assert sure["cross_fitted"] == sure["in_sample"] == pytest.approx(-40.0)
+    assert sure["correlation"] == pytest.approx(1.0)
+    assert selection(np.zeros((1, 2)), 1)["correlation"] is None
+    assert "The rest is luck of the choice; over all 2000, the halves" in luck(lucky)
+
+
 def test_the_dearest_come_first_with_their_rollouts(view, folder):
     rows = read_ledger_table(folder, TOKEN_TABLE).to_pylist()
     costs = [row["dH"] for row in view["prompts"]]
@@ -258,7 +276,7 @@ def test_without_rewards_there_are_no_rates(unrewarded):
     assert "difficulty" in view["absent"]
     assert [one["key"] for one in view["groupings"]] == [n for n in GROUPINGS if n != "difficulty"]
     text = render_run_ledger(view)
-    assert "<th class=\"num\">reward" not in text
+    assert '<th class="num">reward' not in text
     assert "account_dR" not in text
     assert "Not grouped by difficulty" in text
     assert any("by token class" in line for line in run_ledger_lines(view))

@@ -11,6 +11,11 @@ A rate is shown where dR is more than two standard errors from 0: below, its sig
 groups of each grouping add up to `lines.batches`. by_layer.parquet has only the size of each
 standard error, so there the rate's is the largest that the two sizes allow.
 
+The lowest of many noisy sums are low by luck, too. `Selection` says how much: the same number of
+prompts chosen by one half of E and added up by the other, both ways,
+
+    sum over the lowest by a of dH_b + sum over the lowest by b of dH_a
+
 The token table is read one row group (step) at a time: what is held does not grow with the run.
 """
 
@@ -117,6 +122,19 @@ DearText = TypedDict(
 """`places`: (uid, index of the token in its rollout) where it cost most."""
 
 
+class Selection(TypedDict):
+    """The dearest of many, and what they are without the luck of having been chosen."""
+
+    chosen: int
+    of: int
+    in_sample: float
+    """Sum of their dH."""
+    cross_fitted: float
+    """Chosen by one half of E, added up by the other."""
+    correlation: float | None
+    """Of the two halves' sums over all groups."""
+
+
 class LedgerRollout(TypedDict):
     """One rollout of a batch, as rows of the token table."""
 
@@ -135,6 +153,8 @@ class RunLedgerView(TypedDict):
     """Groupings that the tables have no data for, and why."""
     prompts: list[DearPrompt]
     texts: list[DearText]
+    prompt_selection: Selection
+    text_selection: Selection
     rollouts: list[LedgerRollout]
     prompt_texts: dict[str, str]
     folder: NotRequired[str]
@@ -190,8 +210,8 @@ def run_ledger_view(folder: str | Path) -> RunLedgerView:
         }
         for name, label_T in labels.items():
             sums[name].add(at, label_T, values)
-        _add_halves(halves["prompt"], prompt_T, values, best_rollouts)
-        _add_halves(halves["text"], text_T, values, best_places)
+        _add_halves(halves["prompt"], prompt_T, values)
+        _add_halves(halves["text"], text_T, values)
         _remember(columns, values["dH"], prompt_T, text_T, best_rollouts, best_places)
     groupings = [_grouping(name, one, named) for name, one in sums.items()]
     groupings.append(_layers(read_ledger_table(folder, LAYER_TABLE).to_pylist(), bin_of, len(bins)))
@@ -218,6 +238,8 @@ def run_ledger_view(folder: str | Path) -> RunLedgerView:
         "absent": absent,
         "prompts": prompts,
         "texts": texts,
+        "prompt_selection": selection(_half_sums(halves["prompt"]), len(dear)),
+        "text_selection": selection(_half_sums(halves["text"]), len(dear_texts)),
         "rollouts": list(kept.values()),
         "prompt_texts": {
             row["prompt"]: row["prompt_text"]
@@ -325,18 +347,36 @@ def _mapped(x_T: np.ndarray, label: Any) -> np.ndarray:
 
 
 def _add_halves(
-    sums: dict[str, np.ndarray],
-    label_T: np.ndarray,
-    values: Mapping[str, np.ndarray],
-    wanted: Mapping[str, Any],
+    sums: dict[str, np.ndarray], label_T: np.ndarray, values: Mapping[str, np.ndarray]
 ) -> None:
-    """Sums of `COLUMNS` of the few groups whose rates are shown one by one."""
-    stacked = np.stack([values[name] for name in COLUMNS])
-    for name in wanted:
-        here = label_T == name
-        if here.any():
-            before = sums.setdefault(name, np.zeros(len(COLUMNS)))
-            before += stacked[:, here].sum(1)
+    """Sums of `COLUMNS` by prompt, or by text."""
+    names, index = np.unique(label_T.astype(str), return_inverse=True)
+    parts = [np.bincount(index, weights=values[name], minlength=len(names)) for name in COLUMNS]
+    for name, part in zip(names.tolist(), np.stack(parts, axis=1), strict=True):
+        sums[name] = sums[name] + part if name in sums else part
+
+
+def _half_sums(sums: Mapping[str, np.ndarray]) -> np.ndarray:
+    return np.array([[one[1], one[2]] for one in sums.values()]).reshape(-1, 2)
+
+
+def selection(halves: np.ndarray, chosen: int) -> Selection:
+    """How much of what the `chosen` lowest did is luck of the choice.
+
+    Args:
+        halves: [groups, 2], each half's dH.
+        chosen: How many are chosen.
+    """
+    a, b = halves.T
+    lowest_a, lowest_b, lowest = (np.argsort(x, kind="stable")[:chosen] for x in (a, b, a + b))
+    known = len(a) > 2 and a.std() > 0 and b.std() > 0
+    return {
+        "chosen": chosen,
+        "of": len(a),
+        "in_sample": float((a + b)[lowest].sum()),
+        "cross_fitted": float(b[lowest_a].sum() + a[lowest_b].sum()),
+        "correlation": float(np.corrcoef(a, b)[0, 1]) if known else None,
+    }
 
 
 def _remember(
@@ -510,5 +550,3 @@ def _size(row: Mapping[str, Any]) -> tuple[float, str]:
 
 def _cost(row: Mapping[str, Any]) -> tuple[float, str]:
     return (row["dH"], str(row.get("prompt", row.get("text"))))
-
-

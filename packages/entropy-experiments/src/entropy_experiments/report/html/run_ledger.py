@@ -30,6 +30,7 @@ from entropy_experiments.report.run_ledger import (
     Grouping,
     LedgerRollout,
     RunLedgerView,
+    Selection,
     run_ledger_view,
 )
 from entropy_experiments.results.run_ledger import LINES, RunLedgerResult
@@ -102,6 +103,7 @@ def render_run_ledger(view: RunLedgerView) -> str:
         unit=words_of_unit(summary),
         short=short,
         percent=percent,
+        luck=luck,
         group_name=group_name(view),
         views=packed(embedded(slim(views))),
         scale=views["scale"],
@@ -269,6 +271,19 @@ def line_rows(summary: RunLedgerResult) -> list[LineRow]:
             }
         )
     return rows
+
+
+def luck(selection: Selection) -> str:
+    """How far the dearest are dear, and how far they were lucky to be chosen."""
+    text = (
+        f"Together {words.number(selection['in_sample'], 2)} nats; chosen by one half of the "
+        f"evaluation prompts and added up by the other, "
+        f"{words.number(selection['cross_fitted'], 2)}. The rest is luck of the choice"
+    )
+    if selection["correlation"] is None:
+        return f"{text}."
+    halves = f"the halves correlate at {words.plain(selection['correlation'], 2)}"
+    return f"{text}; over all {selection['of']}, {halves}."
 
 
 def percent(share: float) -> str:
@@ -541,9 +556,7 @@ def token_views(view: RunLedgerView, *, most: int = MOST_TOKENS) -> dict[str, An
     }
 
 
-_NUMBERS = (
-    *("dH", "dH_a", "dH_b", "dR", "logprob", "entropy", "advantage", "reward"),
-)
+_NUMBERS = (*("dH", "dH_a", "dH_b", "dR", "logprob", "entropy", "advantage", "reward"),)
 
 
 def _whole(x_T: np.ndarray, unit: float) -> list[int]:
