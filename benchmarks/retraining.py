@@ -1,6 +1,6 @@
 """Is what the ledger blames also what removal changes? Training again without the blamed prompts.
 
-    python -m benchmarks.retraining [--pairs 10] [--steps 56] [--work build/retraining] [--json FILE]
+    python -m benchmarks.retraining [--pairs 10] [--steps 56] [--work FOLDER] [--json FILE]
 
 For each seed: train the preset `tiny`, explain the run, then train it twice more from the same
 seed, once without the 5 % of prompts that the ledger says lowered the entropy most, once without

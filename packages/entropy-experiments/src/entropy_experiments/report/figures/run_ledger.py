@@ -1,6 +1,6 @@
 """Figures of a run's ledger: who changed entropy and reward, and what a unit of reward cost.
 
-account_GROUPING   what the batches of each group did, summed over the run and stacked; below, reward
+account_GROUPING   what the batches of each group did, summed over the run; below it the reward
 rates_GROUPING     nats per unit of reward of each group, with one standard error
 """
 

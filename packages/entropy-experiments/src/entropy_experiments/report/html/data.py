@@ -80,9 +80,9 @@ def found_at(run: Path) -> tuple[RunKind, Path]:
         return ("probe" if measurements_file(run) is None else "measure"), run
     if is_run_ledger(run):
         raise ValueError(
-            f"{run} is the ledger of a whole run (entropy-probe explain): it has a page and figures "
-            "of its own, and does not stand beside single steps. Report it alone: entropy-probe "
-            f"report {run}"
+            f"{run} is the ledger of a whole run (entropy-probe explain): it has a page of its own "
+            "and does not stand beside single steps. Report it alone: entropy-probe report "
+            f"{run}"
         )
     if any((run / name).exists() for name in (MANIFEST, IDENTITY)):
         return "influence", run

@@ -98,7 +98,7 @@ TERMS = {
     "update rollouts": "Rollouts that the step learns from.",
     "reliability": "Correlation of single tokens' influence between two halves of the prompts.",
     "cancellation": "Sum of |parts| over |total|: how far the parts cancel.",
-    "along the path": "Slopes at both ends of each step, averaged, times the step; all steps added.",
+    "along the path": "Each step times the mean of the slopes at its two ends; all steps added.",
     "exchange rate": "Nats of entropy per unit of expected reward: what the reward cost.",
     "momentum from before the record": "What batches before the first recorded one still did.",
     "not covered by the rebuilt steps": "Steps that training made less the same steps rebuilt.",

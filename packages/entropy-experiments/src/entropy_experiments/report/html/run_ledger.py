@@ -12,7 +12,7 @@ later; so are the sums. The line of the entropy itself is what happened by then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import accumulate
 from pathlib import Path
