@@ -314,11 +314,10 @@ def influence(run, tmp_path_factory):
         "memory": {"microbatch_size": 16},
         "sampling": {"save": str(folder / "rollouts"), "max_new_tokens": 4},
     }
-    plan = EntropyInfluencePlan(
-        momentum_batches=3, measured_rollouts=1, plots=False, run_directory=folder / "study"
-    )
+    plan = EntropyInfluencePlan(measured_rollouts=1, plots=False, run_directory=folder / "study")
     runner = EntropyInfluenceRunner(config, quiet=True)
-    return runner.run(plan, checkpoint_path=run / "run" / "checkpoint-5")
+    checkpoint = run / "run" / "checkpoint-5"
+    return runner.run(plan, checkpoint_path=checkpoint, momentum_batches=3)
 
 
 @pytest.mark.slow
