@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from entropy_experiments.cli import app
 from entropy_experiments.config import load_config
+from entropy_experiments.distributed import Ranks, across
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.pipelines import explain as module
 from entropy_experiments.pipelines.explain import ExplainOptions, explain
@@ -24,6 +25,7 @@ from entropy_experiments.results.run_ledger import (
     read_ledger_table,
     read_run_ledger,
 )
+from oracles.processes import on_ranks
 from oracles.tiny_grpo import grpo
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
@@ -174,6 +176,24 @@ def test_killed_at_any_step_it_goes_on_to_the_same_bytes(
         if path.is_file():
             assert (torn / path.name).read_bytes() == path.read_bytes(), path.name
     assert not list((torn / "stages").glob("costate_*"))[1:]
+
+
+def _on_this_rank(folder: Path, out: Path) -> float:
+    with across(Ranks.all()):
+        return explained(folder, out, tangent=True)["lines"]["batches"]["dH"]
+
+
+@pytest.mark.slow
+def test_ranks_change_no_number(run, ledger, tmp_path):
+    """Under torchrun rollouts are dealt out, and rank 0 alone writes."""
+    results = on_ranks(2, _on_this_rank, run, tmp_path / "shared")
+    alone, shared = read_run_ledger(ledger), read_run_ledger(tmp_path / "shared")
+    assert results[0] == results[1] == shared["lines"]["batches"]["dH"]
+    for name in LINES:
+        mine, theirs = shared["lines"][name], alone["lines"][name]
+        assert mine["dH"] == pytest.approx(theirs["dH"], abs=1e-8)
+        assert mine["dR"] == pytest.approx(theirs["dR"], abs=1e-7)
+    assert shared["measured"] == alone["measured"]
 
 
 def test_a_finished_ledger_is_not_computed_again(run, ledger, monkeypatch):
