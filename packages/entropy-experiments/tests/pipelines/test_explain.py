@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from entropy_experiments.cli import app
-from entropy_experiments.config import parse_config
+from entropy_experiments.config import load_config
+from entropy_experiments.distributed import Ranks, across
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.pipelines import explain as module
 from entropy_experiments.pipelines.explain import ExplainOptions, explain
@@ -24,6 +25,7 @@ from entropy_experiments.results.run_ledger import (
     read_ledger_table,
     read_run_ledger,
 )
+from oracles.processes import on_ranks
 from oracles.tiny_grpo import grpo
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
@@ -57,13 +59,12 @@ def run(tmp_path_factory) -> Path:
 
 
 def settings(folder: Path):
-    return parse_config(
-        {
-            "checkpoint": {"base": str(folder / "base")},
-            "data": {"evaluation_prompts": 6},
-            "memory": {"microbatch_size": 16},
-        }
-    )
+    changes = {
+        "checkpoint.base": str(folder / "base"),
+        "data.evaluation_prompts": 6,
+        "memory.microbatch_size": 16,
+    }
+    return load_config(None).replaced(changes)
 
 
 def explained(folder: Path, out: Path, **options):
@@ -177,6 +178,24 @@ def test_killed_at_any_step_it_goes_on_to_the_same_bytes(
     assert not list((torn / "stages").glob("costate_*"))[1:]
 
 
+def _on_this_rank(folder: Path, out: Path) -> float:
+    with across(Ranks.all()):
+        return explained(folder, out, tangent=True)["lines"]["batches"]["dH"]
+
+
+@pytest.mark.slow
+def test_ranks_change_no_number(run, ledger, tmp_path):
+    """Under torchrun rollouts are dealt out, and rank 0 alone writes."""
+    results = on_ranks(2, _on_this_rank, run, tmp_path / "shared")
+    alone, shared = read_run_ledger(ledger), read_run_ledger(tmp_path / "shared")
+    assert results[0] == results[1] == shared["lines"]["batches"]["dH"]
+    for name in LINES:
+        mine, theirs = shared["lines"][name], alone["lines"][name]
+        assert mine["dH"] == pytest.approx(theirs["dH"], abs=1e-8)
+        assert mine["dR"] == pytest.approx(theirs["dR"], abs=1e-7)
+    assert shared["measured"] == alone["measured"]
+
+
 def test_a_finished_ledger_is_not_computed_again(run, ledger, monkeypatch):
     monkeypatch.setattr(module.Walk, "go", lambda self: pytest.fail("computed"))
     lines: list[str] = []
@@ -252,7 +271,7 @@ def test_a_window_without_batches_is_refused(run, tmp_path):
     for step in (2, 3, 4):
         shutil.copytree(run / "run" / f"checkpoint-{step}", bare / f"checkpoint-{step}")
     shutil.rmtree(bare / "checkpoint-3" / "update_batch")
-    with pytest.raises(ValueError, match=r"1 of 2 steps of .* the first is step 3.* \(--to 3\)"):
+    with pytest.raises(ValueError, match=r"1 of 2 steps of .*\(the first is step 3\).*\(--to 3\)"):
         explain(settings(run), bare, ExplainOptions(), out=tmp_path / "out")
 
 
@@ -315,11 +334,10 @@ def influence(run, tmp_path_factory):
         "memory": {"microbatch_size": 16},
         "sampling": {"save": str(folder / "rollouts"), "max_new_tokens": 4},
     }
-    plan = EntropyInfluencePlan(
-        momentum_batches=3, measured_rollouts=1, plots=False, run_directory=folder / "study"
-    )
+    plan = EntropyInfluencePlan(measured_rollouts=1, plots=False, run_directory=folder / "study")
     runner = EntropyInfluenceRunner(config, quiet=True)
-    return runner.run(plan, checkpoint_path=run / "run" / "checkpoint-5")
+    checkpoint = run / "run" / "checkpoint-5"
+    return runner.run(plan, checkpoint_path=checkpoint, momentum_batches=3)
 
 
 @pytest.mark.slow

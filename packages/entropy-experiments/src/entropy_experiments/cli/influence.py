@@ -115,7 +115,6 @@ def influence(
             changes["sampling.save"] = str(out / "rollouts")
         # What is not asked for here is as the file has it.
         analyses = {"what_if": what_if, "confirm": confirm, "fisher": fisher}
-        analyses |= {"momentum_batches": momentum}
         changes |= {f"influence.{name}": value for name, value in analyses.items() if value}
         if entropy_budget is not None:
             changes["influence.entropy_budget"] = entropy_budget
@@ -132,7 +131,9 @@ def influence(
         from entropy_experiments.report.influence_tables import influence_report
 
         with keep_stdout_for_json(as_json=as_json):
-            summary = EntropyInfluenceRunner(settings, quiet=quiet).run(overwrite=overwrite)
+            summary = EntropyInfluenceRunner(settings, quiet=quiet).run(
+                overwrite=overwrite, momentum_batches=momentum or 0
+            )
         files = f"Files: {summary['run_directory']}"
         print_results(summary, lambda: [*influence_report(summary), files], as_json=as_json)
 

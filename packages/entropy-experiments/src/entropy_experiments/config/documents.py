@@ -121,7 +121,6 @@ FIELDS: dict[str, str] = {
     "influence.measured_rollouts": "influence.measured_rollouts",
     "influence.finite": "influence.measured_matrix",
     "influence.leave_one_out": "influence.leave_one_out",
-    "influence.momentum_batches": "influence.momentum_batches",
     "influence.fisher": "influence.fisher",
     "influence.fisher_centred": "influence.fisher_centred",
     "influence.folds": "influence.folds",

@@ -362,9 +362,6 @@ class Influence(Section):
     """Memory for the gradients of a block of update rollouts while the matrix is made, in MB."""
     reward: bool = True
     """The ledger of the expected reward too, where evaluation rollouts have rewards."""
-    momentum_batches: Index = 0
-    """Split the momentum of a recorded run's step among so many of the batches before it; 0: leave
-    it one line."""
     ranked_tokens: Count = 10
     """How many tokens summary.json lists as the most destroying and the most creating."""
     what_if: Names = ()

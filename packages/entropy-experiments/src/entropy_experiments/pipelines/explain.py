@@ -339,6 +339,8 @@ class Walk:
         """Every visit that is not on disk yet."""
         first, last = self.window.start, self.window.end
         done = self._resumed_from()
+        for step in range(last, last if done is None else done, -1):
+            current().broadcast_from_zero(partial(self._forget, step))  # killed before it could
         visits, started, made = list(range(last, first - 1, -1)), time.perf_counter(), 0
         for step in visits:
             if done is not None and step >= done:

@@ -41,7 +41,7 @@ ROWS = "rows"
 def momentum_stage(evaluation: Evaluation) -> Stage:
     """Facts for summary.json, and the rows of momentum.parquet."""
     study, probe = evaluation.study, evaluation.probe
-    count = study.asked.momentum_batches
+    count = study.momentum_batches
 
     def compute() -> Stage:
         if not probe.real:

@@ -185,7 +185,7 @@ def _evaluation_results(evaluation: Evaluation) -> EvaluationResults:
         what_if=[what_if(evaluation, text) for text in options.what_if],
         fisher=answer_or_error(lambda: fisher(evaluation)) if options.fisher else None,
         momentum=answer_or_error(lambda: momentum_stage(evaluation))
-        if options.momentum_batches and evaluation.study.inputs.evaluations[0] is batch
+        if evaluation.study.momentum_batches and evaluation.study.inputs.evaluations[0] is batch
         else None,
     )
 

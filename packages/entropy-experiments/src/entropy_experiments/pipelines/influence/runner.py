@@ -52,7 +52,7 @@ NOT_RESULTS = ("detailed_logging", "output", "training", "experiment")
 """Sections that change no number of a study."""
 QUESTIONS = (
     *("what_if", "confirm", "entropy_budget", "ranked_tokens"),
-    *("fisher", "fisher_centred", "momentum_batches", "plots"),
+    *("fisher", "fisher_centred", "plots"),
 )
 """Asked of a study that is there: its arrays stay, and beside them are the last command's answers.
 """
@@ -74,7 +74,6 @@ class EntropyInfluencePlan:
         leave_one_out: Rollouts without which the whole step is rebuilt and measured.
         fisher: Also the Fisher kernel.
         fisher_centred: The kernel of centred scores.
-        momentum_batches: Split momentum among so many of the batches before the step.
         what_if: Questions such as "drop=negative".
         confirm: Make and measure the what-ifs' steps.
         entropy_budget: Find the learning rate that changes entropy by this many nats.
@@ -98,7 +97,6 @@ class EntropyInfluencePlan:
     leave_one_out: Sequence[int] | None = None
     fisher: bool | None = None
     fisher_centred: bool | None = None
-    momentum_batches: int | None = None
     what_if: Sequence[str] | None = None
     confirm: bool | None = None
     entropy_budget: float | None = None
@@ -157,8 +155,13 @@ class EntropyInfluenceRunner:
         *,
         checkpoint_path: str | Path | None = None,
         overwrite: bool = False,
+        momentum_batches: int = 0,
     ) -> InfluenceSummary:
-        """summary.json as a dict, and `run_directory`, where the other files are."""
+        """summary.json as a dict, and `run_directory`, where the other files are.
+
+        `momentum_batches`: split the momentum of a recorded run's step among so many of the
+        batches before it; 0: leave it one line.
+        """
         config = plan.applied(self.config) if plan is not None else self.config
         check_requests(config)
         influence = config.influence
@@ -175,15 +178,17 @@ class EntropyInfluenceRunner:
             questions = influence.model_dump(mode="json", include=set(QUESTIONS))
             # Drawings are made up for once matplotlib is there.
             questions["plots"] = influence.plots and can_draw()
-            if not influence.momentum_batches:  # studies from before there was this question
-                del questions["momentum_batches"]
+            if momentum_batches:
+                questions["momentum_batches"] = momentum_batches
             key = digest_of(study_key, questions, {"table": TABLE_VERSION})
             place = influence.folder
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)
             ranks.broadcast_from_zero(lambda: run.bind(study_key, overwrite=overwrite))
             with _released_unused(run):
-                summary = self._studied(config, probed, run, key, say, anew=overwrite)
+                summary = self._studied(
+                    config, probed, run, key, say, anew=overwrite, momentum=momentum_batches
+                )
         return InfluenceSummary({**summary, "run_directory": str(run.folder)})
 
     def _studied(
@@ -195,6 +200,7 @@ class EntropyInfluenceRunner:
         say: Callable[[str], None] | None,
         *,
         anew: bool,
+        momentum: int,
     ) -> InfluenceResult:
         """Compute what is not there yet; returns summary.json.
 
@@ -205,7 +211,7 @@ class EntropyInfluenceRunner:
         if not finished or influence.update_batch.save_path is not None:  # which may be new
             inputs = gather_study(config, probed, quiet=self._quiet)
         if inputs is not None and not finished:
-            study = Study(inputs, run.stages, say=say)
+            study = Study(inputs, run.stages, say=say, momentum_batches=momentum)
             with closing(study.clock):
                 files, arrays, summary = StudyFiles(study_results(study)).made(key)
 

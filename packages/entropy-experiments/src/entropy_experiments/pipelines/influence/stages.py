@@ -174,9 +174,15 @@ class Study:
     """One update batch and its evaluation batches; properties compute what is not on disk."""
 
     def __init__(
-        self, inputs: StudyInputs, store: StageStore, *, say: Callable[[str], None] | None = None
+        self,
+        inputs: StudyInputs,
+        store: StageStore,
+        *,
+        say: Callable[[str], None] | None = None,
+        momentum_batches: int = 0,
     ) -> None:
         self.inputs, self.store = inputs, store
+        self.momentum_batches = momentum_batches
         self.probe, self.config = inputs.probe, inputs.probe.config
         self.asked = self.config.influence
         self.clock = Clock(say=say)
