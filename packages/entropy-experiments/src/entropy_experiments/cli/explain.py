@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "\b\nExamples:\n"
-    "  entropy-probe explain                              the run shipped with the package\n"
-    "  entropy-probe explain --from 10 --to 20            a part of it\n"
-    "  entropy-probe explain runs/grpo --out results/grpo your own, recorded run\n"
-    "  entropy-probe explain runs/grpo --every 10         sparse checkpoints, steps replayed\n"
-    "  entropy-probe explain --set data.evaluation_prompts=256    narrower error bars\n"
+    "  entropy-probe explain                       the run shipped with the package\n"
+    "  entropy-probe explain --from 10 --to 20     a part of it\n"
+    "  entropy-probe explain runs/grpo --out DIR   your own, recorded run\n"
+    "  entropy-probe explain runs/grpo --every 10  sparse checkpoints, steps replayed\n"
+    "  entropy-probe explain --set data.evaluation_prompts=256\n"
     "  torchrun --nproc-per-node 4 -m entropy_experiments.cli explain runs/grpo"
 )
 WORDS = {
@@ -48,7 +48,7 @@ WORDS = {
 def explain(
     run: Annotated[
         Path | None,
-        typer.Argument(help="Folder of a recorded run's checkpoints. Default: the embedded run."),
+        typer.Argument(help="Folder of a recorded run. Default: the embedded run."),
     ] = None,
     start: Annotated[
         int | None,
@@ -90,7 +90,7 @@ def explain(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Say which batches, prompts and tokens changed the entropy and the reward of a whole run."""
+    """Say which batches, prompts and tokens changed entropy and reward over a whole run."""
     settings: Config | None = None
     with shared_ending(
         debug=debug,
