@@ -14,6 +14,7 @@ from benchmarks import (
     plots,
     profile,
     ranks,
+    retraining,
     scoring,
     summary,
     tables,
@@ -317,7 +318,7 @@ def test_drawings_are_made_of_what_is_stored(tmp_path, capsys):
     assert {path.name: path.read_bytes() for path in images.iterdir()} == once
 
 
-APART = {"arc_ablations", "doctor_comparison"}
+APART = {"arc_ablations", "doctor_comparison", "retraining"}
 """Hours of training, and tools that are no dependency: run by hand."""
 
 
@@ -327,3 +328,32 @@ def test_make_bench_runs_every_program():
     assert programs > APART
     for name in programs - APART:
         assert f"-m benchmarks.{name}" in recipe, name
+
+
+def test_blamed_prompts_are_the_lowest_and_random_ones_are_others():
+    sums = {f"p{i:02}": float(i) for i in range(40)}
+    blamed = retraining.blamed_prompts(sums)
+    assert blamed == ["p00", "p01"]
+    other = retraining.random_prompts(sums, 3, besides=blamed)
+    assert len(other) == 2
+    assert not set(other) & set(blamed)
+    assert other == retraining.random_prompts(sums, 3, besides=blamed)
+    assert retraining.blamed_prompts({"a": 1.0}) == ["a"]
+
+
+def test_cross_fitting_adds_up_by_the_half_that_did_not_choose():
+    halves = {"a": (-5.0, 1.0), "b": (2.0, -3.0), "c": (0.0, 0.0)}
+    assert retraining.cross_fitted(halves, share=1 / 3) == 1.0 + 2.0
+
+
+@pytest.mark.parametrize(
+    ("signs", "p"), [([1] * 9 + [-1], 11 / 1024), ([1, -1, 0], 0.75), ([-1, -1], 1.0)]
+)
+def test_the_sign_test_is_that_of_a_coin(signs, p):
+    assert retraining.sign_test(signs) == pytest.approx(p)
+
+
+def test_prompts_that_are_not_the_tasks_are_refused():
+    assert retraining.places_of(["y"], ["x", "y", "y"]) == [1, 2]
+    with pytest.raises(ValueError, match=r"1 prompts of the ledger are none of the task's"):
+        retraining.places_of(["z"], ["x"])

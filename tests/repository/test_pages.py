@@ -30,6 +30,7 @@ LONG = (
     "howto_train.md",
     "tutorial_first.md",
     "tutorial_influence.md",
+    "tutorial_run.md",
 )
 """Pages of many runs, or of a training: the slow tier executes them."""
 

@@ -22,7 +22,9 @@ OPTIONS = {
     "run": "--config --checkpoint --set --out --overwrite --json --threads --quiet --debug",
     "measure": "--config --checkpoint --set --out --overwrite --json --threads --quiet --debug",
     "influence": "--config --checkpoint --set --out --what-if --confirm --entropy-budget "
-    "--fisher --from --overwrite --json --threads --quiet --debug",
+    "--fisher --momentum --from --overwrite --json --threads --quiet --debug",
+    "explain": "RUN --from --to --every --tangent --responses --training-prompts --out --overwrite "
+    "--config --set --json --threads --quiet --debug",
     "train": "--config --preset --out --steps --resume --no-probe --set --dry-run --json "
     "--threads --quiet --debug",
     "evaluate": "CHECKPOINTS --task --data --split --prompts --samples --k --seed --reward "

@@ -31,7 +31,7 @@ ROW = {"step": 3, "entropy": 0.5, "predicted": -0.1, "measured": None, "trusted"
 
 
 def test_every_schema_has_a_name_of_its_own():
-    assert len({schema.name for schema in SCHEMAS.values()}) == len(SCHEMAS) == 8
+    assert len({schema.name for schema in SCHEMAS.values()}) == len(SCHEMAS) == 9
     for schema in SCHEMAS.values():
         assert schema.stamp == {"format": schema.name, "schema": schema.version}
 

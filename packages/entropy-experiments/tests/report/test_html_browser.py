@@ -16,6 +16,7 @@ import pytest
 from entropy_experiments.report.html.compare import write_comparison
 from entropy_experiments.report.html.page import write_report
 from oracles.report_runs import HOSTILE, changed, hostile_run, large_run, rows_of
+from oracles.run_ledger_example import example_run_ledger
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow]
 
@@ -357,3 +358,42 @@ def test_tables_print_whole(browser, tmp_path):
         assert page.locator(".contents").is_hidden()
         paper = page.evaluate("() => getComputedStyle(document.documentElement).backgroundColor")
         assert paper == "rgb(255, 255, 255)"
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory):
+    return write_report(example_run_ledger(tmp_path_factory.mktemp("ledger") / "run"))
+
+
+def test_a_runs_ledger_is_grouped_on_the_page(browser, ledger):
+    with Opened(browser, ledger) as opened:
+        page = opened.page
+        assert page.is_visible('[data-grouping="difficulty"]')
+        page.select_option("#grouping", "layer")
+        page.select_option("#manner", "each")
+        assert page.is_visible('[data-grouping="layer"]')
+        assert page.is_hidden('[data-grouping="difficulty"]')
+        figure = page.eval_on_selector('[data-chosen="account_dH"]', "e => e.dataset.figure")
+        assert figure == "account_dH_layer_each"
+        names = page.eval_on_selector(
+            '[data-chosen="account_dH"]', "e => e.data.map(trace => trace.name)"
+        )
+        assert names == ["model.layers.0", "model.layers.1", "all batches"]
+
+
+def test_links_into_a_runs_ledger(browser, ledger):
+    with Opened(browser, ledger) as opened:
+        page = opened.page
+        href = page.eval_on_selector("#words td a", "e => e.getAttribute('href')")
+        page.click("#words td a")
+        page.wait_for_selector(".rollout.found")
+        uid, k = href.removeprefix("#rollout=").split("&token=")
+        assert f"{k} of rollout {uid}" in page.inner_text("#tip")
+        page.click("#prompts th a")
+        prompt = page.input_value("#find")
+        page.wait_for_function("() => window.location.hash.startsWith('#prompt=')")
+        assert page.evaluate("() => window.location.hash") == f"#prompt={prompt}"
+        assert all(prompt in text for text in page.locator(".rollout .facts").all_inner_texts())
+        page.evaluate("() => { window.location.hash = '#rollout=99-99' }")
+        page.wait_for_selector("#fragment:visible")
+        assert "rollout 99-99 is not on this page" in page.inner_text("#fragment")

@@ -61,7 +61,7 @@ def grouped(influence: TokenInfluence, by: By) -> dict[str, GroupInfluence]:
     if by not in get_args(By):
         raise ValueError(f"by={by!r}; expected one of {get_args(By)}.")
     if by in ("module", "layer"):
-        return _by_parameters(influence, _module if by == "module" else _layer)
+        return _by_parameters(influence, module_of if by == "module" else layer_of)
     label_NS, names = _LABELS[by](influence)
     counted_NS, fold_KNS = influence.counted_NS, influence.fold_KNS
     out: dict[str, GroupInfluence] = {}
@@ -181,13 +181,13 @@ def _by_parameters(
     return {key: _group(influence, fold_K, tokens) for key, fold_K in folds.items()}
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
     """The layer that an adapter's or a layer's own parameter belongs to."""
     return name.split(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0] or name
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """Up to the first number: `model.layers.3`; parameters outside the stack by their module."""
     words = name.split(".")
     numbers = [i for i, word in enumerate(words) if word.isdigit()]
-    return ".".join(words[: numbers[0] + 1]) if numbers else _module(name)
+    return ".".join(words[: numbers[0] + 1]) if numbers else module_of(name)

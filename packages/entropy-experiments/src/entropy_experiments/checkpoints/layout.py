@@ -268,7 +268,7 @@ def _checkpoints_in(run: Path) -> str:
     """Of a run's folder: the checkpoints that it holds, those with a recorded step by name."""
     steps = {p: int(m[1]) for p in run.iterdir() if p.is_dir() and (m := STEP.search(p.name))}
     inside = sorted(steps, key=lambda p: (steps[p], p.name))
-    batches = [p for p in inside if _is_record(p)]
+    batches = [p for p in inside if is_record(p)]
     inside = [p for p in inside if p not in batches]
     if not inside:
         return (
@@ -282,7 +282,7 @@ def _checkpoints_in(run: Path) -> str:
     return f" It holds {_few([p.name for p in inside])}: give one of those.{also}"
 
 
-def _is_record(folder: Path) -> bool:
+def is_record(folder: Path) -> bool:
     """Whether it holds what was recorded of a step, and no weights."""
     held = {path.name for path in folder.iterdir()}
     return UPDATE_BATCH in held and held <= OF_RECORDS

@@ -17,6 +17,7 @@ from entropy_experiments import __version__
 from entropy_experiments.cli import (
     config,
     evaluate,
+    explain,
     influence,
     job,
     measure,
@@ -53,6 +54,7 @@ app = typer.Typer(
     "  entropy-probe run                        the policy shipped with the package\n"
     "  entropy-probe run --checkpoint step_60   your own checkpoint\n"
     "  entropy-probe influence                  which tokens changed entropy, and what if\n"
+    "  entropy-probe explain                    who changed the entropy of a whole run\n"
     "  entropy-probe train --preset tiny        GRPO with the probe inside\n"
     "  entropy-probe evaluate RUN               pass@k, format, length, entropy over steps\n"
     "  entropy-probe doctor train.py            where do the gradients of a script stop?\n"
@@ -70,6 +72,7 @@ app = typer.Typer(
 app.command("run", epilog=run.EXAMPLES)(run.run)
 app.command("measure", epilog=measure.EXAMPLES)(measure.measure)
 app.command("influence", epilog=influence.EXAMPLES)(influence.influence)
+app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("report", epilog=report.EXAMPLES)(report.report)

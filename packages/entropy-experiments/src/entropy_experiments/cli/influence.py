@@ -36,6 +36,7 @@ EXAMPLES = (
     "  entropy-probe influence --checkpoint runs/checkpoint-60 --out results/step_60\n"
     "  entropy-probe influence --what-if drop=negative --what-if clip_high=0.28 --confirm\n"
     "  entropy-probe influence --out results/step_60 --fisher\n"
+    "  entropy-probe influence --momentum 30\n"
     "  entropy-probe influence --from results/step_60 --what-if 'drop=p<0.1&A<0'\n"
     "  entropy-probe influence --entropy-budget -0.02 --json > influence.json"
 )
@@ -72,6 +73,15 @@ def influence(
         bool,
         typer.Option("--fisher", help="Also compute the Fisher kernel of all pairs of rollouts."),
     ] = False,
+    momentum: Annotated[
+        int | None,
+        typer.Option(
+            "--momentum",
+            metavar="N",
+            min=1,
+            help="Split momentum among the N batches before the step, down to their tokens.",
+        ),
+    ] = None,
     saved: Annotated[
         Path | None,
         typer.Option(
@@ -96,7 +106,7 @@ def influence(
         if saved is not None:
             options = {"--config": config, "--checkpoint": checkpoint, "--set": overrides}
             options |= {"--out": out, "--confirm": confirm, "--fisher": fisher}
-            options |= {"--overwrite": overwrite}
+            options |= {"--overwrite": overwrite, "--momentum": momentum}
             _from_saved(saved, what_if or [], entropy_budget, options, as_json=as_json)
             return
         changes: dict[str, Any] = {}
@@ -121,7 +131,9 @@ def influence(
         from entropy_experiments.report.influence_tables import influence_report
 
         with keep_stdout_for_json(as_json=as_json):
-            summary = EntropyInfluenceRunner(settings, quiet=quiet).run(overwrite=overwrite)
+            summary = EntropyInfluenceRunner(settings, quiet=quiet).run(
+                overwrite=overwrite, momentum_batches=momentum or 0
+            )
         files = f"Files: {summary['run_directory']}"
         print_results(summary, lambda: [*influence_report(summary), files], as_json=as_json)
 

@@ -13,6 +13,7 @@ import typer
 from entropy_experiments.artifacts import try_outputs
 from entropy_experiments.cli.job import ending
 from entropy_experiments.cli.options import AsJson, Debug, Quiet, print_results
+from entropy_experiments.results.run_ledger import is_run_ledger
 
 if TYPE_CHECKING:
     from entropy_experiments.report.compare import Comparison
@@ -24,6 +25,7 @@ EXAMPLES = (
     "  entropy-probe report logs/2026-11-16/entropy_probe_14-30-25_step_60.json.gz\n"
     "  entropy-probe report build/demo/influence --trajectory build/demo/trajectory.json\n"
     "  entropy-probe report RUN --figures figures           PDF and PNG, for papers\n"
+    "  entropy-probe report results/run_ledger/embedded_1a2b3c4d   who spent a run's entropy\n"
     "  entropy-probe report runs/grpo --follow              while it trains, drawn again\n"
     "  entropy-probe report RUN1 RUN2 RUN3 --html three.html   side by side\n"
     "  entropy-probe report results/entropy_influence/run --linearity\n"
@@ -38,8 +40,8 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN",
-            help="Folder of a study, a probe, measurements or a probed training, log or "
-            "trajectory.json; several: side by side.",
+            help="Folder of a study, a probe, measurements, a run's ledger or a probed training, "
+            "log or trajectory.json; several: side by side.",
         ),
     ],
     html: Annotated[
@@ -108,6 +110,12 @@ def report(
             _side_by_side(runs, html, unusable, as_json=as_json)
             return
         (run,) = runs
+        if is_run_ledger(run):
+            unusable = {"linearity": linearity, "samples": samples}
+            unusable |= {"trajectory": trajectory, "evaluation": evaluation}
+            page = (html, no_html)
+            _run_ledger(run, page, figures, columns, unusable, as_json=as_json, quiet=quiet)
+            return
         results: dict[str, Any] = {"run": str(run)}
         lines: list[str] = []
         if linearity:
@@ -140,6 +148,38 @@ def report(
             results["figures"] = [str(path) for path in write_figures(run, figures, **options)]
             lines.append(f"Figures: {len(results['figures'])} files in {figures}")
         print_results(results, lambda: lines, as_json=as_json)
+
+
+def _run_ledger(
+    run: Path,
+    page: tuple[Path | None, bool],
+    figures: Path | None,
+    columns: int,
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    from entropy_experiments.report.html.page import refuse_for_ledger
+    from entropy_experiments.report.html.run_ledger import run_ledger_lines
+    from entropy_experiments.report.run_ledger import run_ledger_view
+
+    refuse_for_ledger(run, **options)
+    view = run_ledger_view(run)
+    results: dict[str, Any] = {"run": str(run), "summary": view["summary"]}
+    results |= {"groupings": view["groupings"], "bins": view["bins"]}
+    results |= {"prompts": view["prompts"], "texts": view["texts"]}
+    lines = run_ledger_lines(view)
+    html, no_html = page
+    if not no_html and (written := _write_html(run, html, None, None, quiet=quiet)) is not None:
+        results["html"] = str(written)
+        lines.append(f"Report: {written}")
+    if figures is not None:
+        from entropy_experiments.report.figures.write import write_figures
+
+        results["figures"] = [str(path) for path in write_figures(run, figures, columns=columns)]
+        lines.append(f"Figures: {len(results['figures'])} files in {figures}")
+    print_results(results, lambda: lines, as_json=as_json)
 
 
 def _follow(run: Path, html: Path | None, options: dict[str, Any], *, quiet: bool) -> None:

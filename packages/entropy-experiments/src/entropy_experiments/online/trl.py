@@ -88,6 +88,8 @@ except ImportError as missing:
 
 _WRAPPED = "_entropy_probe_tells"
 KINDS = ("fresh", "half", "batch")
+RECORD_FOLDER = "entropy_probe_record"
+"""Below the trainer's output folder: the record of run_ledger=True."""
 IDLE_STEPS = 10
 """Steps without any advantage, after which one warning says so."""
 
@@ -118,6 +120,9 @@ class EntropyProbeCallback(TrainerCallback):
             such as {"dataset_name": "gsm8k", "reward_functions": ["math_verify"]}.
         ledger_every: At every so many steps the whole ledger with each token's influence, in a run
             directory of its own under OUTPUT_DIR/entropy_probe_ledgers.
+        run_ledger: Keep what `entropy-probe explain OUTPUT_DIR` needs, and nothing else: every
+            step's record, in OUTPUT_DIR/entropy_probe_record unless `record` names a folder. States
+            between the trainer's checkpoints are replayed from it, so two checkpoints suffice.
         noise_scale: Also the gradient noise scale and the critical batch size.
         noise_window: Steps that they are computed from; None: all.
         seed: Of the evaluation rollouts.
@@ -142,6 +147,7 @@ class EntropyProbeCallback(TrainerCallback):
     order: int
     facts: FactsFile
     ledger_every: int | None
+    run_ledger: bool
     noise_scale: bool
     noise_window: int | None
 
@@ -161,6 +167,7 @@ class EntropyProbeCallback(TrainerCallback):
         record_gradient: bool | None = None,
         facts: Mapping[str, Any] | None = None,
         ledger_every: int | None = None,
+        run_ledger: bool = False,
         noise_scale: bool = False,
         noise_window: int | None = 100,
         seed: int = 0,
@@ -194,6 +201,7 @@ class EntropyProbeCallback(TrainerCallback):
         self._recorder = (
             None if record is None else Recorder(Path(record), self.facts, gradient=record_gradient)
         )
+        self.run_ledger, self._record_gradient = run_ledger, record_gradient
         self._captures: Captures | None = None
         self._idle, self._warned_idle = 0, False
         self.ledger_every, self.noise_scale = ledger_every, noise_scale
@@ -246,6 +254,8 @@ class EntropyProbeCallback(TrainerCallback):
         self._refuse_unknown_loss()
         if self.noise_scale:
             refuse_scaled(args)
+        if self.run_ledger:
+            self._keep_for_ledger(args)
         ranks = Ranks.all(PATIENCE)
         throttle = Throttle(every=self._every, max_overhead=self._max_overhead)
         watch = Watch(throttle=throttle, ranks=ranks, model=self._model)
@@ -368,6 +378,20 @@ class EntropyProbeCallback(TrainerCallback):
     @property
     def _model(self) -> Any:
         return self.trainer.accelerator.unwrap_model(self.trainer.model)
+
+    def _keep_for_ledger(self, args: Any) -> None:
+        """A record of every step; refused where no two checkpoints with an optimizer come of it."""
+        strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+        if strategy == "no" or args.save_only_model:
+            setting = "save_strategy='no'" if strategy == "no" else "save_only_model=True"
+            raise ValueError(
+                f"run_ledger=True with {setting}; expected checkpoints with the optimizer's state, "
+                "between which steps are replayed. Set save_strategy='steps' and save_steps, and "
+                "leave save_only_model out."
+            )
+        if self._recorder is None:
+            folder = Path(args.output_dir) / RECORD_FOLDER
+            self._recorder = Recorder(folder, self.facts, gradient=self._record_gradient)
 
     def _begin_record(self, args: Any, state: Any) -> None:
         """The first step after a resume belongs beside the checkpoint that it is made from."""

@@ -28,7 +28,7 @@ InfluenceDict = JSONObject
 """`EntropyInfluenceRunner.run` returns a dict that a notebook can draw."""
 SECTIONS = (
     *("change", "ledger", "trust", "groups", "tokens"),
-    *("left_out", "fisher", "what_if", "budget"),
+    *("momentum", "left_out", "fisher", "what_if", "budget"),
 )
 TOKENS = 10
 GROUPS = 12
@@ -74,6 +74,7 @@ def influence_report(
         "groups": _groups,
         "tokens": _tokens,
         "left_out": _left_out,
+        "momentum": _momentum,
         "fisher": _fisher,
         "what_if": _what_if,
         "budget": _budget,
@@ -385,6 +386,27 @@ def _left_out(evaluation: EvaluationBatch) -> list[str]:
             f"{-value_of(one['difference']):+.2e}, its share was {one['influence']:+.2e}"
         )
     return lines
+
+
+def _momentum(evaluation: EvaluationBatch) -> list[str]:
+    """The line "momentum" by the batches that it came from, the newest first."""
+    momentum = evaluation.get("momentum")
+    if not momentum:
+        return []
+    if "error" in momentum:
+        return [f"Momentum by batches: no answer. {momentum['error']}"]
+    lines = [f"Momentum {momentum['total']:+.4g} nats, by the batches it came from:"]
+    for one in momentum["batches"]:
+        lines.append(
+            f"  batch {one['step']:<5} {one['dH']:+.4g} +- {one['stderr']:.2g} (weight "
+            f"{one['weight']:.3f})"
+        )
+    rest = {
+        f"before checkpoint {momentum['from']}": momentum["before_record"]["dH"],
+        "coupled decay of earlier steps": momentum["decay"],
+        "not covered by the rebuilt batches": momentum["uncovered"],
+    }
+    return [*lines, *(f"  {name}: {value:+.4g}" for name, value in rest.items() if value)]
 
 
 def _fisher(evaluation: EvaluationBatch) -> list[str]:

@@ -10,6 +10,7 @@ Every result names its schema and the version of it:
     entropy-probe measure   results.json                        MEASUREMENTS
     entropy-probe influence summary.json, manifest.json         INFLUENCE
     entropy-probe evaluate  evaluation.json                     EVALUATION
+    entropy-probe explain   summary.json, manifest.json         RUN_LEDGER
     write_trajectory        trajectory.json                     TRAJECTORY
     a probed training       entropy_probe.jsonl, a row a step   TRAINING_ROW
     entropy-probe train     train_summary.json                  TRAINING
@@ -28,5 +29,6 @@ from entropy_experiments.results.evaluation import *  # noqa: F403
 from entropy_experiments.results.influence import *  # noqa: F403
 from entropy_experiments.results.measurements import *  # noqa: F403
 from entropy_experiments.results.probe import *  # noqa: F403
+from entropy_experiments.results.run_ledger import *  # noqa: F403
 from entropy_experiments.results.schema import *  # noqa: F403
 from entropy_experiments.results.training import *  # noqa: F403

@@ -202,6 +202,40 @@ class FisherAnswer(TypedDict):
 FisherResult = FisherAnswer | Unanswered
 
 
+class MomentumShare(TypedDict):
+    dH: float
+    stderr: float
+
+
+class MomentumBatch(MomentumShare):
+    """What an earlier batch did in this step, through momentum."""
+
+    step: int
+    weight: float
+    """(1 - b1) b1^(t - s), by which its gradient enters this step."""
+    decay: float
+    uncovered: float
+    step_distance: float
+
+
+MomentumAnswer = TypedDict(
+    "MomentumAnswer",
+    {
+        "from": int,
+        "to": int,
+        "total": float,
+        "batches": list[MomentumBatch],
+        "before_record": MomentumShare,
+        "decay": float,
+        "uncovered": float,
+    },
+)
+"""The ledger's line "momentum", by the batches that it came from; they, `before_record`, `decay`
+(coupled, of earlier steps) and `uncovered` add up to `total`. momentum.parquet has their tokens."""
+
+MomentumResult = MomentumAnswer | Unanswered
+
+
 class EstimandResult(TypedDict, total=False):
     unit: str
     temperature: float
@@ -252,6 +286,7 @@ class EvaluationBatch(TypedDict):
     measured_rollouts: NotRequired[list[int]]
     leave_one_out: NotRequired[list[LeftOut]]
     fisher: NotRequired[FisherResult | None]
+    momentum: NotRequired[MomentumResult | None]
     what_if: NotRequired[list[WhatIf]]
     entropy_budget: NotRequired[Budget | None]
     table: NotRequired[TableFacts]

@@ -83,6 +83,7 @@ INFLUENCE = Schema(name="entropy_experiments.influence", version=2)
 EVALUATION = Schema(name="entropy_experiments.evaluation", version=1)
 TRAJECTORY = Schema(name="entropy_experiments.checkpoints.runs", version=1)
 """The name is that of the module which wrote the first of these files."""
+RUN_LEDGER = Schema(name="entropy_experiments.run_ledger", version=1)
 TRAINING_ROW = Schema(name="entropy_experiments.training_row", version=1, first_nameless=True)
 TRAINING = Schema(name="entropy_experiments.training", version=1, first_nameless=True)
 

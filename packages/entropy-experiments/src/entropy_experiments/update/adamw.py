@@ -192,14 +192,14 @@ def adamw_direction(
         theta, g = params[name].detach().double(), gradient[name].detach().double()
         (b1, b2), state = group.betas, optimizer.state.get(name, {})
         t = float(state.get("step", 0.0)) + 1
-        m = _moment(state, "exp_avg", name, theta)
-        s = _moment(state, "exp_avg_sq", name, theta)
+        m = moment_of(state, "exp_avg", name, theta)
+        s = moment_of(state, "exp_avg_sq", name, theta)
         sign = -1.0 if group.maximize else 1.0
         seen = sign * factor * g
         coupled = 0.0 if group.decoupled else group.weight_decay
         s = b2 * s + (1 - b2) * (seen + coupled * theta) ** 2
         if group.amsgrad:
-            s = torch.maximum(_moment(state, "max_exp_avg_sq", name, theta), s)
+            s = torch.maximum(moment_of(state, "max_exp_avg_sq", name, theta), s)
         den = (1 - b1**t) * ((s / (1 - b2**t)).sqrt() + group.eps)
         p = scale * (1 - b1) / den
         decay = -p * coupled if coupled else -scale * group.weight_decay
@@ -210,7 +210,7 @@ def adamw_direction(
     return direction_like(params, parts, optimizer.lr, preconditioner, factor)
 
 
-def _moment(state: Mapping[str, Any], key: str, name: str, theta: Tensor) -> Tensor:
+def moment_of(state: Mapping[str, Any], key: str, name: str, theta: Tensor) -> Tensor:
     if not state:
         return torch.zeros_like(theta)
     if key not in state:

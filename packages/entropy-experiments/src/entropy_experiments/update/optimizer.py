@@ -115,6 +115,20 @@ def members(
     params: Params, gradient: Params, optimizer: OptimizerState, kind: type
 ) -> Iterator[tuple[str, Any, float]]:
     """(name, group, lr_group / eta) of every parameter, after checking that all fit together."""
+    checked = list(groups_by_name(params, gradient, optimizer, kind))
+    if not optimizer.lr > 0:
+        raise ValueError(
+            f"The optimizer's learning rate is {optimizer.lr}: the last checkpoint of a schedule "
+            "stores 0. Give the first group the `lr` of the step in question."
+        )
+    for name, group in checked:
+        yield name, group, group.lr / optimizer.lr
+
+
+def groups_by_name(
+    params: Params, gradient: Params, optimizer: OptimizerState, kind: type
+) -> Iterator[tuple[str, Any]]:
+    """(name, group) of every parameter, after the same checks; a rate of 0 is one."""
     if not isinstance(optimizer, OptimizerState):
         raise TypeError(
             f"Got a {type(optimizer).__name__} as optimizer; expected an OptimizerState. Make one "
@@ -138,14 +152,9 @@ def members(
             f"The optimizer has state for {len(optimizer.state)} of {len(covered)} parameters; "
             f"missing {stateless[:5]}. Expected all (or none, before the first step)."
         )
-    if not optimizer.lr > 0:
-        raise ValueError(
-            f"The optimizer's learning rate is {optimizer.lr}: the last checkpoint of a schedule "
-            "stores 0. Give the first group the `lr` of the step in question."
-        )
     for group in optimizer.groups:
         for name in group.names:
-            yield name, group, group.lr / optimizer.lr
+            yield name, group
 
 
 def direction_like(

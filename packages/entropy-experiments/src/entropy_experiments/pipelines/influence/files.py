@@ -33,6 +33,7 @@ from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.checkpoints.runs import provenance
 from entropy_experiments.config import config_yaml
 from entropy_experiments.distributed import current
+from entropy_experiments.pipelines.influence.momentum import ROWS
 from entropy_experiments.pipelines.influence.results import (
     EvaluationResults,
     StudyResults,
@@ -55,6 +56,8 @@ from entropy_experiments.results import (
     GroupResult,
     InfluenceResult,
     JSONObject,
+    MomentumAnswer,
+    MomentumResult,
     RankedToken,
     UpdateText,
     finite,
@@ -163,6 +166,7 @@ class StudyFiles:
             "measured_rollouts": list(one.measured_rows),
             "leave_one_out": list(one.left_out),
             "fisher": self._fisher(one),
+            "momentum": self._momentum(one),
             "what_if": list(one.what_if),
             "entropy_budget": None
             if budget is None
@@ -251,6 +255,13 @@ class StudyFiles:
         self.files[f"{folder}/changes.json"] = json.dumps(rows, indent=1).encode()
         moved = sorted(rows, key=lambda row: -abs(row["measured"]))[:MOVED]
         return fisher_json(stage, moved)
+
+    def _momentum(self, one: EvaluationResults) -> MomentumResult | None:
+        stage = one.momentum
+        if not isinstance(stage, Stage):
+            return stage
+        self.files["momentum.parquet"] = stage.tensors[ROWS].numpy().tobytes()
+        return cast(MomentumAnswer, stage.facts)
 
     def _table(self, one: EvaluationResults) -> None:
         import pyarrow

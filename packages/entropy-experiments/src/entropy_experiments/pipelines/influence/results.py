@@ -39,6 +39,7 @@ from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.numerics.derivatives import How
 from entropy_experiments.pipelines.influence.certified import still_open
+from entropy_experiments.pipelines.influence.momentum import momentum_stage
 from entropy_experiments.pipelines.influence.packing import unpack_estimate
 from entropy_experiments.pipelines.influence.sharded import ABSENT_OF_SHARDED
 from entropy_experiments.pipelines.influence.stages import Evaluation, Study, evaluations_of
@@ -93,6 +94,8 @@ class EvaluationResults:
     what_if: Sequence[WhatIf] = ()
     fisher: Stage | Unanswered | None = None
     """The kernel and its changes; why there are none ("error"); None: nobody asked."""
+    momentum: Stage | Unanswered | None = None
+    """Momentum by the batches that it came from; of the first evaluation batch."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,6 +189,9 @@ def _evaluation_results(evaluation: Evaluation) -> EvaluationResults:
         left_out=[left_out_or_error(evaluation, row) for row in options.leave_one_out],
         what_if=[what_if(evaluation, text) for text in options.what_if],
         fisher=answer_or_error(lambda: fisher(evaluation)) if options.fisher else None,
+        momentum=answer_or_error(lambda: momentum_stage(evaluation))
+        if evaluation.study.momentum_batches and evaluation.study.inputs.evaluations[0] is batch
+        else None,
     )
 
 

@@ -159,8 +159,13 @@ class EntropyInfluenceRunner:
         *,
         checkpoint_path: str | Path | None = None,
         overwrite: bool = False,
+        momentum_batches: int = 0,
     ) -> InfluenceSummary:
-        """summary.json as a dict, and `run_directory`, where the other files are."""
+        """summary.json as a dict, and `run_directory`, where the other files are.
+
+        `momentum_batches`: split the momentum of a recorded run's step among so many of the
+        batches before it; 0: leave it one line.
+        """
         config = plan.applied(self.config) if plan is not None else self.config
         check_requests(config)
         check_sharded_study(config)
@@ -178,13 +183,17 @@ class EntropyInfluenceRunner:
             questions = influence.model_dump(mode="json", include=set(QUESTIONS))
             # Drawings are made up for once matplotlib is there.
             questions["plots"] = influence.plots and can_draw()
+            if momentum_batches:
+                questions["momentum_batches"] = momentum_batches
             key = digest_of(study_key, questions, {"table": table_version()})
             place = influence.folder
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
             run = RunDirectory(RESULTS / name if place is None else place)
             ranks.broadcast_from_zero(lambda: run.bind(study_key, overwrite=overwrite))
             with _released_unused(run):
-                summary = self._studied(config, probed, run, key, say, anew=overwrite)
+                summary = self._studied(
+                    config, probed, run, key, say, anew=overwrite, momentum=momentum_batches
+                )
         return InfluenceSummary({**summary, "run_directory": str(run.folder)})
 
     def _studied(
@@ -196,6 +205,7 @@ class EntropyInfluenceRunner:
         say: Callable[[str], None] | None,
         *,
         anew: bool,
+        momentum: int,
     ) -> InfluenceResult:
         """Compute what is not there yet; returns summary.json.
 
@@ -206,7 +216,7 @@ class EntropyInfluenceRunner:
         if not finished or influence.update_batch.save_path is not None:  # which may be new
             inputs = gather_study(config, probed, quiet=self._quiet)
         if inputs is not None and not finished:
-            study = Study(inputs, run.stages, say=say)
+            study = Study(inputs, run.stages, say=say, momentum_batches=momentum)
             with closing(study.clock):
                 files, arrays, summary = StudyFiles(study_results(study)).made(key)
 
@@ -373,6 +383,8 @@ def _answers(summary: InfluenceResult) -> list[tuple[str, str]]:
         options += [("--confirm", one["name"]) for one in confirmed]
         if evaluation.get("fisher") is not None:
             options.append(("--fisher", ""))
+        if evaluation.get("momentum") is not None:
+            options.append(("--momentum", ""))
         budget = evaluation.get("entropy_budget")
         if budget is not None:
             options.append((f"--entropy-budget {budget['budget']:g}", ""))

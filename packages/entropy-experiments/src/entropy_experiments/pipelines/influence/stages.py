@@ -108,6 +108,7 @@ WORDS = {
     "without": "the step without rollout {}",
     "confirm": "a what-if's step, made and measured",
     "fisher": "Fisher kernel",
+    "momentum": "momentum by the batches it came from",
 }
 _NAME = re.compile(r"(?:(eval_\d+)_)?([a-z]+)(?:_(\d+))?")
 AT_ONCE = 4
@@ -180,9 +181,15 @@ class Study:
     """One update batch and its evaluation batches; properties compute what is not on disk."""
 
     def __init__(
-        self, inputs: StudyInputs, store: StageStore, *, say: Callable[[str], None] | None = None
+        self,
+        inputs: StudyInputs,
+        store: StageStore,
+        *,
+        say: Callable[[str], None] | None = None,
+        momentum_batches: int = 0,
     ) -> None:
         self.inputs, self.store = inputs, store
+        self.momentum_batches = momentum_batches
         self.probe, self.config = inputs.probe, inputs.probe.config
         self.asked = self.config.influence
         self.clock = Clock(say=say)

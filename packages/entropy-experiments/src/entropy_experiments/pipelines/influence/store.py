@@ -146,6 +146,10 @@ class StageStore:
         data = self._files.raw(_file_name(name, key))
         return None if data is None else self._unpacked(_file_name(name, key), data)
 
+    def remove(self, name: str, key: str) -> None:
+        """A stage that nobody needs any more; one that is not there is left so."""
+        self._files.path(_file_name(name, key)).unlink(missing_ok=True)
+
     def _unpacked(self, file: str, data: bytes) -> Stage:
         try:
             tensors = load_tensors(self._files.body(file, data))

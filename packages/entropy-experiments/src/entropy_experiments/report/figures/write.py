@@ -1,6 +1,7 @@
 """Every figure of a run, as files: the same gathered numbers as the HTML report, so the same.
 
-write_figures(RUN, DIR)        DIR/curve.pdf, DIR/curve.png, DIR/ledger.pdf, ...
+write_figures(RUN, DIR)        DIR/curve.pdf, DIR/curve.png, DIR/ledger.pdf, ...; of a run's ledger
+                               DIR/account_class.pdf, DIR/rates_class.pdf, ...
 study_plots(files, summary)    plots/<evaluation>_ledger.png, ..._grad_delta_samples.png
 """
 
@@ -21,13 +22,17 @@ from entropy_experiments.report.figures.charts import (
     trajectory_figure,
     what_if_figure,
 )
+from entropy_experiments.report.figures.run_ledger import run_ledger_figures
 from entropy_experiments.report.figures.samples import samples, samples_figure, samples_name
 from entropy_experiments.report.figures.style import NEEDED, can_draw, image, paper_style
 from entropy_experiments.report.html.books import study_books
 from entropy_experiments.report.html.data import gather
+from entropy_experiments.report.html.page import refuse_for_ledger
 from entropy_experiments.report.linearity import measured_deltas
+from entropy_experiments.report.run_ledger import run_ledger_view
 from entropy_experiments.report.sections import ReportData
 from entropy_experiments.results import InfluenceResult
+from entropy_experiments.results.run_ledger import is_run_ledger
 from entropy_experiments.study_files import Files
 
 if TYPE_CHECKING:
@@ -49,13 +54,17 @@ def write_figures(
     """The files written; `columns` of a two-column paper, 1 or 2, are how wide figures are."""
     if not can_draw():
         raise ValueError(NEEDED)
-    data = gather(run, trajectory=trajectory, evaluation=evaluation)
     folder, out = Path(folder), []
     with paper_style():
-        made = figures_of(data, columns=columns)
-        if not made:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in data["absent"].items())
-            raise ValueError(f"{run} has nothing to draw ({reasons}).")
+        if is_run_ledger(run):
+            refuse_for_ledger(Path(run), trajectory=trajectory, evaluation=evaluation)
+            made = run_ledger_figures(run_ledger_view(run), columns=columns)
+        else:
+            data = gather(run, trajectory=trajectory, evaluation=evaluation)
+            made = figures_of(data, columns=columns)
+            if not made:
+                reasons = "; ".join(f"{name}: {reason}" for name, reason in data["absent"].items())
+                raise ValueError(f"{run} has nothing to draw ({reasons}).")
         folder.mkdir(parents=True, exist_ok=True)
         for name, figure in made.items():
             for suffix in suffixes:

@@ -26,6 +26,7 @@ from entropy_experiments.results import (
     newest_log,
     read_trajectory,
 )
+from entropy_experiments.results.run_ledger import is_run_ledger
 from entropy_experiments.study_files import IDENTITY, MANIFEST
 
 NAME = "trajectory.json"
@@ -77,6 +78,12 @@ def found_at(run: Path) -> tuple[RunKind, Path]:
         if training_file(run) is not None:
             return "training", run
         return ("probe" if measurements_file(run) is None else "measure"), run
+    if is_run_ledger(run):
+        raise ValueError(
+            f"{run} is the ledger of a whole run (entropy-probe explain): it has a page of its own "
+            "and does not stand beside single steps. Report it alone: entropy-probe report "
+            f"{run}"
+        )
     if any((run / name).exists() for name in (MANIFEST, IDENTITY)):
         return "influence", run
     if (run / NAME).is_file():

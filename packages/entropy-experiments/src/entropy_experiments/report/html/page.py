@@ -38,6 +38,7 @@ from entropy_experiments.report.html.data import gather
 from entropy_experiments.report.html.marks import Figure
 from entropy_experiments.report.html.token_views import MOST_TOKENS
 from entropy_experiments.report.sections import ReportData
+from entropy_experiments.results.run_ledger import is_run_ledger
 from entropy_experiments.study_files import PAGE
 
 DIGITS = 6
@@ -97,6 +98,12 @@ TERMS = {
     "update rollouts": "Rollouts that the step learns from.",
     "reliability": "Correlation of single tokens' influence between two halves of the prompts.",
     "cancellation": "Sum of |parts| over |total|: how far the parts cancel.",
+    "along the path": "Each step times the mean of the slopes at its two ends; all steps added.",
+    "exchange rate": "Nats of entropy per unit of expected reward: what the reward cost.",
+    "momentum from before the record": "What batches before the first recorded one still did.",
+    "not covered by the rebuilt steps": "Steps that training made less the same steps rebuilt.",
+    "recorded batches": "What every token of every batch did, at once and later through momentum.",
+    "unfinished": "What the last batches will still do after the window; no part of the sum.",
 }
 """In the order of the page's own glossary."""
 _FIND = re.compile(
@@ -122,9 +129,26 @@ def write_report(
     checked()
     run = Path(run)
     path = default_path(run) if path is None else Path(path)
+    if is_run_ledger(run):
+        # It draws with this module.
+        from entropy_experiments.report.html.run_ledger import write_run_ledger_page
+
+        refuse_for_ledger(run, trajectory=trajectory, evaluation=evaluation)
+        return write_run_ledger_page(run, path)
     data = gather(run, trajectory=trajectory, evaluation=evaluation, most_tokens=most_tokens)
     place_links(data, run if run.is_dir() else run.parent, path.parent)
     return written(render(data, refresh=refresh), path)
+
+
+def refuse_for_ledger(run: Path, **options: object) -> None:
+    """Options that are about one step, beside the ledger of a whole run."""
+    wrong = [f"--{name}" for name, value in options.items() if value]
+    if wrong:
+        raise ValueError(
+            f"{run} is the ledger of a whole run (entropy-probe explain), and {', '.join(wrong)} "
+            f"{'is' if len(wrong) == 1 else 'are'} about one step. Leave "
+            f"{'it' if len(wrong) == 1 else 'them'} out."
+        )
 
 
 def place_links(data: ReportData, run: Path, page: Path) -> None:

@@ -91,7 +91,7 @@
     const narrow = window.innerWidth < 720;
     for (const place of document.querySelectorAll(".chart")) {
       const figure = figures[place.dataset.figure];
-      if (!figure) continue;
+      if (!figure || place.closest("[hidden]")) continue;  // drawn when it is chosen
       const layout = fill(figure.layout);
       const axis = { gridcolor: colour("line"), zeroline: false, linecolor: colour("axis"), tickcolor: colour("axis"), ticks: "outside", ticklen: 3, automargin: true, exponentformat: "power", tickfont: { size: narrow ? 10 : 12 } };
       for (const name of ["xaxis", "yaxis"]) {
@@ -111,6 +111,22 @@
     }
   };
   draw();
+  // A run's ledger: the grouping that is chosen, its drawings and its table.
+  const grouping = document.getElementById("grouping");
+  if (grouping) {
+    const manner = document.getElementById("manner");
+    const regroup = () => {
+      for (const place of document.querySelectorAll("[data-chosen]")) {
+        place.dataset.figure = `${place.dataset.chosen}_${grouping.value}_${manner.value}`;
+      }
+      for (const part of document.querySelectorAll("[data-grouping]")) part.hidden = part.dataset.grouping !== grouping.value;
+      draw();
+    };
+    grouping.addEventListener("change", regroup);
+    manner.addEventListener("change", regroup);
+    document.getElementById("choices").addEventListener("submit", (event) => event.preventDefault());
+    if (grouping.selectedIndex > 0 || manner.selectedIndex > 0) regroup();  // as left before a reload
+  }
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   window.matchMedia("(max-width: 720px)").addEventListener("change", draw);
 
@@ -160,7 +176,7 @@
   const textOf = (row) => {
     if (!texts.has(row)) {
       const response = row.text !== undefined ? row.text : (row.t || []).map((k) => views.vocabulary[k]).join("");
-      texts.set(row, (views.prompts[row.p] + response).toLowerCase());
+      texts.set(row, ((row.pid || "") + " " + views.prompts[row.p] + response).toLowerCase());
     }
     return texts.get(row);
   };
@@ -183,6 +199,7 @@
     }
     return span;
   };
+  const nameOf = (row) => row.name === undefined ? String(row.i) : row.name;
   const card = (row) => {
     const made = element("article", "rollout");
     made.dataset.i = row.i;
@@ -193,14 +210,15 @@
       item.append(element(strong ? "b" : "span", "", value));
       facts.append(item);
     };
-    const link = element("a", "", "rollout " + row.i);
-    link.href = "#rollout=" + row.i;
+    const link = element("a", "", "rollout " + nameOf(row));
+    link.href = "#rollout=" + nameOf(row);
     facts.append(link);
     if (row.uid !== null && row.uid !== undefined) say("uid", visible(row.uid).slice(0, 80));
     if (row.influence !== undefined) say("influence", number(row.influence, 2), true);
+    if (row.gain !== undefined) say("on reward", number(row.gain, 2));
     if (row.advantage !== null && row.advantage !== undefined) say("advantage", number(row.advantage));
     if (row.reward !== null && row.reward !== undefined) say("reward", String(+row.reward.toPrecision(3)));
-    say("prompt", String(row.prompt));
+    say("prompt", row.pid || String(row.prompt));
     say("tokens", String(row.n));
     if (row.truncated) facts.append(element("span", "", "cut off"));
     made.append(facts);
@@ -221,6 +239,7 @@
     return made;
   };
   const byId = new Map(views.rollouts.map((row) => [row.i, row]));
+  const byName = new Map(views.rollouts.map((row) => [nameOf(row), row]));
   let shown = [];
   let built = 0;
   const count = () => {
@@ -286,17 +305,18 @@
     if (row.s[k] === "2") say("influence", "none: not in the loss");
     else {
       say("influence", number(value) + " nats");
-      if (row.e && views.t !== null) {
+      if (row.e) {
         const error = row.e[k] * views.units.influence;
         say("± s.e.", number(error, 2).slice(1) + `, ${views.folds} parts of E`);
-        say("95 %", number(value - views.t * error, 2) + " to " + number(value + views.t * error, 2));
+        if (views.t !== null) say("95 %", number(value - views.t * error, 2) + " to " + number(value + views.t * error, 2));
       } else say("95 %", "no interval: one fold");
+      if (row.r) say("on reward", number(row.r[k] * views.units.reward));
       if (row.s[k] === "1") say("sign", "unsure: parts of E disagree");
     }
     say("log-prob", signed(logprob) + `  (p ${Math.exp(logprob).toPrecision(3)})`);
     say("entropy", signed(row.h[k] * views.units.entropy) + " nats");
     say("advantage", number(advantage));
-    say("token", `${k} of rollout ${row.i}`);
+    say("token", `${k} of rollout ${nameOf(row)}`);
     tip.replaceChildren(what, rows);
     hide();
     on = span;
@@ -309,8 +329,9 @@
     tip.style.left = `${left + window.scrollX}px`;
     tip.style.top = `${(below ? box.bottom + 6 : box.top - tip.offsetHeight - 6) + window.scrollY}px`;
   };
-  // Links to a rollout, or to a token of it: report.html#rollout=367&token=8.
-  const linkTo = (i, k) => `#rollout=${i}&token=${k}`;
+  // Links to a rollout, to a token of it, or to a prompt of a run's ledger:
+  // report.html#rollout=367&token=8, #rollout=12-3, #prompt=8d1f...
+  const linkTo = (row, k) => `#rollout=${nameOf(row)}&token=${k}`;
   const mark = (span) => {
     for (const old of list.querySelectorAll(".cited")) old.classList.remove("cited");
     if (span) span.classList.add("cited");
@@ -320,17 +341,31 @@
     const fragment = location.hash.slice(1);
     if (fragment === "" || (!fragment.includes("=") && document.getElementById(fragment))) return;
     mark(null);
-    const asked = /^rollout=(\d{1,9})(?:&token=(\d{1,9}))?$/.exec(fragment);
+    const prompt = has("pid") ? /^prompt=([0-9a-f]{1,64})$/.exec(fragment) : null;
+    if (prompt) {
+      if (!views.rollouts.some((row) => row.pid === prompt[1])) {
+        refuse(`no rollout of prompt ${prompt[1]} is on this page; run_ledger.parquet has all of them.`);
+        return;
+      }
+      choose.sign.value = "";
+      choose.find.value = prompt[1];
+      restart();
+      list.scrollIntoView({ block: "start" });
+      return;
+    }
+    const asked = /^rollout=([\d-]{1,20})(?:&token=(\d{1,9}))?$/.exec(fragment);
     if (!asked) {
-      refuse("expected #rollout=NUMBER or #rollout=NUMBER&token=NUMBER.");
+      refuse("expected #rollout=NUMBER or #rollout=NUMBER&token=NUMBER" + (has("pid") ? ", or #prompt=NAME." : "."));
       return;
     }
-    const i = Number(asked[1]);
-    const row = byId.get(i);
+    const row = byName.get(asked[1]);
     if (!row) {
-      refuse(`there is no rollout ${i}; this report has ${views.rollouts.length}, from 0.`);
+      refuse(has("pid")
+        ? `rollout ${asked[1]} is not on this page; run_ledger.parquet has all of them.`
+        : `there is no rollout ${asked[1]}; this report has ${views.rollouts.length}, from 0.`);
       return;
     }
+    const i = row.i;
     if (asked[2] === undefined) {
       jump(i);
       return;
@@ -338,8 +373,8 @@
     const k = Number(asked[2]);
     const place = jump(i);
     const span = row.t ? place.querySelector(`.t[data-k="${k}"]`) : null;
-    if (!row.t) refuse(`the tokens of rollout ${i} are not in this report; the rollout is shown.`);
-    else if (!span) refuse(`rollout ${i} has ${row.n} tokens, from 0; the rollout is shown.`);
+    if (!row.t) refuse(`the tokens of rollout ${asked[1]} are not in this report; the rollout is shown.`);
+    else if (!span) refuse(`rollout ${asked[1]} has ${row.n} tokens, from 0; the rollout is shown.`);
     else {
       mark(span);
       span.scrollIntoView({ block: "center" });
@@ -360,7 +395,7 @@
       }
       show(span);
       // The address bar cites the token; the page stays where it is.
-      history.replaceState(null, "", linkTo(Number(span.closest(".rollout").dataset.i), Number(span.dataset.k)));
+      history.replaceState(null, "", linkTo(byId.get(Number(span.closest(".rollout").dataset.i)), Number(span.dataset.k)));
       mark(span);
     });
     window.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });

@@ -1,0 +1,363 @@
+"""`entropy-probe explain` on a run that TRL made: sums, replay, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from entropy_experiments.cli import app
+from entropy_experiments.config import load_config
+from entropy_experiments.distributed import Ranks, across
+from entropy_experiments.online.trl import EntropyProbeCallback
+from entropy_experiments.pipelines import explain as module
+from entropy_experiments.pipelines.explain import ExplainOptions, explain
+from entropy_experiments.results.run_ledger import (
+    LAYER_TABLE,
+    PROMPT_TABLE,
+    TEXT_TABLE,
+    TOKEN_TABLE,
+    read_ledger_table,
+    read_run_ledger,
+)
+from oracles.processes import on_ranks
+from oracles.tiny_grpo import grpo
+from oracles.tiny_models import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.contract
+
+STEPS = 6
+LINES = ("batches", "decay", "momentum_before_record", "uncovered")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run with a checkpoint after every step; run_ledger=True kept its record."""
+    folder = tmp_path_factory.mktemp("explain")
+    tiny_model().save_pretrained(folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+    callback = EntropyProbeCallback(every=100, prompts=6, microbatch=4, run_ledger=True)
+    with torch.random.fork_rng(devices=[]):
+        trainer = grpo(
+            folder / "run",
+            callbacks=[callback],
+            max_steps=STEPS,
+            save_strategy="steps",
+            save_steps=1,
+        )
+        trainer.train()
+    assert callback.off is None
+    assert sorted(p.name for p in (folder / "run" / "entropy_probe_record").glob("step_*")) == [
+        f"step_{step}" for step in range(STEPS)
+    ]
+    return folder
+
+
+def settings(folder: Path):
+    changes = {
+        "checkpoint.base": str(folder / "base"),
+        "data.evaluation_prompts": 6,
+        "memory.microbatch_size": 16,
+    }
+    return load_config(None).replaced(changes)
+
+
+def explained(folder: Path, out: Path, **options):
+    asked = ExplainOptions(start=2, training_prompts=True, **options)
+    return explain(settings(folder), folder / "run", asked, out=out)
+
+
+@pytest.fixture(scope="module")
+def ledger(run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("ledger") / "dense"
+    explained(run, out, tangent=True)
+    return out
+
+
+def test_lines_and_tables_add_up_to_the_path(ledger):
+    summary = read_run_ledger(ledger)
+    total = sum(summary["lines"][name]["dH"] for name in LINES)
+    assert total == pytest.approx(summary["total"]["path"]["value"], abs=2e-6)
+    gain = summary["total"]["reward"]
+    assert gain is not None
+    assert sum(summary["lines"][name]["dR"] for name in LINES) == pytest.approx(
+        gain["value"], abs=2e-5
+    )
+    batches = summary["lines"]["batches"]
+    assert abs(batches["dH"]) > 1e-5
+    for name in (TOKEN_TABLE, PROMPT_TABLE, TEXT_TABLE):
+        assert sum(read_ledger_table(ledger, name).column("dH").to_pylist()) == pytest.approx(
+            batches["dH"], abs=1e-12
+        )
+    layers = read_ledger_table(ledger, LAYER_TABLE).column("dH").to_pylist()
+    assert sum(layers) == pytest.approx(batches["dH"], abs=2e-6)
+    assert summary["window"] == {"from": 2, "to": STEPS, "steps": STEPS - 2, "every": 1}
+    assert sum(step["dH_path"] for step in summary["steps"]) == pytest.approx(total, abs=2e-6)
+    tangent = summary["total"]["tangent"]
+    assert tangent is not None
+    assert sum(step["dH_tangent"] for step in summary["steps"]) == pytest.approx(
+        tangent["value"], abs=2e-6
+    )
+    assert all(step["step_distance"] < 1e-2 for step in summary["steps"])
+    assert summary["unexplained"]["value"] == pytest.approx(
+        summary["measured"]["value"] - summary["total"]["path"]["value"], abs=1e-12
+    )
+
+
+def test_replay_between_sparse_checkpoints_gives_the_same_numbers(run, ledger, tmp_path):
+    """Only the first and the last checkpoint are read; the record has the batches between."""
+    sparse = tmp_path / "sparse"
+    for name in ("checkpoint-2", f"checkpoint-{STEPS}", "entropy_probe_record"):
+        shutil.copytree(run / "run" / name, sparse / name)
+    asked = ExplainOptions(start=2, training_prompts=True)
+    summary = explain(settings(run), sparse, asked, out=tmp_path / "out")
+    dense = read_run_ledger(ledger)
+    (arrival,) = summary["replays"]
+    assert (arrival["start"], arrival["end"]) == (2, STEPS)
+    assert arrival["distance"] < 1e-3
+    assert [step["replayed"] for step in summary["steps"]] == [False, True, True, True]
+    for name in LINES[:3]:
+        assert summary["lines"][name]["dH"] == pytest.approx(dense["lines"][name]["dH"], abs=1e-5)
+    for mine, theirs in zip(summary["steps"], dense["steps"], strict=True):
+        assert mine["lr"] == pytest.approx(theirs["lr"], rel=1e-12)
+        assert mine["dH_batches"] == pytest.approx(theirs["dH_batches"], abs=1e-5)
+    assert not list((tmp_path / "out" / "stages").glob("state_*"))[1:]  # one segment's last
+
+
+@pytest.mark.slow
+def test_every_reads_so_many_checkpoints(run, ledger, tmp_path):
+    summary = explained(run, tmp_path / "every", every=2)
+    assert [(one["start"], one["end"]) for one in summary["replays"]] == [(2, 4), (4, 6)]
+    dense = read_run_ledger(ledger)
+    assert summary["lines"]["batches"]["dH"] == pytest.approx(
+        dense["lines"]["batches"]["dH"], abs=1e-5
+    )
+
+
+@pytest.fixture(scope="module")
+def replayed(run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("ledger") / "replayed"
+    explained(run, out, every=4)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("every", "stop"), [(1, f"step_{STEPS}"), (1, "step_3"), (4, "state_4"), (4, "costate_4")]
+)
+def test_killed_at_any_step_it_goes_on_to_the_same_bytes(
+    run, ledger, replayed, tmp_path, monkeypatch, every, stop
+):
+    """step_N: between the two stages of a visit; state_N: in the middle of a replay."""
+    whole = ledger if every == 1 else replayed
+    options = {"every": every, "tangent": every == 1}
+    put = module.StageStore.put
+
+    class KilledError(BaseException):
+        pass
+
+    def killed(self, name, key, stage, seconds):
+        put(self, name, key, stage, seconds)
+        if name == stop:
+            raise KilledError
+
+    torn = tmp_path / "torn"
+    with monkeypatch.context() as patch:
+        patch.setattr(module.StageStore, "put", killed)
+        with pytest.raises(KilledError):
+            explained(run, torn, **options)
+    assert not (torn / "manifest.json").exists()
+    explained(run, torn, **options)
+    for path in whole.iterdir():
+        if path.is_file():
+            assert (torn / path.name).read_bytes() == path.read_bytes(), path.name
+    assert not list((torn / "stages").glob("costate_*"))[1:]
+
+
+def _on_this_rank(folder: Path, out: Path) -> float:
+    with across(Ranks.all()):
+        return explained(folder, out, tangent=True)["lines"]["batches"]["dH"]
+
+
+@pytest.mark.slow
+def test_ranks_change_no_number(run, ledger, tmp_path):
+    """Under torchrun rollouts are dealt out, and rank 0 alone writes."""
+    results = on_ranks(2, _on_this_rank, run, tmp_path / "shared")
+    alone, shared = read_run_ledger(ledger), read_run_ledger(tmp_path / "shared")
+    assert results[0] == results[1] == shared["lines"]["batches"]["dH"]
+    for name in LINES:
+        mine, theirs = shared["lines"][name], alone["lines"][name]
+        assert mine["dH"] == pytest.approx(theirs["dH"], abs=1e-8)
+        assert mine["dR"] == pytest.approx(theirs["dR"], abs=1e-7)
+    assert shared["measured"] == alone["measured"]
+
+
+def test_a_finished_ledger_is_not_computed_again(run, ledger, monkeypatch):
+    monkeypatch.setattr(module.Walk, "go", lambda self: pytest.fail("computed"))
+    lines: list[str] = []
+    asked = ExplainOptions(start=2, training_prompts=True, tangent=True)
+    explain(settings(run), run / "run", asked, out=ledger, say=lines.append)
+    assert lines == [f"{ledger}: finished already, nothing was computed"]
+
+
+def test_another_ledger_in_the_folder_is_refused(run, ledger, tmp_path):
+    with pytest.raises(ValueError, match=r"holds another ledger: .* --overwrite"):
+        explained(run, ledger)
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"has files that are no ledger's \(mine\.txt\)"):
+        explained(run, tmp_path)
+
+
+def test_a_replay_that_does_not_arrive_is_refused_and_names_the_step(run, tmp_path):
+    """Step 3's batch is changed: its gradient is no longer the one with the recorded sketch."""
+    sparse = tmp_path / "sparse"
+    for name in ("checkpoint-2", f"checkpoint-{STEPS}", "entropy_probe_record"):
+        shutil.copytree(run / "run" / name, sparse / name)
+    batch = sparse / "entropy_probe_record" / "step_3" / "update_batch"
+    tensors = load_file(batch / "rollouts.safetensors")
+    name = next(n for n in tensors if n.startswith("advantage"))
+    tensors[name] = -2 * tensors[name] + 1
+    save_file(tensors, batch / "rollouts.safetensors")
+    _describe_again(batch)
+    asked = ExplainOptions(start=2, training_prompts=True)
+    with pytest.raises(
+        ValueError,
+        match=r"does not arrive at checkpoint 6 .* The gradient of step 3 is the first that is not",
+    ):
+        explain(settings(run), sparse, asked, out=tmp_path / "out")
+
+
+def _describe_again(batch: Path) -> None:
+    """The manifest of a batch whose tensors were changed on purpose."""
+    from entropy_experiments.artifacts import described
+
+    manifest = json.loads((batch / "manifest.json").read_bytes())
+    data = (batch / "rollouts.safetensors").read_bytes()
+    manifest["files"]["rollouts.safetensors"] = described(data)
+    (batch / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_rate_between_checkpoints_that_nobody_recorded_is_refused(run, tmp_path):
+    sparse = tmp_path / "sparse"
+    for name in ("checkpoint-2", f"checkpoint-{STEPS}", "entropy_probe_record"):
+        shutil.copytree(run / "run" / name, sparse / name)
+    for step in range(STEPS):
+        shutil.rmtree(sparse / "entropy_probe_record" / f"step_{step}" / "made_step")
+    shutil.rmtree(sparse / "checkpoint-2" / "made_step")
+    asked = ExplainOptions(start=2, training_prompts=True)
+    with pytest.raises(ValueError, match="The learning rate of step 3 is not recorded"):
+        explain(settings(run), sparse, asked, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": 40}, r"--from is 40, and .* no checkpoint of that step; expected one of 1, 2"),
+        ({"start": 1, "end": 77}, r"--to is 77, and .* The nearest is 6"),
+        ({"start": 6}, r"from checkpoint 6 to 6; expected two checkpoints or more"),
+    ],
+)
+def test_a_window_without_checkpoints_is_refused(run, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        explain(settings(run), run / "run", ExplainOptions(**options), out=tmp_path / "out")
+
+
+def test_a_window_without_batches_is_refused(run, tmp_path):
+    bare = tmp_path / "bare"
+    for step in (2, 3, 4):
+        shutil.copytree(run / "run" / f"checkpoint-{step}", bare / f"checkpoint-{step}")
+    shutil.rmtree(bare / "checkpoint-3" / "update_batch")
+    with pytest.raises(ValueError, match=r"1 of 2 steps of .*\(the first is step 3\).*\(--to 3\)"):
+        explain(settings(run), bare, ExplainOptions(), out=tmp_path / "out")
+
+
+def test_prompts_that_the_run_has_used_are_not_evaluated_on_unasked(run, tmp_path):
+    with pytest.raises(ValueError, match=r"--training-prompts evaluates on them"):
+        explain(settings(run), run / "run", ExplainOptions(start=2), out=tmp_path / "out")
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="every is 0; expected at least 1"):
+        ExplainOptions(every=0)
+    with pytest.raises(ValueError, match="from checkpoint 5 to 5; expected its end after its st"):
+        ExplainOptions(start=5, end=5)
+
+
+def test_the_command_says_what_is_wrong(tmp_path):
+    result = CliRunner().invoke(app, ["explain", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2
+    assert "Run not found" in result.output
+    (tmp_path / "empty").mkdir()
+    result = CliRunner().invoke(app, ["explain", str(tmp_path / "empty")])
+    assert result.exit_code == 2
+    assert "No checkpoint in" in result.output
+
+
+def test_the_command_prints_the_ledger(run, ledger):
+    result = CliRunner().invoke(
+        app,
+        [
+            *("explain", str(run / "run"), "--from", "2", "--training-prompts", "--tangent"),
+            *("--out", str(ledger), "--set", f"checkpoint.base={run / 'base'}"),
+            *("--set", "data.evaluation_prompts=6", "--set", "memory.microbatch_size=16"),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    for words in ("the recorded batches", "along the path", "unexplained", "Attribution is not"):
+        assert words in result.output
+
+
+@pytest.mark.parametrize(
+    "changes", [{"save_strategy": "no"}, {"save_strategy": "steps", "save_only_model": True}]
+)
+def test_a_run_ledger_without_checkpoints_is_refused(tmp_path, changes):
+    callback = EntropyProbeCallback(every=100, prompts=6, run_ledger=True)
+    with torch.random.fork_rng(devices=[]):
+        trainer = grpo(tmp_path, callbacks=[callback], **changes)
+        with pytest.raises(ValueError, match=r"run_ledger=True with save_.*; expected checkpoints"):
+            trainer.train()
+
+
+@pytest.fixture(scope="module")
+def influence(run, tmp_path_factory):
+    """A study of step 5, its momentum split among the four batches before it."""
+    from entropy_experiments import EntropyInfluencePlan, EntropyInfluenceRunner
+
+    folder = tmp_path_factory.mktemp("influence")
+    config = {
+        "checkpoint": {"base": str(run / "base")},
+        "data": {"evaluation_prompts": 4, "dataset": "countdown"},
+        "memory": {"microbatch_size": 16},
+        "sampling": {"save": str(folder / "rollouts"), "max_new_tokens": 4},
+    }
+    plan = EntropyInfluencePlan(measured_rollouts=1, plots=False, run_directory=folder / "study")
+    runner = EntropyInfluenceRunner(config, quiet=True)
+    checkpoint = run / "run" / "checkpoint-5"
+    return runner.run(plan, checkpoint_path=checkpoint, momentum_batches=3)
+
+
+@pytest.mark.slow
+def test_influence_splits_momentum_among_earlier_batches(influence):
+    import pyarrow.parquet
+
+    from entropy_experiments.report.influence_tables import influence_report
+
+    momentum = influence["evaluations"][0]["momentum"]
+    assert [one["step"] for one in momentum["batches"]] == [4, 3, 2]
+    line = influence["ledger"]["lines"]["momentum"]["this_step"]
+    total = sum(one["dH"] for one in momentum["batches"]) + momentum["before_record"]["dH"]
+    total += momentum["decay"] + momentum["uncovered"]
+    assert momentum["total"] == pytest.approx(line, rel=1e-4)
+    assert total == pytest.approx(line, rel=1e-3)
+    folder = Path(influence["run_directory"])
+    rows = pyarrow.parquet.read_table(folder / "momentum.parquet").to_pylist()
+    for one in momentum["batches"]:
+        own = sum(row["dH"] for row in rows if row["step"] == one["step"])
+        assert own == pytest.approx(one["dH"], abs=1e-12)
+    text = "\n".join(influence_report(influence))
+    assert "by the batches it came from" in text
+    assert "batch 4" in text
