@@ -15,7 +15,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from gradient_doctor.fix.search import Outcome
 
 FINE, CRASHED, BAD_USAGE, FOUND, INTERRUPTED = 0, 1, 2, 3, 130
 STEPS, TIMEOUT = 40, 300.0
@@ -119,7 +122,7 @@ def run(options: Options) -> int:
     roots = _checked(options)
     try:
         folders.check_size(roots, link=options.link)
-    except folders.TooLarge as large:
+    except folders.TooLargeError as large:
         raise UsageError(str(large)) from None
     plan = trial.Plan(
         program=options.program,
@@ -142,9 +145,8 @@ def run(options: Options) -> int:
     code = _code(outcome, bool(written))
     if options.json != STDOUT:
         print(text.report(outcome, options.steps))
-        print(f"\n{_last_words(outcome, written, options)}" if outcome.whole else "", end="")
-        if outcome.whole:
-            print()
+        if outcome.whole is not None:
+            print(f"\n{_last_words(outcome, written)}")
     if options.json is not None:
         about = {"program": list(options.program), "exit_code": code, "written": written}
         whole = json.dumps(text.as_json(outcome, **about), indent=2) + "\n"
@@ -157,7 +159,7 @@ def run(options: Options) -> int:
     return code
 
 
-def _last_words(outcome, written: list[str], options: Options) -> str:
+def _last_words(outcome: Outcome, written: list[tuple[str, str]]) -> str:
     if written:
         return "\n".join(
             f"# written: {path}; the file as it was: {backup}" for path, backup in written
@@ -167,7 +169,7 @@ def _last_words(outcome, written: list[str], options: Options) -> str:
     return f"# Nothing was written.{more} --write before the script's name writes the fix."
 
 
-def _code(outcome, written: bool) -> int:
+def _code(outcome: Outcome, written: bool) -> int:
     before = outcome.before
     if not before.serious:
         return CRASHED if before.error is not None or not before.steps else FINE
@@ -204,8 +206,9 @@ def _checked(options: Options) -> tuple[str, ...]:
     return folders.roots(words[0])
 
 
-def _write(outcome) -> list[tuple[str, str]]:
+def _write(outcome: Outcome) -> list[tuple[str, str]]:
     """All files or none: each must still be as it was read."""
+    assert outcome.whole is not None
     changes = [(outcome.sources[path], edits) for path, edits in outcome.whole.edits.items()]
     for source, _ in changes:
         if Path(source.path).read_bytes() != source.content:

@@ -18,7 +18,7 @@ LINKED_BYTES = 2**20  # with --link, files above this size are not copied
 _SKIPPED = {".git", ".hg", "__pycache__", "node_modules", ".mypy_cache", ".pytest_cache"}
 
 
-class TooLarge(ValueError):
+class TooLargeError(ValueError):
     """The folder cannot be copied for a trial."""
 
 
@@ -50,9 +50,7 @@ def roots(script: str | None) -> tuple[str, ...]:
     if script is not None:
         folders.add(os.path.dirname(os.path.realpath(script)))
     return tuple(
-        sorted(
-            f for f in folders if not any(f != g and f.startswith(g + os.sep) for g in folders)
-        )
+        sorted(f for f in folders if not any(f != g and f.startswith(g + os.sep) for g in folders))
     )
 
 
@@ -65,7 +63,7 @@ def check_size(folders: tuple[str, ...], *, link: bool) -> None:
             length = path.lstat().st_size
             size += 0 if link and length > LINKED_BYTES else length
             if size > LIMIT_BYTES or count > LIMIT_FILES:
-                raise TooLarge(
+                raise TooLargeError(
                     f"{folder} holds more than {LIMIT_BYTES >> 20} MiB or {LIMIT_FILES:,} files, "
                     "and each trial runs in a copy of it. Start from a smaller folder, or pass "
                     "--link: files above 1 MiB are then linked instead of copied, and a script "

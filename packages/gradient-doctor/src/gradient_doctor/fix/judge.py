@@ -21,6 +21,7 @@ from gradient_doctor.fix.trial import Trial
 
 # classes whose parameters stood still, or missed a term's gradient
 MOVES = {1, 2, 3, 4, 6, 7, 8, 10, 11, 21, 23}
+DETACHED = {12, 14}  # mended by a cut: it must not be the parameters' only way to the loss
 _SAME = 1e-12  # relative: two movements that are one
 
 
@@ -114,6 +115,10 @@ def _no_better(
     now_move: tuple[str, ...],
     differently: tuple[str, ...],
 ) -> str:
+    if target.number in DETACHED:
+        idle = [p for p in target.parameters if after.moved.get(p) == 0]
+        if idle:
+            return f"{listed(idle)} gets no gradient any more"
     if before.error is not None:
         return ""  # it crashed, and now it runs
     if target.number in MOVES:

@@ -12,7 +12,7 @@ from gradient_doctor.fix import judge as judging
 from gradient_doctor.fix.judge import Verdict
 from gradient_doctor.fix.recipes import RECIPES, proposals
 from gradient_doctor.fix.recipes.proposal import Proposal
-from gradient_doctor.fix.source import Edit, Source, Unsure
+from gradient_doctor.fix.source import Edit, Source, UnsureError
 from gradient_doctor.fix.trial import Plan, Trial
 
 TRIES = 6  # proposals that are tried for one finding
@@ -88,7 +88,7 @@ class Search:
                 fix = self._try(finding, before, source, proposal, reasons)
                 if fix is not None:
                     return Attempt(finding=finding, fix=fix)
-        except Unsure as why:
+        except UnsureError as why:
             reasons.append(f"{why}.")
         if not reasons:
             reasons.append("the line does not have the form that the recipe changes.")
@@ -96,12 +96,12 @@ class Search:
 
     def _source(self, finding: Finding) -> Source:
         if finding.number not in RECIPES:
-            raise Unsure("there is no mechanical fix for this class")
+            raise UnsureError("there is no mechanical fix for this class")
         if finding.site is None:
-            raise Unsure("the finding names no line")
+            raise UnsureError("the finding names no line")
         path = finding.site.file
         if not any(path.startswith(root + os.sep) for root in self.plan.roots) or _installed(path):
-            raise Unsure(f"the line is in {path}, which is not part of this project")
+            raise UnsureError(f"the line is in {path}, which is not part of this project")
         if path not in self.sources:
             self.sources[path] = Source.read(path)
         return self.sources[path]
@@ -117,9 +117,13 @@ class Search:
         self._say(f"trying: {proposal.what}")
         try:
             fix = self._tried(
-                [finding], before, {source.path: proposal.edits}, [proposal.what], [proposal.caution]
+                [finding],
+                before,
+                {source.path: proposal.edits},
+                [proposal.what],
+                [proposal.caution],
             )
-        except Unsure as why:
+        except UnsureError as why:
             reasons.append(f"{proposal.what} Not tried: {why}.")
             return None
         if not fix.verdict.proven:
@@ -175,7 +179,7 @@ class Search:
                     [*whole.what, *fix.what],
                     [*whole.cautions, *fix.cautions],
                 )
-            except Unsure as why:
+            except UnsureError as why:
                 left_out.append(f"{' '.join(fix.what)} Left out beside the others: {why}.")
                 continue
             if both.verdict.proven:

@@ -1,7 +1,7 @@
 """A source file, its syntax tree, and edits of its text at places that the tree gives.
 
 The tree says where; the text is cut and pasted there, so that formatting and comments stay as the
-author wrote them. An edit that would not be certain raises `Unsure`: nothing is offered then.
+author wrote them. An edit that would not be certain raises `UnsureError`: nothing is offered then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NEWLINE = re.compile(r"\r\n|\r|\n")
 _BLOCKS = ("body", "orelse", "finalbody")
 
 
-class Unsure(Exception):
+class UnsureError(Exception):
     """The place or the text of an edit is not certain; the message says why."""
 
 
@@ -46,7 +46,7 @@ class Source:
             self.text = content.decode(self.encoding)
             self.tree = ast.parse(self.text)
         except (SyntaxError, UnicodeDecodeError, ValueError) as wrong:
-            raise Unsure(f"{path} cannot be parsed: {wrong}") from None
+            raise UnsureError(f"{path} cannot be parsed: {wrong}") from None
         self._starts = [0, *(match.end() for match in _NEWLINE.finditer(self.text))]
         self._parents = {
             child: parent
@@ -107,7 +107,7 @@ class Source:
         """The statement at a line; of a compound one its head, of a function its decorators too."""
         around = [s for s in self.statements() if line in head_lines(s)]
         if not around:
-            raise Unsure(f"no statement at line {line} of {self.path}")
+            raise UnsureError(f"no statement at line {line} of {self.path}")
         return min(around, key=lambda s: (len(head_lines(s)), -s.col_offset))
 
     def block(self, statement: ast.stmt) -> tuple[list[ast.stmt], int]:
@@ -117,7 +117,7 @@ class Source:
             body = getattr(parent, name, None)
             if isinstance(body, list) and statement in body:
                 return body, body.index(statement)
-        raise Unsure(f"line {statement.lineno} of {self.path} stands in no block of its own")
+        raise UnsureError(f"line {statement.lineno} of {self.path} stands in no block of its own")
 
     # edits
 
@@ -128,7 +128,9 @@ class Source:
         line = self.lines[statement.lineno - 1]
         indent = line[: len(line) - len(line.lstrip())]
         if self.line_start(statement.lineno) + len(indent) != self._first(statement):
-            raise Unsure(f"line {statement.lineno} of {self.path} holds more than one statement")
+            raise UnsureError(
+                f"line {statement.lineno} of {self.path} holds more than one statement"
+            )
         return indent
 
     def _first(self, statement: ast.stmt) -> int:
@@ -140,8 +142,10 @@ class Source:
         last = statement.end_lineno or statement.lineno
         after = self.text[self.end(statement) : self.line_start(last + 1)].strip()
         if after and not after.startswith("#"):
-            raise Unsure(f"line {last} of {self.path} holds more than one statement")
-        first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
+            raise UnsureError(f"line {last} of {self.path} holds more than one statement")
+        first = min(
+            [statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))]
+        )
         return self.line_start(first), self.line_start(last + 1)
 
     def remove(self, statement: ast.stmt) -> Edit:
@@ -151,7 +155,9 @@ class Source:
         text = f"{self.indentation(statement)}pass{self.newline}" if len(body) == 1 else ""
         return Edit(start=start, end=end, text=text)
 
-    def insert_before(self, statement: ast.stmt, code: str, *, like: ast.stmt | None = None) -> Edit:
+    def insert_before(
+        self, statement: ast.stmt, code: str, *, like: ast.stmt | None = None
+    ) -> Edit:
         start, _ = self.whole_lines(statement)
         line = f"{self.indentation(like or statement)}{code}{self.newline}"
         return Edit(start=start, end=start, text=line)
@@ -178,7 +184,7 @@ class Source:
         indent = self.indentation(statement)
         first = statement.body[0]
         if first.lineno == statement.lineno:
-            raise Unsure(f"line {statement.lineno} of {self.path} holds block and body")
+            raise UnsureError(f"line {statement.lineno} of {self.path} holds block and body")
         body_indent = self.indentation(first)
         start, end = self.whole_lines(statement)
         head_end = max(item.context_expr.end_lineno or 0 for item in statement.items)
@@ -186,11 +192,11 @@ class Source:
             (n for n in range(head_end, first.lineno) if _ends_head(self.lines[n - 1])), None
         )
         if colon is None:
-            raise Unsure(f"the head of the block at line {statement.lineno} cannot be told apart")
+            raise UnsureError(
+                f"the head of the block at line {statement.lineno} cannot be told apart"
+            )
         body = self.text[self.line_start(colon + 1) : end]
-        return Edit(
-            start=start, end=end, text=self._indented(body, colon + 1, body_indent, indent)
-        )
+        return Edit(start=start, end=end, text=self._indented(body, colon + 1, body_indent, indent))
 
     def _indented(self, text: str, first_line: int, old: str, new: str) -> str:
         """Other indentation; lines inside of a string are text, and stay."""
@@ -206,7 +212,7 @@ class Source:
             elif line.lstrip().startswith("#") or number != first_line:
                 out.append(line)  # a comment, or a continuation, that stands further left
             else:
-                raise Unsure(f"line {number} of {self.path} is indented in its own way")
+                raise UnsureError(f"line {number} of {self.path} is indented in its own way")
         return "".join(out)
 
     @cached_property
@@ -216,16 +222,17 @@ class Source:
             text = isinstance(node, ast.JoinedStr) or (
                 isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
             )
-            if text and node.end_lineno is not None:
-                lines.update(range(node.lineno + 1, node.end_lineno + 1))
+            if text:
+                first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", None)
+                lines.update(range(first + 1, (last or first) + 1))
         return lines
 
     def edited(self, edits: Iterable[Edit]) -> str:
-        """The text after these edits; `Unsure` if they overlap or give no valid program."""
+        """The text after these edits; `UnsureError` if they overlap or give no valid program."""
         ordered = sorted(set(edits), key=lambda e: (e.start, e.end))
         for one, following in pairwise(ordered):
             if following.start < one.end:
-                raise Unsure(f"two edits of {self.path} overlap")
+                raise UnsureError(f"two edits of {self.path} overlap")
         text, at = [], 0
         for edit in ordered:
             text += [self.text[at : edit.start], edit.text]
@@ -234,7 +241,7 @@ class Source:
         try:
             ast.parse(result)
         except SyntaxError as wrong:
-            raise Unsure(f"the edit of {self.path} is no Python: {wrong}") from None
+            raise UnsureError(f"the edit of {self.path} is no Python: {wrong}") from None
         return result
 
     def encoded(self, text: str) -> bytes:

@@ -74,7 +74,9 @@ def _attempt(number: int, attempt: Attempt, before: Trial, shown: list[Fix]) -> 
         lines += [f"   - {reason}" for reason in attempt.reasons]
         lines.append(f"   advice: {finding.fix}")
     elif any(fix is other for other in shown):
-        lines.append(f"   fix:   the one of {1 + [f is fix for f in shown].index(True)} mends it too.")
+        lines.append(
+            f"   fix:   the one of {1 + [f is fix for f in shown].index(True)} mends it too."
+        )
     else:
         shown.append(fix)
         lines.append(f"   fix:   {' '.join(fix.what)}")

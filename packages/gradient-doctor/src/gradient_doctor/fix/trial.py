@@ -74,7 +74,7 @@ def run(plan: Plan, changed: Mapping[str, bytes]) -> Trial:
         base = Path(os.path.realpath(name))
         copied = folders.copy(plan.roots, base / "run", changed, link=plan.link)
         out, log = base / "trial.json", base / "output.txt"
-        context = multiprocessing.get_context(_method())
+        context: Any = multiprocessing.get_context(_method())
         if _method() == "forkserver":
             context.set_forkserver_preload(["gradient_doctor.fix.trial", "gradient_doctor.script"])
         job = {

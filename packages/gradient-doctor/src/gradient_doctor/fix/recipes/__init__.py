@@ -1,7 +1,7 @@
 """Recipes: from a finding to edits at its line, one room for each kind of fault.
 
-A recipe proposes; only a trial decides. It yields the likeliest edit first and raises `Unsure` where
-the place or the text of an edit is not certain.
+A recipe proposes; only a trial decides. It yields the likeliest edit first, and raises
+`UnsureError` where the place or the text of an edit is not certain.
 """
 
 from __future__ import annotations

@@ -12,16 +12,16 @@ from gradient_doctor.fix.recipes.proposal import (
     alone,
     calls_in,
     in_brackets,
+    is_method,
     keyword,
     last_name,
     method_calls,
     owner,
     with_keyword,
 )
-from gradient_doctor.fix.source import FUNCTIONS, Edit, Source, Unsure, own_nodes
+from gradient_doctor.fix.source import FUNCTIONS, Edit, Source, own_nodes
 
 _OFF = ("no_grad", "inference_mode")
-_METHODS = ("detach", "item", "data", "clone")
 _TENSORS = ("tensor", "as_tensor", "FloatTensor", "Tensor")
 _LISTS = (ast.List, ast.ListComp, ast.GeneratorExp)
 
@@ -130,9 +130,13 @@ def _cut(source: Source, node: ast.AST) -> tuple[str, Edit] | None:
     if not isinstance(node, ast.Call):
         return None
     function = node.func
-    if isinstance(function, ast.Attribute) and not node.args and not node.keywords:
-        if function.attr in ("detach", "item"):
-            return function.attr, _from(source, function.value, node)
+    if (
+        isinstance(function, ast.Attribute)
+        and function.attr in ("detach", "item")
+        and not node.args
+        and not node.keywords
+    ):
+        return function.attr, _from(source, function.value, node)
     if last_name(function) in _TENSORS and len(node.args) == 1:
         argument = node.args[0]
         if isinstance(argument, _LISTS):
@@ -166,14 +170,17 @@ def _new_roots(finding: Finding, source: Source) -> list[Edit]:
             if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
                 if last_name(target.value) in names and _is_true(value):
                     edits.append(source.remove(statement))
-            elif isinstance(target, ast.Name) and target.id in names:
-                if isinstance(value, ast.Call) and _makes_leaf(value, target.id):
-                    edits.append(source.remove(statement))
-        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            function = statement.value.func
-            if isinstance(function, ast.Attribute) and function.attr == "requires_grad_":
-                if last_name(function.value) in names:
-                    edits.append(source.remove(statement))
+            elif (
+                isinstance(target, ast.Name)
+                and target.id in names
+                and isinstance(value, ast.Call)
+                and _makes_leaf(value, target.id)
+            ):
+                edits.append(source.remove(statement))
+        elif is_method(statement, "requires_grad_") and isinstance(statement, ast.Expr):
+            call = statement.value
+            if isinstance(call, ast.Call) and last_name(owner(call)) in names:
+                edits.append(source.remove(statement))
     return edits
 
 
@@ -229,9 +236,13 @@ def ask_for_the_leaf(finding: Finding, source: Source) -> Iterator[Proposal]:
             if last_name(call.func) != "grad" or len(call.args) < 2:
                 continue
             for node in ast.walk(call.args[1]):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    if node.func.attr in ("clone", "detach", "view_as") and not node.args:
-                        edits.append(_from(source, node.func.value, node))
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and node.func.attr in ("clone", "detach")
+                    and not node.args
+                ):
+                    edits.append(_from(source, node.func.value, node))
     if edits:
         yield Proposal(
             what="Ask for the gradient of the parameter itself, not of a copy.", edits=tuple(edits)
@@ -239,21 +250,21 @@ def ask_for_the_leaf(finding: Finding, source: Source) -> Iterator[Proposal]:
 
 
 def detach_here(finding: Finding, source: Source) -> Iterator[Proposal]:
-    """A state that is carried over to the next step is cut off from this one."""
-    if finding.site is None:
-        return
-    statement = source.statement(finding.site.line)
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        raise Unsure(f"line {statement.lineno} of {source.path} assigns no carried state")
-    target = statement.targets[0]
-    states = [target]
-    if isinstance(target, ast.Tuple):
-        states = [t for t in target.elts if isinstance(t, ast.Attribute)]
-    if len(states) != 1 or not isinstance(states[0], (ast.Attribute, ast.Name)):
-        raise Unsure(f"line {statement.lineno} of {source.path} assigns no single state")
-    name = in_brackets(source, states[0])
-    for code in (f"{name} = {name}.detach()", f"{name} = tuple(h.detach() for h in {name})"):
-        yield Proposal(
-            what=f"Detach {name} from the step that made it.",
-            edits=(source.insert_after(statement, code),),
-        )
+    """A value that a later step uses again is cut off from the step that made it."""
+    for line in _lines(finding, source):
+        statement = source.statement(line)
+        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+            continue
+        target = statement.targets[0]
+        states = [target]
+        if isinstance(target, ast.Tuple):
+            states = [t for t in target.elts if isinstance(t, ast.Attribute)]
+        if len(states) != 1 or not isinstance(states[0], (ast.Attribute, ast.Name)):
+            continue
+        name = in_brackets(source, states[0])
+        for code in (f"{name} = {name}.detach()", f"{name} = tuple(h.detach() for h in {name})"):
+            yield Proposal(
+                what=f"Detach {name} from the step that made it.",
+                edits=(source.insert_after(statement, code),),
+                caution=f"No gradient flows through {name} any more; compute it anew if it should.",
+            )

@@ -11,10 +11,11 @@ from gradient_doctor.findings import Finding
 from gradient_doctor.fix.recipes.proposal import (
     Proposal,
     calls_in,
+    is_method,
     keyword,
     last_name,
     loads,
-    name_of,
+    owner,
     spelled,
     with_keyword,
 )
@@ -23,8 +24,9 @@ from gradient_doctor.fix.source import (
     LOOPS,
     Edit,
     Source,
-    Unsure,
+    UnsureError,
     inner_statements,
+    name_of,
     own_nodes,
 )
 
@@ -40,22 +42,22 @@ def build_in_init(finding: Finding, source: Source) -> Iterator[Proposal]:
     statement = source.statement(finding.site.line)
     function = source.function(statement)
     if function is None or not function.args.args:
-        raise Unsure(f"line {statement.lineno} of {source.path} is in no method")
-    owner = source.parent(function)
-    if not isinstance(owner, ast.ClassDef) or function.name == "__init__":
-        raise Unsure(f"line {statement.lineno} of {source.path} is in no method of a module")
-    init = next((s for s in owner.body if isinstance(s, FUNCTIONS) and s.name == "__init__"), None)
+        raise UnsureError(f"line {statement.lineno} of {source.path} is in no method")
+    parent = source.parent(function)
+    if not isinstance(parent, ast.ClassDef) or function.name == "__init__":
+        raise UnsureError(f"line {statement.lineno} of {source.path} is in no method of a module")
+    init = next((s for s in parent.body if isinstance(s, FUNCTIONS) and s.name == "__init__"), None)
     if init is None:
-        raise Unsure(f"{owner.name} has no __init__ that could make the layer")
+        raise UnsureError(f"{parent.name} has no __init__ that could make the layer")
     self_ = function.args.args[0].arg
     node, name = _layer(source, statement)
     attribute = name or last_name(node.func).lower()
-    taken = {n.attr for n in ast.walk(owner) if isinstance(n, ast.Attribute)}
-    taken |= {s.name for s in owner.body if isinstance(s, FUNCTIONS)}
+    taken = {n.attr for n in ast.walk(parent) if isinstance(n, ast.Attribute)}
+    taken |= {s.name for s in parent.body if isinstance(s, FUNCTIONS)}
     if attribute in taken:
         attribute = f"own_{attribute}"
         if attribute in taken:
-            raise Unsure(f"{owner.name} has attributes of that name already")
+            raise UnsureError(f"{parent.name} has attributes of that name already")
     made = _moved(source, node, function, init, self_)
     last = init.body[-1]
     edits = [source.insert_after(last, f"{init.args.args[0].arg}.{attribute} = {made}")]
@@ -68,10 +70,10 @@ def build_in_init(finding: Finding, source: Source) -> Iterator[Proposal]:
             if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)
         ]
         if len(stores) != 1:
-            raise Unsure(f"{name} is assigned more than once in {function.name}")
+            raise UnsureError(f"{name} is assigned more than once in {function.name}")
         edits.append(source.remove(statement))
         edits += [source.replace(n, f"{self_}.{attribute}") for n in loads(function, name)]
-    yield Proposal(what=f"Make {attribute} once, in {owner.name}.__init__.", edits=tuple(edits))
+    yield Proposal(what=f"Make {attribute} once, in {parent.name}.__init__.", edits=tuple(edits))
 
 
 def _layer(source: Source, statement: ast.stmt) -> tuple[ast.Call, str | None]:
@@ -85,7 +87,7 @@ def _layer(source: Source, statement: ast.stmt) -> tuple[ast.Call, str | None]:
     inline = [_unmoved(n) for n in inline]
     if len(inline) == 1 and _is_made(inline[0]):
         return inline[0], None
-    raise Unsure(f"line {statement.lineno} of {source.path} makes no layer by itself")
+    raise UnsureError(f"line {statement.lineno} of {source.path} makes no layer by itself")
 
 
 def _unmoved(call: ast.Call) -> ast.Call:
@@ -104,9 +106,7 @@ def _is_made(call: ast.Call) -> bool:
     return last_name(call.func)[:1].isupper()
 
 
-def _moved(
-    source: Source, node: ast.Call, function: ast.AST, init: ast.AST, self_: str
-) -> str:
+def _moved(source: Source, node: ast.Call, function: ast.AST, init: ast.AST, self_: str) -> str:
     """Its code, if every name in it means the same in __init__."""
     own = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - {self_}
     bound = {
@@ -115,19 +115,24 @@ def _moved(
     bound |= {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)}
     local = sorted(own & bound)
     if local:
-        raise Unsure(f"{', '.join(local)} exists in forward only, and __init__ does not know it")
+        raise UnsureError(
+            f"{', '.join(local)} exists in forward only, and __init__ does not know it"
+        )
     assigned = {
         n.attr
         for n in ast.walk(init)
         if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
     }
     for used in ast.walk(node):
-        if isinstance(used, ast.Attribute) and isinstance(used.value, ast.Name):
-            if used.value.id == self_ and used.attr not in assigned:
-                raise Unsure(f"self.{used.attr} is not set in __init__")
+        if (
+            isinstance(used, ast.Attribute)
+            and name_of(used.value) == self_
+            and used.attr not in assigned
+        ):
+            raise UnsureError(f"self.{used.attr} is not set in __init__")
     shadowed = {a.arg for a in ast.walk(init) if isinstance(a, ast.arg)} & own
     if shadowed - set(dir(builtins)):
-        raise Unsure(f"{', '.join(sorted(shadowed))} means something else in __init__")
+        raise UnsureError(f"{', '.join(sorted(shadowed))} means something else in __init__")
     return source.code(node)
 
 
@@ -141,7 +146,7 @@ def register(finding: Finding, source: Source) -> Iterator[Proposal]:
     while not _assigns_attribute(statement):
         up = source.parent(statement)
         if not isinstance(up, ast.stmt) or isinstance(up, (*FUNCTIONS, ast.ClassDef)):
-            raise Unsure(f"line {finding.site.line} of {source.path} assigns no attribute")
+            raise UnsureError(f"line {finding.site.line} of {source.path} assigns no attribute")
         statement = up
     assert isinstance(statement, ast.Assign)
     value = statement.value
@@ -152,10 +157,10 @@ def register(finding: Finding, source: Source) -> Iterator[Proposal]:
     elif isinstance(value, ast.Call) and keyword(value, "requires_grad") is not None:
         kind = "Parameter"
     else:
-        raise Unsure(f"line {statement.lineno} of {source.path} makes no list, dict or tensor")
+        raise UnsureError(f"line {statement.lineno} of {source.path} makes no list, dict or tensor")
     name = spelled(source, kind)
     if name is None:
-        raise Unsure(f"{source.path} does not import torch.nn")
+        raise UnsureError(f"{source.path} does not import torch.nn")
     code = source.code(value)
     text = f"{name}()" if code in ("[]", "{}") else f"{name}({code})"
     target = source.code(statement.targets[0])
@@ -173,12 +178,15 @@ def _assigns_attribute(statement: ast.stmt) -> bool:
 def _list_that_grows(source: Source, statement: ast.Expr) -> ast.stmt:
     """The `self.layers = []` of a `self.layers.append(...)`."""
     call = statement.value
-    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        if call.func.attr == "append":
-            name, function = name_of(call.func.value), source.function(statement)
-            for other in inner_statements(function or source.tree):
-                if _assigns_attribute(other) and name_of(other.targets[0]) == name:  # pyright: ignore[reportAttributeAccessIssue]
-                    return other
+    if is_method(statement, "append") and isinstance(call, ast.Call):
+        name, function = name_of(owner(call)), source.function(statement)
+        for other in inner_statements(function or source.tree):
+            if (
+                isinstance(other, ast.Assign)
+                and _assigns_attribute(other)
+                and name_of(other.targets[0]) == name
+            ):
+                return other
     return statement
 
 
@@ -195,7 +203,7 @@ def optimizer_later(finding: Finding, source: Source) -> Iterator[Proposal]:
         for last in _changes(source, optimizer, body[at + 1 :], lines):
             try:
                 yield _after(source, optimizer, body[at + 1 : body.index(last) + 1], last)
-            except Unsure:
+            except UnsureError:
                 continue
 
 
@@ -249,7 +257,7 @@ def _after(
 ) -> Proposal:
     name = name_of(optimizer.targets[0])
     if not name:
-        raise Unsure("the optimizer has no name")
+        raise UnsureError("the optimizer has no name")
     # what is made from the optimizer (a scheduler) moves with it
     along: list[ast.stmt] = [optimizer]
     names = {name}
@@ -288,9 +296,10 @@ def trainable_adapter(finding: Finding, source: Source) -> Iterator[Proposal]:
     if finding.site is None:
         return
     for node in own_nodes(source.statement(finding.site.line)):
-        if isinstance(node, ast.Call) and last_name(node.func) == "from_pretrained":
-            if "Peft" in name_of(node.func) or "Adapter" in name_of(node.func):
-                yield Proposal(
-                    what="Load the adapter with is_trainable=True.",
-                    edits=(with_keyword(source, node, "is_trainable", "True"),),
-                )
+        called = name_of(node.func) if isinstance(node, ast.Call) else ""
+        is_adapter = "Peft" in called or "Adapter" in called
+        if isinstance(node, ast.Call) and is_adapter and called.endswith("from_pretrained"):
+            yield Proposal(
+                what="Load the adapter with is_trainable=True.",
+                edits=(with_keyword(source, node, "is_trainable", "True"),),
+            )

@@ -15,10 +15,9 @@ from gradient_doctor.fix.recipes.proposal import (
     keyword,
     last_name,
     loads,
-    name_of,
     with_keyword,
 )
-from gradient_doctor.fix.source import Edit, Source, Unsure, own_nodes
+from gradient_doctor.fix.source import Edit, Source, UnsureError, name_of, own_nodes
 
 _ACTIVATIONS = {"softmax", "sigmoid", "log_softmax", "Softmax", "Sigmoid", "LogSoftmax"}
 _AUGMENTED = {
@@ -40,23 +39,23 @@ def same_shape(finding: Finding, source: Source) -> Iterator[Proposal]:
         yield from _whole_numbers(source, statement)
         return
     if len(shapes) < 2:
-        raise Unsure("the finding names no two shapes")
+        raise UnsureError("the finding names no two shapes")
     first, second = shapes[0], shapes[1]
     pairs = list(_pairs(source, statement))
     if not pairs:
-        raise Unsure(f"line {finding.site.line} of {source.path} holds no pair of tensors")
+        raise UnsureError(f"line {finding.site.line} of {source.path} holds no pair of tensors")
     for left, right in pairs:
-        if second + [1] == first:  # a column and a row: the target follows the prediction
+        if [*second, 1] == first:  # a column and a row: the target follows the prediction
             yield _called(source, right, "unsqueeze(-1)")
             yield _called(source, left, "squeeze(-1)")
-        elif first + [1] == second:
+        elif [*first, 1] == second:
             yield _called(source, right, "squeeze(-1)")
             yield _called(source, left, "unsqueeze(-1)")
         elif sorted(first) == sorted(second):
             yield _called(source, right, f"view_as({source.code(left)})")
         else:
             continue
-    column = 0 if second + [1] == first else 1
+    column = 0 if [*second, 1] == first else 1
     for pair in pairs:
         for operand in (pair[column], pair[1 - column]):
             if isinstance(operand, ast.Name):
@@ -70,9 +69,12 @@ def _pairs(source: Source, statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Sub, ast.Mult, ast.Add)):
             if not any(isinstance(s, ast.Constant) for s in (node.left, node.right)):
                 yield node.left, node.right
-        elif isinstance(node, ast.Call) and len(node.args) >= 2:
-            if not any(isinstance(a, (ast.Constant, ast.Starred)) for a in node.args[:2]):
-                yield node.args[0], node.args[1]
+        elif (
+            isinstance(node, ast.Call)
+            and len(node.args) >= 2
+            and not any(isinstance(a, (ast.Constant, ast.Starred)) for a in node.args[:2])
+        ):
+            yield node.args[0], node.args[1]
 
 
 def _called(source: Source, node: ast.expr, method: str) -> Proposal:
@@ -129,9 +131,7 @@ def raw_scores(finding: Finding, source: Source) -> Iterator[Proposal]:
         call, node = layers[0]
         start, end = source.end(call.args[-2]), source.end(node)
         what = f"Remove {source.code(node)} at line {node.lineno}: the loss applies it."
-        yield Proposal(
-            what=what, edits=(Edit(start=start, end=end, text=""),), caution=caution
-        )
+        yield Proposal(what=what, edits=(Edit(start=start, end=end, text=""),), caution=caution)
 
 
 def _activation(source: Source, node: ast.AST) -> Iterator[Edit]:
@@ -158,7 +158,7 @@ def out_of_place(finding: Finding, source: Source) -> Iterator[Proposal]:
     if isinstance(statement, ast.AugAssign):
         sign = _AUGMENTED.get(type(statement.op))
         if sign is None or not isinstance(statement.target, (ast.Name, ast.Attribute)):
-            raise Unsure(f"line {statement.lineno} of {source.path} changes part of a tensor")
+            raise UnsureError(f"line {statement.lineno} of {source.path} changes part of a tensor")
         target = source.code(statement.target)
         value = statement.value
         right = source.code(value)

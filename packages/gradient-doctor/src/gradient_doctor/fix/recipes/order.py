@@ -17,7 +17,7 @@ from gradient_doctor.fix.recipes.proposal import (
     optimizer_steps,
     owner,
 )
-from gradient_doctor.fix.source import LOOPS, Edit, Source, Unsure, inner_statements
+from gradient_doctor.fix.source import LOOPS, Edit, Source, UnsureError, inner_statements
 
 _CLIP = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_")
 
@@ -37,7 +37,7 @@ def move_zero_grad(finding: Finding, source: Source) -> Iterator[Proposal]:
     statement = source.statement(finding.site.line)
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or last_name(call.func) != "zero_grad":
-        raise Unsure(f"line {finding.site.line} of {source.path} is no zero_grad() of its own")
+        raise UnsureError(f"line {finding.site.line} of {source.path} is no zero_grad() of its own")
     body, at = source.block(statement)
     code = source.code(call)
     for step, _ in optimizer_steps(source):
@@ -85,9 +85,7 @@ def clear_before_own_backward(finding: Finding, source: Source) -> Iterator[Prop
             return
 
 
-def _clearing(
-    finding: Finding, source: Source, statement: ast.stmt
-) -> tuple[str, list[ast.stmt]]:
+def _clearing(finding: Finding, source: Source, statement: ast.stmt) -> tuple[str, list[ast.stmt]]:
     """`opt.zero_grad()`, spelled as the script spells the optimizer, and the steps of it."""
     steps = optimizer_steps(source)
     words = set(re.findall(r"(\w+)\.zero_grad\(\)", finding.fix))
@@ -95,7 +93,7 @@ def _clearing(
     chosen = named or [s for s in steps if _same_function(source, s[0], statement)]
     codes = list(dict.fromkeys(code for _, code in chosen))
     if len(codes) != 1:
-        raise Unsure(f"the optimizer of line {statement.lineno} is not certain")
+        raise UnsureError(f"the optimizer of line {statement.lineno} is not certain")
     return f"{codes[0]}.zero_grad()", [s for s, code in chosen if code == codes[0]]
 
 
@@ -105,16 +103,16 @@ def take_the_step(finding: Finding, source: Source) -> Iterator[Proposal]:
         return
     statement = source.statement(finding.site.line)
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        raise Unsure(f"line {finding.site.line} of {source.path} does not make the optimizer")
+        raise UnsureError(f"line {finding.site.line} of {source.path} does not make the optimizer")
     name = source.code(statement.targets[0])
     backwards = [s for s, _ in method_calls(source, "backward")]
     if len(backwards) != 1:
-        raise Unsure(f"{len(backwards)} backwards: where to step is not certain")
+        raise UnsureError(f"{len(backwards)} backwards: where to step is not certain")
     last = backwards[0]
-    local = isinstance(statement.targets[0], ast.Name)
-    if local and source.function(last) not in (None, source.function(statement)):
-        if source.function(statement) is not None:
-            raise Unsure(f"{name} is not known where backward is called")
+    made_in = source.function(statement)
+    is_local = isinstance(statement.targets[0], ast.Name) and made_in is not None
+    if is_local and source.function(last) is not made_in:
+        raise UnsureError(f"{name} is not known where backward is called")
     body, at = source.block(last)
     for following in body[at + 1 :]:
         if not any(last_name(c.func) in _CLIP for c in calls_in(following)):
@@ -137,7 +135,7 @@ def unscale_before_clip(finding: Finding, source: Source) -> Iterator[Proposal]:
         if any(last_name(call.func) in _CLIP for call in calls_in(s))
     ]
     if not clips:
-        raise Unsure(f"line {finding.site.line} of {source.path} clips no gradients")
+        raise UnsureError(f"line {finding.site.line} of {source.path} clips no gradients")
     clip = clips[0]
     body, at = source.block(clip)
     for later in body[at + 1 :]:
@@ -181,7 +179,9 @@ def move_scheduler(finding: Finding, source: Source) -> Iterator[Proposal]:
                 edits=(source.remove(statement), source.insert_after(later[-1], code)),
             )
         loop = next((up for up in source.above(statement) if isinstance(up, LOOPS)), None)
-        if loop is not None and any(isinstance(up, (*LOOPS, ast.FunctionDef)) for up in source.above(loop)):
+        if loop is not None and any(
+            isinstance(up, (*LOOPS, ast.FunctionDef)) for up in source.above(loop)
+        ):
             yield Proposal(
                 what=f"Call {code} once after the inner loop.",
                 edits=(source.remove(statement), source.insert_after(loop, code)),
@@ -194,7 +194,7 @@ def back_to_train(finding: Finding, source: Source) -> Iterator[Proposal]:
         return
     statement = source.statement(finding.site.line)
     if not is_method(statement, "eval"):
-        raise Unsure(f"line {finding.site.line} of {source.path} calls no eval()")
+        raise UnsureError(f"line {finding.site.line} of {source.path} calls no eval()")
     call = statement.value  # pyright: ignore[reportAttributeAccessIssue]
     code = f"{source.code(owner(call))}.train()"
     body, _ = source.block(statement)

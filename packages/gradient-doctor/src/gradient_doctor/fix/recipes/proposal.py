@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gradient_doctor.findings import Finding
-from gradient_doctor.fix.source import Edit, Source, last_name, name_of, own_nodes
-
-STEPS = ("step",)
+from gradient_doctor.fix.source import Edit, Source, last_name, own_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +29,8 @@ def calls_in(statement: ast.stmt) -> Iterator[ast.Call]:
 def method_calls(source: Source, method: str) -> Iterator[tuple[ast.stmt, ast.Call]]:
     """Statements that are nothing but `something.method(...)`, in the order of the text."""
     for statement in sorted(source.statements(), key=lambda s: (s.lineno, s.col_offset)):
-        value = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-            if value.func.attr == method:
-                yield statement, value
+        if is_method(statement, method):
+            yield statement, statement.value  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_method(statement: ast.stmt, method: str) -> bool:
@@ -143,23 +139,3 @@ def loads(tree: ast.AST, name: str) -> Iterator[ast.Name]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
             yield node
-
-
-__all__ = [
-    "Proposal",
-    "Recipe",
-    "alone",
-    "calls_in",
-    "in_brackets",
-    "is_method",
-    "is_scheduler",
-    "keyword",
-    "last_name",
-    "loads",
-    "method_calls",
-    "name_of",
-    "optimizer_steps",
-    "owner",
-    "spelled",
-    "with_keyword",
-]
