@@ -70,6 +70,8 @@ def judged(folder: Path, steps: int, twins: bool) -> Row:
     else:
         said = ", ".join(a.finding.slug for a in fault.attempts)
         verdict, what = "no recipe", f"reported: {said}" if said else "nothing reported"
+        if not said and fault.before.error is not None:
+            what += f"; it ended with {fault.before.error}"
     twin = "not run"
     if twins:
         clean = outcome_of(folder / "clean.py", steps)

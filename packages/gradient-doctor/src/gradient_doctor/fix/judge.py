@@ -96,7 +96,7 @@ def _still_there(
         if target in remaining:
             return "the finding is still there"
     if new:
-        return f"it brings a new finding: {new[0].slug}: {new[0].what}"
+        return f"it brings a new finding: {new[0].slug}: {new[0].what.rstrip('.')}"
     return ""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from gradient_doctor.findings import Finding
 from gradient_doctor.fix.recipes import cuts, layers, losses, order
 from gradient_doctor.fix.recipes.proposal import Proposal, Recipe
-from gradient_doctor.fix.source import Source
+from gradient_doctor.fix.source import Source, UnsureError
 
 RECIPES: dict[int, tuple[Recipe, ...]] = {
     1: (cuts.remove_no_grad, cuts.remove_cut),
@@ -43,11 +43,17 @@ RECIPES: dict[int, tuple[Recipe, ...]] = {
 
 
 def proposals(finding: Finding, source: Source) -> Iterator[Proposal]:
-    """All of a finding's recipes, each edit once."""
+    """All of a finding's recipes, each edit once; `UnsureError` if none of them has one."""
     seen: set[frozenset[object]] = set()
+    why: UnsureError | None = None
     for recipe in RECIPES.get(finding.number, ()):
-        for proposal in recipe(finding, source):
-            edits = frozenset(proposal.edits)
-            if edits and edits not in seen:
-                seen.add(edits)
-                yield proposal
+        try:
+            for proposal in recipe(finding, source):
+                edits = frozenset(proposal.edits)
+                if edits and edits not in seen:
+                    seen.add(edits)
+                    yield proposal
+        except UnsureError as unsure:
+            why = why or unsure
+    if why is not None and not seen:
+        raise why
