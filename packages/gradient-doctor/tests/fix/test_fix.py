@@ -149,7 +149,7 @@ def test_a_line_of_a_library_is_left_alone(fix, tmp_path):
 
 
 def test_write_writes_the_proven_fix_and_keeps_the_file_as_it_was(fix):
-    _, source, lines, _ = FAULTS["no_grad block"]
+    _, source, _, _ = FAULTS["no_grad block"]
     result, code, path = fix(source, "--write")
     assert code == 0
     assert "no_grad" not in path.read_text()
@@ -240,7 +240,7 @@ def test_line_ends_and_letters_beyond_ascii_are_kept():
 def test_edits_that_overlap_are_refused():
     source = Source("f.py", b"abc = 1\n")
     edits = [Edit(start=0, end=3, text="x"), Edit(start=1, end=2, text="y")]
-    with pytest.raises(UnsureError, match="two edits of f.py overlap"):
+    with pytest.raises(UnsureError, match=r"two edits of f\.py overlap"):
         source.edited(edits)
 
 

@@ -126,7 +126,7 @@ def _count(number: int, what: str) -> str:
 
 
 def as_json(outcome: Outcome, **about: Any) -> dict[str, Any]:
-    """See docs/doctor_fix.md#json."""
+    """See docs/doctor_fix.md."""
     return {
         "schema": SCHEMA,
         **about,
