@@ -109,7 +109,10 @@ FAULTS = {
     "layer in forward": (
         6,
         script((FORWARD[0], "mix = nn.Linear(16, 16)", "return self.head(torch.tanh(mix(h)))")),
-        ["+        self.mix = nn.Linear(16, 16)", "+        return self.head(torch.tanh(self.mix(h)))"],
+        [
+            "+        self.mix = nn.Linear(16, 16)",
+            "+        return self.head(torch.tanh(self.mix(h)))",
+        ],
         "net.mix.weight",
     ),
     "plain list of layers": (
