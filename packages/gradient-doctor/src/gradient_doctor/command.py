@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FINE, CRASHED, BAD_USAGE, FOUND, INTERRUPTED = 0, 1, 2, 3, 130
 STDOUT = "-"
+FIX = "fix"  # the command that repairs; a script of that name is `./fix`
 MODES = ("auto", "trace", "light", "off")
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _WITH_VALUE = {"--contract", "--json", "--mode", "--trace-steps", "--every", "--entropy"}
@@ -41,6 +42,7 @@ Examples:
   {prog} -m my_package.train --lr 1e-3
   {prog} --entropy my_module:token_entropy
   torchrun --nproc-per-node 2 -m gradient_doctor train.py
+  {prog} fix train.py            try repairs and show the one that helps ({prog} fix --help)
 
 Exit codes: 0 nothing of warning or above, 3 findings of warning or above,
 1 the script crashed, 2 bad usage, 130 interrupted; otherwise the script's own."""
@@ -66,6 +68,11 @@ class Options:
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our options, and the program with everything that is its own."""
+    return split_options(argv, _WITH_VALUE)
+
+
+def split_options(argv: Sequence[str], with_value: set[str]) -> tuple[list[str], list[str]]:
+    """The same for the options of another command, some of which take a value."""
     words = list(argv)
     at = 0
     while at < len(words):
@@ -77,7 +84,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             return words[:at], ["-m", *rest, *words[at + 1 :]]
         if not word.startswith("-"):
             return words[:at], words[at:]
-        at += 2 if word in _WITH_VALUE else 1
+        at += 2 if word in with_value else 1
     return words, []
 
 
@@ -111,8 +118,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Run the command with these arguments, or with the process's own; returns its exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == [FIX]:
+        from gradient_doctor.fix.command import main as fix
+
+        return fix(words[1:], prog=f"{prog} {FIX}")
     parser = _parser(prog)
-    ours, program = split(sys.argv[1:] if argv is None else argv)
+    ours, program = split(words)
     options = Options(program=tuple(program), **vars(parser.parse_args(ours)))
     try:
         return _run_with_json_on_stdout(options) if options.json == STDOUT else run(options)
