@@ -25,7 +25,7 @@ EXAMPLES = (
     "  entropy-probe report logs/2026-11-16/entropy_probe_14-30-25_step_60.json.gz\n"
     "  entropy-probe report build/demo/influence --trajectory build/demo/trajectory.json\n"
     "  entropy-probe report RUN --figures figures           PDF and PNG, for papers\n"
-    "  entropy-probe report results/run_ledger/embedded_1a2b3c4d   who spent a run's entropy\n"
+    "  entropy-probe report results/run_ledger/run          who spent a run's entropy\n"
     "  entropy-probe report runs/grpo --follow              while it trains, drawn again\n"
     "  entropy-probe report RUN1 RUN2 RUN3 --html three.html   side by side\n"
     "  entropy-probe report results/entropy_influence/run --linearity\n"
