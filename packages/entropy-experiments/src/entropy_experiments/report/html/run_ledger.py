@@ -20,7 +20,6 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from entropy_experiments.report.amounts import contains_zero
 from entropy_experiments.report.html import words
 from entropy_experiments.report.html.marks import Figure, Trace, across, figure_of, line, upright
 from entropy_experiments.report.html.page import checked, drawn, embedded, packed, slim, written
@@ -33,6 +32,7 @@ from entropy_experiments.report.run_ledger import (
     Selection,
     run_ledger_view,
 )
+from entropy_experiments.report.words import contains_zero
 from entropy_experiments.results.run_ledger import LINES, RunLedgerResult
 from entropy_experiments.study_files import PAGE
 
