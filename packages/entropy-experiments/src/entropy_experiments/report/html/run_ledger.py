@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from entropy_experiments.report.html import words
+from entropy_experiments.report import words
 from entropy_experiments.report.html.marks import Figure, Trace, across, figure_of, line, upright
 from entropy_experiments.report.html.page import checked, drawn, embedded, packed, slim, written
 from entropy_experiments.report.html.token_views import DIGITS
