@@ -100,9 +100,9 @@ class Work:
 
     def tokens(self) -> Tensor:
         """[N] influences: -sum_k A dl_k along u; every token's own is in the sum."""
-        _, slope_K = score_slopes(
+        slope_K = score_slopes(
             self.policy, self.rollouts, [self.u], mode="jvp", microbatch=MICROBATCH
-        )
+        ).slope_K
         return -(self.advantage_N[:, None] * slope_K.logprob_NS[0]).sum(1)
 
     def along_many(self) -> list[Scores]:

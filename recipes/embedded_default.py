@@ -36,7 +36,7 @@ from transformers import (
 from entropy_experiments.checkpoints.training_facts import FACTS_FILE
 from entropy_experiments.config import load_preset
 from entropy_experiments.config.training_reading import replaced
-from entropy_experiments.online.record import UPDATE
+from entropy_experiments.online.record_files import UPDATE
 from entropy_experiments.online.train.run import RECORD, train
 from entropy_experiments.online.train.trainer import Task
 from entropy_experiments.sampling import countdown

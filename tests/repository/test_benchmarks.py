@@ -318,7 +318,7 @@ def test_drawings_are_made_of_what_is_stored(tmp_path, capsys):
     assert {path.name: path.read_bytes() for path in images.iterdir()} == once
 
 
-APART = {"arc_ablations", "doctor_comparison", "retraining"}
+APART = {"arc_ablations", "doctor_comparison", "retraining", "doctor_threads"}
 """Hours of training, and tools that are no dependency: run by hand."""
 
 

@@ -69,7 +69,7 @@ def _inputs(folder: Path) -> Any:
     config = parse_config(
         {
             "checkpoint": {"dtype": "float64"},
-            "data": {"evaluation_prompts": 3, "responses_per_prompt": 2},
+            "data": {"evaluation_prompts": 3},
             "memory": {"microbatch_size": 16},
         }
     )

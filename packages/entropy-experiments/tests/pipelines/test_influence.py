@@ -508,9 +508,9 @@ def runner(monkeypatch):
             self.config, self.quiet = config, quiet
             Runner.made.append(self)
 
-        def run(self, *, overwrite):
+        def run(self, *, overwrite, momentum_batches):
             print("a library prints this")
-            self.overwrite = overwrite
+            self.overwrite, self.momentum_batches = overwrite, momentum_batches
             return {"evaluations": [], "run_directory": "here"}
 
     module = types.ModuleType("entropy_experiments.pipelines.influence.runner")

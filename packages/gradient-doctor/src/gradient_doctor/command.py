@@ -42,7 +42,7 @@ Examples:
   {prog} -m my_package.train --lr 1e-3
   {prog} --entropy my_module:token_entropy
   torchrun --nproc-per-node 2 -m gradient_doctor train.py
-  {prog} fix train.py            try repairs and show the one that helps ({prog} fix --help)
+  {prog} fix train.py            try repairs; see its --help
 
 Exit codes: 0 nothing of warning or above, 3 findings of warning or above,
 1 the script crashed, 2 bad usage, 130 interrupted; otherwise the script's own."""

@@ -274,7 +274,7 @@ def step_shares(
         for direction in inputs.values()
     ]
     how = used_forward_mode(policy, batch.rollouts, mode)
-    _, slope_K = score_slopes(policy, batch.rollouts, signed, mode=how, microbatch=microbatch)
+    slope_K = score_slopes(policy, batch.rollouts, signed, mode=how, microbatch=microbatch).slope_K
     scores = Scores(*(inside(x_NS, batch.rollouts.response_NS) for x_NS in gradient.scores))
     coefficient = token_coefficients(step.objective, scores, batch)
     tokens = {
