@@ -71,6 +71,8 @@ def test_one_process_is_refused_before_the_checkpoint_is_read():
 def test_the_rest_of_a_study_may_be_cut():
     with across(Two()):
         check_sharded_study(parse_config(sharded(measured_matrix=True, leave_one_out=[0])))
+        with pytest.raises(ValueError, match=r"--momentum 3 with checkpoint.sharding 'fsdp'; exp"):
+            check_sharded_study(parse_config(sharded()), momentum_batches=3)
         check_sharded_study(parse_config({"influence": {"fisher": True}}))
 
 

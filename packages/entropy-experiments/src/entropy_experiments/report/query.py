@@ -327,7 +327,7 @@ def run_sql(tables: Mapping[str, pyarrow.Table], sql: str) -> pyarrow.Table:
             raise ValueError(f"SQL: {short(words, 400)} (Tables: {listed}.)") from error
 
 
-CLOSED = {
+CLOSED: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
     "allow_community_extensions": "false",

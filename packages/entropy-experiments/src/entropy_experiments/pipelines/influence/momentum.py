@@ -164,6 +164,7 @@ def _steps(evaluation: Evaluation, walk: Walk, visited: list[Opened]) -> Iterato
 
 def _carried(evaluation: Evaluation, b1: float) -> dict[str, Params]:
     """rho K_t g_H(t) in two halves: K = lr P / (1 - b1), and the folds of E in two groups."""
+    assert evaluation.matrix is not None  # a study of a cut model is refused at its start
     study, gradients = evaluation.study, evaluation.matrix.g_K
     direction = study.direction
     assert direction.preconditioner is not None  # an AdamW step has one

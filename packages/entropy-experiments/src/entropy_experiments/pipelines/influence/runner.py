@@ -168,7 +168,7 @@ class EntropyInfluenceRunner:
         """
         config = plan.applied(self.config) if plan is not None else self.config
         check_requests(config)
-        check_sharded_study(config)
+        check_sharded_study(config, momentum_batches=momentum_batches)
         influence = config.influence
         _check_etas(influence.learning_rates or (), influence.rollout_learning_rates or ())
         for text in config.influence.what_if:

@@ -24,7 +24,7 @@ ABSENT_OF_SHARDED = {"matrix": BY_ROLLOUT, "fisher": BY_ROLLOUT}
 """Parts of summary.json and of the report, and why they are not there."""
 
 
-def check_sharded_study(config: Config) -> None:
+def check_sharded_study(config: Config, *, momentum_batches: int = 0) -> None:
     """Refuse what a cut model cannot answer, before anything is read or computed."""
     sharding = config.checkpoint.sharding
     if sharding == "none":
@@ -36,4 +36,10 @@ def check_sharded_study(config: Config) -> None:
             f"influence.fisher is true with checkpoint.sharding {sharding!r}; expected false: "
             f"{BY_ROLLOUT}. Leave out --fisher, or set checkpoint.sharding: none where the model "
             "fits on one device."
+        )
+    if momentum_batches:
+        raise ValueError(
+            f"--momentum {momentum_batches} with checkpoint.sharding {sharding!r}; expected a "
+            "model that one device holds: earlier checkpoints are opened whole. Leave out "
+            "--momentum, or set checkpoint.sharding: none."
         )
