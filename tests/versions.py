@@ -132,7 +132,9 @@ def _install(python: Path, which: Set) -> None:
     constraints.write_text("\n".join(held) + "\n")
     tools = [str(one) for one in requirements() if one.name in TOOLS]
     package = f"{DISTRIBUTION}[{','.join(EXTRAS)}]"
-    editable = [word for path in (*map(str, OTHERS), package) for word in ("-e", path)]
+    doctor, arc = map(str, OTHERS)
+    # In this order: pip looks on the index for what a package before needs.
+    editable = [word for path in (doctor, package, arc) for word in ("-e", path)]
     _pip(python, "-c", str(constraints), *tools, *editable)
 
 
