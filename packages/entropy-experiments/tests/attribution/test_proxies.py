@@ -92,6 +92,7 @@ def test_a_proxy_is_its_loop_over_tokens(proxy, stale):
         )
     column_NS = proxy_columns(batch, scores)[f"proxy_{proxy.__name__}"]
     expected_NS = torch.zeros(3, 6, dtype=torch.float64)
+    assert proxy.__name__ in LOOPS, "write its loop over tokens in LOOPS"
     for at, value in LOOPS[proxy.__name__](batch, scores).items():
         expected_NS[at] = value
     torch.testing.assert_close(column_NS, expected_NS, rtol=EXACT, atol=EXACT)

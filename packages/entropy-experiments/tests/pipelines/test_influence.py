@@ -358,16 +358,16 @@ def test_a_new_proxy_alone_brings_its_column_into_a_finished_study(study, tmp_pa
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
 
-    def surprisal(_batch, scores):
+    def only_in_this_test(_batch, scores):
         return -scores.logprob_NS
 
     before = rows_module.table_version()
-    monkeypatch.setattr(proxies, "PROXIES", (*proxies.PROXIES, surprisal))
+    monkeypatch.setattr(proxies, "PROXIES", (*proxies.PROXIES, only_in_this_test))
     assert rows_module.table_version() != before
     stages = {p.name: p.read_bytes() for p in (copy / "stages").iterdir()}
     again = EntropyInfluenceRunner(settings_in(copy), quiet=True).run(plan(copy))
     table = pyarrow.parquet.read_table(copy / "tokens.parquet").to_pydict()
-    np.testing.assert_array_equal(table["proxy_surprisal"], -np.array(table["logprob"]))
+    np.testing.assert_array_equal(table["proxy_only_in_this_test"], -np.array(table["logprob"]))
     assert {p.name: p.read_bytes() for p in (copy / "stages").iterdir()} == stages
     assert again["evaluations"][0]["groups"] == summary["evaluations"][0]["groups"]
 

@@ -19,6 +19,7 @@ from entropy_experiments.update.adamw import adamw_direction
 from entropy_experiments.update.gradient import clip_factor, loss_gradient
 from entropy_experiments.update.optimizer import TORCH_OPTIMIZERS
 from entropy_experiments.update.rebuilt import rebuilt_direction
+from entropy_experiments.update.recursion import step_recursion
 from entropy_experiments.update.sgd import sgd_direction
 from oracles.cases import case
 from tolerances import OPTIMIZER, PARTS
@@ -282,3 +283,7 @@ def test_every_optimizer_that_is_read_has_its_step(kind):
     direction = rebuilt_direction(params, gradient, state, max_grad_norm=0.5)
     certificate = optimizer_certificate(direction, params, gradient, state, max_grad_norm=0.5)
     assert certificate.passed
+    recursion = step_recursion(params, gradient, state, max_grad_norm=0.5)
+    for name, one in recursion.parameters.items():
+        step = direction.lr * direction.total[name]
+        assert float((one.change - step).norm()) <= PARTS * float(step.norm())

@@ -1,7 +1,7 @@
 """What TRL hands over: prompts, batch, optimizer and settings of a GRPOTrainer or RLOOTrainer.
 
-What the trainer computes on the way to a step and does not keep, `Captures` keeps. Three of its
-methods are wrapped on the instance for the time of the training:
+What the trainer computes on the way to a step and does not keep, `Captures` keeps. These
+methods of its are wrapped on the instance for the time of the training:
 
     _calculate_rewards                          rewards of every function, of all ranks
     _generate_and_score_completions             they join the batch, and are shuffled with it

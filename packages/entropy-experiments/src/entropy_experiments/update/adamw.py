@@ -200,10 +200,10 @@ def adamw_direction(
         s = b2 * s + (1 - b2) * (seen + coupled * theta) ** 2
         if group.amsgrad:
             s = torch.maximum(moment_of(state, "max_exp_avg_sq", name, theta), s)
-        den = (1 - b1**t) * ((s / (1 - b2**t)).sqrt() + group.eps)
-        p = scale * (1 - b1) / den
+        corrected_den = (1 - b1**t) * ((s / (1 - b2**t)).sqrt() + group.eps)
+        p = scale * (1 - b1) / corrected_den
         decay = -p * coupled if coupled else -scale * group.weight_decay
-        parts["momentum"][name] = -scale * b1 * m / den
+        parts["momentum"][name] = -scale * b1 * m / corrected_den
         parts["decay"][name] = decay * theta
         parts["gradient"][name] = -p * seen
         preconditioner[name] = sign * p

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from entropy_experiments.numerics.derivatives import dot, norm
 from entropy_experiments.numerics.sketch import distance, sketch
-from entropy_experiments.types import AdamGroup, Direction, OptimizerState, Params
+from entropy_experiments.types import AdamGroup, Direction, OptimizerState, Params, SGDGroup
 from entropy_experiments.update.observed import observed
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -279,9 +279,14 @@ def _stepped(
 
 def _torch_kind(optimizer: OptimizerState) -> Any:
     group = optimizer.groups[0]
-    if not isinstance(group, AdamGroup):
+    if isinstance(group, AdamGroup):
+        return torch.optim.AdamW if group.decoupled else torch.optim.Adam
+    if isinstance(group, SGDGroup):
         return torch.optim.SGD
-    return torch.optim.AdamW if group.decoupled else torch.optim.Adam
+    raise ValueError(
+        f"An optimizer with groups of {type(group).__name__} has no class of torch's here; "
+        "expected AdamGroup or SGDGroup. Add it to _torch_kind of update/certificate.py."
+    )
 
 
 def _ulps(stepped: Tensor, ours: Tensor, summands: list[Tensor]) -> float:

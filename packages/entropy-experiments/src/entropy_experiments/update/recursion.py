@@ -185,8 +185,8 @@ def _adam(
     if group.amsgrad:
         largest = torch.maximum(moment_of(state, "max_exp_avg_sq", name, theta), s)
         entry["max_exp_avg_sq"] = largest.to(own.get("max_exp_avg_sq", dtype))
-    den = (1 - b1**count) * ((largest / (1 - b2**count)).sqrt() + group.eps)
-    gain = group.lr / den
+    corrected_den = (1 - b1**count) * ((largest / (1 - b2**count)).sqrt() + group.eps)
+    gain = group.lr / corrected_den
     decoupled = group.lr * group.weight_decay if group.decoupled else 0.0
     return ParameterRecursion(
         rho=b1,
