@@ -355,6 +355,11 @@ def test_a_moment_that_differs_from_the_recorded_batches_is_uncovered():
     lines = ledger.lines(*ENTROPY)
     assert sum(lines.values()) == pytest.approx(ledger.total(*ENTROPY), abs=EXACT)
     assert abs(sum(ledger.shares[at_step - 1].uncovered[n] for n in ENTROPY)) > 1e-7
+    # Momentum hides it in the step; the gradient's own distance shows it.
+    distance = ledger.shares[at_step - 1].gradient_distance
+    assert distance is not None
+    assert distance > 0.05
+    assert ledger.shares[at_step - 1].step_distance < EXACT
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam"])

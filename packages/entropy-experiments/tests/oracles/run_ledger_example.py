@@ -115,6 +115,7 @@ def _step(step: int, columns: dict[str, Any], *, rewards: bool) -> dict[str, Any
         "dH_uncovered": 0.0,
         "dR_uncovered": 0.0 if rewards else None,
         "replayed": step % 2 == 1,
+        "gradient_distance": 1e-6,
         "step_distance": 1e-6,
         "clip_factor": 1.0,
         "lr": 3e-3,

@@ -16,7 +16,7 @@ from entropy_experiments.config import load_config
 from entropy_experiments.distributed import Ranks, across
 from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.pipelines import explain as module
-from entropy_experiments.pipelines.explain import ExplainOptions, explain
+from entropy_experiments.pipelines.explain import ExplainOptions, _bind, explain
 from entropy_experiments.results.run_ledger import (
     LAYER_TABLE,
     PROMPT_TABLE,
@@ -104,6 +104,9 @@ def test_lines_and_tables_add_up_to_the_path(ledger):
         tangent["value"], abs=2e-6
     )
     assert all(step["step_distance"] < 1e-2 for step in summary["steps"])
+    *stored, last = (step["gradient_distance"] for step in summary["steps"])
+    assert all(distance < 1e-2 for distance in stored)
+    assert last is None or last < 1e-2
     assert summary["unexplained"]["value"] == pytest.approx(
         summary["measured"]["value"] - summary["total"]["path"]["value"], abs=1e-12
     )
@@ -207,9 +210,14 @@ def test_a_finished_ledger_is_not_computed_again(run, ledger, monkeypatch):
 def test_another_ledger_in_the_folder_is_refused(run, ledger, tmp_path):
     with pytest.raises(ValueError, match=r"holds another ledger: .* --overwrite"):
         explained(run, ledger)
-    (tmp_path / "mine.txt").write_text("x")
+    refused = tmp_path / "refused"  # before its first stage: it holds a name and nothing to lose
+    (refused / "stages").mkdir(parents=True)
+    shutil.copy(ledger / "explain.json", refused)
+    _bind(refused, "another key", overwrite=False)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.txt").write_text("x")
     with pytest.raises(ValueError, match=r"has files that are no ledger's \(mine\.txt\)"):
-        explained(run, tmp_path)
+        explained(run, tmp_path / "mine")
 
 
 def test_a_replay_that_does_not_arrive_is_refused_and_names_the_step(run, tmp_path):

@@ -93,6 +93,9 @@ def test_the_curve_has_a_linear_range_where_its_slope_is_known(interval, reach):
     assert curve["linear_range"] == (reach and pytest.approx(reach))
     assert curve["unsure"] == (reach is None)
     assert books.curve(0.1, slope, None, [], linear_range=0.15)["linear_range"] == reach
+    for doubtful in ({"interval": None}, {"interval": (0.0, 0.001), "trusted": False}):
+        curve = books.curve(0.1, slope, {"value": 0.001, **doubtful}, [])
+        assert curve["linear_range"] is None
 
 
 def test_a_wide_interval_decides_nothing():

@@ -9,6 +9,7 @@ import pytest
 from fix.faults import FAULTS, FORWARD, HEAD, LOOP, script
 from gradient_doctor.command import main
 from gradient_doctor.findings import Finding, Severity, Site
+from gradient_doctor.fix.folders import TooLargeError, check_size, copy
 from gradient_doctor.fix.judge import ends, judge
 from gradient_doctor.fix.recipes import RECIPES, proposals
 from gradient_doctor.fix.search import Search
@@ -276,3 +277,24 @@ def test_what_proves_a_fix(changes, reason):
     verdict = judge([TARGET], BEFORE, Trial(**{**after, **changes}), {})
     assert verdict.proven == (not reason)
     assert reason in verdict.reason
+
+
+def test_a_link_leads_into_the_copy(tmp_path):
+    """A script that writes through it changes the copy; what lies outside is refused."""
+    here, outside = tmp_path / "here", tmp_path / "outside"
+    (here / "runs").mkdir(parents=True)
+    outside.mkdir()
+    (here / "runs" / "model.pt").write_text("mine")
+    (here / "latest").symlink_to(here / "runs")
+    (here / "best.pt").symlink_to(here / "runs" / "model.pt")
+    folders = (str(here.resolve()),)
+    check_size(folders, link=False)
+    copied = copy(folders, tmp_path / "trial", {}, link=False)
+    for name in ("latest/model.pt", "best.pt"):
+        with open(copied.there(str(here.resolve() / name)), "w") as file:
+            file.write("a trial")
+    assert (here / "runs" / "model.pt").read_text() == "mine"
+    (here / "scratch").symlink_to(outside)
+    with pytest.raises(TooLargeError, match=r"scratch leads to .*outside of what is copied"):
+        check_size(folders, link=False)
+    check_size(folders, link=True)

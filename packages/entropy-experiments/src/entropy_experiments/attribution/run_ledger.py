@@ -132,6 +132,9 @@ class StepShares:
     """rho A_t, which the step before needs."""
     step_distance: float
     """|step made - step rebuilt| / |step made|."""
+    gradient_distance: float | None
+    """|gradient used - gradient rebuilt| / |gradient rebuilt|, by the moment that is stored after
+    the step; None: none is. Most of a step is momentum, which hides a wrong gradient."""
     clip_factor: float
 
 
@@ -293,6 +296,12 @@ def step_shares(
     rest = {name: made[name] - one.change for name, one in rebuilt.parameters.items()}
     missed = _missed_moment(rebuilt, step, params)
     size = norm(made)
+    entered = norm(
+        {
+            name: one.alpha * rebuilt.clip_factor * gradient.gradient[name].double()
+            for name, one in rebuilt.parameters.items()
+        }
+    )
     by_parameter = {
         name: _by_parameter(rebuilt, inputs[name], gradient.gradient) for name in inputs
     }
@@ -323,6 +332,9 @@ def step_shares(
             for name in slopes
         },
         step_distance=norm(rest) / size if size else norm(rest),
+        gradient_distance=None
+        if step.later is None
+        else (norm(missed) / entered if entered else norm(missed)),
         clip_factor=rebuilt.clip_factor,
     )
 

@@ -40,7 +40,7 @@ EXAMPLES = (
 WORDS = {
     "batches": "the recorded batches",
     "decay": "weight decay",
-    "momentum_before_record": "momentum from before the record",
+    "momentum_before_record": "momentum from before the window",
     "uncovered": "not covered by the rebuilt steps",
 }
 

@@ -28,6 +28,7 @@ microbatches, so that its aggregation modes are losses of `update.objective`:
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -215,13 +216,15 @@ def record_engine(
             current.clear()
 
     @functools.wraps(step)
-    def recorded_step(*args: Any, **kwargs: Any) -> Any:
+    def recorded_step(_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not current:  # not of a batch
             return step(*args, **kwargs)
         with recorder.step(lambda: verl_batch(current[0], eos=eos)):
             return step(*args, **kwargs)
 
-    engine.train_batch, optimizer.step = recorded_batch, recorded_step
+    engine.train_batch = recorded_batch
+    # A method, as it was: torch's schedulers look for its __func__.
+    optimizer.step = types.MethodType(recorded_step, optimizer)
     return recorder
 
 

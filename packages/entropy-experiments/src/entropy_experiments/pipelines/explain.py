@@ -80,6 +80,7 @@ from entropy_experiments.pipelines.probe_sampling import (
     OpenCheckpoint,
     PromptIds,
     Sampler,
+    named_contents,
     prompt_ids,
     prompts_of,
     response_ids,
@@ -125,7 +126,7 @@ from entropy_experiments.update.gradient import loss_gradient
 
 RESULTS = Path("results") / "run_ledger"
 IDENTITY = "explain.json"
-VERSION = 1
+VERSION = 2
 """Raise it when a stage changes its meaning: earlier ones are then computed again."""
 FRESH = 4
 """Responses to each prompt at both ends, by which the change is measured."""
@@ -437,7 +438,8 @@ class Walk:
             checkpointing=self.config.memory.gradient_checkpointing,
         )
         if checkpoint.optimizer is None:  # after the last step nobody needs it
-            groups = self.at(step - 1).optimizer.groups
+            before = max(anchor for anchor in self.window.anchors if anchor < step)
+            groups = self._read(before).optimizer.groups
             optimizer = OptimizerState(groups=groups, state={})
         else:
             optimizer = checkpoint.optimizer
@@ -712,6 +714,7 @@ class Walk:
             "unfinished": dict(shares.unfinished),
             "by_parameter": {name: dict(parts) for name, parts in shares.by_parameter.items()},
             "step_distance": shares.step_distance,
+            "gradient_distance": shares.gradient_distance,
             "clip_factor": shares.clip_factor,
             "lr": opened.optimizer.lr,
             "replayed": opened.replayed,
@@ -777,6 +780,13 @@ class Walk:
             if b > a + 1
         ]
         why_not = [*path.why_not, *_doubts(steps, self.window, replays, unexplained)]
+        if reward_path is not None:
+            why_not += [f"reward: {reason}" for reason in reward_path.why_not]
+        if missed is not None and missed.interval is not None and not missed.covers(0.0):
+            why_not.append(
+                f"reward: the path leaves {missed.value:.3g} of the measured change unexplained, "
+                "more than chance"
+            )
         unfinished = steps[-1]["unfinished"]
         notes = dict.fromkeys(note for one in steps for note in one["notes"])
         if self.options.training_prompts:
@@ -974,6 +984,7 @@ def _step_row(step: int, facts: JSONObject, *, rewarded: bool, tangent: bool) ->
         "dR_uncovered": of("uncovered", REWARD) if rewarded else None,
         "replayed": facts["replayed"],
         "step_distance": facts["step_distance"],
+        "gradient_distance": facts["gradient_distance"],
         "clip_factor": facts["clip_factor"],
         "lr": facts["lr"],
     }
@@ -984,13 +995,24 @@ def _doubts(
 ) -> list[str]:
     """Why the ledger is not trusted; empty: it is."""
     doubts = []
-    apart = [s for s, facts in zip(window.steps, steps) if facts["step_distance"] > APART]
+    apart = [s for s, facts in zip(window.steps, steps) if not facts["step_distance"] <= APART]
     if apart:
         worst = max(facts["step_distance"] for facts in steps)
         doubts.append(
             f"{len(apart)} of {len(steps)} steps rebuilt here are not the steps that training made "
             f"(the first is step {apart[0]}, the worst is {worst:.0%} away): their tokens' shares "
             "are of other steps"
+        )
+    other = {
+        step: facts["gradient_distance"]
+        for step, facts in zip(window.steps, steps)
+        if facts["gradient_distance"] is not None and not facts["gradient_distance"] <= APART
+    }
+    if other:
+        doubts.append(
+            f"{len(other)} of {len(steps)} gradients rebuilt here are not those that training used "
+            f"(the first is of step {min(other)}, the worst is {max(other.values()):.0%} away): "
+            "momentum hides it in the step, and their tokens' shares are of another loss"
         )
     late = [one for one in replays if one["distance"] > CLOSE]
     if late:
@@ -1124,12 +1146,14 @@ def _key(config: Config, run: RecordedRun, window: Window, options: ExplainOptio
         need_optimizer=False,
         read_optimizer=False,
     )
+    facts = training_facts(config, loaded.facts, loaded.fact_sources)
     return digest_of(
         {"format": RUN_LEDGER.stamp, "version": VERSION, "fresh": FRESH},
         settings,
         {**asdict(options), "start": window.start, "end": window.end},
         {name: value for name, value in provenance().items() if name != "git"},
         dict(loaded.hashes),  # the base's files, too
+        named_contents(facts, [config.data.file or facts.values.get("dataset_path")]),
         {str(step): _hashes(run.checkpoints[step]) for step in window.anchors},
         {str(step): [] if path is None else _hashes(path) for step, path in batches.items()},
     )
@@ -1151,7 +1175,9 @@ def _bind(folder: Path, key: str, *, overwrite: bool) -> None:
             f"{folder} has files that are no ledger's ({', '.join(sorted(others)[:4])}); expected "
             "an empty or a new folder, or one of an earlier `entropy-probe explain`."
         )
-    if identity is not None and identity.get("key") != key and not overwrite:
+    # A command that was refused before its first stage leaves a name and nothing to lose.
+    holds = (folder / MANIFEST_FILE).exists() or any((folder / "stages").glob("*"))
+    if identity is not None and identity.get("key") != key and holds and not overwrite:
         raise ValueError(
             f"{folder} holds another ledger: another run, window or setting, or another version of "
             "the package. Give another folder, or let this one replace it with --overwrite."

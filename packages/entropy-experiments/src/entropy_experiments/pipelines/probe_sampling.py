@@ -132,15 +132,19 @@ def contents(
     Datasets, saved and recorded batches, reward functions of your own (the file of their module,
     not what it imports), and what else is named in `more`.
     """
-    facts = probed.facts
-    sources = facts.values.get("reward_sources") or ()
-    own = [name.rpartition(":")[0] for name in facts["reward_functions"] if ":" in name]
     named = [
-        config.data.file or facts.values.get("dataset_path"),
+        config.data.file or probed.facts.values.get("dataset_path"),
         config.sampling.load,
         probed.checkpoint.recorded,
         *more,
     ]
+    return named_contents(probed.facts, named)
+
+
+def named_contents(facts: TrainingFacts, named: Iterable[object]) -> dict[str, list[str]]:
+    """Hashes of the files `named`, and of reward functions of your own."""
+    sources = facts.values.get("reward_sources") or ()
+    own = [name.rpartition(":")[0] for name in facts["reward_functions"] if ":" in name]
     return {
         **{str(path): _hashes(Path(path)) for path in named if isinstance(path, str | Path)},
         **{f"{module}:": _hashes(_source(module)) for module in own},

@@ -179,6 +179,8 @@ class RunStep(TypedDict):
     dR_uncovered: float | None
     replayed: bool
     """The parameters before this step were recomputed from an earlier checkpoint."""
+    gradient_distance: float | None
+    """|gradient used - gradient rebuilt| over the rebuilt one's size; null: no moment is stored."""
     step_distance: float
     """|theta_after - theta_before - the rebuilt step| over the size of the step made."""
     clip_factor: float

@@ -60,6 +60,8 @@ def check_size(folders: tuple[str, ...], *, link: bool) -> None:
     for folder in folders:
         for path in _files(folder):
             count += 1
+            if path.is_symlink() and not link:
+                _refuse_outside(path, folders)
             length = path.lstat().st_size
             size += 0 if link and length > LINKED_BYTES else length
             if size > LIMIT_BYTES or count > LIMIT_FILES:
@@ -69,6 +71,15 @@ def check_size(folders: tuple[str, ...], *, link: bool) -> None:
                     "--link: files above 1 MiB are then linked instead of copied, and a script "
                     "that writes to one of them changes it"
                 )
+
+
+def _refuse_outside(path: Path, folders: tuple[str, ...]) -> None:
+    real = os.path.realpath(path)
+    if not any(real == folder or real.startswith(folder + os.sep) for folder in folders):
+        raise TooLargeError(
+            f"{path} leads to {real}, outside of what is copied for a trial: a script that writes "
+            "there changes it. Remove the link, or pass --link to accept that"
+        )
 
 
 def copy(
@@ -83,7 +94,9 @@ def copy(
         for path in _files(real):
             target = Path(there, path.relative_to(real))
             target.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_symlink() or (link and path.lstat().st_size > LINKED_BYTES):
+            if path.is_symlink():  # what it leads to has a copy, too, unless it lies outside
+                target.symlink_to(copied.there(os.path.realpath(path)))
+            elif link and path.lstat().st_size > LINKED_BYTES:
                 target.symlink_to(path.resolve())
             else:
                 shutil.copy2(path, target)

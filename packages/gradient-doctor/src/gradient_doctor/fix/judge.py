@@ -84,7 +84,7 @@ def _ended_badly(before: Trial, after: Trial) -> str:
         return f"the script still ends with {_first_line(after.error)}"
     if after.timed_out and not before.timed_out:
         return f"the changed script reached {after.steps} steps within the time limit"
-    if not before.timed_out and after.steps < before.steps:
+    if after.steps < before.steps:
         return f"the changed script takes {after.steps} steps instead of {before.steps}"
     return ""
 
@@ -130,6 +130,8 @@ def _no_better(
         return ""
     if not now_move and not differently:
         return "no parameter moves otherwise than before"
+    if not after.main_loss:
+        return "no loss was seen, so whether it falls is not known"
     start, end = ends(after.main_loss)
     was = ends(before.main_loss)[1]
     if not (end < start or (math.isfinite(was) and end <= was) or not math.isfinite(was)):

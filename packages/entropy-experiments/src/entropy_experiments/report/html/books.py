@@ -112,16 +112,19 @@ def curve(
 ) -> Curve:
     """Changes over the step size. Without `linear_range` it is found from the curvature.
 
-    There is none for a slope whose own interval contains 0.
+    There is none for a slope whose own interval contains 0, nor from a curvature that has no
+    interval or is not trusted.
     """
     points = [_point(eta, change) for eta, change in sorted(measured, key=_eta)]
     unsure = predicted is not None and contains_zero(predicted)
     if unsure:
         linear_range = None
     elif linear_range is None and predicted is not None and curvature is not None:
-        # At the interval's larger end: a curvature that is not known is no reason to trust a line.
-        worst = max(abs(x) for x in curvature.get("interval") or (curvature["value"],))
-        linear_range = TOLERANCE * lr * abs(predicted["value"]) / worst if worst else None
+        interval = curvature.get("interval")
+        if interval is not None and curvature.get("trusted") is not False:
+            # At the interval's larger end: what is not known is no reason to trust a line.
+            worst = max(map(abs, interval))
+            linear_range = TOLERANCE * lr * abs(predicted["value"]) / worst if worst else None
     floors = [point["noise_floor"] for point in points if point["noise_floor"] is not None]
     return {
         "lr": lr,

@@ -100,7 +100,7 @@ TERMS = {
     "cancellation": "Sum of |parts| over |total|: how far the parts cancel.",
     "along the path": "Each step times the mean of the slopes at its two ends; all steps added.",
     "exchange rate": "Nats of entropy per unit of expected reward: what the reward cost.",
-    "momentum from before the record": "What batches before the first recorded one still did.",
+    "momentum from before the window": "What batches before the window's first one still did.",
     "not covered by the rebuilt steps": "Steps that training made less the same steps rebuilt.",
     "recorded batches": "What every token of every batch did, at once and later through momentum.",
     "unfinished": "What the last batches will still do after the window; no part of the sum.",

@@ -39,7 +39,7 @@ from entropy_experiments.study_files import PAGE
 LINE_NAMES = {
     "batches": "recorded batches",
     "decay": "weight decay",
-    "momentum_before_record": "momentum from before the record",
+    "momentum_before_record": "momentum from before the window",
     "uncovered": "not covered by the rebuilt steps",
 }
 PALETTE = (

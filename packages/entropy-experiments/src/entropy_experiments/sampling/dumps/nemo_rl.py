@@ -75,6 +75,12 @@ def read(
     lines = [(where, {key: _of_one(value) for key, value in line.items()}) for where, line in lines]
     rows = [_row(where, line) for where, line in lines]
     scored = any(any(row.old_logprob or ()) for row in rows)
+    lacking = [row.where for row in rows if row.old_logprob is None]
+    if scored and lacking:
+        raise ValueError(
+            f"{lacking[0]}: lacks prev_logprobs, which other lines have; expected them in all "
+            "lines or in none. Copy the file again."
+        )
     notes = [f"{FORMAT}{f' of step {named[1]}' if named else ''}: {len(rows)} rollouts"]
     missing, used = MISSING, dict(USED)
     if not scored:
