@@ -390,6 +390,7 @@ def test_links_into_a_runs_ledger(browser, ledger):
         uid, k = href.removeprefix("#rollout=").split("&token=")
         assert f"{k} of rollout {uid}" in page.inner_text("#tip")
         page.click("#prompts th a")
+        page.wait_for_function("() => document.getElementById('find').value !== ''")
         prompt = page.input_value("#find")
         page.wait_for_function("() => window.location.hash.startsWith('#prompt=')")
         assert page.evaluate("() => window.location.hash") == f"#prompt={prompt}"

@@ -353,7 +353,7 @@
       list.scrollIntoView({ block: "start" });
       return;
     }
-    const asked = /^rollout=([\d-]{1,20})(?:&token=(\d{1,9}))?$/.exec(fragment);
+    const asked = /^rollout=(\d{1,9}(?:-\d{1,9})?)(?:&token=(\d{1,9}))?$/.exec(fragment);
     if (!asked) {
       refuse("expected #rollout=NUMBER or #rollout=NUMBER&token=NUMBER" + (has("pid") ? ", or #prompt=NAME." : "."));
       return;
