@@ -241,15 +241,20 @@ def _without_numbers(text: str) -> str:
     return re.sub(r"\S*[\d.]\S*", "#", text)
 
 
-def _recounted(finding: Finding, count: int) -> str:
+def _recounted(finding: Finding, total: int) -> str:
     """The number of parameters in a sentence, if it says one, set right."""
     own = len(finding.parameters)
-    if own == count:
+    if own == total:
         return finding.what
     pattern = re.compile(rf"\b{own} parameters?\b")
     if own == 1 and pattern.search(finding.what):
-        return f"{finding.what} With others of this line they are {count}."
-    return pattern.sub(f"{count} parameters", finding.what)
+        return f"{finding.what} With others of this line they are {total}."
+    return pattern.sub(count(total, "parameter"), finding.what)
+
+
+def count(number: int, thing: str) -> str:
+    """`1 parameter`, `3 parameters`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def listed(names: tuple[str, ...] | list[str], shown: int = _SHOWN) -> str:

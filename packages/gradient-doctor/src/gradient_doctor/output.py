@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradient_doctor.findings import Finding, Severity, note_of, noted
+from gradient_doctor.findings import Finding, Severity, count, note_of, noted
 
 SCHEMA = 1
 
@@ -22,10 +22,10 @@ def report_text(findings: Sequence[Finding], steps: int, error: BaseException | 
     if not findings:
         if not steps:
             return "gradient_doctor: nothing to examine: no training step was seen."
-        return f"gradient_doctor: nothing found in {_count(steps, 'step')}."
+        return f"gradient_doctor: nothing found in {count(steps, 'step')}."
     tallies = ((sum(f.severity is s for f in findings), s.name.lower()) for s in reversed(Severity))
-    counts = ", ".join(_count(number, name) for number, name in tallies if number)
-    when = f"in {_count(steps, 'step')}" if steps else "before the end of the first step"
+    counts = ", ".join(count(number, name) for number, name in tallies if number)
+    when = f"in {count(steps, 'step')}" if steps else "before the end of the first step"
     notes = noted(error)
     lines = (f.brief if note_of(f) in notes else str(f) for f in findings)
     return "\n\n".join([f"gradient_doctor: {counts} {when}.", *lines])
@@ -57,7 +57,3 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     except BaseException:
         os.unlink(name)
         raise
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.findings import Site
+from gradient_doctor.findings import Site, count
 from gradient_doctor.readable import checksum, shape_of
 from gradient_doctor.sites import user_frame
 
@@ -80,6 +80,8 @@ class Registry:
         self._modules: dict[int, str] = {}
         self._stale = True
         self._found: dict[str, Tensor] = {}
+        self._aliases: dict[str, Tensor] = {}  # every name: tied parameters have several
+        self._labels: dict[str, list[weakref.ref[Tensor]]] = {}  # of tensors in no module
         self._homes = WeakIdKeyDictionary()  # parameter -> the module that it was given to
         self._parents: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.unnamed: list[Any] = []  # optimizers whose variable does not exist yet
@@ -214,7 +216,7 @@ class Registry:
         self.roots = weakref.WeakValueDictionary(self.roots)
         self.optimizers = weakref.WeakValueDictionary(self.optimizers)
         self.unnamed.clear()
-        self._names, self._modules, self._found = {}, {}, {}
+        self._names, self._modules, self._found, self._aliases = {}, {}, {}, {}
         self._stale = True
 
     # bits
@@ -293,11 +295,28 @@ class Registry:
             return name
         birth = self.birth(tensor)
         origin = f" made at {birth.site}" if birth is not None and birth.site is not None else ""
-        return f"<unregistered {list(shape_of(tensor))}{origin}>"
+        label = f"unregistered {list(shape_of(tensor))}{origin}"
+        number = self._number(label, tensor)
+        return f"<{label}>" if number == 1 else f"<{label}, number {number}>"
+
+    def _number(self, label: str, tensor: Tensor) -> int:
+        """Which of the living tensors with this label it is: two of them are two parameters."""
+        places = self._labels.setdefault(label, [])
+        living = [ref() for ref in places]
+        place = next((k for k, other in enumerate(living) if other is tensor), None)
+        if place is None:
+            free = (k for k, other in enumerate(living) if other is None)
+            place = next(free, len(places))
+            places[place : place + 1] = [weakref.ref(tensor)]
+        return place + 1
 
     def names(self, mask: int) -> tuple[str, ...]:
         """Names of a set, in the order of the modules; leaves that have died are left out."""
         return self.in_order(self.name(tensor) for tensor in self.tensors(mask))
+
+    def many(self, mask: int) -> str:
+        """`3 parameters`: as many of a set as `names` lists, whatever their sizes."""
+        return count(sum(1 for _ in self.tensors(mask)), "parameter")
 
     def in_order(self, names: Iterable[str]) -> tuple[str, ...]:
         self._rename()
@@ -314,22 +333,28 @@ class Registry:
         return self._modules.get(id(module)) or f"<{type(module).__name__}>"
 
     def parameters(self) -> dict[str, Tensor]:
-        """All named parameters of the roots, then those of optimizers that no root has."""
+        """All parameters of the roots, each once: one that is tied has its first name."""
         self._rename()
         return dict(self._found)
+
+    def aliases(self) -> dict[str, Tensor]:
+        """The same with every name that a parameter has."""
+        self._rename()
+        return dict(self._aliases)
 
     def _rename(self) -> None:
         if not self._stale:
             return
         self._stale = False
-        self._names, self._modules, self._found = {}, {}, {}
+        self._names, self._modules, self._found, self._aliases = {}, {}, {}, {}
         for root, module in self.roots.items():
             for name, child in module.named_modules():
                 self._modules.setdefault(id(child), f"{root}.{name}" if name else root)
-            for name, parameter in module.named_parameters():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
                 full = f"{root}.{name}"
-                self._names.setdefault(id(parameter), full)
-                self._found.setdefault(full, parameter)
+                self._aliases.setdefault(full, parameter)
+                if self._names.setdefault(id(parameter), full) == full:
+                    self._found[full] = parameter
 
     # sets
 
@@ -363,10 +388,10 @@ class Registry:
         return type(optimizer).__name__
 
     def matching(self, patterns: Iterable[str]) -> int:
-        """Parameters whose name, or a dotted end of it, fits one of the glob patterns."""
+        """Parameters one of whose names, or a dotted end of it, fits one of the glob patterns."""
         wanted = tuple(patterns)
         return self.bits(
-            p for name, p in self.parameters().items() if any(fits(name, w) for w in wanted)
+            p for name, p in self.aliases().items() if any(fits(name, w) for w in wanted)
         )
 
 

@@ -159,6 +159,20 @@ def test_write_writes_the_proven_fix_and_keeps_the_file_as_it_was(fix):
     assert main(["fix", "--quiet", "train.py"]) == 0
 
 
+def test_a_fix_that_cannot_be_written_gives_2(fix, monkeypatch, capsys):
+    _, source, _, _ = FAULTS["no_grad block"]
+
+    def refuse(changes):
+        raise PermissionError(13, "Permission denied", "train.py")
+
+    monkeypatch.setattr("gradient_doctor.fix.writing.replace_all", refuse)
+    with pytest.raises(SystemExit) as ended:
+        fix(source, "--write")
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "train.py could not be written (Permission denied); nothing was written" in error
+
+
 @pytest.mark.slow
 def test_what_the_script_writes_is_thrown_away(fix):
     source = FAULTS["detach"][1] + "\nopen('made.txt', 'w').write('x')\n"

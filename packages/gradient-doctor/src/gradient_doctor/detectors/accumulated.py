@@ -154,7 +154,7 @@ class Accumulated(Detector):
         self.report(
             28,
             Severity.WARNING,
-            f"The gradients of {count(repeats.mask.bit_count(), 'parameter')} are not cleared "
+            f"The gradients of {self.session.registry.many(repeats.mask)} are not cleared "
             f"between the steps of the {called(name)}.",
             why=f"When this backward begins, their .grad still holds what the last step of {name} "
             f"used, and the backward adds to it: in {count(len(repeats.steps), 'step')} the "

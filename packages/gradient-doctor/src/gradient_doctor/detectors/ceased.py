@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradient_doctor.detectors.late import Claim
-from gradient_doctor.detectors.places import count
 from gradient_doctor.explain import CutFact, fact_of, how_to_mend, what_cuts
 from gradient_doctor.findings import Severity
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
@@ -151,8 +150,8 @@ class Ceased(Detector):
         self._claim(finding, mask)
 
     def _what(self, mask: int, when: tuple[int, int]) -> str:
-        names = count(len(self.session.registry.names(mask)), "parameter")
-        return f"{names} received gradients until step {when[0]}, and none from step {when[1]} on."
+        many = self.session.registry.many(mask)
+        return f"{many} received gradients until step {when[0]}, and none from step {when[1]} on."
 
     def _claim(self, finding: Any, mask: int) -> None:
         self.session.awaited |= mask

@@ -27,7 +27,3 @@ def argument(call: OpCall, position: int, name: str, default: Any = None) -> Any
 
 def shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
-
-
-def plural(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"

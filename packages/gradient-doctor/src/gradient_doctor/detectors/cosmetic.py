@@ -167,7 +167,7 @@ class Cosmetic(Detector):
         value = f" (last value {idle.amounts[-1]:.4g})" if idle.amounts else ""
         if facts:
             best = max(facts, key=lambda fact: (fact.graph.bit_count(), fact.step, fact.order))
-            why = f"It depends on {hidden.bit_count()} parameters, but {what_cuts(best)}"
+            why = f"It depends on {self.session.registry.many(hidden)}, but {what_cuts(best)}"
             related = tuple(fact.site for fact in facts)
         else:
             why, related = "It is computed from data alone", ()

@@ -149,11 +149,9 @@ class Erased(Detector):
 
     def _say(self, loss: Loss, never: int) -> None:
         registry = self.session.registry
-        total = loss.bits.bit_count()
         owners = sorted({o for p in registry.tensors(loss.bits) for o in registry.owners(p)})
-        what = (
-            f"The gradients of {count(total, 'parameter')} are erased before their optimizer steps."
-        )
+        many = registry.many(loss.bits)
+        what = f"The gradients of {many} are erased before their optimizer steps."
         why = (
             f"The backward at {loss.written_at} wrote them, and this line erased them "
             f"in {count(len(loss.steps), 'step')} before {' or '.join(owners)} stepped."
@@ -163,7 +161,7 @@ class Erased(Detector):
         )
         if never:
             severity = Severity.ERROR
-            why += f" {never.bit_count()} of them have never been stepped with a gradient."
+            why += f" {len(registry.names(never))} of them have never been stepped with a gradient."
         elif loss.by_product or len(loss.steps) < 2:
             severity = Severity.NOTE
             why += (

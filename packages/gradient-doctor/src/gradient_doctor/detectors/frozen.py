@@ -107,12 +107,10 @@ class Frozen(Detector):
         frozen = list(registry.tensors(wanted & kept))
         total = len(list(registry.tensors(wanted)))
         for site, mask in by_site(registry, self._new(frozen), self._site).items():
-            number = mask.bit_count()
             finding = self.report(
                 4,
                 Severity.ERROR,
-                f"{count(number, 'parameter')} should train by the contract, "
-                "but requires_grad is False.",
+                f"{registry.many(mask)} should train by the contract, but requires_grad is False.",
                 why=f"{len(frozen)} of the {total} parameters that the contract calls trainable "
                 "are frozen: no backward gives them a gradient and no optimizer changes them.",
                 fix="Set requires_grad_(True) on them after loading and before the optimizer is "
@@ -198,7 +196,7 @@ class Frozen(Detector):
                 finding = self.report(
                     4,
                     Severity.ERROR,
-                    f"0 of the {len(adapters)} adapter tensors of {root} are trainable.",
+                    f"0 of the {len(adapters)} adapter parameters of {root} are trainable.",
                     why="Adapters exist only to be trained, but requires_grad is False for all of "
                     "them: that is how they come from a checkpoint that is loaded for inference.",
                     fix="Load them with is_trainable=True (PEFT), or call requires_grad_(True) on "

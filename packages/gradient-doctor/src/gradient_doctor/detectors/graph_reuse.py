@@ -253,7 +253,7 @@ class GraphReuse(Detector):
                 else "; the gradient that flows into them is that of an old forward."
             ),
             fix="Recompute it in every step, or keep it with detach() if no gradient is meant "
-            f"to flow: {count(old.leaves.bit_count(), 'parameter')} would then get none from it.",
+            f"to flow: {self.session.registry.many(old.leaves)} would then get none from it.",
             # a state is cut where it is carried on; what was kept once, where it is used
             site=(born if old.state else None)
             or (user.site if user is not None else None)

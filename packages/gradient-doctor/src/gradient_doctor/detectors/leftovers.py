@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gradient_doctor.detectors.places import called, count
+from gradient_doctor.detectors.places import called
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import node_of
 from gradient_doctor.registry import owned_by
@@ -128,7 +128,7 @@ class Leftovers(Detector):
         self.report(
             30,
             Severity.WARNING,
-            f"The loss of {done.owner} also trains {count(leftover.mask.bit_count(), 'parameter')} "
+            f"The loss of {done.owner} also trains {self.session.registry.many(leftover.mask)} "
             f"of the {called(name)}.",
             why=f"This backward is the one that {done.owner} steps on. It leaves gradients in the "
             f"parameters of {name}, nothing keeps them apart from those of the backward at "

@@ -78,13 +78,13 @@ class Missing(Detector):
             number = fact.number
             if number == 3 and fact.size == 1 and not mask & ~hidden:
                 number = 1  # it is the loss itself that is cut, not something on its way
-            names = len(self.session.registry.names(hidden))
+            many = self.session.registry.many(hidden)
             self.report(
                 number,
                 Severity.ERROR,
-                f"The loss has no grad_fn: it is cut off from all {names} parameters it depends on."
+                f"The loss has no grad_fn: it is cut off from all of the {many} it depends on."
                 if number == 1
-                else f"A cut on the way makes the whole loss a constant for {names} parameters.",
+                else f"A cut on the way makes the whole loss a constant for {many}.",
                 why=f"{_upper(what_cuts(fact))}. So {fate}.",
                 fix=how_to_mend(fact),
                 site=fact.site or site,
@@ -107,9 +107,9 @@ class Missing(Detector):
             why = f"It depends on no parameter (where it was made is not known: {unseen})"
         why += f", so {fate}."
         if before:
-            count = len(self.session.registry.names(before))
+            many = self.session.registry.many(before)
             why += (
-                f" In earlier steps the same loss reached {count} parameters: nothing of this"
+                f" In earlier steps the same loss reached {many}: nothing of this"
                 " batch was added to it."
             )
         empty = [e for e in ledger.empty if e[0] == self.session.step]
@@ -243,8 +243,7 @@ class Missing(Detector):
             finding = self.report(
                 3,
                 Severity.ERROR,
-                f"{lost.bit_count()} parameters that should train receive no gradient: their "
-                "values went through numpy.",
+                f"{self._without(lost)}: their values went through numpy.",
                 why="They leave torch here, and an array of numpy comes back in the same step; no "
                 "other path leads from them to a loss. numpy keeps no graph.",
                 fix="Compute it in torch (torch.sort, torch.where and the like have derivatives).",
@@ -263,19 +262,22 @@ class Missing(Detector):
         self.ledger.explained &= ~mask
 
     def _cut_off(self, fact: CutFact, mask: int) -> None:
-        count = len(self.session.registry.names(mask))
         zero = " but zeros" if fact.kind == "zero" else ""
         finding = self.report(
             fact.number,
             Severity.ERROR,
-            f"{count} parameter{'s' if count != 1 else ''} that should train"
-            f" receive{'s' if count == 1 else ''} no gradient{zero}.",
+            f"{self._without(mask)}{zero}.",
             why=f"A loss depends on them, but {what_cuts(fact)}.",
             fix=how_to_mend(fact),
             site=fact.site,
             parameters=mask,
         )
         self._claim(finding, mask)
+
+    def _without(self, mask: int) -> str:
+        many = self.session.registry.many(mask)
+        verb = "receives" if many.startswith("1 ") else "receive"
+        return f"{many} that should train {verb} no gradient"
 
     def _idle(self, names: list[str], mask: int, turns: bool) -> None:
         ledger, registry = self.ledger, self.session.registry
@@ -310,7 +312,7 @@ class Missing(Detector):
             f"{listed(names, 3)} is trainable and in an optimizer, but no loss reaches it."
             if len(names) == 1
             else f"{listed(names, 3)} are trainable and in an optimizer, but no loss reaches them.",
-            why=f"{len(tensors)} parameters with {size:,} numbers ({bytes_ / 1024:,.1f} KiB of"
+            why=f"{registry.many(mask)} with {size:,} numbers ({bytes_ / 1024:,.1f} KiB of"
             f" weights) never received a gradient: {how}."
             + (" Others of the same list are chosen by the data: their turn may come." * turns),
             fix="Let the loss depend on it, or freeze it, or delete it.",

@@ -9,7 +9,6 @@ from typing import Any, cast
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.detectors.common import plural
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import MARK, node_of, nodes_of
@@ -339,7 +338,7 @@ class NonFinite(Detector):
         self.report(
             27,
             severity,
-            f"The gradient of {plural(bits.bit_count(), 'parameter')} is not finite{stepped}.",
+            f"The gradient of {self.session.registry.many(bits)} is not finite{stepped}.",
             why=f"The first {numbers} values come from {birth.op}{birth.inputs}"
             + (f": {cause}." if cause else ".")
             + (

@@ -274,7 +274,7 @@ class Ownership(Detector):
                 7,
                 Severity.WARNING,
                 f"{count(len(parameters), 'parameter')} with a gradient in no optimizer.",
-                why=f"Every backward computes gradients for their {size:,} elements, "
+                why=f"Every backward computes gradients for their {size:,} numbers, "
                 f"and no optimizer ever uses them: they keep their values.{after}",
                 fix="Add them: optimizer.add_param_group({'params': ...}), or make them before "
                 "the optimizer. If they should stay as they are, requires_grad_(False) saves the "

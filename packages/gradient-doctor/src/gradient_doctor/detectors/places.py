@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gradient_doctor.findings import Site
+from gradient_doctor.findings import Site, count
 from gradient_doctor.registry import Registry
+
+__all__ = ["birth_site", "by_site", "called", "count", "dtype_site", "most_common"]
 
 
 def birth_site(registry: Registry, thing: Any) -> Site | None:
@@ -41,8 +43,3 @@ def most_common(sites: Iterable[Site | None]) -> Site | None:
 def called(optimizer: str) -> str:
     """To follow `the`: `optimizer adam`, but not `optimizer optimizer`."""
     return optimizer if "optim" in optimizer.lower() else f"optimizer {optimizer}"
-
-
-def count(number: int, thing: str) -> str:
-    """`1 parameter`, `3 parameters`."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -106,7 +106,7 @@ class Precision(Detector):
         wanted = self.session.contract.get("dtype") or {}
         registry = self.session.registry
         wrong: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
-        for name, parameter in registry.parameters().items():
+        for name, parameter in registry.aliases().items():
             required = next((d for pattern, d in wanted.items() if fits(name, pattern)), None)
             required = None if required is None else as_dtype(required)
             if required is None or parameter.dtype == required or not parameter.is_floating_point():
@@ -120,8 +120,7 @@ class Precision(Detector):
                 self.report(
                     16,
                     Severity.WARNING,
-                    f"{count(mask.bit_count(), 'parameter')} should be {_word(required)}, "
-                    f"but are {_word(got)}.",
+                    f"{registry.many(mask)} should be {_word(required)}, but are {_word(got)}.",
                     why=f"The contract requires {_word(required)}. "
                     + (
                         "Small updates are rounded away in 16 bits."

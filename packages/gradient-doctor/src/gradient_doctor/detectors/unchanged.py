@@ -207,7 +207,7 @@ class Unchanged(Detector):
             f"The learning rate of the {called(history.name)} is 0 for "
             f"{count(len(idle), 'parameter')}.",
             why=f"In {steps} of {steps} checked steps they had a gradient and a learning rate of "
-            "exactly 0; no element changed.",
+            "exactly 0; no number changed.",
             fix="Set the learning rate, or the factor of the scheduler, above 0; or freeze the "
             "parameters if that is meant.",
             site=site or history.site,
@@ -230,7 +230,7 @@ class Unchanged(Detector):
         self.report(
             21,
             Severity.ERROR if share < _NOTHING else Severity.WARNING,
-            f"{1 - share:.0%} of the elements of {count(len(stuck), 'parameter')} do not change "
+            f"{1 - share:.0%} of the numbers in {count(len(stuck), 'parameter')} do not change "
             f"in a step of the {called(history.name)}.",
             why=f"They have a gradient in all {history.checked} checked steps, but at a learning "
             f"rate of {', '.join(f'{rate:g}' for rate in sorted(rates))} the update is less than "

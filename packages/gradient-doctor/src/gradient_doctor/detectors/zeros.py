@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.detectors.common import argument, live_in, plural, shape
+from gradient_doctor.detectors.common import argument, live_in, shape
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import is_opaque, nodes_of
@@ -338,7 +338,7 @@ class Zeros(Detector):
             self.report(
                 20,
                 Severity.NOTE,
-                f"The gradient of {plural(bits.bit_count(), 'parameter')} is exactly zero {often}.",
+                f"The gradient of {self.session.registry.many(bits)} is exactly zero {often}.",
                 why="They are connected to the loss, but no single operation was seen to stop the "
                 "gradient.",
                 fix="Check whether their part of the model was used by the data of these steps.",

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,40 +207,23 @@ def _checked(options: Options) -> tuple[str, ...]:
 
 def _write(outcome: Outcome) -> list[tuple[str, str]]:
     """All files or none: each must still be as it was read."""
+    from gradient_doctor.fix.writing import Change, ChangedError, replace_all
+
     assert outcome.whole is not None
-    changes = [(outcome.sources[path], edits) for path, edits in outcome.whole.edits.items()]
-    for source, _ in changes:
-        if Path(source.path).read_bytes() != source.content:
-            raise UsageError(
-                f"{source.path} was changed while the fix was tried; nothing was written. "
-                "Run the command again"
-            )
-    written = []
-    for source, edits in changes:
-        backup = _free(f"{source.path}.bak")
-        Path(backup).write_bytes(source.content)
-        _replace(source.path, source.encoded(source.edited(edits)))
-        written.append((source.path, backup))
-    return written
-
-
-def _free(name: str) -> str:
-    number = 0
-    while os.path.lexists(f"{name}{number or ''}"):
-        number += 1
-    return f"{name}{number or ''}"
-
-
-def _replace(path: str, content: bytes) -> None:
-    """The whole file or none, with the mode that it has."""
-    handle, name = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".gradient-doctor.")
+    sources = [(outcome.sources[path], edits) for path, edits in outcome.whole.edits.items()]
+    changes = [
+        Change(path=source.path, old=source.content, new=source.encoded(source.edited(edits)))
+        for source, edits in sources
+    ]
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, os.stat(path).st_mode & 0o7777)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        return replace_all(changes)
+    except ChangedError as changed:
+        raise UsageError(
+            f"{changed} was changed while the fix was tried; nothing was written. "
+            "Run the command again"
+        ) from None
+    except OSError as failure:
+        raise UsageError(
+            f"{failure.filename or 'a file'} could not be written "
+            f"({failure.strerror or failure}); nothing was written"
+        ) from None

@@ -6,7 +6,7 @@ import math
 import os
 from typing import Any
 
-from gradient_doctor.findings import Finding, listed
+from gradient_doctor.findings import Finding, count, listed
 from gradient_doctor.fix.judge import ends
 from gradient_doctor.fix.search import Attempt, Fix, Outcome
 from gradient_doctor.fix.trial import Trial
@@ -39,16 +39,16 @@ def _nothing(before: Trial, steps: int) -> str:
     if before.steps == 0:
         return "No training step was seen: there is nothing to fix."
     return (
-        f"No finding of warning or above in {_count(before.steps, 'step')}: nothing to fix. "
+        f"No finding of warning or above in {count(before.steps, 'step')}: nothing to fix. "
         f"(At most {steps} steps are run; --steps N runs more.)"
     )
 
 
 def _run(trial: Trial) -> str:
     moving = sum(distance > 0 for distance in trial.moved.values())
-    text = f"{_count(trial.steps, 'step')}, {_loss(trial)}"
+    text = f"{count(trial.steps, 'step')}, {_loss(trial)}"
     if trial.moved:
-        text += f", {moving} of {_count(len(trial.moved), 'parameter')} move"
+        text += f", {moving} of {count(len(trial.moved), 'parameter')} move"
     if trial.timed_out:
         text += " (stopped by the time limit)"
     return text
@@ -98,7 +98,7 @@ def _place(finding: Finding) -> str:
 def _changes(fix: Fix, before: Trial) -> list[str]:
     verdict, after = fix.verdict, fix.after
     gone = "the finding is" if len(verdict.gone) == 1 else f"{len(verdict.gone)} findings are"
-    lines = [f"tried: {_count(after.steps, 'step')}; {gone} gone, no new one."]
+    lines = [f"tried: {count(after.steps, 'step')}; {gone} gone, no new one."]
     if before.error is not None:
         lines.append(f"       before: {before.error.splitlines()[0]}")
     if verdict.now_move:
@@ -116,10 +116,6 @@ def _together(outcome: Outcome, before: Trial) -> str:
     lines += [f"   {line}" for line in _changes(outcome.whole, before)]
     lines += [f"   {reason}" for reason in outcome.left_out]
     return "\n".join(lines)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 # JSON

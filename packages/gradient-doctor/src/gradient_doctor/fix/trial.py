@@ -323,6 +323,7 @@ class Record:
             for group in optimizer.param_groups:
                 for tensor in group["params"]:
                     if id(tensor) not in known:
+                        known.add(id(tensor))
                         pairs.append((f"{name}.params[{count}]", tensor))
                     count += 1
         return pairs
