@@ -105,7 +105,9 @@ class Ledger(Detector):
         if call.taint is not None:
             self.seen |= call.taint.depends
         for tensor in call.inputs:
-            if isinstance(tensor, nn.Parameter) and call.short not in _NO_USE:
+            # what makes nothing new of it (a question, an exchange of its data) is no use either
+            made = any(output is not tensor for output in call.outputs)
+            if made and isinstance(tensor, nn.Parameter) and call.short not in _NO_USE:
                 bit = self.session.registry.bit(tensor)
                 self.uses.setdefault(bit, call.site)
                 if call.outputs and node_of(call.outputs[0]) is not None:

@@ -184,6 +184,30 @@ for step in range(4):
     nothing(tmp_path, source.format(detached=".detach()", mark=""))
 
 
+KEPT = """
+maker, judge = nn.Linear(4, 8), nn.Linear(8, 3)
+optimizer = torch.optim.SGD([*maker.parameters(), *judge.parameters()], lr=0.1)
+def features(x):
+    return torch.tanh(maker(x))
+pool = []
+for step in range(4):
+    pool.append(features(torch.randn(8, 4)){detached})
+    seen = torch.cat(pool[-2:]){mark}
+    loss = F.cross_entropy(judge(seen), torch.randint(0, 3, (len(seen),)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_helper_that_made_the_old_value_and_a_new_one(tmp_path):
+    """The helper is not to blame: what was kept is named where it is used."""
+    finding = only(tmp_path, KEPT.format(detached="", mark="  # FAULT"), 14)
+    assert finding.severity is Severity.ERROR
+    detached = KEPT.format(detached=".detach()", mark="")
+    assert not [f for f in look(tmp_path, detached)[0].findings if f.number == 14]
+
+
 @pytest.mark.parametrize("value", ["loss", "0.5 * loss"])
 def test_a_running_loss_keeps_all_graphs(tmp_path, value):
     lines = (FEATURES, LOSS, "loss.backward()", *STEP)

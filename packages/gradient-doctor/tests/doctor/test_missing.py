@@ -472,3 +472,26 @@ def test_lengths_of_zero_are_followed_to_their_arithmetic(tmp_path):
     assert (finding.number, finding.site.line) == (1, lines[0])
     assert "`kept` is 0 for every sample" in finding.why
     assert "Skip a batch" not in finding.fix
+
+
+@pytest.mark.parametrize("moved", ['.to("cpu")', ".float()", ".share_memory()"])
+def test_a_layer_that_is_moved_is_not_used(tmp_path, moved):
+    """The line that calls it and drops the result is named, not the one that moves all layers."""
+    source = f"""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.side, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        dropped = h + self.side(h)  # FAULT
+        return self.head(h)
+net = Net(){moved}
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    loss = F.cross_entropy(net(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    assert set(only(tmp_path, source, 5).parameters) == {"net.side.weight", "net.side.bias"}

@@ -28,7 +28,7 @@ class Shared:
     user: Any = None  # the call above it: what the old tensor was used for
     used: Used | None = None
     leaves: int = 0
-    state: bool = False  # the line that made it has made another one in this step: a state
+    state: bool = False  # the line that made it has made the next one of it: a state
 
 
 class GraphReuse(Detector):
@@ -56,8 +56,7 @@ class GraphReuse(Detector):
                 node_of(root), lambda node: _made_before(node, backward.step), self._is_outdated
             )
             if old.entry is not None:
-                origin = origin_of(old.entry)
-                old.state = _is_made_again(root, None if origin is None else origin.site)
+                old.state = _is_state(root, old.entry)
                 self._old, backward.outdated = old, True
 
     def backward_ended(self, backward: Backward) -> None:
@@ -75,8 +74,7 @@ class GraphReuse(Detector):
             shared = self._shared(node_of(root), _freed)
             if shared.entry is None:
                 continue
-            origin = origin_of(shared.entry)
-            shared.state = _is_made_again(root, None if origin is None else origin.site)
+            shared.state = _is_state(root, shared.entry)
             if self._is_carried(backward, root, shared):
                 # what was kept may be a step after what was freed
                 self._stale(backward, old or shared, failed=True)
@@ -291,6 +289,30 @@ def _is_made_again(root: Tensor, site: Site | None) -> bool:
     """Whether this line also made a part of the graph that no backward has walked."""
     fresh = (origin_of(node) for node in _inner(node_of(root)) if used_by(node) is None)
     return site is not None and any(o is not None and o.site == site for o in fresh)
+
+
+def _is_state(root: Tensor, entry: Any) -> bool:
+    """Whether the line that made it has since made another one that depends on it.
+
+    A helper that made the old value may have made a new one, too, which knows nothing of the old.
+    """
+    origin = origin_of(entry)
+    if origin is None or origin.site is None:
+        return False
+    parents: dict[Any, list[Any]] = {}
+    for node in _inner(node_of(root)):
+        for child, _ in node.next_functions:
+            parents.setdefault(child, []).append(node)
+    todo, seen = [entry], {entry}
+    while todo:
+        for node in parents.get(todo.pop(), ()):
+            if node not in seen:
+                seen.add(node)
+                todo.append(node)
+                made = origin_of(node) if used_by(node) is None else None
+                if made is not None and made.site == origin.site:
+                    return True
+    return False
 
 
 def _made_before(node: Any, step: int) -> bool:
