@@ -28,7 +28,7 @@ class Shared:
     user: Any = None  # the call above it: what the old tensor was used for
     used: Used | None = None
     leaves: int = 0
-    state: bool = False  # the line that made it has made the next one of it: a state
+    state: bool = False  # carried on from step to step
 
 
 class GraphReuse(Detector):
@@ -56,7 +56,7 @@ class GraphReuse(Detector):
                 node_of(root), lambda node: _made_before(node, backward.step), self._is_outdated
             )
             if old.entry is not None:
-                old.state = _is_state(root, old.entry)
+                old.state = _is_state(old)
                 self._old, backward.outdated = old, True
 
     def backward_ended(self, backward: Backward) -> None:
@@ -74,7 +74,7 @@ class GraphReuse(Detector):
             shared = self._shared(node_of(root), _freed)
             if shared.entry is None:
                 continue
-            shared.state = _is_state(root, shared.entry)
+            shared.state = _is_state(shared)
             if self._is_carried(backward, root, shared):
                 # what was kept may be a step after what was freed
                 self._stale(backward, old or shared, failed=True)
@@ -291,28 +291,16 @@ def _is_made_again(root: Tensor, site: Site | None) -> bool:
     return site is not None and any(o is not None and o.site == site for o in fresh)
 
 
-def _is_state(root: Tensor, entry: Any) -> bool:
-    """Whether the line that made it has since made another one that depends on it.
+def _is_state(shared: Shared) -> bool:
+    """Whether what uses it had a part in making it: a value that is carried around.
 
-    A helper that made the old value may have made a new one, too, which knows nothing of the old.
+    That one line has made both an old value and a new one says less: it may be in a helper.
     """
-    origin = origin_of(entry)
+    origin = None if shared.user is None else origin_of(shared.user)
     if origin is None or origin.site is None:
         return False
-    parents: dict[Any, list[Any]] = {}
-    for node in _inner(node_of(root)):
-        for child, _ in node.next_functions:
-            parents.setdefault(child, []).append(node)
-    todo, seen = [entry], {entry}
-    while todo:
-        for node in parents.get(todo.pop(), ()):
-            if node not in seen:
-                seen.add(node)
-                todo.append(node)
-                made = origin_of(node) if used_by(node) is None else None
-                if made is not None and made.site == origin.site:
-                    return True
-    return False
+    made = (origin_of(node) for node in _inner(shared.entry))
+    return any(o is not None and o.site == origin.site for o in made)
 
 
 def _made_before(node: Any, step: int) -> bool:
