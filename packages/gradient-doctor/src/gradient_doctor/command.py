@@ -272,7 +272,7 @@ def _contract(path: str) -> dict[str, Any]:
 
 def _json_path(path: str) -> Path:
     """Known to be writable before hours of training; each rank but the first adds its number."""
-    target = Path(path)
+    target = Path(path).absolute()  # the script may change the folder
     taken = target.exists() and not target.is_file()  # a device would be replaced by the report
     if taken or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
         raise UsageError(f"--json {path}: expected a file in a folder that exists, and is writable")

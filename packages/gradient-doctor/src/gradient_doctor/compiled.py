@@ -35,6 +35,8 @@ class Compiled:
         dynamo = sys.modules.get(_DYNAMO)
         if self._installed or self._patches is None or not hasattr(dynamo, _SWITCH):
             return
+        if not self._patches.active:
+            return  # the examination is over: only our `compile` is left, under somebody else's
         self._installed = True
         self._patches.replace(dynamo, _SWITCH, self._switch)
         # a compiled module looks for hooks before it comes to that

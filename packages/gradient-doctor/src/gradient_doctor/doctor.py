@@ -115,10 +115,10 @@ class Doctor:
             self._begin()
             if not self.session.registry.discover:
                 self.session.start()
+            return self
         except BaseException:
             self.remove()
             raise
-        return self
 
     def __exit__(
         self,
@@ -126,22 +126,29 @@ class Doctor:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.mode == "off":
-            self.session.let_go()
-            return
-        try:
-            self._end()
-            if not isinstance(error, Exception):
-                # also at sys.exit() and Ctrl-C: the run was ended, it did not break
-                self.session.tell("finish", None)
-            else:
-                self.session.fail("finish", error)
+        try:  # first of all: Ctrl-C may come at any line
+            if self.mode != "off":
+                self._last_words(error)
         finally:
             self.remove()
-            self.session.let_go()
+
+    def _last_words(self, error: BaseException | None) -> None:
+        self._end()
+        if not isinstance(error, Exception):
+            # also at sys.exit() and Ctrl-C: the run was ended, it did not break
+            self.session.tell("finish", None)
+        else:
+            self.session.fail("finish", error)
 
     def remove(self) -> None:
         """Put everything back as it was, without a last word; harmless a second time."""
+        try:
+            self._put_back()
+        finally:  # once more, for what Ctrl-C has interrupted
+            self._put_back()
+            self.session.let_go()
+
+    def _put_back(self) -> None:
         forget_forks(self)
         self._switch_trace(False)
         self._watch.stop()

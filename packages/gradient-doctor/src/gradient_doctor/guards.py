@@ -3,7 +3,8 @@
 An observer is a generator with the arguments of the call. What comes before its `yield` runs before
 the call; the `yield` gives the result of the call, or raises what it raised. An observer may yield
 `(args, kwargs)` to be called with; one that returns without a `yield` lets the call pass. Its own
-mistakes go to `session.broke` and never reach the user. Calls of `session.strangers` pass by.
+mistakes go to `session.broke` and never reach the user. Calls of `session.strangers` pass by, and
+all calls once the session is `over`: a wrapper may be left under one of the user's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def observed(
     def make(original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() in session.strangers:
+            if session.over or get_ident() in session.strangers:
                 return original(*args, **kwargs)
             # the original is called outside of all `except`: its errors have no context of ours
             observer: Any = None
@@ -61,7 +62,7 @@ def guarded(method: Any) -> Any:
 
     @functools.wraps(method)
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if get_ident() not in self.session.strangers:
+        if not (self.session.over or get_ident() in self.session.strangers):
             with _ours(self.session, self):
                 return method(self, *args, **kwargs)
         return None

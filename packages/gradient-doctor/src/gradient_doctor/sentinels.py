@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradient_doctor.graph import MARK, NodeOrigin, is_opaque, origin_of
+from gradient_doctor.interruptions import is_the_programs
 from gradient_doctor.readable import alone, is_finite, values_of
 from gradient_doctor.session import Session
 
@@ -166,7 +167,9 @@ def _singular(node: Any, received: tuple[Any, ...]) -> bool:
     factor = 1.0 / max([1.0, *sizes])
     try:
         again = node(*(None if g is None else g * factor for g in received))
-    except Exception:  # nodes that can be asked only once
+    except Exception as error:  # nodes that can be asked only once
+        if is_the_programs(error):
+            raise
         return False
     again = again if isinstance(again, tuple) else (again,)
     values = [values_of(g) for g in again if isinstance(g, Tensor)]

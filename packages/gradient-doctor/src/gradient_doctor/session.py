@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.findings import Culprit, Finding, Severity, Site, add_note
 from gradient_doctor.graph import node_of, walk
+from gradient_doctor.interruptions import is_the_programs
 from gradient_doctor.python_numbers import Numbers
 from gradient_doctor.readable import alone, unreadable, values_of
 from gradient_doctor.records import Backward, Event, OpCall, StepRecord
@@ -141,6 +142,7 @@ class Session:
     compiling: bool = False  # inside of such a call
     # why values could not be read, and where that was first seen; see readable.py
     unread: dict[str, Site | None] = field(default_factory=dict)
+    over: bool = False  # nothing is watched any more
     strangers: set[int] = field(default_factory=set)  # threads that train beside the examined one
 
     def __post_init__(self) -> None:
@@ -205,7 +207,10 @@ class Session:
         """Our own mistake must not end the user's training; nor may it pass for good health.
 
         A detector that fails is alone in that. Without the trace nobody can be sure of anything.
+        What a signal handler of the program's has raised in the meantime is no mistake of ours.
         """
+        if is_the_programs(error):
+            raise error
         if os.environ.get(STRICT):
             raise error
         if isinstance(part, Detector):

@@ -143,6 +143,14 @@ def user_frame() -> FrameType | None:
     return None
 
 
+def is_doctors_code(code: CodeType) -> bool:
+    return is_stand_in(code) or _kind(code.co_filename) == "doctor"
+
+
+def is_torch_code(code: CodeType) -> bool:
+    return _kind(code.co_filename) == "torch"
+
+
 def is_user_file(filename: str) -> bool:
     return _kind(filename) == "user"
 

@@ -15,6 +15,7 @@ from gradient_doctor.findings import Site
 from gradient_doctor.graph import NodeOrigin, is_dead_view, mark_origin, node_of
 from gradient_doctor.readable import LAZY, META, UNTOUCHABLE, shape_of, unreadable
 from gradient_doctor.records import OpCall
+from gradient_doctor.replaced import Replaced
 from gradient_doctor.session import Session
 from gradient_doctor.sites import asked_by_user, here, within
 from gradient_doctor.taint import (
@@ -78,6 +79,7 @@ class Trace(TorchFunctionMode):
         self.session = session
         self.on = True
         self._names: dict[Any, tuple[str, bool]] = {}
+        self._replaced = Replaced()
         _resolve(torch.add)  # its table is made now, not in the middle of the program
 
     def __torch_function__(
@@ -85,6 +87,7 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         session = self.session
+        func = self._replaced.original(func)
         if not self.on or session.paused:
             return func(*args, **kwargs)
         name, looks = self._name(func)
@@ -111,7 +114,8 @@ class Trace(TorchFunctionMode):
     def _name(self, func: Any) -> tuple[str, bool]:
         cached = self._names.get(func)
         if cached is None:
-            name = _resolve(func) or getattr(func, "__name__", None) or str(func)
+            name = self._replaced.names.get(func) or _resolve(func)
+            name = name or getattr(func, "__name__", None) or str(func)
             parts = name.split(".")
             if parts[-1] in ("__get__", "__set__", "__delete__"):
                 looks = parts[-1] != "__get__" or parts[-2] not in _GETTERS_THAT_COMPUTE

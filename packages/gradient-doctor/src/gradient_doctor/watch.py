@@ -54,6 +54,7 @@ class Watch:
         self._stepped = stepped  # told after each optimizer step: scripts find their steps by it
         self._patches = Patches()
         self._handles: list[Any] = []
+        self._module_handles: list[Any] = []
         self._updates: dict[int, steps.Before] = {}
         self._looks_at_new_parts = 0
         self.light = False  # no looks in between
@@ -62,6 +63,7 @@ class Watch:
         self._running: list[tuple[Any, int]] = []
 
     def start(self) -> None:
+        self.session.over = False
         self.backwards.install(self._patches)
         DistributionCalls(self.session).install(self._patches)
         Compiled(self._compiled).install(self._patches)
@@ -74,12 +76,11 @@ class Watch:
         for region in (torch.no_grad, torch.inference_mode):
             for name, look in (("__enter__", self._peek_starts), ("__exit__", self._peek_ends)):
                 self._patches.replace(region, name, observed(self.session, self, look))
-        self._handles = [
-            register_optimizer_step_pre_hook(self._step_starts),
-            register_optimizer_step_post_hook(self._step_ended),
-            nn.modules.module.register_module_parameter_registration_hook(self._parameter),
-            nn.modules.module.register_module_module_registration_hook(self._module),
-        ]
+        hooks, keep = nn.modules.module, self._handles.append
+        keep(register_optimizer_step_pre_hook(self._step_starts))
+        keep(register_optimizer_step_post_hook(self._step_ended))
+        keep(hooks.register_module_parameter_registration_hook(self._parameter))
+        keep(hooks.register_module_module_registration_hook(self._module))
 
     def stop(self) -> None:
         self._patches.restore()
@@ -87,24 +88,21 @@ class Watch:
             handle.remove()
         self._handles.clear()
         self.modules(False)
+        self.session.over = True
 
     # the stack of modules, for traced steps
-
-    _module_handles: tuple[Any, ...] = ()
 
     def modules(self, on: bool) -> None:
         """Follow which module's forward is running; and in scripts, find the models."""
         for handle in self._module_handles:
             handle.remove()
-        self._module_handles = ()
+        self._module_handles.clear()
         self.rollouts.forget()
         self.session.module_stack.clear()
         if on:
-            hooks = nn.modules.module
-            self._module_handles = (
-                hooks.register_module_forward_pre_hook(self._enter_module),
-                hooks.register_module_forward_hook(self._leave_module, always_call=True),
-            )
+            hooks, keep = nn.modules.module, self._module_handles.append
+            keep(hooks.register_module_forward_pre_hook(self._enter_module))
+            keep(hooks.register_module_forward_hook(self._leave_module, always_call=True))
 
     @guarded
     def _enter_module(self, module: nn.Module, args: Any) -> None:

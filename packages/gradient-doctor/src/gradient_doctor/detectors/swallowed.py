@@ -9,6 +9,7 @@ import torch
 
 from gradient_doctor.detectors.common import live_in
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.interruptions import is_the_programs
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file
 
@@ -67,6 +68,8 @@ class Swallowed(Detector):
     def _fail(self, error: BaseException, call: str, site: Site | None, affected: int) -> None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return  # a smaller batch is tried next, as it should be
+        if is_the_programs(error):
+            return  # a timeout of the program's, which came just now
         message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         self._failure = Failure(id(error), message, call, site, affected)
 
