@@ -3,8 +3,9 @@
 An observer is a generator with the arguments of the call. What comes before its `yield` runs before
 the call; the `yield` gives the result of the call, or raises what it raised. An observer may yield
 `(args, kwargs)` to be called with; one that returns without a `yield` lets the call pass. Its own
-mistakes go to `session.broke` and never reach the user. Calls of `session.strangers` pass by, and
-all calls once the session is `over`: a wrapper may be left under one of the user's.
+mistakes go to `session.broke` and never reach the user. Calls of `session.strangers` pass by, as do
+all calls once the session is `over` (a wrapper may be left under one of the user's), and those that
+torch.jit.trace records, which would record ours as well.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
+from gradient_doctor.readable import is_recorded
 from gradient_doctor.session import Session
 
 
@@ -26,7 +28,7 @@ def observed(
     def make(original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if session.over or get_ident() in session.strangers:
+            if session.over or is_recorded() or get_ident() in session.strangers:
                 return original(*args, **kwargs)
             # the original is called outside of all `except`: its errors have no context of ours
             observer: Any = None
@@ -62,8 +64,9 @@ def guarded(method: Any) -> Any:
 
     @functools.wraps(method)
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (self.session.over or get_ident() in self.session.strangers):
-            with _ours(self.session, self):
+        session = self.session
+        if not (session.over or is_recorded() or get_ident() in session.strangers):
+            with _ours(session, self):
                 return method(self, *args, **kwargs)
         return None
 

@@ -79,6 +79,11 @@ def values_of(tensor: Tensor) -> Tensor | None:
     return values.values() if values.layout in _SPARSE else values
 
 
+def is_recorded() -> bool:
+    """Whether torch.jit.trace writes down every operation now, ours too."""
+    return torch._C._get_tracing_state() is not None
+
+
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     """Its shape; () for one that has none: a lazy parameter, a nested tensor."""
     if is_lazy(tensor) or (tensor.is_nested and tensor.layout is torch.strided):

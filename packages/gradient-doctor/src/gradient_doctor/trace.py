@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from gradient_doctor.callers import call_from_caller
 from gradient_doctor.findings import Site
 from gradient_doctor.graph import NodeOrigin, is_dead_view, mark_origin, node_of
-from gradient_doctor.readable import LAZY, META, UNTOUCHABLE, shape_of, unreadable
+from gradient_doctor.readable import LAZY, META, UNTOUCHABLE, is_recorded, shape_of, unreadable
 from gradient_doctor.records import OpCall
 from gradient_doctor.replaced import Replaced
 from gradient_doctor.session import Session
@@ -90,6 +90,8 @@ class Trace(TorchFunctionMode):
         func = self._replaced.original(func)
         if not self.on or session.paused:
             return func(*args, **kwargs)
+        if is_recorded():
+            return call_from_caller(func, args, kwargs)
         name, looks = self._name(func)
         if looks:
             if name in _BEFORE:

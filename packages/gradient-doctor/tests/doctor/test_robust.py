@@ -1,11 +1,13 @@
 """What the doctor cannot read must not end the user's training."""
 
+import re
 import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradient_doctor import Doctor
@@ -281,6 +283,42 @@ def test_a_tensor_that_is_resized():
         return model(torch.randn(32).unsqueeze_(0).resize_(8, 4)).square().mean()
 
     assert trained(model, optimizer, loss, "auto") == []
+
+
+RECORDERS = {
+    "jit.trace": lambda model, x: str(torch.jit.trace(model, x).graph),
+    "fx": lambda model, x: torch.fx.symbolic_trace(model).code,
+    "make_fx": lambda model, x: make_fx(lambda x: model(x))(x).code,
+    "export": lambda model, x: str(torch.export.export(model, (x,)).graph),
+}
+
+
+@pytest.mark.parametrize("mode", ["auto", "trace"])
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_what_records_operations_does_not_record_ours(recorder, mode):
+    record = RECORDERS[recorder]
+    names = re.compile(r"%[\w.]+|___torch_mangle_\d+\.|(?<=# ).*torch|\d+")
+
+    def recorded(mode):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        graphs = []
+        with Doctor({"model": model}, {"sgd": optimizer}, mode=mode) as doctor:
+            for _ in range(2):
+                text = record(model, torch.randn(5, 4))
+                graphs.append(names.sub("#", text))
+                optimizer.zero_grad()
+                model(torch.randn(5, 4)).square().mean().backward()
+                optimizer.step()
+                doctor.step()
+        return graphs, doctor.findings
+
+    recorded("off")
+    graphs, findings = recorded(mode)
+    assert graphs == recorded("off")[0]
+    assert not [f for f in findings if f.severity > 1 or "failed" in f.what]
 
 
 def test_dispatch_modes_of_the_user_do_not_see_us():
