@@ -91,10 +91,20 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """Its `.grad`; torch warns who asks that of a tensor that is no leaf, or is one no longer."""
+    return tensor.grad if tensor.is_leaf else None
+
+
+def as_real(values: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones: a cast would lose half of them, and warn."""
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
 def checksum(tensor: Tensor) -> float:
     """A number that changes with the values; nan, equal to nothing, where they cannot be read."""
     values = values_of(tensor)
-    return math.nan if values is None else float(values.double().sum())
+    return math.nan if values is None else float(as_real(values).double().sum())
 
 
 def is_finite(values: Tensor) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradient_doctor.readable import as_real
+
 _SAMPLE = 8192
 # the numbers of a tensor, or None where they cannot be read: `Session.values`
 Read = Callable[[Tensor], Tensor | None]
@@ -108,8 +110,8 @@ def after(taken: Before, read: Read) -> StepFacts:
                 sampled.parameter,
                 sampled.gradient_norm,
                 changed,
-                float((now - sampled.values).float().norm()),
-                float(sampled.values.float().norm()),
+                float(as_real(now - sampled.values).float().norm()),
+                float(as_real(sampled.values).float().norm()),
                 sampled.parameter.dtype,
             )
         )

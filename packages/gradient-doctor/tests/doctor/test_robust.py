@@ -363,3 +363,26 @@ def test_class_methods_of_python_and_of_c_are_called_with_any_class():
     assert _unbound(vars(_Base)["named"])(_Child, 1, x=2) == (_Child, (1,), {"x": 2})
     found = _unbound(vars(dict)["fromkeys"])(_Keys, [1], 2)
     assert (type(found), found) == (_Keys, {1: 2})
+
+
+def test_what_the_doctor_reads_gives_no_warnings():
+    """A cast of complex values would warn, and so would `.grad` of what is no leaf any more."""
+    weight = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
+    net = nn.Linear(4, 1)
+    adam, sgd = torch.optim.Adam([weight]), torch.optim.SGD(net.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Doctor({"net": net}, {"adam": adam, "sgd": sgd}, mode="trace") as doctor:
+            for _ in range(3):
+                adam.zero_grad()
+                (torch.randn(3, 4, dtype=torch.cfloat) @ weight).abs().mean().backward()
+                adam.step()
+                x = torch.randn(4, requires_grad=True)
+                torch.autograd.functional.hessian(lambda z: net(z).square().sum(), x.detach())
+                net(x).square().mean().backward()
+                x.detach_().requires_grad_()
+                x = x.mul_(1.0) if not x.requires_grad else x * 1.0
+                sgd.step()
+                sgd.zero_grad()
+                doctor.step()
+    assert not [f for f in doctor.findings if f.number == 0 and "failed" in f.what]

@@ -17,7 +17,7 @@ from typing import Any
 
 from gradient_doctor.detectors.places import birth_site, called, count
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.readable import checksum
+from gradient_doctor.readable import checksum, gradient_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session
 from gradient_doctor.steps import StepFacts, norm_of
@@ -55,7 +55,8 @@ class Accumulated(Detector):
             watched |= bit
         for parameter in self.session.registry.tensors(watched):
             bit = self.session.registry.bit(parameter)
-            values = None if parameter.grad is None else self.session.values(parameter.grad)
+            kept = gradient_of(parameter)
+            values = None if kept is None else self.session.values(kept)
             norm = 0.0 if values is None else norm_of(values)
             if norm == 0.0:
                 self._forget(bit)
@@ -67,7 +68,8 @@ class Accumulated(Detector):
         repeated = 0
         for bit, (value, norm) in self._by_hand.items():
             leaf = next(registry.tensors(bit), None)
-            gradient = None if leaf is None or leaf.grad is None else session.values(leaf.grad)
+            kept = None if leaf is None else gradient_of(leaf)
+            gradient = None if kept is None else session.values(kept)
             if leaf is None or gradient is None or norm == 0.0 or norm_of(gradient) != norm:
                 continue
             if checksum(leaf) != value:
@@ -97,7 +99,8 @@ class Accumulated(Detector):
         if registry.optimizers or registry.unnamed or not session.record.checked:
             return
         for leaf in registry.tensors(backward.received):
-            gradient = None if leaf.grad is None else session.values(leaf.grad)
+            kept = gradient_of(leaf)
+            gradient = None if kept is None else session.values(kept)
             if gradient is not None:
                 self._by_hand[registry.bit(leaf)] = (checksum(leaf), norm_of(gradient))
 

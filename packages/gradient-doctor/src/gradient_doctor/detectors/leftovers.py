@@ -15,6 +15,7 @@ from typing import Any
 from gradient_doctor.detectors.places import called
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import node_of
+from gradient_doctor.readable import gradient_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.scores import Addend, addends
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
@@ -60,7 +61,8 @@ class Leftovers(Detector):
         for done in self._passes:
             left |= done.left
         for parameter in registry.tensors(left):
-            values = None if parameter.grad is None else self.session.values(parameter.grad)
+            gradient = gradient_of(parameter)
+            values = None if gradient is None else self.session.values(gradient)
             if values is None or not bool(values.any()):
                 self._clear(registry.bit(parameter))
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import live_in
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.readable import values_of
+from gradient_doctor.readable import as_real, values_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
 
@@ -246,7 +246,8 @@ def _norm(tensors: Iterable[Tensor]) -> float:
     contents = [values_of(tensor) for tensor in tensors]
     if any(values is None for values in contents):
         return math.inf
-    return math.sqrt(sum(float(v.float().square().sum()) for v in contents if v is not None))
+    real = [as_real(values).float() for values in contents if values is not None]
+    return math.sqrt(sum(float(values.square().sum()) for values in real))
 
 
 def _number(value: object) -> float:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import MARK, node_of, nodes_of
-from gradient_doctor.readable import is_finite, values_of
+from gradient_doctor.readable import gradient_of, is_finite, values_of
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.taint import tensors_in
 
@@ -297,7 +297,8 @@ class NonFinite(Detector):
 
     def _stepped_on(self, bits: int) -> bool:
         """Whether the bad gradients are still there: not cleaned, not skipped."""
-        held = [p.grad for p in self.session.registry.tensors(bits) if p.grad is not None]
+        gradients = map(gradient_of, self.session.registry.tensors(bits))
+        held = [gradient for gradient in gradients if gradient is not None]
         contents = map(self.session.values, held)
         return any(values is not None and not bool(values.isfinite().all()) for values in contents)
 
