@@ -24,6 +24,8 @@ from gradient_doctor.terms import CUTS, Term, Terms
 # moved or converted, which is no use of it
 _MOVES = {"to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type", "pin_memory", "copy_"}
 _NO_USE = CUTS | _MOVES
+_NUMBERS = {"item", "__int__", "tolist"}
+_FLOORS = {"clamp", "clamp_min", "clip", "maximum", "relu"}
 _ENOUGH = 2  # steps of its optimizer without a gradient before we speak of a parameter
 
 
@@ -85,6 +87,8 @@ class Ledger(Detector):
         self.orphans: dict[Site | None, int] = {}  # scalars that no backward started from
         self.by_site: dict[Site | None, int] = {}  # what backwards of this line gave gradients to
         self.empty: list[tuple[int, str, Site | None]] = []  # (step, operation, line)
+        # lines of this step that took a number, or cut whole numbers off at some value
+        self.counted: dict[tuple[Site | None, bool], None] = {}
         self.numpy: dict[Site | None, int] = {}  # left for numpy before an array came back
         self.sometimes = 0  # received in one checked step, and not in another
         self.unchecked = self.traced = False
@@ -114,6 +118,10 @@ class Ledger(Detector):
                     loads = self.loads.setdefault(bit, {})
                     loads.setdefault(self.session.step, []).append(_rows(call))
         self.terms.made(call)
+        if call.short in _NUMBERS:
+            self.counted[call.site, True] = None
+        elif call.short in _FLOORS and not (call.outputs and call.outputs[0].is_floating_point()):
+            self.counted[call.site, False] = None
         if (
             call.outputs
             and call.outputs[0].numel() == 0
@@ -196,6 +204,7 @@ class Ledger(Detector):
         self.terms.step_ended()
         self._root_cuts.clear()
         del self.empty[:-3]
+        self.counted.clear()
 
     # questions
 

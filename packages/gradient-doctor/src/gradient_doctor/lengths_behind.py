@@ -2,7 +2,9 @@
 
 A loop over responses that skips the empty ones, or a slice of length 0, leaves a constant loss. The
 culprit is where the lengths come from: a variable of the running functions whose numbers are all 0,
-followed back through the calls that hand it on. Read from the source alone; nothing is run.
+followed back through the calls that hand it on. Where these functions have ended, it is a line of
+this step that took numbers out of tensors, in a function that cuts a difference off at 0:
+`max(0, mask.sum() - width)`. Read from the source alone; nothing is run.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from gradient_doctor.findings import Site
-from gradient_doctor.sites import is_user_code
+from gradient_doctor.sites import is_user_code, is_user_file
 
 _DEEP = 6  # functions to follow an assignment through
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -44,6 +46,66 @@ def find_empty_lengths(frame: FrameType | None) -> Empty | None:
                         return Empty(name, Site(code.co_filename, line, code.co_name))
         frame = frame.f_back
     return None
+
+
+def find_floored_difference(counts: Iterable[tuple[Site | None, bool]]) -> Site | None:
+    """The line of a difference that is cut off at 0, in a function that one of these lines is in.
+
+    By each line: whether it made a Python number, of which `max` is taken, or whole numbers of a
+    tensor, which are clamped.
+    """
+    for site, is_number in counts:
+        tree = None if site is None or not is_user_file(site.file) else _tree(site.file)
+        if tree is None or site is None:
+            continue
+        around = [f for f in ast.walk(tree) if isinstance(f, _FUNCTIONS) and _is_in(site.line, f)]
+        scope = max(around, key=lambda f: f.lineno, default=None)
+        lines = (
+            []
+            if scope is None
+            else list(_floored(scope, _OF_NUMBERS if is_number else _OF_TENSORS))
+        )
+        if lines:
+            nearest = min(lines, key=lambda line: abs(line - site.line))
+            return Site(site.file, nearest, site.function, site.module)
+    return None
+
+
+def _is_in(line: int, function: ast.stmt) -> bool:
+    return function.lineno <= line <= (function.end_lineno or function.lineno)
+
+
+_OF_NUMBERS = {"max"}
+_OF_TENSORS = {"maximum", "clamp", "clamp_min", "clip", "relu"}
+
+
+def _floored(scope: ast.AST, functions: set[str]) -> Iterator[int]:
+    """Lines of differences whose negative values become 0."""
+    differences = {t: v for t, v in _assignments(scope) if _is_difference(v)}
+    for node in ast.walk(scope):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        name = node.func.id if isinstance(node.func, ast.Name) else name
+        values = [*node.args, *(k.value for k in node.keywords)]
+        if isinstance(node.func, ast.Attribute):
+            values.append(node.func.value)  # (a - b).clamp(min=0)
+        cuts = name in functions and (name == "relu" or any(map(_is_zero, values)))
+        for value in values if cuts else ():
+            if _is_difference(value):
+                yield value.lineno
+            elif isinstance(value, ast.Name) and value.id in differences:
+                yield differences[value.id].lineno
+
+
+def _is_difference(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call) and len(value.args) == 1:  # int(a - b)
+        value = value.args[0]
+    return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Sub)
+
+
+def _is_zero(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value in (0, 0.0)
 
 
 def _all_zero(value: Any) -> bool:

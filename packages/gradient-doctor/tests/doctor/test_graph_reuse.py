@@ -184,6 +184,33 @@ for step in range(4):
     nothing(tmp_path, source.format(detached=".detach()", mark=""))
 
 
+def test_the_state_of_an_lstm_that_the_loop_carries(tmp_path):
+    """The freed part begins inside of the LSTM, in a node that no operation is known by."""
+    source = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+    def forward(self, ids, state):
+        hidden, state = self.rnn(self.embed(ids), state)  # FAULT
+        return self.out(hidden), state
+model, state = Model(), None
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(4):
+    ids = torch.randint(0, 11, (4, 6))
+    logits, state = model(ids, state)
+    loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    only(tmp_path, source, 14)
+    cut = "state = state and tuple(s.detach() for s in state)"
+    call = "logits, state = model(ids, state)"
+    nothing(tmp_path, source.replace(call, f"{cut}\n    {call}").replace("  # FAULT", ""))
+
+
 KEPT = """
 maker, judge = nn.Linear(4, 8), nn.Linear(8, 3)
 optimizer = torch.optim.SGD([*maker.parameters(), *judge.parameters()], lr=0.1)

@@ -467,3 +467,77 @@ def test_a_fault(tmp_path, number, source):
 @pytest.mark.parametrize("source", CLEAN.values(), ids=CLEAN)
 def test_a_clean_relative(tmp_path, source):
     nothing(tmp_path, source)
+
+
+# lengths that come out as 0, in functions that have ended when backward is called (document 000)
+
+LENGTHS = {
+    "a number": """
+def spans(mask, padded_width):
+    kept = []
+    for row in mask:
+        kept.append(max(0, row.sum().item() - padded_width))  # FAULT
+    return kept
+""",
+    "a number in two lines": """
+def spans(mask, padded_width):
+    kept = []
+    for row in mask:
+        length = int(row.sum()) - padded_width  # FAULT
+        kept.append(max(length, 0))
+    return kept
+""",
+    "a tensor": """
+def spans(mask, padded_width):
+    lengths = (mask.sum(1) - padded_width).clamp(min=0)  # FAULT
+    return lengths.tolist()
+""",
+}
+EMPTY = """
+net, head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 5)
+optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)
+def loss_of(x, mask):
+    logits = head(net(x)[0])
+    terms = []
+    for row, length in zip(logits, spans(mask, 5)):
+        if length > 0:
+            terms.append(row[-int(length) :].logsumexp(-1).mean())
+    return torch.stack(terms).sum() if terms else torch.zeros(())
+for width in {widths}:
+    x, mask = torch.randn(2, 8, 4), torch.zeros(2, 8, dtype=torch.long)
+    mask[:, 8 - width :] = 1
+    loss = loss_of(x, mask)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_an_empty_selection_leads_to_the_arithmetic_of_its_lengths(tmp_path, lengths):
+    examination, lines = look(tmp_path, lengths + EMPTY.format(widths=(8, 7, 4)))
+    assert isinstance(examination.error, RuntimeError)
+    first = examination.findings[0]
+    assert (first.number, first.site.line) == (1, lines[0]), first
+    assert "count the tokens of the response itself" in first.fix
+    nothing(tmp_path, lengths.replace("  # FAULT", "") + EMPTY.format(widths=(8, 7, 8, 6)))
+
+
+def test_a_hinge_is_no_length(tmp_path):
+    """A difference of losses that is cut off at 0 is not why nothing was selected."""
+    source = """
+net = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    x, chosen = torch.randn(8, 4), torch.full((8,), step < 2)
+    loss = torch.zeros(())  # FAULT
+    for row in x[chosen]:
+        loss = loss + (net(row).mean() - 0.1).clamp(min=0) + (1 - net(row)).relu().mean()
+    print(loss.item())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    examination, lines = look(tmp_path, source)
+    (finding,) = [f for f in examination.findings if f.number == 1]
+    assert finding.site.line == lines[0]

@@ -75,7 +75,9 @@ class GraphReuse(Detector):
             if shared.entry is None:
                 continue
             shared.state = _is_state(shared)
-            if self._is_carried(backward, root, shared):
+            # the freed part may begin inside of an operation: what was kept of it is marked
+            kept = shared if old is None or origin_of(shared.entry) is not None else old
+            if self._is_carried(backward, root, kept):
                 # what was kept may be a step after what was freed
                 self._stale(backward, old or shared, failed=True)
             else:

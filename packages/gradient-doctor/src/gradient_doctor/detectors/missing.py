@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gradient_doctor.detectors.late import Claim
 from gradient_doctor.explain import CutFact, Ledger, bits_of, how_to_mend, what_cuts
 from gradient_doctor.findings import Finding, Severity, Site, listed
-from gradient_doctor.lengths_behind import find_empty_lengths
+from gradient_doctor.lengths_behind import find_empty_lengths, find_floored_difference
 from gradient_doctor.python_numbers import Running
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_code, user_frame
@@ -17,6 +17,11 @@ from gradient_doctor.taint import Taint
 
 _NO_GRAD_FN = "does not require grad and does not have a grad_fn"
 _INFERENCE = "Inference tensors cannot be saved for backward"
+
+_COUNT_TOKENS = (
+    "Check this arithmetic on one sample by hand: count the tokens of the response itself, not a "
+    "difference with the padded width."
+)
 
 
 class Missing(Detector):
@@ -122,19 +127,27 @@ class Missing(Detector):
             " depends on the parameters."
         )
         lengths = find_empty_lengths(user_frame())
+        floored = find_floored_difference(reversed(ledger.counted)) if before else None
         if lengths is not None:
             # to skip the batch would hide the mistake
             related.append(site)
             site = lengths.site
             why += f" `{lengths.name}` is 0 for every sample, so all of them were left out."
-            fix = (
-                "Check this arithmetic on one sample by hand: count the tokens of the response"
-                " itself, not a difference with the padded width."
+            fix = _COUNT_TOKENS
+        elif floored is not None:
+            related.append(site)
+            site = floored
+            why += (
+                f" The difference at {floored} is cut off at 0: samples for which it is negative"
+                " were left out, here all of them."
             )
+            fix = _COUNT_TOKENS
         self.report(
             1,
             Severity.ERROR,
-            "The loss has no grad_fn: it is a constant that no parameter took part in.",
+            "The loss has no grad_fn: it is a constant that no parameter took part in."
+            if backward.taint is not None
+            else "The loss has no grad_fn: nothing leads from it to a parameter.",
             why=why,
             fix=fix,
             site=site,
