@@ -38,7 +38,6 @@ SHARE_RIGHT = 0.9
 # listed with their reasons in docs/benchmarks.md
 KNOWN_MISSES = {
     "13-peft_checkpointing-weights-shrunk-before-backward",
-    "14-trl_grpo-last-entropy",
     "18-trl_grpo-advantage-along-time",
     "20-trl_grpo-equal-rewards",
     "24-amp_scaler-density-of-a-sharper-law",

@@ -221,7 +221,9 @@ def test_the_end_of_an_iterator_passes_through_a_closure():
 def test_an_error_of_ours_on_the_way_of_a_stop_is_told():
     """Has teeth: only the very error that Python makes of theirs is let pass."""
     broken = []
-    session: Any = SimpleNamespace(strangers=(), broke=lambda part, error: broken.append(error))
+    session: Any = SimpleNamespace(
+        over=False, strangers=(), broke=lambda _, error: broken.append(error)
+    )
 
     def observe():
         try:

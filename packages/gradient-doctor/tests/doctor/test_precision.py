@@ -189,7 +189,7 @@ def test_updates_rounded_away(tmp_path):
         21,
     )
     assert set(finding.parameters) == BODY
-    assert "of the elements" in finding.what
+    assert "of the numbers" in finding.what
 
 
 def test_bfloat16_with_steps_large_enough(tmp_path):
