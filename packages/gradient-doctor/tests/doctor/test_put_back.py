@@ -67,7 +67,7 @@ def process():
         "modes": _get_current_function_mode_stack(),
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "anomaly": torch.is_anomaly_enabled(),
-        "random": (random.getstate(), torch.get_rng_state().tolist(), numpy.random.get_state()[2]),
+        "random": (random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state())),
     }
 
 
@@ -124,6 +124,7 @@ def test_every_patch_is_taken_off(ending, mode):
     state = torch.get_rng_state()
     before, process_before = walked(), process()
     error, ended = ENDINGS[ending], None
+    undo, inside = [], set()
     doctor = Doctor({"m": model}, {"o": optimizer}, mode=mode)
     try:
         with doctor:
