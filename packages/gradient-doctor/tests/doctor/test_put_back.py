@@ -67,7 +67,8 @@ def process():
         "modes": _get_current_function_mode_stack(),
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "anomaly": torch.is_anomaly_enabled(),
-        "random": (random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state())),
+        "random": (random.getstate(), torch.get_rng_state().tolist()),
+        "random of numpy": str(numpy.random.get_state()),
     }
 
 
