@@ -15,8 +15,10 @@ from entropy_experiments.cli import app
 from entropy_experiments.config import load_config
 from entropy_experiments.distributed import Ranks, across
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.pipelines import explain as module
-from entropy_experiments.pipelines.explain import ExplainOptions, _bind, explain
+from entropy_experiments.pipelines.explain import ExplainOptions, explain
+from entropy_experiments.pipelines.influence.store import StageStore
+from entropy_experiments.pipelines.run_ledger.folder import bind
+from entropy_experiments.pipelines.run_ledger.walk import Walk
 from entropy_experiments.results.run_ledger import (
     LAYER_TABLE,
     PROMPT_TABLE,
@@ -158,7 +160,7 @@ def test_killed_at_any_step_it_goes_on_to_the_same_bytes(
     """step_N: between the two stages of a visit; state_N: in the middle of a replay."""
     whole = ledger if every == 1 else replayed
     options = {"every": every, "tangent": every == 1}
-    put = module.StageStore.put
+    put = StageStore.put
 
     class KilledError(BaseException):
         pass
@@ -170,7 +172,7 @@ def test_killed_at_any_step_it_goes_on_to_the_same_bytes(
 
     torn = tmp_path / "torn"
     with monkeypatch.context() as patch:
-        patch.setattr(module.StageStore, "put", killed)
+        patch.setattr(StageStore, "put", killed)
         with pytest.raises(KilledError):
             explained(run, torn, **options)
     assert not (torn / "manifest.json").exists()
@@ -200,7 +202,7 @@ def test_ranks_change_no_number(run, ledger, tmp_path):
 
 
 def test_a_finished_ledger_is_not_computed_again(run, ledger, monkeypatch):
-    monkeypatch.setattr(module.Walk, "go", lambda self: pytest.fail("computed"))
+    monkeypatch.setattr(Walk, "go", lambda self: pytest.fail("computed"))
     lines: list[str] = []
     asked = ExplainOptions(start=2, training_prompts=True, tangent=True)
     explain(settings(run), run / "run", asked, out=ledger, say=lines.append)
@@ -213,7 +215,7 @@ def test_another_ledger_in_the_folder_is_refused(run, ledger, tmp_path):
     refused = tmp_path / "refused"  # before its first stage: it holds a name and nothing to lose
     (refused / "stages").mkdir(parents=True)
     shutil.copy(ledger / "explain.json", refused)
-    _bind(refused, "another key", overwrite=False)
+    bind(refused, "another key", overwrite=False)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.txt").write_text("x")
     with pytest.raises(ValueError, match=r"has files that are no ledger's \(mine\.txt\)"):

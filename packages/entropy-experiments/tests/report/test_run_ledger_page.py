@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from entropy_experiments.cli import app
-from entropy_experiments.pipelines.explain_files import StoredStep, table_bytes, write_run_ledger
+from entropy_experiments.pipelines.run_ledger.files import StoredStep, table_bytes, write_run_ledger
 from entropy_experiments.report.figures.run_ledger import run_ledger_figures as paper_figures
 from entropy_experiments.report.figures.style import paper_style
 from entropy_experiments.report.figures.write import write_figures

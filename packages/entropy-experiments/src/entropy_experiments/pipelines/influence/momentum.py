@@ -21,16 +21,13 @@ from entropy_experiments.attribution.run_ledger import (
     momentum_shares,
 )
 from entropy_experiments.checkpoints.recorded_run import RecordedRun, find_run
-from entropy_experiments.pipelines.explain import (
-    ExplainOptions,
-    Opened,
-    Walk,
-    Window,
-    token_columns,
-)
-from entropy_experiments.pipelines.explain_files import table_bytes
 from entropy_experiments.pipelines.influence.stages import Evaluation
 from entropy_experiments.pipelines.influence.store import Stage
+from entropy_experiments.pipelines.run_ledger.files import table_bytes
+from entropy_experiments.pipelines.run_ledger.rows import token_columns
+from entropy_experiments.pipelines.run_ledger.stages import LedgerStages
+from entropy_experiments.pipelines.run_ledger.states import RunState, RunStates
+from entropy_experiments.pipelines.run_ledger.window import Window
 from entropy_experiments.results.run_ledger import TOKEN_TABLE
 from entropy_experiments.types import AdamGroup, OptimizerState, Params
 
@@ -57,16 +54,14 @@ def momentum_stage(evaluation: Evaluation) -> Stage:
                 "checkpoint-N beside the earlier ones."
             )
         window = earlier_window(run, step, count)
-        walk = Walk(
+        states = RunStates(
             config=study.config,
             run=run,
             window=window,
-            options=ExplainOptions(),
-            stages=study.store,
-            key=evaluation.key,
+            stages=LedgerStages(store=study.store, key=evaluation.key),
             say=study.clock.say,
         )
-        return _split(evaluation, walk)
+        return _split(evaluation, states)
 
     return evaluation.stage("momentum", ["momentum", count, study.mode], 6 * count, compute)
 
@@ -95,27 +90,27 @@ def earlier_window(run: RecordedRun, step: int, count: int) -> Window:
     return Window(start=starts[0], end=step, anchors=tuple(anchors))
 
 
-def _split(evaluation: Evaluation, walk: Walk) -> Stage:
-    study, window = evaluation.study, walk.window
+def _split(evaluation: Evaluation, states: RunStates) -> Stage:
+    study, window = evaluation.study, states.window
     b1, _ = momentum_of(study.probe.optimizer)
     parts, batches, last = [], [], None
-    visited: list[Opened] = []
+    visited: list[RunState] = []
     carried = _carried(evaluation, b1)
     walked = momentum_shares(
-        _steps(evaluation, walk, visited),
+        _steps(evaluation, states, visited),
         carried,
         mode=study.mode,
         microbatch=study.probe.estimator.microbatch,
     )
     for shares in walked:
-        opened = visited[-1]
-        batch, _, _ = walk.batch(opened)
-        decode = opened.probed.checkpoint.tokenizer.decode
-        parts.append(token_columns(opened.step, batch, shares, decode))
+        state = visited[-1]
+        batch, _, _ = states.batch(state)
+        decode = state.probed.checkpoint.tokenizer.decode
+        parts.append(token_columns(state.step, batch, shares, decode))
         batches.append(
             {
-                "step": opened.step,
-                "weight": (1 - b1) * b1 ** (window.end - opened.step),
+                "step": state.step,
+                "weight": (1 - b1) * b1 ** (window.end - state.step),
                 **_halves({name: float(shares.tokens[name].sum()) for name in ENTROPY}),
                 "decay": sum(shares.decay[name] for name in ENTROPY),
                 "uncovered": sum(shares.uncovered[name] for name in ENTROPY),
@@ -141,25 +136,27 @@ def _split(evaluation: Evaluation, walk: Walk) -> Stage:
     )
 
 
-def _steps(evaluation: Evaluation, walk: Walk, visited: list[Opened]) -> Iterator[LedgerStep]:
+def _steps(
+    evaluation: Evaluation, states: RunStates, visited: list[RunState]
+) -> Iterator[LedgerStep]:
     """Earlier steps, the newest first; their models are opened one after the other."""
     after: Params = evaluation.study.policy.params
     later: OptimizerState = evaluation.probe.optimizer
-    for step in reversed(walk.window.steps):
-        opened = walk.at(step)
-        visited.append(opened)
-        batch, facts, trained = walk.batch(opened)
+    for step in reversed(states.window.steps):
+        state = states.at(step)
+        visited.append(state)
+        batch, facts, trained = states.batch(state)
         yield LedgerStep(
             trained=trained,
             after=after,
             batch=batch,
             objective=facts.objective,
-            optimizer=opened.optimizer,
+            optimizer=state.optimizer,
             max_grad_norm=facts["max_grad_norm"] or None,
             later=later,
         )
-        after = {name: theta.detach().clone() for name, theta in opened.params.items()}
-        later = opened.optimizer
+        after = {name: theta.detach().clone() for name, theta in state.params.items()}
+        later = state.optimizer
 
 
 def _carried(evaluation: Evaluation, b1: float) -> dict[str, Params]:
