@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -332,12 +333,10 @@ def test_a_run_ledger_without_checkpoints_is_refused(tmp_path, changes):
             trainer.train()
 
 
-@pytest.fixture(scope="module")
-def influence(run, tmp_path_factory):
-    """A study of step 5, its momentum split among the four batches before it."""
+def studied(run: Path, folder: Path, checkpoint: Path, **options):
+    """A study of a step of the run, drawn with few rollouts."""
     from entropy_experiments import EntropyInfluencePlan, EntropyInfluenceRunner
 
-    folder = tmp_path_factory.mktemp("influence")
     config = {
         "checkpoint": {"base": str(run / "base")},
         "data": {"evaluation_prompts": 4, "dataset": "countdown"},
@@ -346,28 +345,78 @@ def influence(run, tmp_path_factory):
     }
     plan = EntropyInfluencePlan(measured_rollouts=1, plots=False, run_directory=folder / "study")
     runner = EntropyInfluenceRunner(config, quiet=True)
-    checkpoint = run / "run" / "checkpoint-5"
-    return runner.run(plan, checkpoint_path=checkpoint, momentum_batches=3)
+    return runner.run(plan, checkpoint_path=checkpoint, **options)
+
+
+@pytest.fixture(scope="module")
+def influence(run, tmp_path_factory):
+    """A study of step 5, as it is by default."""
+    folder = tmp_path_factory.mktemp("influence")
+    return studied(run, folder, run / "run" / "checkpoint-5")
+
+
+def the_lines(momentum):
+    return math.fsum(
+        [
+            *(one["dH"] for one in momentum["batches"]),
+            *(momentum["before_record"]["dH"], momentum["decay"], momentum["uncovered"]),
+        ]
+    )
 
 
 @pytest.mark.slow
 def test_influence_splits_momentum_among_earlier_batches(influence):
+    """Checkpoint 0 is not stored: the batches are those from the first checkpoint on."""
     import pyarrow.parquet
 
     from entropy_experiments.report.influence_tables import influence_report
+    from entropy_experiments.report.momentum import momentum_lines
 
     momentum = influence["evaluations"][0]["momentum"]
-    assert [one["step"] for one in momentum["batches"]] == [4, 3, 2]
+    assert [one["step"] for one in momentum["batches"]] == [4, 3, 2, 1]
     line = influence["ledger"]["lines"]["momentum"]["this_step"]
-    total = sum(one["dH"] for one in momentum["batches"]) + momentum["before_record"]["dH"]
-    total += momentum["decay"] + momentum["uncovered"]
-    assert momentum["total"] == pytest.approx(line, rel=1e-4)
-    assert total == pytest.approx(line, rel=1e-3)
+    assert momentum["total"] == line
+    assert the_lines(momentum) == pytest.approx(line, abs=1e-15)
+    shown = momentum_lines(momentum)
+    assert list(shown) == ["batches 3 to 4", "batches 1 to 2", "before step 1", "not covered"]
+    assert math.fsum(one["this_step"] for one in shown.values()) == pytest.approx(line, abs=1e-15)
+    assert abs(line) > 1e-5
+    assert abs(momentum["uncovered"]) < 1e-3 * abs(line)
+    for one in (*momentum["batches"], *momentum["parts"], momentum["before_record"]):
+        low, high = one["interval"]  # of the same slope over E, by prompt
+        assert (low + high) / 2 == pytest.approx(one["dH"], rel=1e-3, abs=1e-9)
+    assert not any(one["other_gradient"] for one in momentum["batches"])
     folder = Path(influence["run_directory"])
     rows = pyarrow.parquet.read_table(folder / "momentum.parquet").to_pylist()
     for one in momentum["batches"]:
-        own = sum(row["dH"] for row in rows if row["step"] == one["step"])
+        own = math.fsum(row["dH"] for row in rows if row["step"] == one["step"])
         assert own == pytest.approx(one["dH"], abs=1e-12)
     text = "\n".join(influence_report(influence))
-    assert "by the batches it came from" in text
-    assert "batch 4" in text
+    assert "batches 3 to 4" in text
+    assert "\n  momentum " not in text  # replaced, not beside
+
+
+@pytest.mark.slow
+def test_the_split_of_momentum_is_the_same_by_replay(run, influence, tmp_path):
+    """From checkpoint 1 alone: the states before batches 2, 3 and 4 are made again, and removed."""
+    sparse = tmp_path / "sparse"
+    for name in ("checkpoint-1", "checkpoint-5", "entropy_probe_record"):
+        shutil.copytree(run / "run" / name, sparse / name)
+    replayed = studied(run, tmp_path, sparse / "checkpoint-5")
+    mine, theirs = (one["evaluations"][0]["momentum"] for one in (replayed, influence))
+    assert [one["step"] for one in mine["batches"]] == [4, 3, 2, 1]
+    for one, other in zip(mine["batches"], theirs["batches"], strict=True):
+        assert one["dH"] == pytest.approx(other["dH"], abs=1e-5)
+    stages = tmp_path / "study" / "stages"
+    assert not [*stages.glob("state_*"), *stages.glob("replay_*")]
+
+
+@pytest.mark.slow
+def test_the_reach_of_the_split_and_no_split_at_all(run, tmp_path):
+    checkpoint = run / "run" / "checkpoint-5"
+    two = studied(run, tmp_path, checkpoint, momentum_batches=2)["evaluations"][0]["momentum"]
+    assert [one["step"] for one in two["batches"]] == [4, 3]
+    assert abs(two["before_record"]["dH"]) > 1e-6
+    none = studied(run, tmp_path, checkpoint, momentum_batches=0)
+    assert none["evaluations"][0]["momentum"] is None
+    assert not (tmp_path / "study" / "momentum.parquet").exists()

@@ -49,8 +49,9 @@ class Evaluations:
     run: RecordedRun
     window: Window
     options: ExplainOptions
-    _avoid: set[PromptIds] | None = None
     _problems: list[Problem] | None = None
+    notes: tuple[str, ...] = ()
+    """What is to be said about the prompts, once they are chosen."""
 
     def estimator(self, state: RunState) -> EstimatorOptions:
         """What entropy is meant, with the run's own horizon unless the config has one."""
@@ -71,12 +72,11 @@ class Evaluations:
     def _evaluation_prompts(self, sampler: Sampler) -> list[Problem]:
         """The evaluation prompts: the same at every checkpoint, and none of the run's."""
         if self._problems is None:
-            if self._avoid is None:
-                self._avoid = set() if self.options.training_prompts else self._run_prompts()
+            avoid = set() if self.options.training_prompts else self._run_prompts()
             data = self.config.data
             try:
                 self._problems = sampler.problems(
-                    "evaluation", data.evaluation_split, data.evaluation_prompts, self._avoid
+                    "evaluation", data.evaluation_split, data.evaluation_prompts, avoid
                 )
             except ValueError as error:
                 if self.options.training_prompts:
@@ -85,6 +85,7 @@ class Evaluations:
                     f"{error} The prompts of all {len(self.window.steps)} steps are left out; "
                     "--training-prompts evaluates on them, with fresh responses."
                 ) from error
+            self.notes = tuple(sampler.notes)
         return self._problems
 
     def _run_prompts(self) -> set[PromptIds]:

@@ -11,6 +11,8 @@ from torch import Tensor
 from entropy_experiments.attribution.groups import layer_of, module_of
 from entropy_experiments.attribution.run_ledger import ENTROPY, REWARD, TANGENT, StepShares
 from entropy_experiments.attribution.token_rows import response_index
+from entropy_experiments.checkpoints.recorded_step import RecordedStep
+from entropy_experiments.numerics.sketch import distance, sketch
 from entropy_experiments.pipelines.probe_sampling import prompt_ids, prompts_of
 from entropy_experiments.pipelines.run_ledger.files import prompt_id, table_bytes
 from entropy_experiments.pipelines.run_ledger.states import RunState
@@ -107,9 +109,20 @@ def layer_columns(step: int, parts: Mapping[str, Mapping[str, float]]) -> dict[s
 
 
 def step_facts(
-    state: RunState, batch: UpdateBatch, shares: StepShares, facts: TrainingFacts
+    state: RunState,
+    batch: UpdateBatch,
+    shares: StepShares,
+    facts: TrainingFacts,
+    made: RecordedStep | None,
 ) -> JSONObject:
-    """What a visit keeps of its step beside the token rows."""
+    """What a visit keeps of its step beside the token rows; `made`: what training recorded of it.
+
+    The gradient is held against the moment that is stored after the step. Without one (the last
+    checkpoint has no optimizer) it is held against its recorded fingerprint.
+    """
+    gradient_distance = shares.gradient_distance
+    if gradient_distance is None and made is not None:
+        gradient_distance = distance(sketch(shares.gradient), made.gradient.sketch)
     reward_N = batch.reward_N
     return {
         "path_by_column": dict(shares.path),
@@ -121,7 +134,7 @@ def step_facts(
         "unfinished": dict(shares.unfinished),
         "by_parameter": {name: dict(parts) for name, parts in shares.by_parameter.items()},
         "step_distance": shares.step_distance,
-        "gradient_distance": shares.gradient_distance,
+        "gradient_distance": gradient_distance,
         "clip_factor": shares.clip_factor,
         "lr": state.optimizer.lr,
         "replayed": state.replayed,

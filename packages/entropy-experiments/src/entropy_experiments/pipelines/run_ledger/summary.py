@@ -63,6 +63,7 @@ def ledger_summary(
         )
     unfinished = steps[-1]["unfinished"]
     notes = dict.fromkeys(note for one in steps for note in one["notes"])
+    notes |= dict.fromkeys(note for one in visits for note in one["evaluation_notes"])
     if options.training_prompts:
         notes["evaluated on the run's own prompts, with fresh responses"] = None
     if not rewarded:

@@ -140,6 +140,7 @@ class Walk:
                 "rollouts": len(evaluation),
                 "tokens": int(evaluation.tokens_N.sum()),
             },
+            "evaluation_notes": list(self.evaluations.notes),
         }
         if step in (first, last):
             facts["fresh"] = self.evaluations.fresh(state, sampler, estimator)
@@ -157,7 +158,7 @@ class Walk:
                     objective=own.objective,
                     optimizer=state.optimizer,
                     max_grad_norm=own["max_grad_norm"] or None,
-                    later=None if step + 1 == last else later,
+                    later=later if later is not None and later.state else None,
                 ),
                 columns,
                 there,
@@ -166,7 +167,7 @@ class Walk:
                 microbatch=estimator.microbatch,
             )
             groups |= {f"A.{name}": value for name, value in shares.carried.items()}
-            facts |= step_facts(state, batch, shares, own)
+            facts |= step_facts(state, batch, shares, own, self.states.run.made(step))
             tokens = token_rows(state, batch, shares)
         stage = Stage(
             facts=facts,

@@ -30,7 +30,9 @@ from entropy_experiments.report.run_ledger import (
     LedgerRollout,
     RunLedgerView,
     Selection,
+    confirmed,
     run_ledger_view,
+    stands_out,
 )
 from entropy_experiments.report.words import contains_zero
 from entropy_experiments.results.run_ledger import LINES, RunLedgerResult
@@ -204,16 +206,28 @@ def _next(view: RunLedgerView) -> str:
         grouping = next((one for one in view["groupings"] if one["key"] == key), None)
         if grouping is None:
             continue
-        dear = min(grouping["groups"], key=lambda group: group["dH"])
+        sure = [group for group in grouping["groups"] if group["dH"] < 0 and stands_out(group)]
         total = summary["lines"]["batches"]["dH"]
-        if dear["dH"] < -SIGNIFICANT * dear["dH_stderr"] and total:
+        if sure and total:
+            dear = min(sure, key=lambda group: group["dH"])
             kind = "prompts" if key == "difficulty" else "tokens of the class"
             share = percent(dear["dH"] / total)
             return (
                 f"Next: look first at the {kind} “{name_of(grouping, dear)}”, "
-                f"{share} of what the batches did; then at the dearest prompts below."
+                f"{share} of what the batches did (its 95 % interval leaves out 0)."
             )
-    return "Next: look at the dearest prompts below; no whole group stands out of the noise."
+    chosen = view["prompt_selection"]
+    if confirmed(chosen):
+        share = percent(chosen["cross_fitted"] / chosen["in_sample"])
+        return (
+            f"Next: look at the {chosen['chosen']} dearest prompts below; of their cost the other "
+            f"half of the evaluation prompts confirms {share}. No whole group stands out of the "
+            "noise."
+        )
+    return (
+        "Next: draw more evaluation prompts (--set data.evaluation_prompts=N) before you single "
+        "out a group or a prompt: none stands out of the noise."
+    )
 
 
 def points(view: RunLedgerView) -> list[str]:
