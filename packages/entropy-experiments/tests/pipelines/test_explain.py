@@ -29,8 +29,8 @@ from entropy_experiments.results.run_ledger import (
     read_run_ledger,
 )
 from oracles.processes import on_ranks
+from oracles.recorded_run import explain_words, record_run
 from oracles.tiny_grpo import grpo
-from oracles.tiny_models import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.contract
 
@@ -42,19 +42,7 @@ LINES = ("batches", "decay", "momentum_before_record", "uncovered")
 def run(tmp_path_factory) -> Path:
     """A run with a checkpoint after every step; run_ledger=True kept its record."""
     folder = tmp_path_factory.mktemp("explain")
-    tiny_model().save_pretrained(folder / "base")
-    tiny_tokenizer().save_pretrained(folder / "base")
-    callback = EntropyProbeCallback(every=100, prompts=6, microbatch=4, run_ledger=True)
-    with torch.random.fork_rng(devices=[]):
-        trainer = grpo(
-            folder / "run",
-            callbacks=[callback],
-            max_steps=STEPS,
-            save_strategy="steps",
-            save_steps=1,
-        )
-        trainer.train()
-    assert callback.off is None
+    record_run(folder, STEPS)
     assert sorted(p.name for p in (folder / "run" / "entropy_probe_record").glob("step_*")) == [
         f"step_{step}" for step in range(STEPS)
     ]
@@ -107,12 +95,47 @@ def test_lines_and_tables_add_up_to_the_path(ledger):
         tangent["value"], abs=2e-6
     )
     assert all(step["step_distance"] < 1e-2 for step in summary["steps"])
-    *stored, last = (step["gradient_distance"] for step in summary["steps"])
-    assert all(distance < 1e-2 for distance in stored)
-    assert last is None or last < 1e-2
+    distances = [step["gradient_distance"] for step in summary["steps"]]
+    assert all(distance is not None and distance < 1e-2 for distance in distances)
     assert summary["unexplained"]["value"] == pytest.approx(
         summary["measured"]["value"] - summary["total"]["path"]["value"], abs=1e-12
     )
+
+
+def last_step(run: Path, folder: Path) -> Path:
+    """Steps 5 and 6 alone; the last checkpoint has no optimizer, as with save_only_model."""
+    for name in ("checkpoint-5", f"checkpoint-{STEPS}", "entropy_probe_record"):
+        shutil.copytree(run / "run" / name, folder / name)
+    (folder / f"checkpoint-{STEPS}" / "optimizer.pt").unlink()
+    return folder
+
+
+def test_the_last_gradient_is_held_against_its_fingerprint(run, tmp_path):
+    """And notes about the evaluation prompts, of which the run has fewer, are kept."""
+    folder = last_step(run, tmp_path / "run")
+    asked = ExplainOptions(start=5, training_prompts=True)
+    many = settings(run).replaced({"data.evaluation_prompts": 400})
+    summary = explain(many, folder, asked, out=tmp_path / "out")
+    (step,) = summary["steps"]
+    assert step["gradient_distance"] is not None
+    assert step["gradient_distance"] < 1e-2
+    assert [note for note in summary["notes"] if "prompts for the evaluation batch" in note]
+
+    batch = change_advantages(folder / "checkpoint-5" / "update_batch")
+    assert batch.is_dir()
+    summary = explain(settings(run), folder, asked, out=tmp_path / "changed")
+    assert summary["steps"][0]["gradient_distance"] > 0.05
+    assert any("1 of 1 gradients rebuilt here are not those" in why for why in summary["why_not"])
+
+
+def change_advantages(batch: Path) -> Path:
+    """Another loss from the same rollouts; its manifest is right again."""
+    tensors = load_file(batch / "rollouts.safetensors")
+    name = next(n for n in tensors if n.startswith("advantage"))
+    tensors[name] = -2 * tensors[name] + 1
+    save_file(tensors, batch / "rollouts.safetensors")
+    _describe_again(batch)
+    return batch
 
 
 def test_replay_between_sparse_checkpoints_gives_the_same_numbers(run, ledger, tmp_path):
@@ -228,12 +251,7 @@ def test_a_replay_that_does_not_arrive_is_refused_and_names_the_step(run, tmp_pa
     sparse = tmp_path / "sparse"
     for name in ("checkpoint-2", f"checkpoint-{STEPS}", "entropy_probe_record"):
         shutil.copytree(run / "run" / name, sparse / name)
-    batch = sparse / "entropy_probe_record" / "step_3" / "update_batch"
-    tensors = load_file(batch / "rollouts.safetensors")
-    name = next(n for n in tensors if n.startswith("advantage"))
-    tensors[name] = -2 * tensors[name] + 1
-    save_file(tensors, batch / "rollouts.safetensors")
-    _describe_again(batch)
+    change_advantages(sparse / "entropy_probe_record" / "step_3" / "update_batch")
     asked = ExplainOptions(start=2, training_prompts=True)
     with pytest.raises(
         ValueError,
@@ -309,14 +327,7 @@ def test_the_command_says_what_is_wrong(tmp_path):
 
 
 def test_the_command_prints_the_ledger(run, ledger):
-    result = CliRunner().invoke(
-        app,
-        [
-            *("explain", str(run / "run"), "--from", "2", "--training-prompts", "--tangent"),
-            *("--out", str(ledger), "--set", f"checkpoint.base={run / 'base'}"),
-            *("--set", "data.evaluation_prompts=6", "--set", "memory.microbatch_size=16"),
-        ],
-    )
+    result = CliRunner().invoke(app, explain_words(run, ledger, "--tangent"))
     assert result.exit_code == 0, result.output
     for words in ("the recorded batches", "along the path", "unexplained", "Attribution is not"):
         assert words in result.output
@@ -339,7 +350,7 @@ def studied(run: Path, folder: Path, checkpoint: Path, **options):
 
     config = {
         "checkpoint": {"base": str(run / "base")},
-        "data": {"evaluation_prompts": 4, "dataset": "countdown"},
+        "data": {"evaluation_prompts": 12, "dataset": "countdown"},
         "memory": {"microbatch_size": 16},
         "sampling": {"save": str(folder / "rollouts"), "max_new_tokens": 4},
     }
