@@ -36,7 +36,7 @@ EXAMPLES = (
     "  entropy-probe influence --checkpoint runs/checkpoint-60 --out results/step_60\n"
     "  entropy-probe influence --what-if drop=negative --what-if clip_high=0.28 --confirm\n"
     "  entropy-probe influence --out results/step_60 --fisher\n"
-    "  entropy-probe influence --momentum 5            the last five batches only: faster\n"
+    "  entropy-probe influence --momentum 30\n"
     "  entropy-probe influence --from results/step_60 --what-if 'drop=p<0.1&A<0'\n"
     "  entropy-probe influence --entropy-budget -0.02 --json > influence.json"
 )
@@ -79,8 +79,8 @@ def influence(
             "--momentum",
             metavar="N",
             min=0,
-            help="Split momentum among at most N earlier batches; 0: leave it one line. "
-            "Default, in a recorded run: those that hold 95 % of it, at most 30.",
+            help="Split momentum among at most N earlier batches; 0: leave it one line. Default, "
+            "in a recorded run: at most 30, at no more than the cost of the rest.",
         ),
     ] = None,
     saved: Annotated[

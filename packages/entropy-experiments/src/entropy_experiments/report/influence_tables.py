@@ -413,7 +413,7 @@ def _momentum(evaluation: EvaluationBatch) -> list[str]:
     count, named = len(momentum["batches"]), largest(momentum)
     lines = [
         f"Momentum {momentum['total']:+.4g} nats comes from the batches before this step; "
-        f"{count} of them rebuilt, their tokens are in momentum.parquet."
+        f"{count} of them rebuilt, their tokens are in momentum.parquet (--momentum N: N batches)."
     ]
     lines.append("  Of most influence:" if named else "  No single batch stands out of its noise.")
     for one in named:

@@ -3,10 +3,11 @@
     batches 20 to 26      the newest ones, which hold half of the weight
     batches 0 to 19       those before
     before step 0         what the moment had when the first of them was drawn
-    coupled decay         of earlier steps, where the optimizer couples it
+    coupled decay         of earlier steps
     not covered           what the stored moments hold besides these batches
 
-Batch N is that of step N. Standard errors are over evaluation prompts, as those of all lines.
+Batch N is that of step N; a line that is exactly 0 is left out. Standard errors are over evaluation
+prompts, as those of all lines.
 """
 
 from __future__ import annotations
@@ -52,10 +53,9 @@ def momentum_lines(momentum: MomentumAnswer) -> dict[str, LedgerLine]:
     """Lines in place of the one, by name; they add up to `total`."""
     lines = {_name(part): _line(part) for part in momentum["parts"]}
     lines[f"before step {momentum['from']}"] = _line(momentum["before_record"])
-    if momentum["decay"]:
-        lines["coupled decay"] = {"this_step": momentum["decay"], "eventual": 0.0}
+    lines["coupled decay"] = {"this_step": momentum["decay"], "eventual": 0.0}
     lines["not covered"] = {"this_step": momentum["uncovered"], "eventual": 0.0}
-    return lines
+    return {name: line for name, line in lines.items() if line["this_step"]}
 
 
 def largest(momentum: MomentumAnswer) -> list[MomentumBatch]:

@@ -1,10 +1,11 @@
 """Which earlier batches the momentum of a step can be split among, and what that costs.
 
 The batches must be recorded, and the state before each of them stored or replayed from a stored
-checkpoint. Without a number of batches from the user, the reach is what holds all but LEFT of the
-momentum's weight (b1 = 0.9: 29 batches), and never more than MOST; no more steps are replayed on
-the way to the first batch than there are batches, and no more states kept on disk than
-STATES_BYTES. A number from the user replays whatever it needs.
+checkpoint. Without a number of batches from the user, the reach is what costs no more than the rest
+of the study: at least the batches that hold half of the momentum's weight (b1 = 0.9: 7), and no
+more than hold all but LEFT of it (29), or MOST. No more steps are replayed on the way to the first
+batch than there are batches, and no more states kept on disk than STATES_BYTES. A number from the
+user replays whatever it needs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ MOST = 30
 """Batches, where the user gives no number."""
 LEFT = 0.05
 """Of the momentum's weight: what may stay with batches before the first one."""
+SPLIT = 8
+"""Passes over an earlier batch: its gradient (3), and derivatives along two directions (5)."""
 STATES_BYTES = 8 << 30
 """Of replayed states on disk, where the user gives no number."""
 
@@ -47,9 +50,9 @@ class EarlierSteps:
 
     @property
     def passes(self) -> int:
-        """Over one batch: a gradient (3) and two derivatives (5) a batch, a gradient a replay."""
+        """Over one batch: SPLIT for each, and a gradient for each step that is replayed."""
         replayed = sum(b - a for a, b in pairwise(self.window.anchors) if b > a + 1)
-        return 8 * len(self.steps) + 3 * replayed
+        return SPLIT * len(self.steps) + 3 * replayed
 
 
 def earlier_steps(
@@ -115,12 +118,13 @@ def _start(run: RecordedRun, first: int) -> int | None:
     return at
 
 
-def steps_of_study(probe: ProbeInputs, count: int | None) -> EarlierSteps | None:
+def steps_of_study(probe: ProbeInputs, count: int | None, budget: float) -> EarlierSteps | None:
     """The batches that hold a step's momentum; None: it has none.
 
     Args:
         probe: The step. Its own batch is not needed: momentum is older.
         count: How many batches at most; None: as many as matter, at a bearable cost.
+        budget: Passes over the update batch that the rest of the study costs.
 
     Raises:
         ValueError: If it cannot be split; the message says why in one sentence.
@@ -146,7 +150,8 @@ def steps_of_study(probe: ProbeInputs, count: int | None) -> EarlierSteps | None
         )
     if count is not None:
         return earlier_steps(run, step, count)
-    reach = min(MOST, math.ceil(math.log(LEFT) / math.log(b1)))
+    half, most = (math.ceil(math.log(left) / math.log(b1)) for left in (0.5, LEFT))
+    reach = min(MOST, most, max(half, int(budget // SPLIT)))
     between = STATES_BYTES // _state_bytes(probe.policy.params, probe.optimizer)
     return earlier_steps(run, step, reach, most_replayed=reach, most_between=max(1, between))
 

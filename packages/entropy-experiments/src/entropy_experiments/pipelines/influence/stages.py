@@ -264,7 +264,9 @@ class Study:
     @cached_property
     def earlier_steps(self) -> EarlierSteps | None:
         """Whose batches hold this step's momentum; a ValueError says why it stays one line."""
-        return steps_of_study(self.probe, self.momentum_batches)
+        rollouts = len(self.probe.update.rollouts)
+        others = sum(Evaluation(self, batch).cost for batch in self.inputs.evaluations)
+        return steps_of_study(self.probe, self.momentum_batches, 6 + others / rollouts)
 
     @property
     def etas(self) -> tuple[float, ...]:
