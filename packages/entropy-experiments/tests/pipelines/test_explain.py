@@ -404,7 +404,8 @@ def test_influence_splits_momentum_among_earlier_batches(influence):
         assert own == pytest.approx(one["dH"], abs=1e-12)
     text = "\n".join(influence_report(influence))
     assert "batches 3 to 4" in text
-    assert "\n  momentum " not in text  # replaced, not beside
+    (row,) = [line for line in text.splitlines() if line.startswith("  momentum ")]
+    assert row.split()[1:4] == ["-", "-", "-"]  # the reward's alone: the entropy's is replaced
 
 
 @pytest.mark.slow

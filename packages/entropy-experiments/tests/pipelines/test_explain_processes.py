@@ -22,6 +22,8 @@ from oracles.recorded_run import explain_words, record_run
 pytestmark = [pytest.mark.invariant, pytest.mark.slow]
 
 STEPS = 6
+PLACES = {"PYTHONPATH": str(Path(__file__).parents[1])}
+"""Where the run's reward function is."""
 MOST = 80
 """Kills until a run that makes no progress is a failure."""
 
@@ -37,7 +39,7 @@ def run(tmp_path_factory) -> Path:
 def undisturbed(run, tmp_path_factory) -> Path:
     """Of one process; every second checkpoint is read, the steps between are replayed."""
     out = tmp_path_factory.mktemp("undisturbed") / "ledger"
-    finished = done(command(*explain_words(run, out, "--every", "2")))
+    finished = done(command(*explain_words(run, out, "--every", "2")), **PLACES)
     assert finished.returncode == 0, finished.stderr
     return out
 
@@ -56,7 +58,7 @@ def killed_after_the_next_file(words: list[str], out: Path) -> str | None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **PLACES},
     )
     try:
         while child.poll() is None:
@@ -94,7 +96,7 @@ def test_killed_after_every_file_it_leaves_the_same_bytes(run, undisturbed, tmp_
 
 def test_two_ranks_of_torchrun_give_the_numbers_of_one_process(run, undisturbed, tmp_path):
     out = tmp_path / "ledger"
-    finished = done(command(*explain_words(run, out, "--every", "2"), ranks=2))
+    finished = done(command(*explain_words(run, out, "--every", "2"), ranks=2), **PLACES)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("the recorded batches") == 1  # one rank speaks
     alone, shared = read_run_ledger(undisturbed), read_run_ledger(out)

@@ -19,7 +19,10 @@ from entropy_experiments.results.influence import MomentumBatch, MomentumPart, M
 MOMENTUM = "momentum"
 NAMED = 5
 """Batches that are named, of most influence."""
-NOTE = "batch N is that of step N: what earlier batches do in this step is its momentum"
+NOTE = (
+    "batch N is that of step N: what earlier batches do in this step is its momentum; the reward's "
+    "is one line"
+)
 
 
 def split_of(evaluation: EvaluationBatch) -> MomentumAnswer | None:
