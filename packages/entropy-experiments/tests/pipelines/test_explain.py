@@ -389,7 +389,7 @@ def test_influence_splits_momentum_among_earlier_batches(influence):
     assert momentum["total"] == line
     assert the_lines(momentum) == pytest.approx(line, abs=1e-15)
     shown = momentum_lines(momentum)
-    assert list(shown) == ["batches 3 to 4", "batches 1 to 2", "before step 1", "not covered"]
+    assert list(shown) == ["batches 3 to 4", "batches 1 to 2", "batches before 1", "not covered"]
     assert math.fsum(one["this_step"] for one in shown.values()) == pytest.approx(line, abs=1e-15)
     assert abs(line) > 1e-5
     assert abs(momentum["uncovered"]) < 1e-3 * abs(line)

@@ -82,7 +82,7 @@ def test_lines_add_up_to_the_momentum_that_they_replace(split):
     evaluation = summary["evaluations"][0]
     whole = evaluation["ledger"]["entropy"]["lines"]
     shown = shown_ledgers(evaluation)["entropy"]["lines"]
-    assert list(shown)[:4] == ["batches 5 to 6", "batch 4", "before step 4", "not covered"]
+    assert list(shown)[:4] == ["batches 5 to 6", "batch 4", "batches before 4", "not covered"]
     assert list(shown)[4:] == list(whole)[1:]
     added, expected = (
         math.fsum(line["this_step"] for line in lines.values()) for lines in (shown, whole)
@@ -102,7 +102,7 @@ def test_only_batches_outside_of_their_interval_are_named():
 def test_the_terminal_names_the_batches(split):
     summary = json.loads((split / "summary.json").read_text())
     text = "\n".join(influence_report(summary))
-    for words in ("batches 5 to 6", "before step 4", "3 of them rebuilt", "    batch 6 "):
+    for words in ("batches 5 to 6", "batches before 4", "3 of them rebuilt", "    batch 6 "):
         assert words in text
     assert "of 1 of 3 batches are not those that training used (the newest: batch 5)" in text
 

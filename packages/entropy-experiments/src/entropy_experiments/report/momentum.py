@@ -2,7 +2,7 @@
 
     batches 20 to 26      the newest ones, which hold half of the weight
     batches 0 to 19       those before
-    before step 0         what the moment had when the first of them was drawn
+    batches before 0      what the moment held when the first of them was drawn
     coupled decay         of earlier steps
     not covered           what the stored moments hold besides these batches
 
@@ -55,7 +55,7 @@ def shown_ledgers(evaluation: EvaluationBatch) -> Ledgers:
 def momentum_lines(momentum: MomentumAnswer) -> dict[str, LedgerLine]:
     """Lines in place of the one, by name; they add up to `total`."""
     lines = {_name(part): _line(part) for part in momentum["parts"]}
-    lines[f"before step {momentum['from']}"] = _line(momentum["before_record"])
+    lines[f"batches before {momentum['from']}"] = _line(momentum["before_record"])
     lines["coupled decay"] = {"this_step": momentum["decay"], "eventual": 0.0}
     lines["not covered"] = {"this_step": momentum["uncovered"], "eventual": 0.0}
     return {name: line for name, line in lines.items() if line["this_step"]}

@@ -2,8 +2,8 @@
 
 The batches must be recorded, and the state before each of them stored or replayed from a stored
 checkpoint. Without a number of batches from the user, the reach is what costs no more than the rest
-of the study: at least the batches that hold half of the momentum's weight (b1 = 0.9: 7), and no
-more than hold all but LEFT of it (29), or MOST. No more steps are replayed on the way to the first
+of the study, at least LEAST batches, and no more than hold all but LEFT of the momentum's weight
+(b1 = 0.9: 29), or MOST. No more steps are replayed on the way to the first
 batch than there are batches, and no more states kept on disk than STATES_BYTES. A number from the
 user replays whatever it needs.
 """
@@ -25,7 +25,7 @@ from entropy_experiments.pipelines.probe_inputs import ProbeInputs
 from entropy_experiments.pipelines.run_ledger.window import Window
 from entropy_experiments.types import OptimizerState, Params
 
-MOST = 30
+LEAST, MOST = 3, 30
 """Batches, where the user gives no number."""
 LEFT = 0.05
 """Of the momentum's weight: what may stay with batches before the first one."""
@@ -150,8 +150,8 @@ def steps_of_study(probe: ProbeInputs, count: int | None, budget: float) -> Earl
         )
     if count is not None:
         return earlier_steps(run, step, count)
-    half, most = (math.ceil(math.log(left) / math.log(b1)) for left in (0.5, LEFT))
-    reach = min(MOST, most, max(half, int(budget // SPLIT)))
+    enough = math.ceil(math.log(LEFT) / math.log(b1))
+    reach = min(MOST, enough, max(LEAST, int(budget // SPLIT)))
     between = STATES_BYTES // _state_bytes(probe.policy.params, probe.optimizer)
     return earlier_steps(run, step, reach, most_replayed=reach, most_between=max(1, between))
 
