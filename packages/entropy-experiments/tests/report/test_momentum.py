@@ -12,6 +12,7 @@ from entropy_experiments.pipelines.run_ledger.files import table_bytes
 from entropy_experiments.report.html.page import write_report
 from entropy_experiments.report.influence_tables import influence_report
 from entropy_experiments.report.momentum import largest, momentum_lines, shown_ledgers
+from entropy_experiments.report.notebook import InfluenceSummary
 from entropy_experiments.results.run_ledger import TABLES, TOKEN_TABLE
 from oracles.report_runs import HOSTILE, changed
 
@@ -104,6 +105,7 @@ def test_the_terminal_names_the_batches(split):
     text = "\n".join(influence_report(summary))
     for words in ("batches 5 to 6", "batches before 4", "3 of them rebuilt", "    batch 6 "):
         assert words in text
+    assert "<td>batches 5 to 6</td>" in InfluenceSummary(summary)._repr_html_()
     assert "of 1 of 3 batches are not those that training used (the newest: batch 5)" in text
 
 
