@@ -105,7 +105,7 @@ def test_the_terminal_names_the_batches(split):
     text = "\n".join(influence_report(summary))
     for words in ("batches 5 to 6", "batches before 4", "3 of them rebuilt", "    batch 6 "):
         assert words in text
-    assert "<td>batches 5 to 6</td>" in InfluenceSummary(summary)._repr_html_()
+    assert ">batches 5 to 6</td>" in InfluenceSummary(summary)._repr_html_()
     assert "of 1 of 3 batches are not those that training used (the newest: batch 5)" in text
 
 
