@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from entropy_experiments.pipelines.explain_files import StoredStep, table_bytes, write_run_ledger
+from entropy_experiments.pipelines.run_ledger.files import StoredStep, table_bytes, write_run_ledger
 from entropy_experiments.results import RUN_LEDGER
 from entropy_experiments.results.run_ledger import TOKEN_TABLE, RunLedgerResult
 

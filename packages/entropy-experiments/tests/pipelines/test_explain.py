@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from entropy_experiments.cli import app
 from entropy_experiments.config import load_config
 from entropy_experiments.distributed import Ranks, across
 from entropy_experiments.online.trl import EntropyProbeCallback
-from entropy_experiments.pipelines import explain as module
-from entropy_experiments.pipelines.explain import ExplainOptions, _bind, explain
+from entropy_experiments.pipelines.explain import ExplainOptions, explain
+from entropy_experiments.pipelines.influence.store import StageStore
+from entropy_experiments.pipelines.run_ledger.folder import bind
+from entropy_experiments.pipelines.run_ledger.walk import Walk
 from entropy_experiments.results.run_ledger import (
     LAYER_TABLE,
     PROMPT_TABLE,
@@ -26,8 +29,8 @@ from entropy_experiments.results.run_ledger import (
     read_run_ledger,
 )
 from oracles.processes import on_ranks
+from oracles.recorded_run import explain_words, record_run
 from oracles.tiny_grpo import grpo
-from oracles.tiny_models import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.contract
 
@@ -39,19 +42,7 @@ LINES = ("batches", "decay", "momentum_before_record", "uncovered")
 def run(tmp_path_factory) -> Path:
     """A run with a checkpoint after every step; run_ledger=True kept its record."""
     folder = tmp_path_factory.mktemp("explain")
-    tiny_model().save_pretrained(folder / "base")
-    tiny_tokenizer().save_pretrained(folder / "base")
-    callback = EntropyProbeCallback(every=100, prompts=6, microbatch=4, run_ledger=True)
-    with torch.random.fork_rng(devices=[]):
-        trainer = grpo(
-            folder / "run",
-            callbacks=[callback],
-            max_steps=STEPS,
-            save_strategy="steps",
-            save_steps=1,
-        )
-        trainer.train()
-    assert callback.off is None
+    record_run(folder, STEPS)
     assert sorted(p.name for p in (folder / "run" / "entropy_probe_record").glob("step_*")) == [
         f"step_{step}" for step in range(STEPS)
     ]
@@ -104,12 +95,47 @@ def test_lines_and_tables_add_up_to_the_path(ledger):
         tangent["value"], abs=2e-6
     )
     assert all(step["step_distance"] < 1e-2 for step in summary["steps"])
-    *stored, last = (step["gradient_distance"] for step in summary["steps"])
-    assert all(distance < 1e-2 for distance in stored)
-    assert last is None or last < 1e-2
+    distances = [step["gradient_distance"] for step in summary["steps"]]
+    assert all(distance is not None and distance < 1e-2 for distance in distances)
     assert summary["unexplained"]["value"] == pytest.approx(
         summary["measured"]["value"] - summary["total"]["path"]["value"], abs=1e-12
     )
+
+
+def last_step(run: Path, folder: Path) -> Path:
+    """Steps 5 and 6 alone; the last checkpoint has no optimizer, as with save_only_model."""
+    for name in ("checkpoint-5", f"checkpoint-{STEPS}", "entropy_probe_record"):
+        shutil.copytree(run / "run" / name, folder / name)
+    (folder / f"checkpoint-{STEPS}" / "optimizer.pt").unlink()
+    return folder
+
+
+def test_the_last_gradient_is_held_against_its_fingerprint(run, tmp_path):
+    """And notes about the evaluation prompts, of which the run has fewer, are kept."""
+    folder = last_step(run, tmp_path / "run")
+    asked = ExplainOptions(start=5, training_prompts=True)
+    many = settings(run).replaced({"data.evaluation_prompts": 400})
+    summary = explain(many, folder, asked, out=tmp_path / "out")
+    (step,) = summary["steps"]
+    assert step["gradient_distance"] is not None
+    assert step["gradient_distance"] < 1e-2
+    assert [note for note in summary["notes"] if "prompts for the evaluation batch" in note]
+
+    batch = change_advantages(folder / "checkpoint-5" / "update_batch")
+    assert batch.is_dir()
+    summary = explain(settings(run), folder, asked, out=tmp_path / "changed")
+    assert summary["steps"][0]["gradient_distance"] > 0.05
+    assert any("1 of 1 gradients rebuilt here are not those" in why for why in summary["why_not"])
+
+
+def change_advantages(batch: Path) -> Path:
+    """Another loss from the same rollouts; its manifest is right again."""
+    tensors = load_file(batch / "rollouts.safetensors")
+    name = next(n for n in tensors if n.startswith("advantage"))
+    tensors[name] = -2 * tensors[name] + 1
+    save_file(tensors, batch / "rollouts.safetensors")
+    _describe_again(batch)
+    return batch
 
 
 def test_replay_between_sparse_checkpoints_gives_the_same_numbers(run, ledger, tmp_path):
@@ -158,7 +184,7 @@ def test_killed_at_any_step_it_goes_on_to_the_same_bytes(
     """step_N: between the two stages of a visit; state_N: in the middle of a replay."""
     whole = ledger if every == 1 else replayed
     options = {"every": every, "tangent": every == 1}
-    put = module.StageStore.put
+    put = StageStore.put
 
     class KilledError(BaseException):
         pass
@@ -170,7 +196,7 @@ def test_killed_at_any_step_it_goes_on_to_the_same_bytes(
 
     torn = tmp_path / "torn"
     with monkeypatch.context() as patch:
-        patch.setattr(module.StageStore, "put", killed)
+        patch.setattr(StageStore, "put", killed)
         with pytest.raises(KilledError):
             explained(run, torn, **options)
     assert not (torn / "manifest.json").exists()
@@ -200,7 +226,7 @@ def test_ranks_change_no_number(run, ledger, tmp_path):
 
 
 def test_a_finished_ledger_is_not_computed_again(run, ledger, monkeypatch):
-    monkeypatch.setattr(module.Walk, "go", lambda self: pytest.fail("computed"))
+    monkeypatch.setattr(Walk, "go", lambda self: pytest.fail("computed"))
     lines: list[str] = []
     asked = ExplainOptions(start=2, training_prompts=True, tangent=True)
     explain(settings(run), run / "run", asked, out=ledger, say=lines.append)
@@ -213,7 +239,7 @@ def test_another_ledger_in_the_folder_is_refused(run, ledger, tmp_path):
     refused = tmp_path / "refused"  # before its first stage: it holds a name and nothing to lose
     (refused / "stages").mkdir(parents=True)
     shutil.copy(ledger / "explain.json", refused)
-    _bind(refused, "another key", overwrite=False)
+    bind(refused, "another key", overwrite=False)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.txt").write_text("x")
     with pytest.raises(ValueError, match=r"has files that are no ledger's \(mine\.txt\)"):
@@ -225,12 +251,7 @@ def test_a_replay_that_does_not_arrive_is_refused_and_names_the_step(run, tmp_pa
     sparse = tmp_path / "sparse"
     for name in ("checkpoint-2", f"checkpoint-{STEPS}", "entropy_probe_record"):
         shutil.copytree(run / "run" / name, sparse / name)
-    batch = sparse / "entropy_probe_record" / "step_3" / "update_batch"
-    tensors = load_file(batch / "rollouts.safetensors")
-    name = next(n for n in tensors if n.startswith("advantage"))
-    tensors[name] = -2 * tensors[name] + 1
-    save_file(tensors, batch / "rollouts.safetensors")
-    _describe_again(batch)
+    change_advantages(sparse / "entropy_probe_record" / "step_3" / "update_batch")
     asked = ExplainOptions(start=2, training_prompts=True)
     with pytest.raises(
         ValueError,
@@ -306,14 +327,7 @@ def test_the_command_says_what_is_wrong(tmp_path):
 
 
 def test_the_command_prints_the_ledger(run, ledger):
-    result = CliRunner().invoke(
-        app,
-        [
-            *("explain", str(run / "run"), "--from", "2", "--training-prompts", "--tangent"),
-            *("--out", str(ledger), "--set", f"checkpoint.base={run / 'base'}"),
-            *("--set", "data.evaluation_prompts=6", "--set", "memory.microbatch_size=16"),
-        ],
-    )
+    result = CliRunner().invoke(app, explain_words(run, ledger, "--tangent"))
     assert result.exit_code == 0, result.output
     for words in ("the recorded batches", "along the path", "unexplained", "Attribution is not"):
         assert words in result.output
@@ -330,42 +344,91 @@ def test_a_run_ledger_without_checkpoints_is_refused(tmp_path, changes):
             trainer.train()
 
 
-@pytest.fixture(scope="module")
-def influence(run, tmp_path_factory):
-    """A study of step 5, its momentum split among the four batches before it."""
+def studied(run: Path, folder: Path, checkpoint: Path, **options):
+    """A study of a step of the run, drawn with few rollouts."""
     from entropy_experiments import EntropyInfluencePlan, EntropyInfluenceRunner
 
-    folder = tmp_path_factory.mktemp("influence")
     config = {
         "checkpoint": {"base": str(run / "base")},
-        "data": {"evaluation_prompts": 4, "dataset": "countdown"},
+        "data": {"evaluation_prompts": 12, "dataset": "countdown"},
         "memory": {"microbatch_size": 16},
         "sampling": {"save": str(folder / "rollouts"), "max_new_tokens": 4},
     }
     plan = EntropyInfluencePlan(measured_rollouts=1, plots=False, run_directory=folder / "study")
     runner = EntropyInfluenceRunner(config, quiet=True)
-    checkpoint = run / "run" / "checkpoint-5"
-    return runner.run(plan, checkpoint_path=checkpoint, momentum_batches=3)
+    return runner.run(plan, checkpoint_path=checkpoint, **options)
+
+
+@pytest.fixture(scope="module")
+def influence(run, tmp_path_factory):
+    """A study of step 5, as it is by default."""
+    folder = tmp_path_factory.mktemp("influence")
+    return studied(run, folder, run / "run" / "checkpoint-5")
+
+
+def the_lines(momentum):
+    return math.fsum(
+        [
+            *(one["dH"] for one in momentum["batches"]),
+            *(momentum["before_record"]["dH"], momentum["decay"], momentum["uncovered"]),
+        ]
+    )
 
 
 @pytest.mark.slow
 def test_influence_splits_momentum_among_earlier_batches(influence):
+    """Checkpoint 0 is not stored: the batches are those from the first checkpoint on."""
     import pyarrow.parquet
 
     from entropy_experiments.report.influence_tables import influence_report
+    from entropy_experiments.report.momentum import momentum_lines
 
     momentum = influence["evaluations"][0]["momentum"]
-    assert [one["step"] for one in momentum["batches"]] == [4, 3, 2]
+    assert [one["step"] for one in momentum["batches"]] == [4, 3, 2, 1]
     line = influence["ledger"]["lines"]["momentum"]["this_step"]
-    total = sum(one["dH"] for one in momentum["batches"]) + momentum["before_record"]["dH"]
-    total += momentum["decay"] + momentum["uncovered"]
-    assert momentum["total"] == pytest.approx(line, rel=1e-4)
-    assert total == pytest.approx(line, rel=1e-3)
+    assert momentum["total"] == line
+    assert the_lines(momentum) == pytest.approx(line, abs=1e-15)
+    shown = momentum_lines(momentum)
+    assert list(shown) == ["batches 3 to 4", "batches 1 to 2", "batches before 1", "not covered"]
+    assert math.fsum(one["this_step"] for one in shown.values()) == pytest.approx(line, abs=1e-15)
+    assert abs(line) > 1e-5
+    assert abs(momentum["uncovered"]) < 1e-3 * abs(line)
+    for one in (*momentum["batches"], *momentum["parts"], momentum["before_record"]):
+        low, high = one["interval"]  # of the same slope over E, by prompt
+        assert (low + high) / 2 == pytest.approx(one["dH"], rel=1e-3, abs=1e-9)
+    assert not any(one["other_gradient"] for one in momentum["batches"])
     folder = Path(influence["run_directory"])
     rows = pyarrow.parquet.read_table(folder / "momentum.parquet").to_pylist()
     for one in momentum["batches"]:
-        own = sum(row["dH"] for row in rows if row["step"] == one["step"])
+        own = math.fsum(row["dH"] for row in rows if row["step"] == one["step"])
         assert own == pytest.approx(one["dH"], abs=1e-12)
     text = "\n".join(influence_report(influence))
-    assert "by the batches it came from" in text
-    assert "batch 4" in text
+    assert "batches 3 to 4" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("  momentum ")]
+    assert row.split()[1:4] == ["-", "-", "-"]  # the reward's alone: the entropy's is replaced
+
+
+@pytest.mark.slow
+def test_the_split_of_momentum_is_the_same_by_replay(run, influence, tmp_path):
+    """From checkpoint 1 alone: the states before batches 2, 3 and 4 are made again, and removed."""
+    sparse = tmp_path / "sparse"
+    for name in ("checkpoint-1", "checkpoint-5", "entropy_probe_record"):
+        shutil.copytree(run / "run" / name, sparse / name)
+    replayed = studied(run, tmp_path, sparse / "checkpoint-5")
+    mine, theirs = (one["evaluations"][0]["momentum"] for one in (replayed, influence))
+    assert [one["step"] for one in mine["batches"]] == [4, 3, 2, 1]
+    for one, other in zip(mine["batches"], theirs["batches"], strict=True):
+        assert one["dH"] == pytest.approx(other["dH"], abs=1e-5)
+    stages = tmp_path / "study" / "stages"
+    assert not [*stages.glob("state_*"), *stages.glob("replay_*")]
+
+
+@pytest.mark.slow
+def test_the_reach_of_the_split_and_no_split_at_all(run, tmp_path):
+    checkpoint = run / "run" / "checkpoint-5"
+    two = studied(run, tmp_path, checkpoint, momentum_batches=2)["evaluations"][0]["momentum"]
+    assert [one["step"] for one in two["batches"]] == [4, 3]
+    assert abs(two["before_record"]["dH"]) > 1e-6
+    none = studied(run, tmp_path, checkpoint, momentum_batches=0)
+    assert none["evaluations"][0]["momentum"] is None
+    assert not (tmp_path / "study" / "momentum.parquet").exists()

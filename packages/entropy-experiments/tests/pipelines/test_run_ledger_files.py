@@ -9,7 +9,7 @@ import pytest
 
 from checkout import DOCS
 from entropy_experiments.attribution.token_classes import token_class
-from entropy_experiments.pipelines.explain_files import prompt_id
+from entropy_experiments.pipelines.run_ledger.files import prompt_id
 from entropy_experiments.results.run_ledger import (
     LAYER_TABLE,
     PROMPT_TABLE,

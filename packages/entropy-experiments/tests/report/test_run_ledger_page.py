@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from entropy_experiments.cli import app
-from entropy_experiments.pipelines.explain_files import StoredStep, table_bytes, write_run_ledger
+from entropy_experiments.cli.explain import text_lines
+from entropy_experiments.pipelines.run_ledger.files import StoredStep, table_bytes, write_run_ledger
 from entropy_experiments.report.figures.run_ledger import run_ledger_figures as paper_figures
 from entropy_experiments.report.figures.style import paper_style
 from entropy_experiments.report.figures.write import write_figures
@@ -257,7 +258,7 @@ def test_a_ledger_that_is_not_trusted_says_so_first(view):
     text = render_run_ledger(doubted)
     assert 'class="trust no"' in text
     assert "one &lt;b&gt;" in text
-    assert "Next: remove the reason" in text
+    assert "<b>Next:</b> remove the reason" in text
 
 
 def test_a_change_within_its_noise_is_said_to_be_that(view):
@@ -268,6 +269,45 @@ def test_a_change_within_its_noise_is_said_to_be_that(view):
     text = sentence({**view, "summary": {**summary, "measured": small, "total": total}})
     assert "too little to tell from nothing" in text
     assert "Next: explain a longer window" in text
+
+
+def advised(view, stderr: float, cross_fitted: float) -> str:
+    """The advice where every group lost 0.01 nats with this standard error."""
+    groupings = [
+        {**one, "groups": [{**g, "dH": -0.01, "dH_stderr": stderr} for g in one["groups"]]}
+        for one in view["groupings"]
+    ]
+    chosen = {"chosen": 20, "of": 90, "in_sample": -0.1, "cross_fitted": cross_fitted}
+    selection = {**chosen, "correlation": 0.1}
+    return sentence({**view, "groupings": groupings, "prompt_selection": selection})
+
+
+def test_no_group_is_singled_out_within_its_interval(view):
+    """Two halves have one degree of freedom: 3 standard errors are no more than noise."""
+    assert "look first at" in advised(view, 0.01 / 13, -0.09)
+    for ratio in (3, 12):
+        assert "look first at" not in advised(view, 0.01 / ratio, -0.09)
+    assert "the other half of the evaluation prompts confirms 90 %" in advised(view, 0.003, -0.09)
+    for cross_fitted in (-0.04, 0.02):
+        assert "draw more evaluation prompts" in advised(view, 0.003, cross_fitted)
+
+
+def test_the_two_kinds_of_standard_errors_are_told_apart(view, page):
+    assert "of the lines from two halves of the evaluation prompts" in page
+    assert "over all evaluation prompts" in page
+    lines = text_lines(view["summary"])
+    (first,) = [at for at, line in enumerate(lines) if line.rstrip().endswith("+- (1)      reward")]
+    (second,) = [at for at, line in enumerate(lines) if line.endswith("+- (2)")]
+    (path,) = [at for at, line in enumerate(lines) if line.startswith("along the path")]
+    assert first < second == path - 1
+    assert any(line.startswith("(1) standard error from two halves") for line in lines)
+    assert any(line.startswith("(2) standard error over all") for line in lines)
+
+
+def test_notes_are_on_the_page_and_in_the_terminal(view):
+    noted = {**view["summary"], "notes": ["the run has 5 prompts for the evaluation batch"]}
+    assert "The run has 5 prompts" in render_run_ledger({**view, "summary": noted})
+    assert "note: the run has 5 prompts for the evaluation batch" in text_lines(noted)
 
 
 def test_without_rewards_there_are_no_rates(unrewarded):

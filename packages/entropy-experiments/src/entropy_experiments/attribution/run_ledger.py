@@ -130,6 +130,8 @@ class StepShares:
     """The batch's part through each parameter."""
     carried: Columns = field(repr=False)
     """rho A_t, which the step before needs."""
+    gradient: Params = field(repr=False)
+    """c_t g_t, as it was rebuilt."""
     step_distance: float
     """|step made - step rebuilt| / |step made|."""
     gradient_distance: float | None
@@ -296,12 +298,8 @@ def step_shares(
     rest = {name: made[name] - one.change for name, one in rebuilt.parameters.items()}
     missed = _missed_moment(rebuilt, step, params)
     size = norm(made)
-    entered = norm(
-        {
-            name: one.alpha * rebuilt.clip_factor * gradient.gradient[name].double()
-            for name, one in rebuilt.parameters.items()
-        }
-    )
+    clipped = {name: rebuilt.clip_factor * g.double() for name, g in gradient.gradient.items()}
+    entered = norm({name: one.alpha * clipped[name] for name, one in rebuilt.parameters.items()})
     by_parameter = {
         name: _by_parameter(rebuilt, inputs[name], gradient.gradient) for name in inputs
     }
@@ -331,10 +329,9 @@ def step_shares(
             name: {key: one.rho * costates[name][key] for key, one in rebuilt.parameters.items()}
             for name in slopes
         },
+        gradient=clipped,
         step_distance=norm(rest) / size if size else norm(rest),
-        gradient_distance=None
-        if step.later is None
-        else (norm(missed) / entered if entered else norm(missed)),
+        gradient_distance=None if step.later is None else norm(missed) / (entered or 1.0),
         clip_factor=rebuilt.clip_factor,
     )
 

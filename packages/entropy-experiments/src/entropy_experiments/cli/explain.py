@@ -162,10 +162,11 @@ def text_lines(summary: RunLedgerResult) -> list[str]:
     ]
     if (reward := summary["reward"]) is not None:
         lines.append(f"reward   {reward['start']['value']:.4f} -> {reward['end']['value']:.4f}")
-    lines += ["", f"{'':34}{'entropy':>12}{'+-':>11}{'reward':>12}"]
+    lines += ["", f"{'':34}{'entropy':>12}{'+- (1)':>11}{'reward':>12}"]
     for name, line in summary["lines"].items():
         lines.append(_line(WORDS[name], line["dH"], line["stderr"], line["dR"]))
     gain = total["reward"]
+    lines.append(f"{'':34}{'':>12}{'+- (2)':>11}")
     lines += [
         _line("along the path", path["value"], path["stderr"], gain and gain["value"]),
         _line(
@@ -184,10 +185,13 @@ def text_lines(summary: RunLedgerResult) -> list[str]:
     memo = summary["memo"]["unfinished"]
     lines += [
         "",
+        "(1) standard error from two halves of the evaluation prompts: it tells noise from signal",
+        "(2) standard error over all evaluation prompts",
         f"memo: the last batches will still do {memo['dH']:+.4f} after the window, through "
         "momentum",
         "Shares are direct effects through the optimizer. Attribution is not removal.",
     ]
+    lines += [f"note: {note}" for note in summary["notes"]]
     lines.append(
         "trusted" if summary["trusted"] else f"not trusted: {'; '.join(summary['why_not'])}"
     )

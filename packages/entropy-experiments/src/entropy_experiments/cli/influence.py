@@ -78,8 +78,9 @@ def influence(
         typer.Option(
             "--momentum",
             metavar="N",
-            min=1,
-            help="Split momentum among the N batches before the step, down to their tokens.",
+            min=0,
+            help="Split momentum among at most N earlier batches; 0: leave it one line. Default, "
+            "in a recorded run: at most 30, at no more than the cost of the rest.",
         ),
     ] = None,
     saved: Annotated[
@@ -106,7 +107,7 @@ def influence(
         if saved is not None:
             options = {"--config": config, "--checkpoint": checkpoint, "--set": overrides}
             options |= {"--out": out, "--confirm": confirm, "--fisher": fisher}
-            options |= {"--overwrite": overwrite, "--momentum": momentum}
+            options |= {"--overwrite": overwrite, "--momentum": momentum is not None}
             _from_saved(saved, what_if or [], entropy_budget, options, as_json=as_json)
             return
         changes: dict[str, Any] = {}
@@ -132,7 +133,7 @@ def influence(
 
         with keep_stdout_for_json(as_json=as_json):
             summary = EntropyInfluenceRunner(settings, quiet=quiet).run(
-                overwrite=overwrite, momentum_batches=momentum or 0
+                overwrite=overwrite, momentum_batches=momentum
             )
         files = f"Files: {summary['run_directory']}"
         print_results(summary, lambda: [*influence_report(summary), files], as_json=as_json)

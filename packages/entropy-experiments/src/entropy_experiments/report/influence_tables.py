@@ -11,6 +11,12 @@ from collections.abc import Callable, Collection
 from typing import cast
 
 from entropy_experiments.report import words
+from entropy_experiments.report.momentum import (
+    largest,
+    one_line_because,
+    shown_ledgers,
+    split_of,
+)
 from entropy_experiments.report.words import cell, contains_zero, left_over, spoken, value_of
 from entropy_experiments.results import (
     AnyNumber,
@@ -161,30 +167,37 @@ def _entropy(evaluation: EvaluationBatch) -> LedgerResult | None:
 
 
 def _ledger(evaluation: EvaluationBatch) -> list[str]:
-    entropy = _entropy(evaluation)
-    if entropy is None:
+    if _entropy(evaluation) is None:
         return []
-    reward, total = evaluation["ledger"].get("reward"), value_of(entropy["predicted"])
+    shown = shown_ledgers(evaluation)
+    entropy, reward = shown["entropy"], shown.get("reward")
+    total = value_of(entropy["predicted"])
     # None where parts cancel, or where the total is lost in its own error bar.
     shares = total and not _withheld(evaluation) and not contains_zero(entropy["predicted"])
     books = [("entropy, nats", entropy), *([("expected reward", reward)] if reward else [])]
     columns = f"{'this step':>{WIDE}} {'eventual':>{WIDE}} {'stderr':>{NARROW}}"
     heads = [columns + (f" {'share':>{SHARE}}" if shares else ""), columns][: len(books)]
     titles = [f"  {title:^{len(head)}}" for (title, _), head in zip(books, heads, strict=True)]
+    # Lines of the entropy alone stand where they are in its sum, those of the reward alone first.
+    names = [n for n in (reward or entropy)["lines"] if n not in entropy["lines"]]
+    names += entropy["lines"]
+    width = max(NAME, *(len(LINE_NAMES.get(name, name)) for name in names))
     lines = [
         "What changed it, to first order (eventual: with the momentum it leaves to later steps"
         + ("; share: of the predicted entropy change):" if shares else "):"),
-        (f"  {'':{NAME}}" + "".join(titles)).rstrip(),
-        f"  {'':{NAME}}" + "".join(f"  {head}" for head in heads),
+        (f"  {'':{width}}" + "".join(titles)).rstrip(),
+        f"  {'':{width}}" + "".join(f"  {head}" for head in heads),
     ]
-    for name, line in entropy["lines"].items():
-        share = _share(line["this_step"] / total) if shares else ""
+    for name in names:
+        line = entropy["lines"].get(name)
+        share = _share(None if line is None else line["this_step"] / total) if shares else ""
         first, *others = (f"  {_line_cells(book['lines'].get(name))}" for _, book in books)
-        lines.append(f"  {LINE_NAMES.get(name, name):{NAME}}{first}{share}{''.join(others)}")
+        row = f"  {LINE_NAMES.get(name, name):{width}}{first}{share}{''.join(others)}"
+        lines.append(row.rstrip())
     for name in ("predicted", "curvature", "measured", "unexplained"):
         blank = " " * (SHARE + 1) if shares else ""
         cells = blank.join(f"  {_sum_cells(book.get(name))}" for _, book in books)
-        lines.append(f"  {name:{NAME}}{cells}".rstrip())
+        lines.append(f"  {name:{width}}{cells}".rstrip())
     for title, book in books:
         rest = book.get("unexplained")
         if rest is not None:
@@ -209,7 +222,9 @@ def _sum_cells(estimate: AnyNumber | None) -> str:
     return f"{cell(value, WIDE)} {'':>{WIDE}} {cell(stderr, NARROW, '.1e')}"
 
 
-def _share(share: float) -> str:
+def _share(share: float | None) -> str:
+    if share is None:
+        return f" {'':>{SHARE}}"
     return f" {share:>+{SHARE}.0%}" if abs(share) >= 0.005 else f" {'none':>{SHARE}}"
 
 
@@ -389,24 +404,30 @@ def _left_out(evaluation: EvaluationBatch) -> list[str]:
 
 
 def _momentum(evaluation: EvaluationBatch) -> list[str]:
-    """The line "momentum" by the batches that it came from, the newest first."""
-    momentum = evaluation.get("momentum")
-    if not momentum:
+    """The batches of most influence through momentum, or why it is one line."""
+    if (reason := one_line_because(evaluation)) is not None:
+        return [f"Momentum is one line: {reason}."]
+    momentum = split_of(evaluation)
+    if momentum is None:
         return []
-    if "error" in momentum:
-        return [f"Momentum by batches: no answer. {momentum['error']}"]
-    lines = [f"Momentum {momentum['total']:+.4g} nats, by the batches it came from:"]
-    for one in momentum["batches"]:
+    count, named = len(momentum["batches"]), largest(momentum)
+    lines = [
+        f"Momentum {momentum['total']:+.4g} nats comes from the batches before this step; "
+        f"{count} of them rebuilt, their tokens are in momentum.parquet (--momentum N: N batches)."
+    ]
+    lines.append("  Of most influence:" if named else "  No single batch stands out of its noise.")
+    for one in named:
+        bar = cell(one["stderr"], 0, ".1e")
         lines.append(
-            f"  batch {one['step']:<5} {one['dH']:+.4g} +- {one['stderr']:.2g} (weight "
-            f"{one['weight']:.3f})"
+            f"    batch {one['step']:<5} {one['dH']:+.2e} +- {bar}   (weight {one['weight']:.3f})"
         )
-    rest = {
-        f"before checkpoint {momentum['from']}": momentum["before_record"]["dH"],
-        "coupled decay of earlier steps": momentum["decay"],
-        "not covered by the rebuilt batches": momentum["uncovered"],
-    }
-    return [*lines, *(f"  {name}: {value:+.4g}" for name, value in rest.items() if value)]
+    off = [one["step"] for one in momentum["batches"] if one["other_gradient"]]
+    if off:
+        lines.append(
+            f"  Doubt: the gradients rebuilt of {len(off)} of {count} batches are not those that "
+            f"training used (the newest: batch {max(off)})."
+        )
+    return lines
 
 
 def _fisher(evaluation: EvaluationBatch) -> list[str]:

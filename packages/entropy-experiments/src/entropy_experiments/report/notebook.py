@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from entropy_experiments.report import words
 from entropy_experiments.report.influence_tables import LINE_NAMES
+from entropy_experiments.report.momentum import shown_ledgers
 from entropy_experiments.report.sections import measured_again
 from entropy_experiments.results import (
     AnyNumber,
@@ -57,7 +58,7 @@ class InfluenceSummary(dict[str, Any]):
             predicted=ledger["predicted"],
         )
         doubts = [*words.doubts_of(ledger["predicted"], ledger["measured"]), *evaluation["doubts"]]
-        shown = [said_html(sentence, doubts), ledger_html(ledger)]
+        shown = [said_html(sentence, doubts), ledger_html(shown_ledgers(evaluation)["entropy"])]
         if evaluation.get("what_if"):
             shown.append(answers_html(evaluation["what_if"]))
         if "run_directory" in self:

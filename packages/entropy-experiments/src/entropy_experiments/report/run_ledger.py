@@ -4,6 +4,7 @@ Every token of every batch has its dH and dR in run_ledger.parquet. Added up by 
 
     dH(g, t) = sum of dH over the tokens of batch t in group g        likewise dH_a, dH_b, dR, ...
     s.e.     = |sum dH_a - sum dH_b|                                  the two halves of E
+    95 %     = dH -+ 12.7 s.e.                                        one degree of freedom
     rate     = dH(g) / dR(g), nats per unit of reward
     its s.e. = |(dH_a - dH_b) - rate (dR_a - dR_b)| / |dR|            both halves move together
 
@@ -63,6 +64,12 @@ SIGNS = ("below 0", "0", "above 0")
 COLUMNS = ("dH", "dH_a", "dH_b", "dR", "dR_a", "dR_b")
 SURE = 2.0
 """Standard errors of dR above which a rate is shown."""
+OF_HALVES = 12.7
+"""Standard errors in the half width of a 95 % interval: Student's t of one degree of freedom, which
+is what two halves have. No group is singled out within its interval."""
+CONFIRMED = 0.5
+"""Of the dearest prompts' sum: what the other half of E must find in them before they are advised.
+"""
 
 
 class Rate(TypedDict):
@@ -315,6 +322,16 @@ def exchange_rate(
     if signed:
         return {"value": value, "stderr": abs(apart_H - value * apart_R) / abs(dR)}
     return {"value": value, "stderr": (abs(apart_H) + abs(value * apart_R)) / abs(dR)}
+
+
+def stands_out(group: Group) -> bool:
+    """Whether the 95 % interval of the group's change of entropy leaves out 0."""
+    return abs(group["dH"]) > OF_HALVES * group["dH_stderr"]
+
+
+def confirmed(chosen: Selection) -> bool:
+    """Whether the dearest are dear beyond the luck of having been chosen."""
+    return chosen["cross_fitted"] <= CONFIRMED * chosen["in_sample"] < 0
 
 
 @dataclass

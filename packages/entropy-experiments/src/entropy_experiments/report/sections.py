@@ -95,6 +95,35 @@ class LedgerSection(TypedDict):
     lines: list[BookLine]
 
 
+class MomentumToken(TypedDict):
+    """A token of an earlier batch, with the text around it."""
+
+    before: str
+    text: str
+    after: str
+    rollout: int
+    position: int
+    value: float
+    stderr: float
+    """From two halves of the evaluation prompts."""
+
+
+class MomentumBatchRow(TypedDict):
+    """What an earlier batch does in this step."""
+
+    step: int
+    value: float
+    stderr: float | None
+    weight: float
+    other_gradient: bool
+    tokens: list[MomentumToken]
+
+
+class MomentumSection(TypedDict):
+    total: float
+    rows: list[MomentumBatchRow]
+
+
 class WeightsRow(TypedDict):
     """Importance weights at one step size."""
 
@@ -248,6 +277,7 @@ class ReportData(TypedDict):
     others: list[OtherBatch]
     absent: dict[str, str]
     lr: NotRequired[float]
+    momentum: NotRequired[MomentumSection | None]
     difference: NotRequired[AnyNumber | None]
     sizes: NotRequired[dict[str, int]]
     seconds: NotRequired[float | None]

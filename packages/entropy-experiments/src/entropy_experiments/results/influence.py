@@ -203,8 +203,11 @@ FisherResult = FisherAnswer | Unanswered
 
 
 class MomentumShare(TypedDict):
+    """A part of the ledger's line "momentum"; its error is over evaluation prompts."""
+
     dH: float
-    stderr: float
+    stderr: float | None
+    interval: list[float] | None
 
 
 class MomentumBatch(MomentumShare):
@@ -214,9 +217,19 @@ class MomentumBatch(MomentumShare):
     weight: float
     """(1 - b1) b1^(t - s), by which its gradient enters this step."""
     decay: float
-    uncovered: float
+    """Coupled decay of its step."""
     step_distance: float
+    gradient_distance: float | None
+    """|gradient used - gradient rebuilt| over the rebuilt one's size; null: no moment is stored."""
+    other_gradient: bool
+    """It is too large: this is not the gradient that training used."""
 
+
+MomentumPart = TypedDict(
+    "MomentumPart",
+    {"from": int, "to": int, "dH": float, "stderr": float | None, "interval": list[float] | None},
+)
+"""The batches of steps `from` to `to` together."""
 
 MomentumAnswer = TypedDict(
     "MomentumAnswer",
@@ -225,13 +238,16 @@ MomentumAnswer = TypedDict(
         "to": int,
         "total": float,
         "batches": list[MomentumBatch],
+        "parts": list[MomentumPart],
         "before_record": MomentumShare,
         "decay": float,
         "uncovered": float,
     },
 )
-"""The ledger's line "momentum", by the batches that it came from; they, `before_record`, `decay`
-(coupled, of earlier steps) and `uncovered` add up to `total`. momentum.parquet has their tokens."""
+"""The ledger's line "momentum", by the batches that it came from, the newest first; in `parts` the
+newest are together, which hold half of the weight, and the others. They, `before_record`, `decay`
+(coupled, of earlier steps) and `uncovered` add up to `total`, the line. `from` is the first step
+whose batch was rebuilt. momentum.parquet has their tokens."""
 
 MomentumResult = MomentumAnswer | Unanswered
 

@@ -4,15 +4,18 @@
 
 A run that recorded its batches knows every g_s: they are recomputed at the parameters of their own
 step, stored or replayed, and one jvp along b1^(t-s) (1 - b1) K_t g_H(t) gives each token of each
-batch (`attribution.run_ledger.momentum_shares`). What precedes the record, or the number of
-batches asked for, stays one line.
+batch (`attribution.run_ledger.momentum_shares`). What precedes the first batch (`earlier_steps`)
+is one line, and so is what the rebuilt batches do not cover; the lines add up to the ledger's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.attribution.run_ledger import (
@@ -20,174 +23,228 @@ from entropy_experiments.attribution.run_ledger import (
     LedgerStep,
     momentum_shares,
 )
-from entropy_experiments.checkpoints.recorded_run import RecordedRun, find_run
-from entropy_experiments.pipelines.explain import (
-    ExplainOptions,
-    Opened,
-    Walk,
-    Window,
-    token_columns,
-)
-from entropy_experiments.pipelines.explain_files import table_bytes
+from entropy_experiments.estimate.first_order import scores_along, slope_of_scores
+from entropy_experiments.estimate.modes import used_forward_mode
+from entropy_experiments.pipelines.influence.earlier_steps import EarlierSteps, record_digests
 from entropy_experiments.pipelines.influence.stages import Evaluation
 from entropy_experiments.pipelines.influence.store import Stage
+from entropy_experiments.pipelines.run_ledger.files import table_bytes
+from entropy_experiments.pipelines.run_ledger.rows import token_columns
+from entropy_experiments.pipelines.run_ledger.stages import LedgerStages
+from entropy_experiments.pipelines.run_ledger.states import RunState, RunStates
+from entropy_experiments.results import JSONObject, finite
 from entropy_experiments.results.run_ledger import TOKEN_TABLE
-from entropy_experiments.types import AdamGroup, OptimizerState, Params
+from entropy_experiments.types import AdamGroup, Estimate, OptimizerState, Params
+from entropy_experiments.types.estimate import combine
+from entropy_experiments.update.certificate import APART
+from entropy_experiments.update.recursion import first_moment
 
 ROWS = "rows"
 """Name of the tensor that holds momentum.parquet."""
+SINGLE = 3
+"""So few batches have a line each."""
+ROUNDING = 0.01
+"""Of the sum of |parts|: how far their sum may be from the line, in fp32 and by differences."""
 
 
-def momentum_stage(evaluation: Evaluation) -> Stage:
-    """Facts for summary.json, and the rows of momentum.parquet."""
-    study, probe = evaluation.study, evaluation.probe
-    count = study.momentum_batches
-
-    def compute() -> Stage:
-        if not probe.real:
-            raise ValueError(
-                "The momentum of a hypothetical step: its batch was drawn here. Expected the batch "
-                "that training recorded (data.update_rollouts: recorded)."
-            )
-        run = find_run(probe.checkpoint.path.parent)
-        step = probe.checkpoint.step
-        if step is None or run.checkpoints.get(step) != probe.checkpoint.path:
-            raise ValueError(
-                f"{probe.checkpoint.path} is no numbered checkpoint of a run; expected "
-                "checkpoint-N beside the earlier ones."
-            )
-        window = earlier_window(run, step, count)
-        walk = Walk(
-            config=study.config,
-            run=run,
-            window=window,
-            options=ExplainOptions(),
-            stages=study.store,
-            key=evaluation.key,
-            say=study.clock.say,
-        )
-        return _split(evaluation, walk)
-
-    return evaluation.stage("momentum", ["momentum", count, study.mode], 6 * count, compute)
-
-
-def earlier_window(run: RecordedRun, step: int, count: int) -> Window:
-    """The last `count` recorded steps before one, from a stored checkpoint on.
+def momentum_stage(evaluation: Evaluation, earlier: EarlierSteps, line: float) -> Stage:
+    """Facts for summary.json, and the rows of momentum.parquet.
 
     Args:
-        run: The run.
-        step: Whose momentum is asked about.
-        count: How many batches at most.
+        evaluation: By whose rollouts entropy is meant.
+        earlier: The batches.
+        line: The ledger's line "momentum", which is split.
 
-    Returns:
-        Its start is the earliest checkpoint from which on every batch is recorded.
+    Raises:
+        ValueError: If an earlier state cannot be had, or the parts do not add up to the line.
+        OSError: If an earlier file cannot be read.
     """
-    recorded = step
-    while recorded > step - count and run.batch(recorded - 1) is not None:
-        recorded -= 1
-    starts = [c for c in sorted(run.checkpoints) if recorded <= c < step]
-    if not starts:
-        raise ValueError(
-            f"Nothing recorded leads to checkpoint {step} of {run.folder}: expected an earlier "
-            f"checkpoint, at most {count} steps before it, and update_batch/ of every step between."
-        )
-    anchors = [c for c in sorted(run.checkpoints) if starts[0] <= c <= step]
-    return Window(start=starts[0], end=step, anchors=tuple(anchors))
+    study = evaluation.study
+    stages = LedgerStages(store=study.store, key=evaluation.key)
+    states = RunStates(
+        config=study.config, run=earlier.run, window=earlier.window, stages=stages, say=None
+    )
+    key = [
+        *("momentum", earlier.first, list(earlier.window.anchors), study.mode, line),
+        record_digests(study.probe.checkpoint.path, earlier.window.end, len(earlier.steps)),
+    ]
+    passes = earlier.passes * len(study.probe.update.rollouts) / len(evaluation.rollouts)
+    stage = evaluation.stage(
+        "momentum", key, passes, lambda: _split(evaluation, states, earlier, line)
+    )
+    stages.remove(
+        *(f"state_{step}" for step in earlier.window.checkpoints),
+        *(f"replay_{step}" for step in earlier.window.anchors),
+    )
+    return stage
 
 
-def _split(evaluation: Evaluation, walk: Walk) -> Stage:
-    study, window = evaluation.study, walk.window
+def _split(evaluation: Evaluation, states: RunStates, earlier: EarlierSteps, line: float) -> Stage:
+    study, step = evaluation.study, earlier.window.end
     b1, _ = momentum_of(study.probe.optimizer)
-    parts, batches, last = [], [], None
-    visited: list[Opened] = []
-    carried = _carried(evaluation, b1)
+    signs = _signs(evaluation.probe.optimizer)
+    gain = _gain(evaluation, signs)
+    visited: list[RunState] = []
     walked = momentum_shares(
-        _steps(evaluation, walk, visited),
-        carried,
+        _steps(evaluation, states, earlier, visited),
+        _carried(evaluation, gain, b1),
         mode=study.mode,
         microbatch=study.probe.estimator.microbatch,
     )
+    rows, batches, slopes, last, measured = [], [], [], None, 0.0
     for shares in walked:
-        opened = visited[-1]
-        batch, _, _ = walk.batch(opened)
-        decode = opened.probed.checkpoint.tokenizer.decode
-        parts.append(token_columns(opened.step, batch, shares, decode))
+        state = visited[-1]
+        batch, _, _ = states.batch(state)
+        decode = state.probed.checkpoint.tokenizer.decode
+        rows.append(token_columns(state.step, batch, shares, decode))
+        entered = {name: (1 - b1) * signs[name] * g for name, g in shares.gradient.items()}
+        slope = _slope(evaluation, gain, b1 ** (step - state.step), entered)
+        slopes.append(slope)
+        distance = shares.gradient_distance
         batches.append(
             {
-                "step": opened.step,
-                "weight": (1 - b1) * b1 ** (window.end - opened.step),
-                **_halves({name: float(shares.tokens[name].sum()) for name in ENTROPY}),
+                "step": state.step,
+                "weight": (1 - b1) * b1 ** (step - state.step),
+                **_bar(slope, sum(float(shares.tokens[name].sum()) for name in ENTROPY)),
                 "decay": sum(shares.decay[name] for name in ENTROPY),
-                "uncovered": sum(shares.uncovered[name] for name in ENTROPY),
                 "step_distance": shares.step_distance,
+                "gradient_distance": distance,
+                "other_gradient": distance is not None and distance > APART,
             }
         )
+        measured += sum(shares.uncovered[name] for name in ENTROPY)
         last = shares
-    assert last is not None  # a window has steps
-    rows = table_bytes(TOKEN_TABLE, *reversed(parts))
-    total = evaluation.tokens.baseline["momentum"]
-    before = _halves(last.momentum_before)
+    assert last is not None  # there is an earlier step
+    first = first_moment(visited[-1].optimizer, visited[-1].params)
+    before = _bar(
+        _slope(evaluation, gain, b1 ** (step - earlier.first + 1), first),
+        sum(last.momentum_before[name] for name in ENTROPY),
+    )
+    decay = math.fsum(one["decay"] for one in batches)
+    known = math.fsum([*(one["dH"] for one in batches), before["dH"], decay])
+    _check_sum(line, line - known, measured, [one["dH"] for one in batches])
+    table = table_bytes(TOKEN_TABLE, *reversed(rows))
     return Stage(
         facts={
-            "from": window.start,
-            "to": window.end,
-            "total": total,
+            "from": earlier.first,
+            "to": step,
+            "total": line,
             "batches": batches,
+            "parts": _parts(batches, slopes),
             "before_record": before,
-            "decay": sum(one["decay"] for one in batches),
-            "uncovered": sum(one["uncovered"] for one in batches),
+            "decay": decay,
+            "uncovered": line - known,
         },
-        tensors={ROWS: torch.frombuffer(bytearray(rows), dtype=torch.uint8)},
+        tensors={ROWS: torch.frombuffer(bytearray(table), dtype=torch.uint8)},
     )
 
 
-def _steps(evaluation: Evaluation, walk: Walk, visited: list[Opened]) -> Iterator[LedgerStep]:
+def _parts(batches: Sequence[JSONObject], slopes: Sequence[Estimate]) -> list[JSONObject]:
+    """The newest batches, which hold half of the weight, and the others; a few are single."""
+    half, sums, cuts = sum(one["weight"] for one in batches) / 2, 0.0, [0, len(batches)]
+    for count, one in enumerate(batches, start=1):
+        sums += one["weight"]
+        if sums >= half:
+            cuts = sorted({0, count, len(batches)})
+            break
+    if len(batches) <= SINGLE:
+        cuts = list(range(len(batches) + 1))
+    return [
+        {
+            "from": batches[high - 1]["step"],
+            "to": batches[low]["step"],
+            **_bar(
+                combine([(1.0, slope) for slope in slopes[low:high]]),
+                math.fsum(one["dH"] for one in batches[low:high]),
+            ),
+        }
+        for low, high in pairwise(cuts)
+    ]
+
+
+def _slope(evaluation: Evaluation, gain: Params, weight: float, entered: Params) -> Estimate:
+    """What a part of the moment does to the entropy in this step, with an error bar by prompt."""
+    study = evaluation.study
+    direction = {name: -weight * gain[name] * x for name, x in entered.items()}
+    mode = used_forward_mode(study.policy, evaluation.rollouts, study.mode)
+    microbatch = study.probe.estimator.microbatch
+    scores, (slope,) = scores_along(
+        study.policy, evaluation.rollouts, [direction], mode=mode, microbatch=microbatch, lr=1.0
+    )
+    return slope_of_scores(scores, slope, evaluation.rollouts, study.estimand, mode=mode)
+
+
+def _bar(estimate: Estimate, value: float) -> JSONObject:
+    """The value that tokens add up to, with the estimate's error."""
+    interval = None if estimate.interval is None else list(estimate.interval)
+    return {"dH": value, "stderr": finite(estimate.stderr), "interval": interval}
+
+
+def _check_sum(line: float, uncovered: float, measured: float, parts: Sequence[float]) -> None:
+    """What the batches leave of the line is what the stored moments say they leave."""
+    size = math.fsum(abs(part) for part in (*parts, line))
+    if abs(uncovered - measured) > ROUNDING * size:
+        raise ValueError(
+            f"the batches leave {uncovered:+.3g} of the line's {line:+.3g} nats, and the stored "
+            f"moments say {measured:+.3g}: their tokens are not derivatives of this line"
+        )
+
+
+def _steps(
+    evaluation: Evaluation, states: RunStates, earlier: EarlierSteps, visited: list[RunState]
+) -> Iterator[LedgerStep]:
     """Earlier steps, the newest first; their models are opened one after the other."""
     after: Params = evaluation.study.policy.params
     later: OptimizerState = evaluation.probe.optimizer
-    for step in reversed(walk.window.steps):
-        opened = walk.at(step)
-        visited.append(opened)
-        batch, facts, trained = walk.batch(opened)
+    for step in reversed(earlier.steps):
+        state = states.at(step)
+        visited.append(state)
+        batch, facts, trained = states.batch(state)
         yield LedgerStep(
             trained=trained,
             after=after,
             batch=batch,
             objective=facts.objective,
-            optimizer=opened.optimizer,
+            optimizer=state.optimizer,
             max_grad_norm=facts["max_grad_norm"] or None,
             later=later,
         )
-        after = {name: theta.detach().clone() for name, theta in opened.params.items()}
-        later = opened.optimizer
+        after = {name: theta.detach().clone() for name, theta in state.params.items()}
+        later = state.optimizer
 
 
-def _carried(evaluation: Evaluation, b1: float) -> dict[str, Params]:
-    """rho K_t g_H(t) in two halves: K = lr P / (1 - b1), and the folds of E in two groups."""
-    assert evaluation.matrix is not None  # a study of a cut model is refused at its start
-    study, gradients = evaluation.study, evaluation.matrix.g_K
-    direction = study.direction
-    assert direction.preconditioner is not None  # an AdamW step has one
-    signs = {
+def _signs(optimizer: OptimizerState) -> dict[str, float]:
+    """-1 where the optimizer ascends."""
+    return {
         name: -1.0 if isinstance(group, AdamGroup) and group.maximize else 1.0
-        for group in evaluation.probe.optimizer.groups
+        for group in optimizer.groups
         for name in group.names
     }
+
+
+def _gain(evaluation: Evaluation, signs: Mapping[str, float]) -> dict[str, Tensor]:
+    """K_t = lr P / (1 - b1): what a moment is multiplied by in this step."""
+    direction = evaluation.study.direction
+    assert direction.preconditioner is not None  # an AdamW step has one
+    b1, _ = momentum_of(evaluation.probe.optimizer)
+    return {
+        name: direction.lr / (1 - b1) * signs[name] * p.double()
+        for name, p in direction.preconditioner.items()
+    }
+
+
+def _carried(evaluation: Evaluation, gain: Params, b1: float) -> dict[str, Params]:
+    """rho K_t g_H(t) in two halves: the folds of E in two groups."""
+    assert evaluation.matrix is not None  # the momentum of a cut model is one line
+    gradients = evaluation.matrix.g_K
     middle = max(1, len(gradients) // 2)
     halves = (gradients[:middle], gradients[middle:])
-    scale = direction.lr * b1 / (1 - b1)
     return {
         column: {
-            name: scale
-            * signs[name]
-            * p.double()
-            * sum((g[name].double() for g in half), torch.zeros_like(p, dtype=torch.float64))
-            for name, p in direction.preconditioner.items()
+            name: b1
+            * k
+            * sum((g[name].double() for g in half), torch.zeros_like(k, dtype=torch.float64))
+            for name, k in gain.items()
         }
         for column, half in zip(ENTROPY, halves, strict=True)
     }
-
-
-def _halves(columns: Mapping[str, float]) -> dict[str, float]:
-    a, b = (columns[name] for name in ENTROPY)
-    return {"dH": a + b, "stderr": abs(a - b)}

@@ -52,6 +52,7 @@ from entropy_experiments.pipelines.influence.summary_json import (
 from entropy_experiments.results import (
     ConfirmationAnswer,
     EstimateResult,
+    LedgerResult,
     Ledgers,
     LeftOut,
     LeftOutAnswer,
@@ -95,7 +96,7 @@ class EvaluationResults:
     fisher: Stage | Unanswered | None = None
     """The kernel and its changes; why there are none ("error"); None: nobody asked."""
     momentum: Stage | Unanswered | None = None
-    """Momentum by the batches that it came from; of the first evaluation batch."""
+    """Momentum by the batches that it came from, or why it is one line ("error")."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -189,9 +190,7 @@ def _evaluation_results(evaluation: Evaluation) -> EvaluationResults:
         left_out=[left_out_or_error(evaluation, row) for row in options.leave_one_out],
         what_if=[what_if(evaluation, text) for text in options.what_if],
         fisher=answer_or_error(lambda: fisher(evaluation)) if options.fisher else None,
-        momentum=answer_or_error(lambda: momentum_stage(evaluation))
-        if evaluation.study.momentum_batches and evaluation.study.inputs.evaluations[0] is batch
-        else None,
+        momentum=_momentum(evaluation, both["entropy"]),
     )
 
 
@@ -239,6 +238,20 @@ def reward_stage(evaluation: Evaluation) -> Stage:
 
     key = ["reward", study.mode, study.lasting, evaluation.matrix_key]
     return evaluation.stage("reward", key, 30, compute)
+
+
+def _momentum(evaluation: Evaluation, ledger: LedgerResult) -> Stage | Unanswered | None:
+    """Of the first evaluation batch; None: there is no momentum, or nobody wants it split."""
+    study = evaluation.study
+    if study.momentum_batches == 0 or study.inputs.evaluations[0] is not evaluation.batch:
+        return None
+    try:
+        earlier = study.earlier_steps
+        if earlier is None:
+            return None
+        return momentum_stage(evaluation, earlier, ledger["lines"]["momentum"]["this_step"])
+    except (ValueError, OSError) as error:
+        return {"error": str(error)}
 
 
 def answer_or_error(answer: Callable[[], Answer]) -> Answer | Unanswered:

@@ -28,6 +28,7 @@ from entropy_experiments.config.sections import BatchRequest
 from entropy_experiments.config.sections import Workspace as WorkspaceSpec
 from entropy_experiments.distributed import current
 from entropy_experiments.pipelines.influence.batches import check_requests, gather_study
+from entropy_experiments.pipelines.influence.earlier_steps import record_digests
 from entropy_experiments.pipelines.influence.files import TABLE_FACTS, StudyFiles
 from entropy_experiments.pipelines.influence.results import study_results
 from entropy_experiments.pipelines.influence.rollout_sources import is_own_folder
@@ -159,16 +160,16 @@ class EntropyInfluenceRunner:
         *,
         checkpoint_path: str | Path | None = None,
         overwrite: bool = False,
-        momentum_batches: int = 0,
+        momentum_batches: int | None = None,
     ) -> InfluenceSummary:
         """summary.json as a dict, and `run_directory`, where the other files are.
 
-        `momentum_batches`: split the momentum of a recorded run's step among so many of the
-        batches before it; 0: leave it one line.
+        `momentum_batches`: split the momentum of a recorded run's step among at most so many of
+        the batches before it; None: as many as matter, at a bearable cost; 0: leave it one line.
         """
         config = plan.applied(self.config) if plan is not None else self.config
         check_requests(config)
-        check_sharded_study(config, momentum_batches=momentum_batches)
+        check_sharded_study(config, momentum_batches=momentum_batches or 0)
         influence = config.influence
         _check_etas(influence.learning_rates or (), influence.rollout_learning_rates or ())
         for text in config.influence.what_if:
@@ -183,8 +184,10 @@ class EntropyInfluenceRunner:
             questions = influence.model_dump(mode="json", include=set(QUESTIONS))
             # Drawings are made up for once matplotlib is there.
             questions["plots"] = influence.plots and can_draw()
-            if momentum_batches:
-                questions["momentum_batches"] = momentum_batches
+            questions["momentum"] = [
+                momentum_batches,
+                {} if momentum_batches == 0 else _earlier_record(probed, momentum_batches),
+            ]
             key = digest_of(study_key, questions, {"table": table_version()})
             place = influence.folder
             name = f"{probed.checkpoint.name}_{study_key[:8]}"
@@ -205,7 +208,7 @@ class EntropyInfluenceRunner:
         say: Callable[[str], None] | None,
         *,
         anew: bool,
-        momentum: int,
+        momentum: int | None,
     ) -> InfluenceResult:
         """Compute what is not there yet; returns summary.json.
 
@@ -342,6 +345,12 @@ def _study_key(config: Config, probed: OpenCheckpoint) -> str:
     )
 
 
+def _earlier_record(probed: OpenCheckpoint, count: int | None) -> dict[str, list[str]]:
+    return current().broadcast_from_zero(
+        lambda: record_digests(probed.checkpoint.path, probed.checkpoint.step, count)
+    )
+
+
 def _files_named(params: Mapping[str, Any]) -> list[str | Path]:
     """The files of a request of kind from_file: a dump may be one step of a large folder."""
     path = params.get("path")
@@ -383,8 +392,6 @@ def _answers(summary: InfluenceResult) -> list[tuple[str, str]]:
         options += [("--confirm", one["name"]) for one in confirmed]
         if evaluation.get("fisher") is not None:
             options.append(("--fisher", ""))
-        if evaluation.get("momentum") is not None:
-            options.append(("--momentum", ""))
         budget = evaluation.get("entropy_budget")
         if budget is not None:
             options.append((f"--entropy-budget {budget['budget']:g}", ""))

@@ -65,6 +65,7 @@ from entropy_experiments.estimate.options import EstimatorOptions
 from entropy_experiments.numerics.derivatives import How
 from entropy_experiments.pipelines.influence.batches import EvaluationBatch, StudyInputs
 from entropy_experiments.pipelines.influence.certified import certified_step
+from entropy_experiments.pipelines.influence.earlier_steps import EarlierSteps, steps_of_study
 from entropy_experiments.pipelines.influence.packing import (
     pack_estimate,
     pack_matrix,
@@ -186,7 +187,7 @@ class Study:
         store: StageStore,
         *,
         say: Callable[[str], None] | None = None,
-        momentum_batches: int = 0,
+        momentum_batches: int | None = None,
     ) -> None:
         self.inputs, self.store = inputs, store
         self.momentum_batches = momentum_batches
@@ -260,6 +261,13 @@ class Study:
         b1, coupled = momentum_of(self.probe.optimizer)
         return {"momentum_decay": b1, "coupled_decay": coupled}
 
+    @cached_property
+    def earlier_steps(self) -> EarlierSteps | None:
+        """Whose batches hold this step's momentum; a ValueError says why it stays one line."""
+        rollouts = len(self.probe.update.rollouts)
+        others = sum(Evaluation(self, batch).cost for batch in self.inputs.evaluations)
+        return steps_of_study(self.probe, self.momentum_batches, 6 + others / rollouts)
+
     @property
     def etas(self) -> tuple[float, ...]:
         return self.asked.learning_rates or (self.probe.lr,)
@@ -297,7 +305,19 @@ class Study:
 
     @property
     def cost(self) -> float:
-        return 6.0 * len(self.probe.update.rollouts)
+        return (6.0 + self._momentum_passes) * len(self.probe.update.rollouts)
+
+    @property
+    def _momentum_passes(self) -> int:
+        try:
+            earlier = None if self.momentum_batches == 0 else self.earlier_steps
+        except (ValueError, OSError):
+            return 0
+        return 0 if earlier is None else earlier.passes
+
+    @property
+    def step_cost(self) -> float:
+        return 3.0 * len(self.probe.update.rollouts)
 
     @cached_property
     def step_stage(self) -> Stage:
@@ -308,7 +328,7 @@ class Study:
                 self._step_in_memory = rebuilt
             return pack_step(rebuilt, certified)
 
-        return self.stage("step", digest_of(self.key), self.cost / 2, compute)
+        return self.stage("step", digest_of(self.key), self.step_cost, compute)
 
     @cached_property
     def rebuilt(self) -> RebuiltStep:
@@ -349,7 +369,7 @@ class Study:
             lines = directions()
             return Stage(facts={"names": list(lines)}, tensors=pack_params(lines))
 
-        stage = self.stage("lines", digest_of(self.key), self.cost / 2, compute)
+        stage = self.stage("lines", digest_of(self.key), self.step_cost, compute)
         found = unpacked(stage.tensors, stage.facts["names"])
         return {
             name: {key: value.to(self.device) for key, value in line.items()}

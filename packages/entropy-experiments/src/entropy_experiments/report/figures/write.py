@@ -102,7 +102,7 @@ def study_plots(run: Files, summary: InfluenceResult) -> dict[str, bytes]:
         for told in summary["evaluations"]:
             name = told["name"]
             unit = (told.get("estimand") or {}).get("unit", "token")
-            books = study_books(told["ledger"], unit)
+            books = study_books(told, unit)
             out[f"plots/{name}_ledger.png"] = image(ledger_figure(books, columns=2))
             if measured_deltas(run, name, "grad"):
                 out[samples_name(name)] = image(samples_figure(samples(run, name)))

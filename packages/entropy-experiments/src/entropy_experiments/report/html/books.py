@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from entropy_experiments.report.influence_tables import LINE_NAMES
+from entropy_experiments.report.momentum import shown_ledgers
 from entropy_experiments.report.sections import (
     Book,
     BookLine,
@@ -17,7 +18,13 @@ from entropy_experiments.report.sections import (
     WeightsRow,
 )
 from entropy_experiments.report.words import contains_zero
-from entropy_experiments.results import AnyNumber, LedgerLine, Ledgers, MeasuredResult, SweepPoint
+from entropy_experiments.results import (
+    AnyNumber,
+    EvaluationBatch,
+    LedgerLine,
+    MeasuredResult,
+    SweepPoint,
+)
 
 TOLERANCE = 0.1
 """The straight line holds where curvature is within this part of it (estimate.curvature)."""
@@ -70,9 +77,10 @@ def ledger(books: Sequence[Book]) -> LedgerSection:
     return {"books": list(books), "lines": lines}
 
 
-def study_books(ledgers: Ledgers, unit: str) -> list[Book]:
+def study_books(evaluation: EvaluationBatch, unit: str) -> list[Book]:
     """The books of a study's ledger: entropy and, where there is one, reward."""
     out: list[Book] = []
+    ledgers = shown_ledgers(evaluation)
     for name, units, one in (
         ("entropy", f"nats per {unit}", ledgers["entropy"]),
         ("reward", "expected reward", ledgers.get("reward")),

@@ -16,8 +16,16 @@ import numpy as np
 from entropy_experiments.report import words
 from entropy_experiments.report.html import books
 from entropy_experiments.report.html.influence_charts import FULL
+from entropy_experiments.report.html.momentum import momentum_section
 from entropy_experiments.report.html.token_views import MOST_TOKENS, token_views
 from entropy_experiments.report.influence_tables import RELIABLE, influence_report
+from entropy_experiments.report.momentum import (
+    MOMENTUM,
+    largest,
+    momentum_lines,
+    one_line_because,
+    split_of,
+)
 from entropy_experiments.report.sections import (
     CovarianceCells,
     CovarianceSection,
@@ -70,6 +78,8 @@ def study_data(
         if name in WORDS_OF_ABSENT
     }
     books_shown = _ledger(batch, unit, absent)
+    if (reason := one_line_because(batch)) is not None:
+        absent["the momentum by the batches it came from"] = reason
     texts, by_cell = _tokens(run, batch, absent, most_tokens)
     return {
         "kind": "influence",
@@ -89,6 +99,7 @@ def study_data(
         "verdict": _verdict(summary, batch, unit),
         "curve": books.curve(lr, ledger["predicted"], ledger["curvature"], measured),
         "ledger": books_shown,
+        "momentum": momentum_section(run, batch),
         "weights": books.weights(measured),
         "rollouts": _rollouts(batch),
         "texts": texts,
@@ -124,6 +135,7 @@ def _verdict(summary: InfluenceResult, evaluation: EvaluationBatch, unit: str) -
     if lines and share and not withheld and not contains_zero(predicted):
         sentences = [
             f"{line['this_step'] / share:.0%} {books.LINE_NAMES.get(name, name)}"
+            + (_by_batches(evaluation, share) if name == MOMENTUM else "")
             for name, line in lines
             if abs(line["this_step"] / share) >= 0.005
         ]
@@ -160,12 +172,27 @@ def _verdict(summary: InfluenceResult, evaluation: EvaluationBatch, unit: str) -
     }
 
 
+def _by_batches(evaluation: EvaluationBatch, total: float) -> str:
+    """Beside the share of the momentum: whose it is."""
+    momentum = split_of(evaluation)
+    if momentum is None:
+        return ""
+    parts = [
+        f"{name} {line['this_step'] / total:.0%}"
+        for name, line in momentum_lines(momentum).items()
+        if abs(line["this_step"] / total) >= 0.005
+    ]
+    named = [f"batch {one['step']}" for one in largest(momentum)[:3]]
+    most = f"; most by {', '.join(named)}" if named else ""
+    return f" ({', '.join(parts)}{most})"
+
+
 def _ledger(evaluation: EvaluationBatch, unit: str, absent: dict[str, str]) -> LedgerSection:
     if evaluation["ledger"].get("reward") is None:
         absent["the reward's ledger"] = (
             "needs rewards of the evaluation rollouts and two or more per prompt (influence.reward)"
         )
-    return books.ledger(books.study_books(evaluation["ledger"], unit))
+    return books.ledger(books.study_books(evaluation, unit))
 
 
 def _rollouts(evaluation: EvaluationBatch) -> RolloutsSection:

@@ -48,6 +48,7 @@ SECTIONS = (
     ("steps", "probed", "Every probed step"),
     ("curve", "curve", "Over the step size"),
     ("ledger", "ledger", "The ledger"),
+    ("momentum", "momentum", "Momentum by batches"),
     ("by-rollout", "rollouts", "By rollout"),
     ("texts", "texts", "The update rollouts"),
     ("covariance", "covariance", "Probability and advantage"),

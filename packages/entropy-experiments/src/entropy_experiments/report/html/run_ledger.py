@@ -30,7 +30,9 @@ from entropy_experiments.report.run_ledger import (
     LedgerRollout,
     RunLedgerView,
     Selection,
+    confirmed,
     run_ledger_view,
+    stands_out,
 )
 from entropy_experiments.report.words import contains_zero
 from entropy_experiments.results.run_ledger import LINES, RunLedgerResult
@@ -95,7 +97,9 @@ def render_run_ledger(view: RunLedgerView) -> str:
         title=f"Who spent the entropy of {summary['run']}?",
         view=view,
         summary=summary,
-        sentence=sentence(view),
+        what=what_happened(summary),
+        sure=how_sure(summary),
+        advice=what_next(view),
         points=points(view),
         lines=line_rows(summary),
         groupings=view["groupings"],
@@ -153,6 +157,12 @@ def _text_row(
 def sentence(view: RunLedgerView) -> str:
     """What happened, how sure that is, what to do next."""
     summary = view["summary"]
+    text = f"{what_happened(summary)}. How sure: {how_sure(summary)}. Next: {what_next(view)}."
+    return text if summary["trusted"] else f"Not trusted, for the reasons below: {text}"
+
+
+def what_happened(summary: RunLedgerResult) -> str:
+    """The change of entropy over the window, and of reward."""
     window, measured, unit = summary["window"], summary["measured"], words_of_unit(summary)
     begin, end = (summary["entropy"][name]["value"] for name in ("start", "end"))
     low, high = sorted(abs(x) for x in measured["interval"] or (0.0, 0.0))
@@ -169,51 +179,67 @@ def sentence(view: RunLedgerView) -> str:
         text = (
             f"Entropy {verb} by {words.plain(abs(measured['value']), 2)} {unit} (95 % "
             f"{words.plain(low, 2)} to {words.plain(high, 2)}) {where}, from "
-            f"{words.plain(begin, 3)} to {words.plain(end, 3)}{_closing(summary)}"
+            f"{words.plain(begin, 3)} to {words.plain(end, 3)}"
         )
-    text = f"{text}{_bought(summary)}. {_next(view)}"
-    return text if summary["trusted"] else f"Not trusted, for the reasons below: {text}"
-
-
-def _closing(summary: RunLedgerResult) -> str:
-    rest, measured = summary["unexplained"], summary["measured"]["value"]
-    share = abs(rest["value"] / measured) if measured else 0.0
-    if rest["interval"] is not None and contains_zero(rest):
-        return f"; the ledger closes ({share:.0%} unexplained, consistent with 0)"
-    return f"; {share:.0%} of that is unexplained"
-
-
-def _bought(summary: RunLedgerResult) -> str:
     gain = summary["measured_reward"]
     if gain is None:
-        return ""
-    return f"; expected reward changed by {words.with_bar(gain, 2)}"
+        return text
+    return f"{text}; expected reward changed by {words.with_bar(gain, 2)}"
 
 
-def _next(view: RunLedgerView) -> str:
+def how_sure(summary: RunLedgerResult) -> str:
+    """Whether the ledger closes, and what was found against it."""
+    rest, measured = summary["unexplained"], summary["measured"]["value"]
+    share = abs(rest["value"] / measured) if measured else 0.0
+    if rest["interval"] is None:
+        closing = "two ends with too few prompts cannot say whether the ledger closes"
+    elif contains_zero(rest):
+        closing = "the ledger closes"
+        if not contains_zero(summary["measured"]):
+            closing += f", {percent(share)} of the change is unexplained, consistent with 0"
+    else:
+        closing = f"the ledger does not close, {percent(share)} of the change is unexplained"
+    count = len(summary["why_not"])
+    doubts = f"{count} reason{'s' if count > 1 else ''} for doubt below"
+    return f"{closing}; {doubts if count else 'no check found a reason for doubt'}"
+
+
+def what_next(view: RunLedgerView) -> str:
+    """One piece of advice, and only what an interval or the other half supports."""
     summary = view["summary"]
     if not summary["trusted"]:
-        return "Next: remove the reason before you read shares."
+        return "remove the reason for doubt before you read shares"
     if contains_zero(summary["total"]["path"]):
         return (
-            "Next: explain a longer window (--from, --to) or draw more evaluation prompts (--set "
-            "data.evaluation_prompts=N)."
+            "explain a longer window (--from, --to) or draw more evaluation prompts (--set "
+            "data.evaluation_prompts=N)"
         )
     name_of = group_name(view)
     for key in ("difficulty", "class"):
         grouping = next((one for one in view["groupings"] if one["key"] == key), None)
         if grouping is None:
             continue
-        dear = min(grouping["groups"], key=lambda group: group["dH"])
+        sure = [group for group in grouping["groups"] if group["dH"] < 0 and stands_out(group)]
         total = summary["lines"]["batches"]["dH"]
-        if dear["dH"] < -SIGNIFICANT * dear["dH_stderr"] and total:
+        if sure and total:
+            dear = min(sure, key=lambda group: group["dH"])
             kind = "prompts" if key == "difficulty" else "tokens of the class"
             share = percent(dear["dH"] / total)
             return (
-                f"Next: look first at the {kind} “{name_of(grouping, dear)}”, "
-                f"{share} of what the batches did; then at the dearest prompts below."
+                f"look first at the {kind} “{name_of(grouping, dear)}”, {share} of what the "
+                "batches did (its 95 % interval leaves out 0)"
             )
-    return "Next: look at the dearest prompts below; no whole group stands out of the noise."
+    chosen = view["prompt_selection"]
+    if confirmed(chosen):
+        share = percent(chosen["cross_fitted"] / chosen["in_sample"])
+        return (
+            f"look at the {chosen['chosen']} dearest prompts below, of whose cost the other half "
+            f"of the evaluation prompts confirms {share}; no whole group stands out of the noise"
+        )
+    return (
+        "draw more evaluation prompts (--set data.evaluation_prompts=N) before you single out a "
+        "group or a prompt, none of which stands out of the noise"
+    )
 
 
 def points(view: RunLedgerView) -> list[str]:

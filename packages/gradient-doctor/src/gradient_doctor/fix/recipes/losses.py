@@ -203,15 +203,27 @@ def floor_under_root(finding: Finding, source: Source) -> Iterator[Proposal]:
     for node in own_nodes(source.statement(finding.site.line)):
         if not isinstance(node, ast.Call) or last_name(node.func) != "sqrt":
             continue
+        if any(isinstance(argument, ast.Starred) for argument in node.args):
+            continue
         if node.args:
             value = node.args[0]
-            edit = source.replace(value, f"{source.code(value)} + {_FLOOR}")
+            edit = source.replace(value, f"{_summand(value, source)} + {_FLOOR}")
         elif isinstance(node.func, ast.Attribute):
             value = node.func.value
-            edit = source.replace(value, f"({source.code(value)} + {_FLOOR})")
+            edit = source.replace(value, f"({_summand(value, source)} + {_FLOOR})")
         else:
             continue
         yield Proposal(what=f"Add {_FLOOR} inside of the root.", edits=(edit,))
+
+
+def _summand(value: ast.expr, source: Source) -> str:
+    """Its code, in brackets where it binds more loosely than a plus."""
+    loose = isinstance(value, ast.IfExp | ast.Compare | ast.BoolOp | ast.NamedExpr | ast.Lambda)
+    if isinstance(value, ast.UnaryOp):
+        loose = isinstance(value.op, ast.Not)
+    if isinstance(value, ast.BinOp):
+        loose = isinstance(value.op, ast.BitAnd | ast.BitOr | ast.BitXor | ast.LShift | ast.RShift)
+    return f"({source.code(value)})" if loose else source.code(value)
 
 
 def full_precision(finding: Finding, source: Source) -> Iterator[Proposal]:

@@ -1,0 +1,1 @@
+"""The ledger of a whole run: the parts of `entropy-probe explain`."""
