@@ -150,9 +150,8 @@ def smollm2() -> Step:
     """A real model; AdamW after one step, so that its state is there."""
     policy, rollouts = problem("smollm2")
     half = len(rollouts) // 2
-    evaluation, learned = (
-        rollouts.take(torch.arange(len(rollouts))[s]) for s in (slice(half), slice(half, None))
-    )
+    rows_N = torch.arange(len(rollouts))
+    evaluation, learned = (_whole(rollouts.take(part)) for part in (rows_N[:half], rows_N[half:]))
     draw = torch.Generator().manual_seed(1)
     advantage_N = torch.randn(len(learned), generator=draw)
     batch = UpdateBatch(
@@ -175,12 +174,10 @@ def _some(parts: list[Rollouts], prompts: int, group: int) -> Rollouts:
     """The first responses of the first prompts, drawn by the policy as far as cost goes."""
     rows: list[Rollouts] = []
     for part in parts:
-        seen: dict[int, int] = {}
-        kept = []
+        of_prompt: dict[int, list[int]] = {}
         for row, prompt in enumerate(part.prompt_N.tolist()):
-            seen[prompt] = seen.get(prompt, 0) + 1
-            if seen[prompt] <= group:
-                kept.append(row)
+            of_prompt.setdefault(prompt, []).append(row)
+        kept = [row for members in of_prompt.values() for row in members[:group]]
         rows.append(replace(part.take(torch.tensor(kept)), behaviour_logprob_NS=None))
     width = max(one.tokens_NS.shape[1] for one in rows)
 
@@ -193,7 +190,11 @@ def _some(parts: list[Rollouts], prompts: int, group: int) -> Rollouts:
         response_NS=torch.cat([padded(one.response_NS) for one in rows]),
         prompt_N=torch.cat([one.prompt_N + 10_000 * k for k, one in enumerate(rows)]),
     )
-    return together.take(torch.arange(prompts * group))
+    return _whole(together.take(torch.arange(prompts * group)))
+
+
+def _whole(part: Rollouts) -> Rollouts:
+    return replace(part, weight_N=None, share=1.0)
 
 
 def _beside(params: Params, step: float) -> dict[str, Tensor]:

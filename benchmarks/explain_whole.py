@@ -83,10 +83,10 @@ def differences(work: Path, dense: dict[str, Any], sparse: dict[str, Any], every
 
     steps = list(zip(dense["steps"], sparse["steps"], strict=True))
     levels = [abs(a["entropy"] - b["entropy"]) for a, b in steps]
-    token, prompt = (
-        {column: float(np.abs(np.subtract(*tables(name, column))).max()) for column in HALVES}
-        for name in (TOKEN_TABLE, PROMPT_TABLE)
-    )
+
+    def largest(name: str, columns: tuple[str, ...]) -> dict[str, float]:
+        return {x: float(np.abs(np.subtract(*tables(name, x))).max()) for x in columns}
+
     names = list(dense["lines"])
     return {
         "lines": {
@@ -98,8 +98,8 @@ def differences(work: Path, dense: dict[str, Any], sparse: dict[str, Any], every
             column: apart((a[column], b[column]) for a, b in steps)
             for column in ("dH_batches", "dR_batches", "dH_path", "dR_path", "dH_uncovered")
         },
-        "prompt": prompt,
-        "token": token,
+        "prompt": largest(PROMPT_TABLE, ("dH", "dR")),
+        "token": largest(TOKEN_TABLE, HALVES),
         "largest_token": float(np.abs(tables(TOKEN_TABLE, "dH")[0]).max()),
         "entropy": max(levels),
         "redrawn": [a["step"] for (a, _), level in zip(steps, levels, strict=True) if level > 1e-4],
