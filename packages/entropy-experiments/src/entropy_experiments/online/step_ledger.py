@@ -85,16 +85,6 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def refuse_without_recursion(optimizer: torch.optim.Optimizer) -> None:
-    """Before training, not after it: `explain` follows a gradient through later steps."""
-    if not isinstance(optimizer, (*ADAMS, torch.optim.SGD)):
-        raise ValueError(
-            f"run_ledger=True with {type(optimizer).__name__}: expected torch's Adam, AdamW or "
-            "SGD, whose later steps are known for each gradient. Leave run_ledger out; "
-            "record=FOLDER keeps the batches for the other commands."
-        )
-
-
 def due(every: int | None, step: int) -> bool:
     """Whether step `step`, counted from 0, has its ledger written."""
     return every is not None and step > 0 and step % every == 0

@@ -44,7 +44,6 @@ from entropy_experiments.online.step_ledger import (
     due,
     refuse_ledger,
     refuse_optimizer,
-    refuse_without_recursion,
     write_ledger,
 )
 from entropy_experiments.online.trl_noise import (
@@ -256,7 +255,6 @@ class EntropyProbeCallback(TrainerCallback):
         if self.noise_scale:
             refuse_scaled(args)
         if self.run_ledger:
-            refuse_without_recursion(unwrapped_optimizer(self.trainer.optimizer))
             self._keep_for_ledger(args)
         ranks = Ranks.all(PATIENCE)
         throttle = Throttle(every=self._every, max_overhead=self._max_overhead)
