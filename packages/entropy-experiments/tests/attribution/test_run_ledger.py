@@ -95,6 +95,7 @@ def optimizer_of(kind: str, leaves: dict[str, torch.Tensor], scale: float) -> An
     if kind.startswith("sgd"):
         nesterov = kind == "sgd_nesterov"
         more = {"momentum": 0.8, "dampening": 0.0 if nesterov else 0.3, "nesterov": nesterov}
+        more = {} if kind == "sgd_plain" else more
         groups = [
             {"params": head, "lr": 20 * low, "weight_decay": 0.1},
             {"params": body, "lr": 20 * high, "weight_decay": 0.3},
@@ -316,6 +317,18 @@ def test_every_token_and_batch_is_its_share_of_every_later_step(kind, quantity):
         share = sum(ledger.shares[s].batch[name] for name in columns)
         assert share == pytest.approx(batch, abs=EXACT)
         assert abs(batch) > 1e-6
+
+
+def test_without_momentum_there_is_no_moment_to_compare():
+    """SGD stores none: the step is the gradient, and shows whether it is training's."""
+    ledger = ledger_of("sgd_plain", steps=4)
+    assert [one.gradient_distance for one in ledger.shares] == [None] * 4
+    assert all(one.step_distance < EXACT for one in ledger.shares)
+    lines = ledger.lines(*ENTROPY)
+    assert sum(lines.values()) == pytest.approx(ledger.total(*ENTROPY), abs=EXACT)
+    assert lines["momentum_before_record"] == 0
+    assert abs(lines["uncovered"]) < EXACT
+    assert abs(lines["batches"]) > 1e-6
 
 
 def test_the_tangent_is_the_sum_of_one_step_predictions():

@@ -127,6 +127,21 @@ def test_two_ranks_write_what_one_process_writes(tmp_path, verb, result, more):
             assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
+@pytest.mark.slow
+def test_two_ranks_explain_a_run_as_one_process_does(tmp_path):
+    """Two steps of the shipped run, one from a replayed state: every file byte for byte."""
+    words = ("--from", "12", "--to", "14", "--every", "2")
+    changes = ("data.evaluation_prompts=6", "memory.microbatch_size=64")
+    settings = [word for change in changes for word in ("--set", change)]
+    one, two = tmp_path / "one", tmp_path / "two"
+    for out, ranks in ((one, 1), (two, 2)):
+        result = done(command("explain", *words, "--out", str(out), *settings, ranks=ranks))
+        assert result.returncode == 0, result.stderr
+    assert files(one) == files(two)
+    for name in files(one):
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+
+
 def wait(child: subprocess.Popen, ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not ready() and child.poll() is None and time.monotonic() < deadline:

@@ -1,7 +1,8 @@
-"""kill -9 at fifty random instants of `run`, `influence` and `train`: the same bits as without.
+"""kill -9 at fifty random instants of `run`, `influence`, `explain`, `train`: the same bits.
 
-`run` and `influence`: ten kills in a row, each of a process that goes on where the one before was
-killed, then one that is left alone; five times. `train`: half of the instants are times, half are
+Offline commands: ten kills in a row, each of a process that goes on where the one before was
+killed, then one that is left alone; five times. `explain` has two steps of the shipped run, one of
+them from a replayed state. `train`: half of the instants are times, half are
 changes of files, between which a kill is most awkward; after two or three of them the training is
 left alone. Every process has one thread, so that sums are added in the same order.
 """
@@ -31,7 +32,9 @@ DRAWN = ("update.batch=drawn", "batch_config.B_U=2", "batch_config.G=4")
 COMMANDS = {
     "run": ("run", *SMALL, *DRAWN),
     "influence": ("influence", *SMALL, *DRAWN, "influence.measured_rollouts=3"),
+    "explain": ("explain", "data.evaluation_prompts=6", "memory.microbatch_size=64"),
 }
+WORDS = {"explain": ("--from", "12", "--to", "14", "--every", "2")}
 FOLDERS, KILLS = 5, 10
 PATIENCE = 600
 """Seconds until a hang is a failure."""
@@ -41,7 +44,11 @@ def started(verb: str, out: Path) -> subprocess.Popen:
     name, *settings = COMMANDS[verb]
     options = [word for setting in settings for word in ("--set", setting)]
     return subprocess.Popen(
-        [sys.executable, "-m", "entropy_experiments.cli", name, "--out", str(out), *options],
+        [
+            *(sys.executable, "-m", "entropy_experiments.cli", name),
+            *WORDS.get(verb, ()),
+            *("--out", str(out), *options),
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -70,16 +77,21 @@ def kill_after(seconds: float, verb: str, out: Path) -> bool:
     return child.returncode == -signal.SIGKILL
 
 
-def contents(out: Path) -> dict[str, object]:
-    """All files; without how long things took, when, and the folder's own name."""
+def contents(verb: str, out: Path) -> dict[str, object]:
+    """All files; without how long things took, when, and the folder's own name.
+
+    A ledger of a run has none of these in its files, stages included.
+    """
     found: dict[str, object] = {}
     for path in sorted(p for p in out.rglob("*") if p.is_file()):
         name, data = path.relative_to(out).as_posix(), path.read_bytes()
         if path.suffix in (".stage", ".unit"):
             hashed_body(path, data)
-            found[name] = "whole"
+            found[name] = data if verb == "explain" and path.suffix == ".stage" else "whole"
         elif name.startswith("logs/"):
             continue  # one for every command, named by its time
+        elif verb == "explain":
+            found[name] = data
         elif name in ("results.json", "summary.json"):
             dropped = ("timing", "timings", "log_path", "plan", "run_directory")
             found[name] = {k: v for k, v in json.loads(data).items() if k not in dropped}
@@ -98,7 +110,7 @@ def undisturbed(request, tmp_path_factory):
     out = tmp_path_factory.mktemp(request.param) / "out"
     begun = time.monotonic()
     finish(request.param, out)
-    return request.param, contents(out), time.monotonic() - begun
+    return request.param, contents(request.param, out), time.monotonic() - begun
 
 
 @pytest.mark.slow
@@ -112,12 +124,12 @@ def test_killed_ten_times(undisturbed, tmp_path, folder):
             if killed == KILLS:
                 break
         else:  # a quieter machine than it was: it had finished, so it begins anew
-            _same(contents(out), wanted)
+            _same(contents(verb, out), wanted)
             shutil.rmtree(out)
             seconds *= 0.7
     assert killed == KILLS
     finish(verb, out)
-    _same(contents(out), wanted)
+    _same(contents(verb, out), wanted)
     assert not list(out.rglob("*.partial"))
 
 

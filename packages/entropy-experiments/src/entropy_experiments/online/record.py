@@ -37,7 +37,7 @@ from entropy_experiments.checkpoints.training_facts import KNOWN_FACTS, FactsFil
 from entropy_experiments.checkpoints.training_record import SCHEMA, RecordContent, RecordedRewards
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.loss_names import Loss
-from entropy_experiments.online.record_files import PROMPTS, RecordFiles
+from entropy_experiments.online.record_files import PROMPTS, RecordFiles, name_parameters
 from entropy_experiments.online.record_sources import rewards_entry, write_prompts
 from entropy_experiments.online.trl_options import (
     recorded_options,
@@ -124,6 +124,8 @@ class Recorder:
     def saved(self, trainer: Any, checkpoint: Path, ranks: Ranks) -> None:
         """The trainer has just written this checkpoint: the next step's batch belongs to it."""
         if not ranks.rank and checkpoint.is_dir():
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            name_parameters(checkpoint, model, unwrapped_optimizer(trainer.optimizer))
             facts = facts_of(trainer, self.facts)
             self.files.add_checkpoint(checkpoint, trainer.state.global_step, facts)
 

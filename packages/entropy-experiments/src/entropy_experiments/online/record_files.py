@@ -19,10 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from entropy_experiments.artifacts import sha256, write_whole
-from entropy_experiments.checkpoints.layout import find_checkpoint
+from entropy_experiments.artifacts import sha256, write_json, write_whole
+from entropy_experiments.checkpoints.layout import OPTIMIZER_FILES, PARAM_NAMES, find_checkpoint
 from entropy_experiments.checkpoints.recorded_step import (
     FINGERPRINT_FILE,
     GRADIENT_FILE,
@@ -226,6 +227,20 @@ class RecordFiles:
         if self.gradient is not None:
             return self.gradient
         return gradient.elements <= GRADIENT_ELEMENTS
+
+
+def name_parameters(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Names beside torch's file of an optimizer, which has numbers for them.
+
+    Their order is known here, whatever groups the optimizer has. Parameters of something else than
+    the model have no name that a checkpoint knows: then nothing is written.
+    """
+    if not any((checkpoint / name).is_file() for name in OPTIMIZER_FILES):
+        return
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    groups = [[name_of.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    if all(name is not None for group in groups for name in group):
+        write_json(checkpoint / PARAM_NAMES, groups)
 
 
 def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:

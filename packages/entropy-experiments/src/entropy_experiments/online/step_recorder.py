@@ -32,8 +32,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from entropy_experiments.artifacts import write_json
-from entropy_experiments.checkpoints.layout import OPTIMIZER_FILES, PARAM_NAMES, STEP
+from entropy_experiments.checkpoints.layout import STEP
 from entropy_experiments.checkpoints.recorded_step import base_fingerprint, base_location
 from entropy_experiments.checkpoints.training_facts import FactsFile, check_facts
 from entropy_experiments.checkpoints.training_record import (
@@ -50,7 +49,7 @@ from entropy_experiments.online.probe import (
     trained_parameters,
 )
 from entropy_experiments.online.record import refuse_unknown
-from entropy_experiments.online.record_files import PROMPTS, RecordFiles
+from entropy_experiments.online.record_files import PROMPTS, RecordFiles, name_parameters
 from entropy_experiments.online.record_sources import rewards_entry, write_prompts
 from entropy_experiments.online.trl_options import rounded_steps
 from entropy_experiments.online.watch import PATIENCE, Guard
@@ -178,7 +177,7 @@ class StepRecorder:
                 return
             place = Path(checkpoint)
             self._refuse_other_step(place)
-            self._name_parameters(place)
+            name_parameters(place, self._model, self._optimizer)
             self._files.add_checkpoint(place, self.steps, self._facts)
 
         self._guard.run(work, doing="recording a checkpoint")
@@ -266,17 +265,6 @@ class StepRecorder:
                 f"the batch of step {self.steps}, counted from 0, belongs beside it. Expected a "
                 f"name such as step_{self.steps}; after a resume give StepRecorder first_step."
             )
-
-    def _name_parameters(self, checkpoint: Path) -> None:
-        """torch's file of an optimizer has numbers for names, and the order is known here."""
-        held = [checkpoint / name for name in OPTIMIZER_FILES if (checkpoint / name).is_file()]
-        if not held or (checkpoint / PARAM_NAMES).exists():
-            return
-        name_of = {id(p): name for name, p in self._model.named_parameters()}
-        groups = [
-            [name_of[id(p)] for p in group["params"]] for group in self._optimizer.param_groups
-        ]
-        write_json(checkpoint / PARAM_NAMES, groups)
 
 
 def _as_batch(part: Batch | Callable[[], UpdateBatch]) -> UpdateBatch:
