@@ -1,6 +1,7 @@
 """A recorded run as a whole: its checkpoints, and the batch of every step.
 
     RUN/checkpoint-N                 weights before step N; beside them perhaps update_batch
+    RUN/global_step_N                the same of verl; the record beside it says before which step
     RECORD/step_N/update_batch       what step N learned from, for every step
     RECORD/step_N/made_step          fingerprints of its gradient and of the step
 
@@ -20,7 +21,7 @@ from entropy_experiments.checkpoints.recorded_step import (
     RecordedStep,
     read_recorded_step,
 )
-from entropy_experiments.checkpoints.runs import checkpoints_by_step
+from entropy_experiments.checkpoints.runs import checkpoints_by_count
 from entropy_experiments.checkpoints.training_record import read_record
 
 
@@ -62,12 +63,12 @@ def find_run(folder: Path) -> RecordedRun:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"Run not found: {folder}; expected a folder with checkpoints.")
-    numbered = [(_number(path), path) for path in checkpoints_by_step(folder)]
-    checkpoints = {step: path for step, path in numbered if not is_record(path)}
+    numbered = checkpoints_by_count(folder)
+    checkpoints = {step: path for step, path in numbered.items() if not is_record(path)}
     if not checkpoints:
         raise FileNotFoundError(
-            f"No checkpoint in {folder}; expected folders checkpoint-N (or step_N) with weights, "
-            "as a trainer saves them."
+            f"No checkpoint in {folder}; expected folders checkpoint-N (step_N, global_step_N) "
+            "with weights, as a trainer saves them."
         )
     record = read_record((checkpoints[max(checkpoints)], folder))
     place = None if record is None else record.step_folder(0)
@@ -77,6 +78,3 @@ def find_run(folder: Path) -> RecordedRun:
         record=folder if place is None else place.parent,
     )
 
-
-def _number(path: Path) -> int:
-    return int(path.name.removeprefix("checkpoint-").removeprefix("step_"))

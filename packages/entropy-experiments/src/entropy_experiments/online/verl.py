@@ -172,20 +172,27 @@ def verl_settings(config: Any) -> VerlSettings:
 
 
 def record_engine(
-    engine: Any, folder: str, config: Any, *, tokenizer: Any = None, first_step: int = 0
+    engine: Any,
+    folder: str,
+    config: Any,
+    *,
+    tokenizer: Any = None,
+    first_step: int | None = None,
 ) -> StepRecorder:
     """Record every optimizer step of an engine of verl's workers.
 
     Its `train_batch` and its optimizer's `step` are wrapped on the instances; arguments and results
     pass through untouched. Call it on every rank, when the engine is initialised; call
-    `recorder.saved(global_step_N)` where checkpoints are written.
+    `recorder.saved(global_step_N)` where checkpoints are written, and `recorder.resumed` where one
+    is loaded. Steps are the optimizer's: of each batch as many as it has mini-batches, times
+    `ppo_epochs`.
 
     Args:
         engine: With `module`, `optimizer` and `train_batch(data, loss_function)`.
         folder: Of the record.
         config: verl's whole configuration.
         tokenizer: For its end-of-sequence token.
-        first_step: Optimizer steps made before, where training was resumed.
+        first_step: Optimizer steps made before. None: as its state counts them.
 
     Returns:
         The recorder.
