@@ -77,4 +77,3 @@ def find_run(folder: Path) -> RecordedRun:
         checkpoints=checkpoints,
         record=folder if place is None else place.parent,
     )
-

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -77,6 +78,9 @@ class StepRecorder:
         tokenizer: Makes the tokens of `prompts`; or a function from a prompt to its ids.
         reward_functions: As TRL calls them, for commands that score new rollouts.
         gradient: Keep the gradient itself beside checkpoints; None: up to 20 million numbers.
+        whole_batch: Every mean of the loss is over all that a step learned from, whatever its
+            microbatches and ranks. False: an entropy bonus, and bnpo, are means of the means of
+            microbatches, as TRL's are.
         first_step: Steps made before, where training goes on from a checkpoint. None: as the
             optimizer's own state counts them (Adam's does); 0 where it does not.
 
@@ -113,6 +117,7 @@ class StepRecorder:
         tokenizer: Any = None,
         reward_functions: Sequence[Callable[..., Any]] = (),
         gradient: bool | None = None,
+        whole_batch: bool = False,
         first_step: int | None = None,
     ) -> None:
         check_bare(model)
@@ -133,6 +138,7 @@ class StepRecorder:
         self._model, self._optimizer = model, optimizer
         self._prompts, self._tokenizer = prompts, tokenizer
         self._reward_functions = list(reward_functions)
+        self._whole_batch = whole_batch
         self.steps: int = first_step or 0
         """Steps made so far; the next one is made from checkpoint `steps`."""
         self._by_state = first_step is None
@@ -264,6 +270,7 @@ class StepRecorder:
         everyones = self._ranks.all_gather(lambda: [_as_batch(part) for part in parts])
         if not self._ranks.rank:
             batch = concatenate([batch for batches in everyones for batch in batches])
+            batch = replace(batch, microbatch_N=None) if self._whole_batch else batch
             self._files.add_batch(batch, step, self._facts, more={})
         self._files.add_gradient(
             named_gradients(self._model),

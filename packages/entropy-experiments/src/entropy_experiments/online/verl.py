@@ -18,7 +18,8 @@ Fields (verl 0.9; a DataProto, its TensorDict, or a mapping; padded or jagged):
     uid                                     equal for the responses to one prompt
 
 Losses: verl divides by the tokens (or sequences) of the whole mini-batch, of all ranks and
-microbatches, so that its aggregation modes are losses of `update.objective`:
+microbatches, so that its aggregation modes are losses of `update.objective`; an entropy bonus is
+divided alike, which `update.objective` has for the first of them alone:
 
     token-mean             dapo         seq-mean-token-mean        grpo
     seq-mean-token-sum     luspo        seq-mean-token-sum-norm    dr_grpo
@@ -208,6 +209,7 @@ def record_engine(
         optimizer,
         facts=settings.facts,
         unfollowed=settings.unfollowed,
+        whole_batch=True,
         first_step=first_step,
     )
     eos = getattr(tokenizer, "eos_token_id", None)
@@ -258,6 +260,9 @@ def _unfollowed(value: Callable[..., Any], mode: str, limit: int | None, bonus: 
     scale = value(f"{actor}.loss_scale_factor")
     if mode == "seq-mean-token-sum-norm" and scale is not None and scale != limit:
         words.append(f"loss_scale_factor = {scale}")
+    if mode == "seq-mean-token-sum-norm" and scale is None and value("trainer.use_v1", False):
+        # of unpadded responses, each microbatch is divided by its own longest one
+        words.append("loss_scale_factor = null with trainer.use_v1")
     if value(f"{actor}.use_kl_loss", False):
         name = value(f"{actor}.kl_loss_type", "low_var_kl")
         if name not in K3:
