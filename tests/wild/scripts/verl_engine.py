@@ -2,7 +2,8 @@
 
 verl's TrainingWorker cuts a batch into mini-batches and passes (`train_mini_batch`), its
 FSDPEngineWithLMHead computes, clips and steps, its `ppo_loss` is the loss, its checkpoint manager
-saves and loads. Of verl's nothing is replaced but the platform: a CPU, which it has no class for.
+saves and loads. Of verl nothing is replaced but the platform (a CPU, which it has no class for) and
+the web servers of its rollout engines.
 Responses have holes, and one is rejected as a whole.
 """
 
@@ -13,6 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -46,7 +48,9 @@ CASES = {
 
 
 def on_a_cpu():
-    """verl's platform of CUDA, with the names of a CPU."""
+    """verl's platform of CUDA, with the names of a CPU; without its servers of rollouts."""
+    sys.modules["trl"] = None  # verl patches a name that today's trl no longer has
+    sys.modules |= {name: MagicMock() for name in ("uvicorn", "fastapi")}
     from verl.plugin.platform import set_platform
     from verl.plugin.platform.platform_cuda import PlatformCUDA
 
@@ -63,6 +67,8 @@ def on_a_cpu():
         def empty_cache(self):
             pass
 
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        setattr(torch.cpu, name, lambda: 0)
     set_platform(PlatformCPU())
 
 
@@ -72,7 +78,7 @@ def whole_configuration(folder, case):
         "data": {"train_batch_size": RESPONSES, "max_response_length": 8},
         "actor_rollout_ref": {
             "actor": {**actor, "optim": {"clip_grad": 0.3}},
-            "rollout": {"temperature": 0.9, "top_p": 1.0, "n": 1},
+            "rollout": {"temperature": 0.9, "top_p": 1.0, "n": 1},  # as REINFORCE++ has it
         },
         "trainer": {"default_local_dir": str(folder), "use_v1": False},
         "algorithm": {"adv_estimator": "grpo"},

@@ -149,6 +149,7 @@ def verl_settings(config: Any) -> VerlSettings:
     clip = value(f"{actor}.clip_ratio", 0.2)
     with_kl = bool(value(f"{actor}.use_kl_loss", False))
     bonus = float(value(f"{actor}.entropy_coeff", 0.0))
+    group = value(f"{rollout}.n", 1)
     facts: dict[str, Any] = {
         "loss": LOSS_OF.get(mode),
         "advantage": _advantage(value),
@@ -164,7 +165,7 @@ def verl_settings(config: Any) -> VerlSettings:
         "num_iterations": value(f"{actor}.ppo_epochs", 1),
         "temperature": value(f"{rollout}.temperature"),
         "top_p": value(f"{rollout}.top_p"),
-        "G": value(f"{rollout}.n"),
+        "G": group if group > 1 else None,  # the facts know groups only
         "B_U": value(f"{actor}.ppo_mini_batch_size"),
         "amp_dtype": _DTYPES.get(str(value(f"{actor}.fsdp_config.dtype"))),
     }
