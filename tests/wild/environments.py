@@ -45,7 +45,7 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
         *("omegaconf==2.3.1", "antlr4-python3-runtime==4.9.3", "codetiming==1.4.0"),
         *("ray==2.60.0", "msgpack==1.2.4", "protobuf==7.36.2", "jsonschema==4.26.0"),
         *("jsonschema-specifications==2025.9.1", "attrs==26.1.0"),
-        *("referencing==0.37.0", "rpds-py==2026.9.1"),
+        *("referencing==0.37.0", "rpds-py==2026.9.1", "torchdata==0.11.0", "cachetools==8.0.0"),
     ),
     "bergson": (
         *("bergson==2.5.1", "jaxtyping==0.3.11", "wadler_lindig==0.1.8", "ml_dtypes==0.6.0"),
