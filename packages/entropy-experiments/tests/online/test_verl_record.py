@@ -18,6 +18,7 @@ from entropy_experiments.checkpoints.runs import next_checkpoint
 from entropy_experiments.online.verl import record_engine, verl_batch, verl_settings
 from entropy_experiments.online.verl_driver import LATEST, DriverRecorder
 from entropy_experiments.sampling.rollout_files import load_update_batch
+from entropy_experiments.sampling.tensor_batches import concatenate
 from oracles.own_loop import LENGTH, Loop
 
 PADDED: dict[str, Any] = {
@@ -72,7 +73,11 @@ def test_a_rejected_rollout_was_drawn_and_is_not_counted():
 
 def test_uid_says_which_responses_belong_together():
     proto = SimpleNamespace(batch=PADDED, non_tensor_batch={"uid": ["x", "x"]})
-    assert verl_batch(proto).rollouts.prompt_N.tolist() == [0, 0]
+    batch = verl_batch(proto)
+    assert batch.rollouts.prompt_N.tolist() == [0, 0]
+    assert batch.rollouts.uid == ("x", "x")  # as verl's own tables call them
+    joined = concatenate([batch, verl_batch(PADDED)])
+    assert joined.rollouts.uid == ("x", "x", None, None)
 
 
 @pytest.mark.faults
@@ -130,6 +135,7 @@ def _config(folder: Any = "run", **actor: Any) -> dict[str, Any]:
             {},
             ("loss_scale_factor = 7",),
         ),
+        ({"entropy_coeff": 0.1}, {"entropy_coef": 0.1, "loss": "dapo"}, ()),
         (
             {"entropy_coeff": 0.1, "loss_agg_mode": "seq-mean-token-mean"},
             {"entropy_coef": 0.1},
@@ -351,3 +357,21 @@ def test_a_run_s_checkpoints_are_ordered_by_optimizer_steps(tmp_path):
     }
     assert run.batch(3) == tmp_path / "record" / "step_3" / "update_batch"
     assert next_checkpoint(tmp_path / "global_step_1") is None  # two steps lie between
+
+
+def test_one_response_to_a_prompt_is_no_group(tmp_path):
+    """REINFORCE++: recording must not refuse what training does."""
+    config = _config()
+    config["actor_rollout_ref"]["rollout"]["n"] = 1
+    assert "G" not in verl_settings(config).facts
+    recorder = record_engine(_Engine(Loop.begin()), str(tmp_path / "record"), config)
+    assert recorder.off is None
+
+
+def test_unpadded_responses_have_a_divisor_of_their_own():
+    """verl's newer trainer divides each microbatch by its longest response, unless it is set."""
+    config = _config(loss_agg_mode="seq-mean-token-sum-norm")
+    config["trainer"]["use_v1"] = True
+    assert verl_settings(config).unfollowed == ("loss_scale_factor = null with trainer.use_v1",)
+    config["actor_rollout_ref"]["actor"]["loss_scale_factor"] = LENGTH
+    assert verl_settings(config).unfollowed == ()

@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,7 +100,8 @@ def verl_batch(data: Any, *, eos: int | Sequence[int] | None = None) -> UpdateBa
     if "token_level_scores" in tensors:
         scores = tensors["token_level_scores"]
         rewards = torch.stack([row.float().sum() for row in _rows(scores)])
-    return batch_from_tensors(
+    uid = others.get("uid")
+    batch = batch_from_tensors(
         input_ids=whole["input_ids"],
         attention_mask=whole["attention_mask"],
         response_mask=response_NS,
@@ -109,9 +110,12 @@ def verl_batch(data: Any, *, eos: int | Sequence[int] | None = None) -> UpdateBa
         ref_logprobs=whole.get("ref_log_prob"),
         rewards=rewards,
         loss_mask=counted_NS,
-        prompt_index=others.get("uid"),
+        prompt_index=uid,
         eos=eos,
     )
+    if uid is None:
+        return batch
+    return replace(batch, rollouts=replace(batch.rollouts, uid=tuple(map(str, uid))))
 
 
 @dataclass(frozen=True, kw_only=True)
