@@ -375,3 +375,19 @@ def test_unpadded_responses_have_a_divisor_of_their_own():
     assert verl_settings(config).unfollowed == ("loss_scale_factor = null with trainer.use_v1",)
     config["actor_rollout_ref"]["actor"]["loss_scale_factor"] = LENGTH
     assert verl_settings(config).unfollowed == ()
+
+
+def test_a_record_in_the_run_s_own_folder_hides_no_checkpoint(tmp_path):
+    """step_2 of the record and global_step_2 of verl are of one number."""
+    engine = _Engine(Loop.begin())
+    recorder = record_engine(engine, str(tmp_path), _config())
+    for made in (1, 2, 3):
+        engine.train_batch(PADDED, loss_function=None)
+        if made < 3:
+            engine.loop.save(tmp_path / f"global_step_{made}")
+            recorder.saved(tmp_path / f"global_step_{made}")
+    assert recorder.off is None
+    run = find_run(tmp_path)
+    assert [path.name for path in run.checkpoints.values()] == ["global_step_1", "global_step_2"]
+    assert (tmp_path / "step_2" / "update_batch").is_dir()
+    assert run.batch(2) == tmp_path / "global_step_2" / "update_batch"

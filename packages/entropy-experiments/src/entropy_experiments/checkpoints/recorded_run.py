@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from entropy_experiments.checkpoints.layout import UPDATE_BATCH, is_record
+from entropy_experiments.checkpoints.layout import UPDATE_BATCH
 from entropy_experiments.checkpoints.recorded_step import (
     MADE_STEP,
     RecordedStep,
@@ -63,8 +63,7 @@ def find_run(folder: Path) -> RecordedRun:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"Run not found: {folder}; expected a folder with checkpoints.")
-    numbered = checkpoints_by_count(folder)
-    checkpoints = {step: path for step, path in numbered.items() if not is_record(path)}
+    checkpoints = checkpoints_by_count(folder)
     if not checkpoints:
         raise FileNotFoundError(
             f"No checkpoint in {folder}; expected folders checkpoint-N (step_N, global_step_N) "

@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from entropy_experiments.checkpoints.layout import is_record
 from entropy_experiments.checkpoints.training_record import read_record
 
 _NUMBERED = re.compile(r"(checkpoint-|step_|global_step_)(\d+)")
@@ -85,7 +86,7 @@ def checkpoints_by_count(folder: Path) -> dict[int, Path]:
     Where the records beside some count otherwise than the folders' names, one without a record has
     no place in the order, and is left out.
     """
-    paths = checkpoints_by_step(folder)
+    paths = [path for path in checkpoints_by_step(folder) if not is_record(path)]
     named = {path: int(path.name.rpartition("-" if "-" in path.name else "_")[2]) for path in paths}
     counted = {path: recorded_step_count(path) for path in paths}
     if any(count not in (None, named[path]) for path, count in counted.items()):
