@@ -38,6 +38,18 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "trl-1.9": ("trl==1.9.2", "transformers==5.12.1", *HUB_1),
     "trl-0.29": ("trl==0.29.1", "transformers==5.3.0", *HUB_1),
     "trl-0.24": ("trl==0.24.0", "transformers==4.57.6", "datasets==5.0.1", *HUB_0),
+    "unsloth": (
+        *("unsloth==2026.10.9", "unsloth_zoo==2026.10.9"),
+        *("trl==1.9.2", "transformers==5.12.1", *HUB_1),
+    ),
+    "ms-swift": (
+        *("ms_swift==4.6.0", "trl==0.29.1", "transformers==5.3.0", *HUB_1),
+        *("modelscope==1.40.2", "modelscope_hub==0.5.1", "dacite==1.9.2", "einops==0.8.2"),
+        *("json_repair==0.64.4", "simplejson==4.3.0", "pillow==13.0.0", "zstandard==0.25.0"),
+        *("cryptography==50.0.2", "cffi==2.1.1", "pycparser==3.12", "msgspec==0.22.0"),
+        *("aiohttp==3.14.5", "aiohappyeyeballs==2.7.1", "aiosignal==1.4.0", "frozenlist==1.8.0"),
+        *("multidict==7.2.1", "propcache==0.5.4", "yarl==1.25.1", "attrs==26.1.0"),
+    ),
     "verl": (
         *("verl==0.9.1", "transformers==5.10.4", *HUB_1),
         *("requests==2.34.2", "urllib3==2.8.0", "charset-normalizer==3.5.2", "certifi==2026.10.18"),
@@ -45,7 +57,7 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
         *("omegaconf==2.3.1", "antlr4-python3-runtime==4.9.3", "codetiming==1.4.0"),
         *("ray==2.60.0", "msgpack==1.2.4", "protobuf==7.36.2", "jsonschema==4.26.0"),
         *("jsonschema-specifications==2025.9.1", "attrs==26.1.0"),
-        *("referencing==0.37.0", "rpds-py==2026.9.1"),
+        *("referencing==0.37.0", "rpds-py==2026.9.1", "torchdata==0.11.0", "cachetools==8.0.0"),
     ),
     "bergson": (
         *("bergson==2.5.1", "jaxtyping==0.3.11", "wadler_lindig==0.1.8", "ml_dtypes==0.6.0"),

@@ -33,7 +33,6 @@ def settings(written, **more):
     keys = {
         "data.dataset": "jsonl",
         "data.file": written["folder"] / "prompts.jsonl",
-        "data.reward_functions": "[answer_exact]",
         "data.evaluation_prompts": 16,
         "sampling.max_new_tokens": 8,
         **more,
@@ -57,7 +56,7 @@ def test_the_files_are_verls(written):
 @pytest.mark.parametrize("name", DOUBLES)
 def test_the_step_that_verl_made_is_rebuilt_and_attributed(written, tmp_path, name):
     more = {"checkpoint.dtype": "float64", "influence.measured_rollouts": 2}
-    more["influence.plots"] = "false"
+    more |= {"influence.plots": "false", "data.reward_functions": "[answer_exact]"}
     out = tmp_path / "study"
     done = entropy_probe(
         "influence", "--checkpoint", written[name]["checkpoint"], "--out", out,

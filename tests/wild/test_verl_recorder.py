@@ -36,7 +36,7 @@ def _options(folder):
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_failed(trained, mode):
     report = trained[1][mode]
-    assert report == {"off": None, "steps": STEPS, "driver_off": None, "rows": 8}
+    assert report == {"off": None, "steps": STEPS, "driver_off": [], "rows": 8}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -81,3 +81,13 @@ def test_the_driver_s_batches_are_the_workers_(trained, mode):
         theirs, _ = load_update_batch(folder / "driver_record" / f"step_{step}" / "update_batch")
         assert ours.rollouts.fingerprint == theirs.rollouts.fingerprint
         assert bool((ours.advantage_NS == theirs.advantage_NS).all())
+
+
+def test_the_driver_s_batches_are_beside_their_checkpoints_after_a_resume(trained):
+    """Stopped in its third step, resumed by verl from global_step_2, saved again at 4."""
+    folder = trained[0] / MODES[0]
+    for step in (2, 4):
+        beside, meta = load_update_batch(folder / "driver" / f"global_step_{step}/update_batch")
+        theirs, _ = load_update_batch(folder / "record" / f"step_{step}" / "update_batch")
+        assert meta["step"] == step
+        assert beside.rollouts.fingerprint == theirs.rollouts.fingerprint

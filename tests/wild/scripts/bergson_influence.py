@@ -46,7 +46,7 @@ def main(result):
     moved = {names[id(w)]: u for w, u in zip(weights, direction)}
     policy = SequenceProcessor(model)
     v = {name: moved.get(name, torch.zeros_like(p)) for name, p in policy.params.items()}
-    _, slopes = score_slopes(policy, rollouts, [v], mode="jvp", microbatch=3)
+    slopes = score_slopes(policy, rollouts, [v], mode="jvp", microbatch=3).slope_K
 
     report = {
         "autograd": autograd.tolist(),

@@ -1,12 +1,15 @@
 """verl's batches, loss and engine base around a tiny model in fp64, without and with our record.
 
 The engine is a subclass of verl's BaseEngine, whose `train_batch` is verl's; the model runs on the
-CPU, which verl's FSDP engine cannot. Data is a DataProto, unpadded as verl's driver does it.
+CPU. Data is a DataProto, unpadded as verl's driver does it. The driver's side is saved and resumed
+by RayPPOTrainer's own methods.
 """
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -53,10 +56,20 @@ def configuration(folder, mode):
                 "entropy_record": str(folder / "driver_record"),
             },
             "actor_rollout_ref": {
-                "actor": {**ACTOR, "loss_agg_mode": mode, "optim": {"clip_grad": GRAD_CLIP}},
+                "actor": {
+                    **ACTOR,
+                    "loss_agg_mode": mode,
+                    "optim": {"clip_grad": GRAD_CLIP},
+                    "checkpoint": {"async_save": False},
+                },
                 "rollout": {"temperature": 1.0, "top_p": 1.0, "n": GROUP},
             },
-            "trainer": {"default_local_dir": str(folder)},
+            "trainer": {
+                "default_local_dir": str(folder / "driver"),
+                "default_hdfs_dir": None,
+                "resume_mode": "auto",
+                "del_local_ckpt_after_load": False,
+            },
             "algorithm": {"adv_estimator": "grpo"},
         }
     )
@@ -163,16 +176,63 @@ def train(folder, mode, *, recorded):
     return loop.outcome(), recorder, protos, config
 
 
+class Rows:
+    """A dataloader without a state."""
+
+    def __len__(self):
+        return 100
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert state == {}
+
+
+class Driver:
+    """What verl's trainer on the driver uses of itself to save and to resume."""
+
+    def __init__(self, config, protos):
+        self.config, self.protos, self.global_steps, self.use_critic = config, protos, 0, False
+        self.train_dataloader = Rows()
+        self.actor_rollout_wg = SimpleNamespace(
+            load_checkpoint=lambda path, del_local_after_load: self.load(path),
+            save_checkpoint=lambda path, *_, **__: self.save(path),
+        )
+
+    def load(self, path):
+        assert Path(path).with_name("config.json").is_file()
+
+    def save(self, path):
+        Loop.begin(seed=self.global_steps).save(Path(path).parent)  # of actor/
+
+    def fit(self, dataset, until):
+        """RayPPOTrainer's order: load, and at each step save, count, hand over."""
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+        RayPPOTrainer._load_checkpoint(self)
+        while self.global_steps < until:
+            self.global_steps += 1
+            proto = self.protos[self.global_steps - 1]
+            if self.global_steps % 2 == 0:
+                RayPPOTrainer._save_checkpoint(self)
+            if self.global_steps < until:  # the last one is not handed over
+                dataset.on_batch_end(batch=proto)
+
+
 def driver(config, protos, folder):
-    """Our dataset class, loaded and called as verl does it."""
+    """Our dataset class, loaded and called as verl does it; stopped after step 3, and resumed."""
+    sys.modules |= {name: MagicMock() for name in ("uvicorn", "fastapi")}  # servers of rollouts
     data = folder / "prompts.jsonl"
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     kind = load_extern_object("pkg://entropy_experiments.online.verl_dataset", "RecordingDataset")
-    dataset = kind(data_files=str(data), tokenizer=None, config=config.data)
-    for proto in protos:
-        dataset.on_batch_end(batch=proto)
-    return dataset
+    datasets = []
+    for until in (3, STEPS + 1):
+        dataset = kind(data_files=str(data), tokenizer=None, config=config.data)
+        Driver(config, protos).fit(dataset, until)
+        datasets.append(dataset)
+    return datasets
 
 
 def main(result):
@@ -183,7 +243,7 @@ def main(result):
         expected, _, _, _ = train(folder, mode, recorded=False)
         outcome, recorder, protos, config = train(folder, mode, recorded=True)
         assert_same_outcome(outcome, expected)
-        dataset = driver(config, protos, folder)
+        datasets = driver(config, [*protos, protos[0]], folder)
         padded, jagged = (
             verl_batch(data)
             for data in (protos[0], left_right_2_no_padding(protos[0].to_tensordict()))
@@ -193,8 +253,8 @@ def main(result):
         report[mode] = {
             "off": None if recorder.off is None else str(recorder.off),
             "steps": recorder.steps,
-            "driver_off": None if dataset._recorder.off is None else str(dataset._recorder.off),
-            "rows": len(dataset),
+            "driver_off": [str(d._recorder.off) for d in datasets if d._recorder.off],
+            "rows": len(datasets[-1]),
         }
     result.write_text(json.dumps(report))
 

@@ -29,6 +29,7 @@ from entropy_experiments.artifacts import (
     read_described,
     read_json_object,
 )
+from entropy_experiments.input_errors import short
 from entropy_experiments.results import INFLUENCE, InfluenceResult
 
 if TYPE_CHECKING:
@@ -222,8 +223,9 @@ def read_manifest(folder: Path) -> StudyManifest | None:
         return None
     if manifest.get("format") != INFLUENCE.name:
         raise ValueError(
-            f"{path} is not the manifest of an influence study; expected format "
-            f"{INFLUENCE.name!r}. Give another folder."
+            f"{path} is not the manifest of an influence study: its format is "
+            f"{short(manifest.get('format'), 80)}; expected {INFLUENCE.name!r}, as `entropy-probe "
+            "influence` writes it. Give another folder."
         )
     digest = manifest.pop("digest", None)  # studies of earlier versions have none
     if digest is not None and digest != digest_of_json(manifest):

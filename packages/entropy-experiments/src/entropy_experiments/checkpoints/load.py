@@ -91,9 +91,10 @@ class Checkpoint:
     tokenizer: Any
     kind: Literal["lora", "full"]
     step: int | None
+    """Optimizer steps made before it, as recorded, or by the folder's name."""
     path: Path
     name: str
-    """For log files: step_N, or the folder's name."""
+    """For log files: step_N, or the folder's name where that counts something else."""
     base: str
     """Which base, and in which precision, in words."""
     optimizer: OptimizerState | None
@@ -193,6 +194,10 @@ def load_checkpoint(
         raise missing_optimizer(layout)
     facts, sources, fact_files = read_facts(layout.folders)
     record = read_record(layout.folders)
+    name = layout.name
+    if record is not None and record.path.parent == layout.root and record.step is not None:
+        name = name if record.step == layout.step else layout.root.name
+        layout = replace(layout, step=record.step)
     base_name = None if base is None else str(base)
     cuda = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=cuda):
@@ -233,7 +238,7 @@ def load_checkpoint(
         kind=layout.kind,
         step=layout.step,
         path=layout.root,
-        name=layout.name,
+        name=name,
         base=words,
         optimizer=optimizer,
         lr=None if optimizer is None else optimizer.lr,

@@ -1,6 +1,7 @@
 """A recorded run as a whole: its checkpoints, and the batch of every step.
 
     RUN/checkpoint-N                 weights before step N; beside them perhaps update_batch
+    RUN/global_step_N                the same of verl; the record beside it says before which step
     RECORD/step_N/update_batch       what step N learned from, for every step
     RECORD/step_N/made_step          fingerprints of its gradient and of the step
 
@@ -14,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from entropy_experiments.checkpoints.layout import UPDATE_BATCH, is_record
+from entropy_experiments.checkpoints.layout import UPDATE_BATCH
 from entropy_experiments.checkpoints.recorded_step import (
     MADE_STEP,
     RecordedStep,
     read_recorded_step,
 )
-from entropy_experiments.checkpoints.runs import checkpoints_by_step
+from entropy_experiments.checkpoints.runs import checkpoints_by_count
 from entropy_experiments.checkpoints.training_record import read_record
 
 
@@ -62,12 +63,11 @@ def find_run(folder: Path) -> RecordedRun:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"Run not found: {folder}; expected a folder with checkpoints.")
-    numbered = [(_number(path), path) for path in checkpoints_by_step(folder)]
-    checkpoints = {step: path for step, path in numbered if not is_record(path)}
+    checkpoints = checkpoints_by_count(folder)
     if not checkpoints:
         raise FileNotFoundError(
-            f"No checkpoint in {folder}; expected folders checkpoint-N (or step_N) with weights, "
-            "as a trainer saves them."
+            f"No checkpoint in {folder}; expected folders checkpoint-N (step_N, global_step_N) "
+            "with weights, as a trainer saves them."
         )
     record = read_record((checkpoints[max(checkpoints)], folder))
     place = None if record is None else record.step_folder(0)
@@ -76,7 +76,3 @@ def find_run(folder: Path) -> RecordedRun:
         checkpoints=checkpoints,
         record=folder if place is None else place.parent,
     )
-
-
-def _number(path: Path) -> int:
-    return int(path.name.removeprefix("checkpoint-").removeprefix("step_"))

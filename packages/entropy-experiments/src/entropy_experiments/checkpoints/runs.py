@@ -1,4 +1,9 @@
-"""Where checkpoints are: the embedded default, the steps of a run, the one that follows."""
+"""Where checkpoints are: the embedded default, the steps of a run, the one that follows.
+
+The number in a folder's name counts optimizer steps (`checkpoint-N`, `step_N`), but for verl's and
+SkyRL's `global_step_N`, which counts batches: of each they may make several steps. What a record
+beside the weights says (`training_record`) comes before any name.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-_NUMBERED = re.compile(r"(checkpoint-|step_)(\d+)")
-_NUMBERED_BY_ANYBODY = re.compile(r"(checkpoint-|step_|global_step_)(\d+)")
+from entropy_experiments.checkpoints.layout import is_record
+from entropy_experiments.checkpoints.training_record import read_record
+
+_NUMBERED = re.compile(r"(checkpoint-|step_|global_step_)(\d+)")
 EMBEDDED = "embedded"
 LIBRARIES = ("torch", "transformers", "peft", "numpy", "scipy")
 
@@ -73,15 +80,39 @@ def checkpoints_by_step(folder: Path) -> list[Path]:
     return [path for _, path in sorted(numbered)]
 
 
+def checkpoints_by_count(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a run by how many optimizer steps were made before each, in that order.
+
+    Where the records beside some count otherwise than the folders' names, one without a record has
+    no place in the order, and is left out.
+    """
+    paths = [path for path in checkpoints_by_step(folder) if not is_record(path)]
+    named = {path: int(path.name.rpartition("-" if "-" in path.name else "_")[2]) for path in paths}
+    counted = {path: recorded_step_count(path) for path in paths}
+    if any(count not in (None, named[path]) for path, count in counted.items()):
+        named = {path: count for path, count in counted.items() if count is not None}
+    return {count: path for path, count in sorted(named.items(), key=lambda item: item[1])}
+
+
 def next_checkpoint(checkpoint: Path) -> Path | None:
     """The checkpoint one step later, if it was kept."""
     if checkpoint.name == "model":  # step_N/model, the earlier scripts' adapter folder
         checkpoint = checkpoint.parent
-    match = _NUMBERED_BY_ANYBODY.fullmatch(checkpoint.name)
+    match = _NUMBERED.fullmatch(checkpoint.name)
     if match is None:
         return None
     later = checkpoint.with_name(f"{match[1]}{int(match[2]) + 1}")
-    return later if later.is_dir() else None
+    if not later.is_dir():
+        return None
+    steps = [recorded_step_count(folder) for folder in (checkpoint, later)]
+    known = [step for step in steps if step is not None]
+    return None if len(known) == 2 and known[1] != known[0] + 1 else later
+
+
+def recorded_step_count(checkpoint: Path) -> int | None:
+    """Optimizer steps made before a checkpoint, as recorded beside it; None: nothing says so."""
+    record = read_record((checkpoint,))
+    return None if record is None else record.step
 
 
 def provenance() -> dict[str, Any]:

@@ -10,6 +10,7 @@ The callback writes it beside every checkpoint (and once into the record's folde
     prompts     where the prompts are, with every column of the dataset, and their sha256
     files       sha256 of every file of the checkpoint as the trainer saved it
     facts       the training facts, as entropy_probe.json beside it has them
+    step        optimizer steps made before a checkpoint was saved, whatever its folder is called
     base        a fingerprint of the frozen weights below a LoRA adapter
     base_location   the name that these were loaded by, and the folder if it was a local one
 
@@ -102,6 +103,7 @@ class RecordContent(TypedDict):
     files: NotRequired[Mapping[str, str]]
     facts: NotRequired[Mapping[str, Any]]
     """Earlier records have none."""
+    step: NotRequired[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,11 @@ class TrainingRecord:
         return None if folder is None else Path(str(folder))
 
     @property
+    def step(self) -> int | None:
+        """Optimizer steps made before the checkpoint; None: a record that does not say."""
+        return self.content.get("step")
+
+    @property
     def prompts_folder(self) -> Path | None:
         folder = self.content["prompts"].get("folder")
         return None if folder is None else (self.path.parent / folder).resolve()
@@ -150,7 +157,7 @@ class TrainingRecord:
     def messages(self) -> bool:
         """Whether prompts were conversations; of earlier records the first prompt tells."""
         noted = self.content["prompts"].get("messages")
-        if noted is not None or self.prompts_folder is None:
+        if noted is not None or self.prompts_folder is None or not self.sets:
             return bool(noted)
         file = self.prompts_folder / f"{next(iter(self.sets))}.jsonl"
         if not file.is_file():
@@ -189,7 +196,7 @@ class TrainingRecord:
     def _folders(self) -> tuple[Path, ...]:
         """The run's own: nothing in them is imported."""
         own = self.path.parent.resolve()
-        in_checkpoint = own.name.startswith(("checkpoint-", "step_"))
+        in_checkpoint = own.name.startswith(("checkpoint-", "step_", "global_step_"))
         prompts = self.prompts_folder
         return (
             own.parent if in_checkpoint else own,
@@ -262,6 +269,12 @@ def read_record(folders: tuple[Path, ...]) -> TrainingRecord | None:
                 f"{path}: {name} is a {type(content[name]).__name__}; expected an object. Restore "
                 "the file."
             )
+    step = content.get("step", 0)
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(
+            f"{path}: step is {step!r}; expected how many optimizer steps were made before the "
+            "checkpoint. Restore the file."
+        )
     return TrainingRecord(path=path, content=cast(RecordContent, content))
 
 

@@ -102,7 +102,7 @@ class RecordFiles:
         if not (self.folder / FACTS_FILE).is_file():
             write_facts(self.folder, facts)
         if self._earlier is not None:
-            self._describe_again(self._earlier, facts)
+            self._describe_again(self._earlier, step, facts)
         for place, meta in self._places(step):
             save_update_batch(place / UPDATE, batch, meta={**meta, **more})
 
@@ -176,31 +176,30 @@ class RecordFiles:
 
     def add_checkpoint(self, checkpoint: Path, step: int, facts: FactsFile) -> None:
         """This checkpoint has just been written: the batch of `step`, the next, belongs to it."""
+        layout = find_checkpoint(checkpoint)
         # The record before the facts, which it has too: killed in between, nothing is lost.
-        self._write_record(checkpoint, facts, files=_hashes(checkpoint))
-        write_facts(checkpoint, facts)
-        self._belongs_to(step, checkpoint)
+        self._write_record(layout.root, facts, step=step, files=_hashes(layout.root))
+        write_facts(layout.root, facts)
+        self._beside = (step, layout.root, sha256(layout.files[0]))
 
     def resume(self, checkpoint: Path, step: int, facts: FactsFile) -> None:
         """Training goes on from this checkpoint: so does the step at hand."""
-        if not (checkpoint / RECORD_FILE).is_file():
+        layout = find_checkpoint(checkpoint)
+        if not (layout.root / RECORD_FILE).is_file():
             # killed between the trainer's last file and our first
-            self._write_record(checkpoint, facts, files=_hashes(checkpoint))
-            write_facts(checkpoint, facts)
-        self._earlier = checkpoint
-        self._belongs_to(step, checkpoint)
+            self._write_record(layout.root, facts, step=step, files=_hashes(layout.root))
+            write_facts(layout.root, facts)
+        self._earlier = layout.root
+        self._beside = (step, layout.root, sha256(layout.files[0]))
 
-    def _describe_again(self, checkpoint: Path, facts: FactsFile) -> None:
+    def _describe_again(self, checkpoint: Path, step: int, facts: FactsFile) -> None:
         """Facts and record of the training at hand, whose batch is about to replace the earlier
         one's: its options may be others. The files are as they were saved."""
         earlier = read_record((checkpoint,))
-        self._write_record(checkpoint, facts, files=None if earlier is None else earlier.files)
+        files = None if earlier is None else earlier.files
+        self._write_record(checkpoint, facts, step=step, files=files)
         write_facts(checkpoint, facts)
         self._earlier = None
-
-    def _belongs_to(self, step: int, checkpoint: Path) -> None:
-        weights = find_checkpoint(checkpoint).files[0]
-        self._beside = (step, checkpoint, sha256(weights))
 
     def _places(self, step: int) -> list[tuple[Path, BatchMeta]]:
         places: list[tuple[Path, BatchMeta]] = [(self.folder / f"step_{step}", {"step": step})]
@@ -210,15 +209,21 @@ class RecordFiles:
         return places
 
     def _write_record(
-        self, folder: Path, facts: FactsFile, *, files: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        facts: FactsFile,
+        *,
+        step: int | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> None:
         if self._content is None:  # `describe` failed, and the probe is off
             return
         prompts = self._content["prompts"].copy()
-        if prompts["sets"]:
-            prompts["folder"] = os.path.relpath(self.folder / PROMPTS, folder)
+        # Without prompts, too: it tells where the batches of all steps are.
+        prompts["folder"] = os.path.relpath(self.folder / PROMPTS, folder)
         content = {**self._content, "prompts": prompts, "facts": facts}
         content |= {"files": files} if files else {}
+        content |= {} if step is None else {"step": step}
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content, indent=1, sort_keys=True) + "\n"
         write_whole(folder / RECORD_FILE, text.encode())

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -76,7 +77,11 @@ class StepRecorder:
         tokenizer: Makes the tokens of `prompts`; or a function from a prompt to its ids.
         reward_functions: As TRL calls them, for commands that score new rollouts.
         gradient: Keep the gradient itself beside checkpoints; None: up to 20 million numbers.
-        first_step: Steps made before, where training goes on from a checkpoint.
+        whole_batch: Every mean of the loss is over all that a step learned from, whatever its
+            microbatches and ranks. False: an entropy bonus, and bnpo, are means of the means of
+            microbatches, as TRL's are.
+        first_step: Steps made before, where training goes on from a checkpoint. None: as the
+            optimizer's own state counts them (Adam's does); 0 where it does not.
 
     Raises:
         ValueError: If an argument cannot be used.
@@ -111,10 +116,12 @@ class StepRecorder:
         tokenizer: Any = None,
         reward_functions: Sequence[Callable[..., Any]] = (),
         gradient: bool | None = None,
-        first_step: int = 0,
+        whole_batch: bool = False,
+        first_step: int | None = None,
     ) -> None:
         check_bare(model)
-        check_counts({"first_step": first_step}, least=0)
+        if first_step is not None:
+            check_counts({"first_step": first_step}, least=0)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(
                 f"optimizer is a {type(optimizer).__name__}; expected a torch optimizer, which "
@@ -130,8 +137,10 @@ class StepRecorder:
         self._model, self._optimizer = model, optimizer
         self._prompts, self._tokenizer = prompts, tokenizer
         self._reward_functions = list(reward_functions)
-        self.steps: int = first_step
-        """Steps entered so far; the next one is made from checkpoint `steps`."""
+        self._whole_batch = whole_batch
+        self.steps: int = first_step or 0
+        """Steps made so far; the next one is made from checkpoint `steps`."""
+        self._by_state = first_step is None
         self._ranks = Ranks.all(PATIENCE)
         self._files = RecordFiles(Path(folder), gradient=gradient)
         self._guard = Guard(self._ranks, model=model)
@@ -153,14 +162,15 @@ class StepRecorder:
                 arguments of `batch_from_tensors`, or functions that make one.
             tensors: The arguments of `batch_from_tensors`, instead.
         """
-        step, self.steps = self.steps, self.steps + 1
         parts = (*microbatches, tensors) if tensors else microbatches
-        self._guard.run(lambda: self._before(step, parts), doing=f"recording step {step}")
+        self._guard.run(lambda: self._before(parts), doing=f"recording step {self.steps}")
+        step = self.steps
         yield
         self._guard.run(
             lambda: self._files.after_step(step, trained_parameters(self._model), self._ranks),
             doing=f"recording step {step}",
         )
+        self.steps = step + 1
 
     def saved(self, checkpoint: str | Path) -> None:
         """A checkpoint of the weights as they are has just been written, optimizer included.
@@ -169,10 +179,12 @@ class StepRecorder:
         their order, where its file does not have them.
 
         Args:
-            checkpoint: The folder: `step_N`, after N steps.
+            checkpoint: The folder: `step_N`, after N steps. `global_step_N` counts batches, of each
+                of which several steps may be made; the record says how many were.
         """
 
         def work() -> None:
+            self._count()
             if self._ranks.rank:
                 return
             place = Path(checkpoint)
@@ -183,13 +195,14 @@ class StepRecorder:
         self._guard.run(work, doing="recording a checkpoint")
 
     def resumed(self, checkpoint: str | Path) -> None:
-        """Training goes on from this checkpoint, `first_step` steps after its beginning.
+        """Training goes on from this checkpoint, which has been loaded, optimizer included.
 
         Args:
             checkpoint: The folder.
         """
 
         def work() -> None:
+            self._count()
             if self._ranks.rank:
                 return
             self._refuse_other_step(Path(checkpoint))
@@ -244,10 +257,19 @@ class StepRecorder:
             prompt, add_generation_prompt=True, tokenize=True, return_dict=True
         )["input_ids"]
 
-    def _before(self, step: int, parts: Sequence[Batch | Callable[[], UpdateBatch]]) -> None:
+    def _count(self) -> None:
+        """The optimizer's state is the better witness: a resume replaces it, a skipped step leaves
+        it, and no folder's name changes it."""
+        counted = counted_steps(self._optimizer) if self._by_state else None
+        self.steps = self.steps if counted is None else counted
+
+    def _before(self, parts: Sequence[Batch | Callable[[], UpdateBatch]]) -> None:
+        self._count()
+        step = self.steps
         everyones = self._ranks.all_gather(lambda: [_as_batch(part) for part in parts])
         if not self._ranks.rank:
             batch = concatenate([batch for batches in everyones for batch in batches])
+            batch = replace(batch, microbatch_N=None) if self._whole_batch else batch
             self._files.add_batch(batch, step, self._facts, more={})
         self._files.add_gradient(
             named_gradients(self._model),
@@ -259,12 +281,23 @@ class StepRecorder:
 
     def _refuse_other_step(self, checkpoint: Path) -> None:
         named = STEP.search(checkpoint.resolve().name)
-        if named is not None and int(named[1]) != self.steps:
+        of_batches = checkpoint.resolve().name.startswith("global_step")
+        if named is not None and int(named[1]) != self.steps and not of_batches:
             raise ValueError(
                 f"{checkpoint} is named as of step {named[1]}, and {self.steps} steps were made: "
                 f"the batch of step {self.steps}, counted from 0, belongs beside it. Expected a "
-                f"name such as step_{self.steps}; after a resume give StepRecorder first_step."
+                f"name such as step_{self.steps}; give StepRecorder first_step where others were "
+                "made before."
             )
+
+
+def counted_steps(optimizer: torch.optim.Optimizer) -> int | None:
+    """Steps that its state has counted, as Adam's does; None: it keeps no count.
+
+    The most of all parameters: one without a gradient is left out of a step.
+    """
+    counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+    return max((int(count) for count in counts), default=None)
 
 
 def _as_batch(part: Batch | Callable[[], UpdateBatch]) -> UpdateBatch:

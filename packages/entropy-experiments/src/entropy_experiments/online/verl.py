@@ -18,7 +18,8 @@ Fields (verl 0.9; a DataProto, its TensorDict, or a mapping; padded or jagged):
     uid                                     equal for the responses to one prompt
 
 Losses: verl divides by the tokens (or sequences) of the whole mini-batch, of all ranks and
-microbatches, so that its aggregation modes are losses of `update.objective`:
+microbatches, so that its aggregation modes are losses of `update.objective`; an entropy bonus is
+divided alike, which `update.objective` has for the first of them alone:
 
     token-mean             dapo         seq-mean-token-mean        grpo
     seq-mean-token-sum     luspo        seq-mean-token-sum-norm    dr_grpo
@@ -30,7 +31,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ def verl_batch(data: Any, *, eos: int | Sequence[int] | None = None) -> UpdateBa
     if "token_level_scores" in tensors:
         scores = tensors["token_level_scores"]
         rewards = torch.stack([row.float().sum() for row in _rows(scores)])
-    return batch_from_tensors(
+    uid = others.get("uid")
+    batch = batch_from_tensors(
         input_ids=whole["input_ids"],
         attention_mask=whole["attention_mask"],
         response_mask=response_NS,
@@ -108,9 +110,12 @@ def verl_batch(data: Any, *, eos: int | Sequence[int] | None = None) -> UpdateBa
         ref_logprobs=whole.get("ref_log_prob"),
         rewards=rewards,
         loss_mask=counted_NS,
-        prompt_index=others.get("uid"),
+        prompt_index=uid,
         eos=eos,
     )
+    if uid is None:
+        return batch
+    return replace(batch, rollouts=replace(batch.rollouts, uid=tuple(map(str, uid))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +153,7 @@ def verl_settings(config: Any) -> VerlSettings:
     clip = value(f"{actor}.clip_ratio", 0.2)
     with_kl = bool(value(f"{actor}.use_kl_loss", False))
     bonus = float(value(f"{actor}.entropy_coeff", 0.0))
+    group = value(f"{rollout}.n", 1)
     facts: dict[str, Any] = {
         "loss": LOSS_OF.get(mode),
         "advantage": _advantage(value),
@@ -163,7 +169,7 @@ def verl_settings(config: Any) -> VerlSettings:
         "num_iterations": value(f"{actor}.ppo_epochs", 1),
         "temperature": value(f"{rollout}.temperature"),
         "top_p": value(f"{rollout}.top_p"),
-        "G": value(f"{rollout}.n"),
+        "G": group if group > 1 else None,  # the facts know groups only
         "B_U": value(f"{actor}.ppo_mini_batch_size"),
         "amp_dtype": _DTYPES.get(str(value(f"{actor}.fsdp_config.dtype"))),
     }
@@ -172,20 +178,27 @@ def verl_settings(config: Any) -> VerlSettings:
 
 
 def record_engine(
-    engine: Any, folder: str, config: Any, *, tokenizer: Any = None, first_step: int = 0
+    engine: Any,
+    folder: str,
+    config: Any,
+    *,
+    tokenizer: Any = None,
+    first_step: int | None = None,
 ) -> StepRecorder:
     """Record every optimizer step of an engine of verl's workers.
 
     Its `train_batch` and its optimizer's `step` are wrapped on the instances; arguments and results
     pass through untouched. Call it on every rank, when the engine is initialised; call
-    `recorder.saved(global_step_N)` where checkpoints are written.
+    `recorder.saved(global_step_N)` where checkpoints are written, and `recorder.resumed` where one
+    is loaded. Steps are the optimizer's: of each batch as many as it has mini-batches, times
+    `ppo_epochs`.
 
     Args:
         engine: With `module`, `optimizer` and `train_batch(data, loss_function)`.
         folder: Of the record.
         config: verl's whole configuration.
         tokenizer: For its end-of-sequence token.
-        first_step: Optimizer steps made before, where training was resumed.
+        first_step: Optimizer steps made before. None: as its state counts them.
 
     Returns:
         The recorder.
@@ -201,6 +214,7 @@ def record_engine(
         optimizer,
         facts=settings.facts,
         unfollowed=settings.unfollowed,
+        whole_batch=True,
         first_step=first_step,
     )
     eos = getattr(tokenizer, "eos_token_id", None)
@@ -251,6 +265,9 @@ def _unfollowed(value: Callable[..., Any], mode: str, limit: int | None, bonus: 
     scale = value(f"{actor}.loss_scale_factor")
     if mode == "seq-mean-token-sum-norm" and scale is not None and scale != limit:
         words.append(f"loss_scale_factor = {scale}")
+    if mode == "seq-mean-token-sum-norm" and scale is None and value("trainer.use_v1", False):
+        # of unpadded responses, each microbatch is divided by its own longest one
+        words.append("loss_scale_factor = null with trainer.use_v1")
     if value(f"{actor}.use_kl_loss", False):
         name = value(f"{actor}.kl_loss_type", "low_var_kl")
         if name not in K3:

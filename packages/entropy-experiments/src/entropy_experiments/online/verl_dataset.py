@@ -19,7 +19,6 @@ not handed over.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from verl.utils.dataset.rl_dataset import RLHFDataset  # pyright: ignore[reportMissingImports]
@@ -32,16 +31,12 @@ class RecordingDataset(RLHFDataset):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._recorder: DriverRecorder | None = None
+        self._recorder: DriverRecorder | None = DriverRecorder(self.config._get_root())
 
     def on_batch_end(self, batch: Any) -> None:
         """Called by the trainer after each step."""
-        if self._recorder is None:
-            # Not in __init__: the configuration is complete when training runs.
-            folder = self.config.get("entropy_record")
-            root = self.config._get_root()
-            self._recorder = DriverRecorder(None if folder is None else Path(folder), root)
-        self._recorder.add(batch)
+        if self._recorder is not None:  # of the driver's own dataset, not of a copy
+            self._recorder.add(batch)
 
     def __getstate__(self) -> dict[str, Any]:
         # Data loaders' workers and checkpoints copy a dataset; the record is the driver's alone.

@@ -272,7 +272,7 @@ def _layout(path: Path) -> Layout:
         if any((path / name).is_file() for name in (ADAPTER_CONFIG, MODEL_CONFIG)):
             raise
         raise FileNotFoundError(
-            f"{missing} Or give a folder that holds checkpoint-N or step_N."
+            f"{missing} Or give a folder that holds checkpoint-N, step_N or global_step_N."
         ) from None
 
 

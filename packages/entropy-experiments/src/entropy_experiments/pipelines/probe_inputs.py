@@ -291,7 +291,7 @@ def gather(
                 "the update batch, which the update moves most"
             )
         if real:
-            facts = with_divisor(facts, checkpoint)
+            facts = with_divisor(facts.of_rewarded_batch(), checkpoint)
         update = with_reference(config, probed, update, real=real)
     tell(
         f"phase 0: {len(evaluation)} evaluation rollouts, {len(update.rollouts)} update rollouts "

@@ -34,6 +34,7 @@ ASSUMED: dict[str, Any] = {
     "dataset_name": "gsm8k_r1_template",
 }
 """TRL's GRPO defaults, but for amp_dtype: the probe computes in the precision it says."""
+REWARDS = ("reward_functions", "reward_weights")
 OPTIONAL = tuple(name for name in LOSS_SETTINGS if name not in ASSUMED)
 """Options of the loss that are off, or at the loss's own default, unless set."""
 
@@ -56,6 +57,11 @@ class TrainingFacts:
     @property
     def assumed(self) -> dict[str, Any]:
         return {name: self.values[name] for name, source in self.sources.items() if not source}
+
+    def of_rewarded_batch(self) -> TrainingFacts:
+        """The same without assumed rewards: the batch has its own, and none is computed."""
+        kept = {n: source for n, source in self.sources.items() if source or n not in REWARDS}
+        return replace(self, sources=kept)
 
     @property
     def unfollowed(self) -> tuple[str, ...]:

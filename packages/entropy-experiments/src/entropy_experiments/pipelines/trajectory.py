@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from entropy_experiments.artifacts import write_whole
-from entropy_experiments.checkpoints.runs import checkpoints_by_step, embedded_trajectory
+from entropy_experiments.checkpoints.runs import checkpoints_by_count, embedded_trajectory
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import entropy_level, within_entropy
@@ -115,8 +115,8 @@ def probe_trajectory(
         ValueError: ... expected two or more consecutive steps ...
     """
     folder = embedded_trajectory() if folder is None else Path(folder)
-    paths = checkpoints_by_step(folder)[steps]
-    numbers = [int(path.name.removeprefix("checkpoint-").removeprefix("step_")) for path in paths]
+    counted = list(checkpoints_by_count(folder).items())[steps]
+    numbers, paths = [count for count, _ in counted], [path for _, path in counted]
     if len(paths) < 2 or numbers != list(range(numbers[0], numbers[0] + len(paths))):
         raise ValueError(
             f"{folder} has the checkpoints {numbers}; expected two or more consecutive steps "

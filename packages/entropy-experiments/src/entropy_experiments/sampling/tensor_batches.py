@@ -176,6 +176,7 @@ def concatenate(batches: Sequence[UpdateBatch]) -> UpdateBatch:
         response_NS=response_NS,
         prompt_N=_by_tokens(tokens_NS, attention_NS, response_NS),
         truncated_N=torch.cat([b.rollouts.truncated_N for b in batches]),
+        uid=_names([b.rollouts for b in batches]),
     )
     counted = any(batch.loss_NS is not None for batch in batches)
     return UpdateBatch(
@@ -189,6 +190,13 @@ def concatenate(batches: Sequence[UpdateBatch]) -> UpdateBatch:
         microbatch_N=_numbered(batches),
         loss_NS=wide(b.counted_NS for b in batches) if counted else None,
     )
+
+
+def _names(parts: Sequence[Rollouts]) -> tuple[str | None, ...] | None:
+    """What a framework calls the rollouts; None: no part has names."""
+    if all(part.uid is None for part in parts):
+        return None
+    return tuple(name for part in parts for name in part.uid or (None,) * len(part))
 
 
 def _numbered(batches: Sequence[UpdateBatch]) -> Tensor:
