@@ -81,6 +81,13 @@ class Registry:
         self._stale = True
         self._found: dict[str, Tensor] = {}
         self._homes = WeakIdKeyDictionary()  # parameter -> the module that it was given to
+        # modules -> where they were constructed, and the lines of all callers on the way there
+        self._constructed: weakref.WeakKeyDictionary[nn.Module, Birth] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._callers: weakref.WeakKeyDictionary[nn.Module, tuple[Site, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._parents: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.unnamed: list[Any] = []  # optimizers whose variable does not exist yet
 
@@ -183,13 +190,32 @@ class Registry:
         ref = self._homes.get(parameter)
         module = None if ref is None else ref()
         while module is not None and made is not None:
-            birth = self.birth(module)
+            birth = self.birth(module) or self._constructed.get(module)
             if birth is None or birth.order < made.order or birth.site is None:
                 break
-            site = birth.site
+            site = self._beside(made.site, module) or birth.site
             parent = self._parents.get(module)
             module = None if parent is None else parent()
         return site
+
+    def constructed(self, chain: Iterable[tuple[nn.Module, tuple[Site, ...]]], step: int) -> None:
+        """Modules whose constructors are running, and the lines of the callers of each."""
+        for module, callers in chain:
+            if module not in self._constructed and callers:
+                self._constructed[module] = Birth(callers[0], step, next(self._order))
+                self._callers[module] = callers
+
+    def construction(self, module: nn.Module) -> Site | None:
+        """The line that called a module's constructor."""
+        birth = self._constructed.get(module)
+        return None if birth is None else birth.site
+
+    def _beside(self, other: Site | None, module: nn.Module) -> Site | None:
+        """The line that led to a module, in the function that another line stands in."""
+        for caller in self._callers.get(module, ()):
+            if other is not None and (caller.file, caller.function) == (other.file, other.function):
+                return caller
+        return None
 
     def initialised(self, parameter: Tensor) -> None:
         """Random numbers were written into a parameter."""

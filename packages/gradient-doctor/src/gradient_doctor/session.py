@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -145,6 +146,10 @@ class Session:
 
     def __post_init__(self) -> None:
         self.taints: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # modules -> the line of their first call in a traced step
+        self.called: weakref.WeakKeyDictionary[nn.Module, Site | None] = (
+            weakref.WeakKeyDictionary()
+        )
         self.arrays: dict[int | None, Taint] = {}  # numpy arrays by address
         self.numbers: Numbers = Numbers()  # plain floats that left torch
         self._culprits: dict[Any, tuple[int, Culprit]] = {}  # and their place in `findings`

@@ -28,6 +28,7 @@ from gradient_doctor.patches import Patches
 from gradient_doctor.readable import alone
 from gradient_doctor.rollouts import Rollouts
 from gradient_doctor.session import Session
+from gradient_doctor.sites import constructors
 from gradient_doctor.trace import Trace
 
 # torch's name for the block that an optimizer's step and its hooks run in, however it ends
@@ -116,6 +117,8 @@ class Watch:
         if registry.discover and not stack and next(module.parameters(), None) is not None:
             registry.add_root(registry.top_of(module))
         session = self.session
+        if session.record.traced and module not in session.called:
+            session.called[module] = session.here()
         outermost = not stack and not session.paused  # not what a checkpoint computes again
         if outermost and (session.record.traced or self._peek is not None):
             # torch keeps keyword arguments from hooks of all modules: they are the caller's local
@@ -191,7 +194,9 @@ class Watch:
     @guarded
     def _parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
-            self.session.registry.born(module, parameter, self.session.here(), self.session.step)
+            registry = self.session.registry
+            registry.born(module, parameter, self.session.here(), self.session.step)
+            registry.constructed(constructors(), self.session.step)
             self._look_at_new_part(module)
 
     @guarded
@@ -200,6 +205,7 @@ class Watch:
             registry = self.session.registry
             registry.adopted(parent, child)
             registry.made(child, self.session.here(), self.session.step)
+            registry.constructed(constructors(), self.session.step)
             self._look_at_new_part(parent)
 
     def _look_at_new_part(self, parent: nn.Module) -> None:

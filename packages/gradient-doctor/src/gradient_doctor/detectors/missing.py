@@ -301,6 +301,8 @@ class Missing(Detector):
             severity = Severity.ERROR
         born = self._birth(names[0], tensors)
         used = use if any(bit in ledger.loads for bit in bits_of(mask)) else None
+        if used is not None:
+            used = self._called(names[0]) or used
         # a trainer's one line does everything: it says less than the line that made the part
         trainers = {site.place for site in ledger.by_site if site is not None}
         lines = [s for s in (orphan, used) if s is not None and s.place not in trainers]
@@ -365,6 +367,14 @@ class Missing(Detector):
             if birth is not None and birth.site is not None:
                 return birth.site
         return next(iter(births), None)
+
+    def _called(self, where: str) -> Site | None:
+        """The line that calls a module that is idle as a whole: there its result is lost."""
+        registry = self.session.registry
+        for module in _all_modules(registry):
+            if registry.module_name(module) == where:
+                return self.session.called.get(module)
+        return None
 
     def _modules(self, mask: int) -> dict[str, int]:
         """The largest modules that are idle as a whole; else the parameters themselves.

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -36,6 +37,7 @@ class Ownership(Detector):
         self._sums: dict[int, float] = {}  # of parameters in no optimizer: do they change?
         self._fresh: dict[Site, dict[int, int]] = {}  # birth line -> step -> parameters
         self._born_in_loop: set[Site] = set()
+        self._built: dict[Site, Site | None] = {}  # birth line -> that of the module around it
         self._steps: dict[int, Site | None] = {}  # optimizers that have stepped, and where
         self._loaded: dict[int, Site | None] = {}
         self._said = 0
@@ -66,6 +68,9 @@ class Ownership(Detector):
             if birth is not None and birth.site is not None:
                 per_step = self._fresh.setdefault(birth.site, {})
                 per_step[backward.step] = per_step.get(backward.step, 0) | bit
+                home = registry.home(parameter)
+                if home is not None and birth.site not in self._built:
+                    self._built[birth.site] = registry.construction(registry.top_of(home))
                 # the first step of a script includes the making of its models
                 if self.session.first < birth.step == backward.step:
                     self._born_in_loop.add(birth.site)
@@ -167,7 +172,8 @@ class Ownership(Detector):
                 "is lost, and the layer is random again in the next step.",
                 fix="Make the layer once, in __init__ of the module (or before the loop), and "
                 "build the optimizer after it.",
-                site=site,
+                site=self._built.get(site) or site,
+                related=(site,),
             )
         return thrown
 
@@ -303,6 +309,9 @@ class Ownership(Detector):
             sites = [registry.entered(parameter, o) for o in registry.optimizers.values()]
             return most_common(sites) or born
         root = registry.name(parameter).split(".")[0]
+        double = self._double_optimizer(root)
+        if double is not None:
+            return double
         best: tuple[int, int] = (-1, -1)
         site: Site | None = None
         for optimizer in registry.optimizers.values():
@@ -313,6 +322,15 @@ class Ownership(Detector):
             if (siblings, birth.order) > best:
                 best, site = (siblings, birth.order), birth.site
         return site or born
+
+    def _double_optimizer(self, root: str) -> Site | None:
+        """Of two optimizers with the same parameters, the line of the one that is named for
+        another model: it has been handed the wrong one."""
+        optimizers = self.session.registry.optimizers
+        held = {name: frozenset(map(id, owned_by(o))) for name, o in optimizers.items()}
+        doubles = [name for name in held if list(held.values()).count(held[name]) > 1]
+        named = [n for n in doubles if _words(n) & _words(root)] or doubles[:1]
+        return birth_site(self.session.registry, optimizers[named[0]]) if named else None
 
     # the state of optimizers
 
@@ -394,6 +412,11 @@ class Ownership(Detector):
 def _moments(state: Any) -> bool:
     """Whether an optimizer's state is worth keeping: tensors of more than a step's count."""
     return any(isinstance(value, Tensor) and value.numel() > 1 for value in state.values())
+
+
+def _words(name: str) -> set[str]:
+    """The words of a variable's name: `opt_g` and `G` share one."""
+    return {word for word in re.split(r"[^a-z]+", name.lower()) if word}
 
 
 def _form(parameter: Tensor) -> tuple[int, ...]:
