@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradient_doctor.detectors.accumulated import Accumulated
 from gradient_doctor.detectors.activations import Activations
+from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.cosmetic import Cosmetic
@@ -63,6 +64,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Cosmetic,
     Targets,
     Shifts,
+    Axes,
     Activations,
     Lengths,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none

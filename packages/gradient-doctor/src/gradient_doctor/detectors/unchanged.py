@@ -15,7 +15,7 @@ from gradient_doctor.findings import Finding, Severity, Site
 from gradient_doctor.readable import checksum
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
-from gradient_doctor.slips import bare_attribute
+from gradient_doctor.slips import bare_attribute, calls_of
 from gradient_doctor.steps import StepFacts
 
 _LITTLE = 0.5  # share of elements that must move for a parameter to count as trained
@@ -299,16 +299,24 @@ class Unchanged(Detector):
             parameters = self._unmoved(optimizer, history)
             backward = most_common(self._backward_at)
             bare = None if backward is None else bare_attribute([backward.file], "step")
+            files = [] if backward is None else [backward.file]
+            unreached = calls_of(files, history.name.split(".")[-1], "step")
             if parameters:
                 self.report(
                     21,
                     Severity.ERROR,
                     f"The {called(history.name)} never steps.",
                     why=f"{history.backwards} backwards gave its parameters gradients, "
-                    "and step() was never called."
+                    "and step() was never called"
+                    + ("." if not unreached else ": the program does not come to this line.")
                     + (" `step` without parentheses calls nothing." if bare is not None else ""),
-                    fix="Call its step() after backward.",
-                    site=bare or birth_site(registry, optimizer) or backward,
+                    fix="Call its step() after backward."
+                    if not unreached
+                    else "Look at the condition that it stands under: is it ever true?",
+                    site=bare
+                    or (unreached[0] if unreached else None)
+                    or birth_site(registry, optimizer)
+                    or backward,
                     parameters=parameters,
                     related=(birth_site(registry, optimizer), backward),
                 )
