@@ -75,6 +75,9 @@ class Registry:
         self.zeroed_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # copies of parameters -> the line that made the first of them
         self.prototypes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # weights -> the line that wrote their first values, and that gave them to a second layer
+        self.initialised_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.tied_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._random: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its first checksum
         self._names: dict[int, str] = {}
         self._modules: dict[int, str] = {}
@@ -117,6 +120,9 @@ class Registry:
 
     def born(self, module: nn.Module, parameter: Tensor, site: Site | None, step: int) -> None:
         self.made(parameter, site, step)
+        home = self._homes.get(parameter)
+        if home is not None and home() not in (None, module):
+            self.tied_at[parameter] = site
         self._homes[parameter] = weakref.ref(module)
         self._stale = True
 
@@ -193,7 +199,8 @@ class Registry:
             birth = self.birth(module) or self._constructed.get(module)
             if birth is None or birth.order < made.order or birth.site is None:
                 break
-            site = self._beside(made.site, module) or birth.site
+            here = made.site is not None and birth.site.function == made.site.function
+            site = birth.site if here else self._beside(made.site, module) or birth.site
             parent = self._parents.get(module)
             module = None if parent is None else parent()
         return site
@@ -217,8 +224,9 @@ class Registry:
                 return caller
         return None
 
-    def initialised(self, parameter: Tensor) -> None:
+    def initialised(self, parameter: Tensor, site: Site | None) -> None:
         """Random numbers were written into a parameter."""
+        self.initialised_at[parameter] = site
         if not is_lazy(parameter) and parameter.dim() > 1:
             self._random[parameter] = checksum(parameter)
 

@@ -414,7 +414,7 @@ def _gradient_read(session: Session, args: Any) -> None:
 def _initialised(session: Session, args: Any) -> None:
     tensor = next((a for a in args if a is not None), None)
     if isinstance(tensor, nn.Parameter):
-        session.registry.initialised(tensor)
+        session.registry.initialised(tensor, session.here())
 
 
 def _zeroed(session: Session, args: Any) -> None:

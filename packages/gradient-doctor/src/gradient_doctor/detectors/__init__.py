@@ -31,6 +31,7 @@ from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.rising import Rising
 from gradient_doctor.detectors.scaler import Scaler
+from gradient_doctor.detectors.scales import Scales
 from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.swallowed import Swallowed
@@ -77,6 +78,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Estimators,
     PolicyLosses,
     Rising,
+    Scales,  # what others have explained is not said again
     Swallowed,
     Phases,
     Blind,

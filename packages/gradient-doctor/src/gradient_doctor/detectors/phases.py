@@ -84,7 +84,8 @@ class Phases(Detector):
             return
         if type(stack[-1]).__module__.startswith("torch.nn"):
             # a layer knows its own mode; one that is made in forward is not told that of the model
-            ignores = all(part is not stack[-1] for part in stack[0].modules())
+            strange = all(part is not stack[-1] for part in stack[0].modules())
+            ignores = strange and not _passes_mode(call.site)
         else:
             ignores = not _passes_mode(call.site)
         if ignores:
