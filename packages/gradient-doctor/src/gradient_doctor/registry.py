@@ -73,6 +73,7 @@ class Registry:
         )  # optimizer -> where its lr scheduler was made
         # weights of constants -> the line that made them so
         self.zeroed_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.copy_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # copies -> weakref of original
         # copies of parameters -> the line that made the first of them
         self.prototypes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # weights -> the line that wrote their first values, and that gave them to a second layer
@@ -133,6 +134,7 @@ class Registry:
 
     def copied(self, parameter: Tensor, original: Tensor) -> None:
         """A deep copy; layers are often made once and copied (nn.TransformerEncoder)."""
+        self.copy_of[parameter] = weakref.ref(original)
         birth = self.birth(original)
         site = self.prototypes.get(original) or (None if birth is None else birth.site)
         if site is not None:

@@ -146,6 +146,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.taints: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.kinds: set[type] = set()  # of modules that were called in a traced step
         # modules -> the line of their first call in a traced step
         self.called: weakref.WeakKeyDictionary[nn.Module, Site | None] = (
             weakref.WeakKeyDictionary()

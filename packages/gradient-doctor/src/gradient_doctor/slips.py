@@ -36,6 +36,21 @@ def assigned_attribute(files: Iterable[str], names: Iterable[str]) -> Site | Non
     return None
 
 
+def assigned_name(file: str, name: str) -> Site | None:
+    """The first statement `name = ...` or `something.name = ...`."""
+    for _, node in _statements([file]):
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            for part in parts:
+                if name == (part.attr if isinstance(part, ast.Attribute) else _id(part)):
+                    return Site(file, node.lineno)
+    return None
+
+
+def _id(node: ast.expr) -> str | None:
+    return node.id if isinstance(node, ast.Name) else None
+
+
 def calls_of(files: Iterable[str], owner: str, method: str) -> list[Site]:
     """Lines of `owner.method(...)`, `self.owner.method(...)` and the like."""
     sites = []

@@ -119,6 +119,7 @@ class Watch:
         session = self.session
         if session.record.traced and module not in session.called:
             session.called[module] = session.here()
+            session.kinds.add(type(module))
         outermost = not stack and not session.paused  # not what a checkpoint computes again
         if outermost and (session.record.traced or self._peek is not None):
             # torch keeps keyword arguments from hooks of all modules: they are the caller's local

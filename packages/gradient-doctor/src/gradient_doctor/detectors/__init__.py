@@ -22,6 +22,7 @@ from gradient_doctor.detectors.leftovers import Leftovers
 from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.missing import Missing
+from gradient_doctor.detectors.names import Names
 from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
@@ -29,6 +30,7 @@ from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
+from gradient_doctor.detectors.ranges import Ranges
 from gradient_doctor.detectors.rising import Rising
 from gradient_doctor.detectors.scaler import Scaler
 from gradient_doctor.detectors.scales import Scales
@@ -71,12 +73,14 @@ DETECTORS: tuple[type[Detector], ...] = (
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
     Zeros,
+    Ranges,
     NonFinite,
     Unchanged,
     Schedule,
     Magnitude,
     Estimators,
     PolicyLosses,
+    Names,
     Rising,
     Scales,  # what others have explained is not said again
     Swallowed,

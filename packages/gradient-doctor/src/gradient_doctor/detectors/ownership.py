@@ -37,6 +37,7 @@ class Ownership(Detector):
         self._sums: dict[int, float] = {}  # of parameters in no optimizer: do they change?
         self._fresh: dict[Site, dict[int, int]] = {}  # birth line -> step -> parameters
         self._born_in_loop: set[Site] = set()
+        self._originals: dict[Site, list[Any]] = {}  # birth line of copies -> what they are copies of
         self._built: dict[Site, Site | None] = {}  # birth line -> that of the module around it
         self._steps: dict[int, Site | None] = {}  # optimizers that have stepped, and where
         self._loaded: dict[int, Site | None] = {}
@@ -69,6 +70,9 @@ class Ownership(Detector):
                 per_step = self._fresh.setdefault(birth.site, {})
                 per_step[backward.step] = per_step.get(backward.step, 0) | bit
                 home = registry.home(parameter)
+                original = registry.copy_of.get(parameter)
+                if original is not None and original() is not None:
+                    self._originals.setdefault(birth.site, []).append(original)
                 if home is not None and birth.site not in self._built:
                     self._built[birth.site] = registry.construction(registry.top_of(home))
                 # the first step of a script includes the making of its models
@@ -161,6 +165,8 @@ class Ownership(Detector):
                 registry.leaves[k] for k in range(masks[-1].bit_length()) if masks[-1] >> k & 1
             ]
             registry.thrown_away[site] = leaves[0]
+            if self._copied(site, union):
+                continue
             shapes = ", ".join(str(list(leaf.shape or ())) for leaf in leaves[:4])
             number = count(len(leaves), "parameter")
             self.report(
@@ -176,6 +182,32 @@ class Ownership(Detector):
                 related=(site,),
             )
         return thrown
+
+    def _copied(self, site: Site, union: int) -> bool:
+        """Class 3: the loss reaches copies of parameters, and so not the parameters themselves."""
+        registry, ledger = self.session.registry, self.session.ledger
+        hidden = registry.bits(
+            original
+            for original in (ref() for ref in self._originals.get(site, ()))
+            if original is not None
+        )
+        hidden &= ledger.should_train() & ~ledger.received
+        if not hidden:
+            return False
+        ledger.explained |= hidden
+        self.report(
+            3,
+            Severity.ERROR,
+            f"The loss depends on copies of {count(hidden.bit_count(), 'parameter')}, and "
+            "reaches only those.",
+            why="deepcopy makes new leaves, outside of the graph of the originals, and what is "
+            "done to their .data leaves no trace either: the optimizer's parameters get nothing.",
+            fix="Compute with the parameters themselves: torch.func.functional_call(model, "
+            "{name: p - rate * g}, inputs).",
+            site=site,
+            parameters=hidden,
+        )
+        return True
 
     def _doubles(self, orphans: list[Tensor]) -> list[Tensor]:
         """Class 8. Gives the orphans for which no optimizer holds an idle double."""

@@ -47,8 +47,12 @@ class Shifts(Detector):
         self._ids: list[Tensor] = []  # copies of what embeddings took in this step
         self._aligned = WeakIdKeyDictionary()  # values by position -> places in `_ids`
         self._seen: list[Seen] = []
+        self._leaks: list[tuple[Site | None, Site | None, int]] = []  # mixer, loss, parameters
         self._causal = False
         self._steps: dict[tuple[Site | None, int], set[int]] = {}
+        # places in `_ids` -> a layer that mixes all positions of them, and hides none
+        self._mixers: dict[int, Site | None] = {}
+        self._weights = WeakIdKeyDictionary()  # softmax over positions -> its line
 
     def op(self, call: OpCall) -> None:
         if call.short == "embedding" and call.inputs:
@@ -65,7 +69,40 @@ class Shifts(Detector):
             self._causal |= not any(a is True for a in call.args[-2:-1])
         elif call.short == "cross_entropy" and self._ids:
             self._loss(call)
+        if self._ids and call.outputs:
+            self._mix(call)
         self._align(call)
+
+    def _mix(self, call: OpCall) -> None:
+        """Attention that lets every position see all others."""
+        site = call.site
+        if call.short == "scaled_dot_product_attention":
+            open_ = not argument(call, 5, "is_causal", False)
+            open_ &= not _hides_later(argument(call, 3, "attn_mask"))
+        elif call.short == "multi_head_attention_forward":
+            mask = call.kwargs.get("attn_mask")
+            open_ = not call.kwargs.get("is_causal") and not _hides_later(mask)
+            called = self.session.called
+            outer = [called[m] for m in self.session.module_stack if m in called]
+            site = outer[-1] if outer else site
+        elif call.short == "softmax":
+            if _sees_later(call.outputs[0]):
+                self._weights[call.outputs[0]] = site
+            return
+        elif call.short in ("matmul", "bmm", "einsum", "__matmul__"):
+            source = next((t for t in call.inputs if t in self._weights), None)
+            open_, site = source is not None, self._weights.get(source) if source is not None else 0
+        elif call.short in ("dropout", "to", "float", "view", "reshape") and call.inputs:
+            known = self._weights.get(call.inputs[0])
+            if known is not None and call.outputs[0].shape == call.inputs[0].shape:
+                self._weights[call.outputs[0]] = known
+            return
+        else:
+            return
+        if open_:
+            for tensor in call.inputs:
+                for place in self._aligned.get(tensor) or ():
+                    self._mixers.setdefault(place, site)
 
     def _take(self, call: OpCall) -> None:
         ids = next((t for t in call.inputs if not t.is_floating_point()), None)
@@ -97,14 +134,23 @@ class Shifts(Detector):
         live = live_in(self.session, call.inputs)
         if values is None or not live:
             return
-        shifts = {shift_of(self._ids[place], values, ignored) for place in places} - {None}
-        for shift in shifts:
-            assert shift is not None
-            self._seen.append(Seen(shift, call.site, live))
+        for place in places:
+            shift = shift_of(self._ids[place], values, ignored)
+            if shift == 1 and place in self._mixers:
+                self._leaks.append((self._mixers[place], call.site, live))
+            if shift is not None:
+                self._seen.append(Seen(shift, call.site, live))
 
     def step_ended(self, record: StepRecord) -> None:
         seen, causal = self._seen, self._causal
         self._ids, self._seen, self._causal = [], [], False
+        leaks, self._leaks = self._leaks, []
+        self._mixers.clear()
+        for mixer, loss, live in leaks if not causal else ():
+            steps = self._steps.setdefault((mixer, 1), set())
+            steps.add(record.number)
+            if len(steps) == _ENOUGH:
+                self._say_leak(mixer, loss, live)
         if any(one.shift == 1 for one in seen):
             return
         for one in seen:
@@ -113,6 +159,20 @@ class Shifts(Detector):
                 steps.add(record.number)
                 if len(steps) >= _ENOUGH:
                     self._say(one)
+
+    def _say_leak(self, mixer: Site | None, loss: Site | None, live: int) -> None:
+        self.report(
+            19,
+            Severity.WARNING,
+            "Position t is asked for token t + 1, and can see it: nothing hides later positions.",
+            why=f"Compared as numbers, the target at {loss} is the next token of the model's own "
+            "input, and this attention has no mask: the answer is copied, the loss falls, and "
+            "nothing is learnt that helps where the next token is not there yet.",
+            fix="Pass a causal mask (is_causal=True, or torch.triu(..., 1) of True).",
+            site=mixer,
+            parameters=live,
+            related=(loss,),
+        )
 
     def _say(self, one: Seen) -> None:
         if one.shift == 2:
@@ -161,6 +221,27 @@ def shift_of(ids: Tensor, target: Tensor, ignored: int) -> int | None:
         if enough and varied and bool(equal.all()):
             fits.append(shift)
     return fits[0] if len(fits) == 1 else None
+
+
+def _hides_later(mask: object) -> bool:
+    """Whether a mask, of any number of axes, hides every later position."""
+    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
+    if not bool(later.any()):
+        return True
+    beyond = mask.detach()[..., later]
+    if mask.dtype == torch.bool:  # True means either, by function
+        return bool(beyond.all()) or not bool(beyond.any())
+    return bool((beyond < -1e3).all())
+
+
+def _sees_later(weights: Tensor) -> bool:
+    """Whether weights of a softmax over positions lie on later ones."""
+    if weights.dim() < 3 or weights.shape[-1] != weights.shape[-2] or weights.shape[-1] < 3:
+        return False
+    later = torch.ones(weights.shape[-2:], dtype=torch.bool, device=weights.device).triu(1)
+    return bool((weights.detach()[..., later] > 1e-6).any())
 
 
 def _begins_at_0(index: Any) -> bool:

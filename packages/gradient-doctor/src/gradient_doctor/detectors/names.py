@@ -1,0 +1,137 @@
+"""What a program's names promise: a target network of its own (30), a backward of its own (32).
+
+`self.target_net = model` gives the online network a second name, not a copy: targets move with
+every step, and copying the weights over copies them onto themselves.
+
+`backward` is a method that autograd calls of a `torch.autograd.Function`. In an `nn.Module` it is a
+method like any other, and nobody calls it: gradients pass unchanged.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.session import Backward, Detector, Session, StepRecord
+from gradient_doctor.sites import is_user_file, user_frames
+from gradient_doctor.slips import assigned_name
+
+# networks that are kept apart from the one that learns
+_APART = re.compile(
+    r"^_?(target|tgt|old|ema|teacher|reference|ref|frozen|momentum|lagged)"
+    r"(_?(net|network|model|q|q_net|q_network|critic|actor|policy|value|encoder))?\d?$"
+    r"|^_?(net|network|model|q|q_net|qnet|critic|actor|policy|value|encoder)"
+    r"_?(target|tgt|old|ema|teacher|reference|ref|bar)\d?$"
+)
+
+
+class Names(Detector):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._looked: set[Site | None] = set()
+
+    def backward_starts(self, backward: Backward) -> None:
+        """Once for each line of a backward: the names that are in reach of it."""
+        if backward.site in self._looked or not self.session.record.traced:
+            return
+        self._looked.add(backward.site)
+        for file, names in _scopes():
+            self._doubles(file, names)
+
+    def _doubles(self, file: str, names: Mapping[str, Any]) -> None:
+        registry = self.session.registry
+        by_id: dict[int, list[str]] = {}
+        for name, value in names.items():
+            if isinstance(value, nn.Module):
+                by_id.setdefault(id(value), []).append(name)
+        for known in by_id.values():
+            apart = [name for name in known if _APART.search(name)]
+            others = [name for name in known if name not in apart and not name.startswith("__")]
+            if not apart or not others:
+                continue
+            module = names[apart[0]]
+            theirs = registry.bits(module.parameters()) & registry.owned
+            if theirs:
+                self._say_double(file, apart[0], others[0], theirs)
+
+    def _say_double(self, file: str, apart: str, other: str, bits: int) -> None:
+        self.report(
+            30,
+            Severity.WARNING,
+            f"`{apart}` and `{other}` are one network, which an optimizer trains.",
+            why="The assignment gave it a second name, not a copy. What is computed with "
+            f"`{apart}` moves with every step of `{other}`, and copying weights from one to the "
+            "other changes nothing.",
+            fix=f"{apart} = copy.deepcopy({other})",
+            site=assigned_name(file, apart),
+            parameters=bits,
+        )
+
+    def step_ended(self, record: StepRecord) -> None:
+        if record.traced and self.session.age + 1 >= self.session.trace_steps:
+            self._judge()
+
+    def finish(self, error: BaseException | None) -> None:
+        self._judge()
+
+    def _judge(self) -> None:
+        """Modules that ran in a forward and bring a `backward` along."""
+        for kind in self.session.kinds:
+            method = kind.__dict__.get("backward")
+            code = getattr(method, "__code__", None)
+            if code is None or not is_user_file(code.co_filename) or not _is_derivative(method):
+                continue
+            site = Site(code.co_filename, code.co_firstlineno, code.co_name)
+            if site in self._looked:
+                continue
+            self._looked.add(site)
+            self.report(
+                32,
+                Severity.WARNING,
+                f"{kind.__name__}.backward is never called: the gradient is that of its forward.",
+                why="Autograd calls `backward` of a torch.autograd.Function. A module has no such "
+                "method of its own; this one is code that nobody runs, and gradients pass as if "
+                "it were not there.",
+                fix="Derive from torch.autograd.Function (static forward and backward with ctx), "
+                f"and call {kind.__name__}.apply(x).",
+                site=site,
+            )
+
+
+def _is_derivative(method: Any) -> bool:
+    """Whether it takes a gradient and gives one; trainers have methods that go back by themselves."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, SyntaxError):
+        return False
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef):
+        return False
+    names = [argument.arg for argument in function.args.args]
+    takes = any("grad" in name or name == "ctx" for name in names)
+    gives = any(isinstance(n, ast.Return) and n.value is not None for n in ast.walk(function))
+    calls = any(
+        isinstance(n, ast.Attribute) and n.attr in ("backward", "step") for n in ast.walk(function)
+    )
+    return takes and gives and not calls
+
+
+def _scopes() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The variables of the running functions of the user's, and the attributes of their objects."""
+    seen: set[int] = set()
+    for frame in user_frames():
+        file, variables = frame.f_code.co_filename, dict(frame.f_locals)
+        yield file, variables
+        for value in variables.values():
+            attributes = getattr(value, "__dict__", None)
+            own = isinstance(attributes, dict) and not isinstance(value, type)
+            if own and id(value) not in seen and not inspect.ismodule(value):
+                seen.add(id(value))
+                yield file, attributes | dict(attributes.get("_modules") or {})
