@@ -41,6 +41,7 @@ class Calls:
 
         patch(nn.Module, "train", self._mode)
         patch(torch.inference_mode, "__enter__", self._inference)
+        patch(torch.set_grad_enabled, "__init__", self._grad_enabled)
         patch(torch, "from_numpy", self._from_numpy)
         patch(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         patch(torch.optim.Optimizer, "__init__", self._new_optimizer)
@@ -78,6 +79,12 @@ class Calls:
     def _inference(self, region: Any) -> Iterator[Any]:
         if region.mode and not self.session.paused:
             self.session.region = Region("inference_mode", self.session.here())
+        yield
+
+    def _grad_enabled(self, region: Any, mode: bool) -> Iterator[Any]:
+        """As a function it stays; between two looks nobody else sees it."""
+        if not mode and not self.session.paused:
+            self.session.grad_off_at = self.session.here()
         yield
 
     # custom Functions
@@ -150,8 +157,13 @@ class Calls:
         optimizer = getattr(scheduler, "optimizer", None)
         if optimizer is None or called_by_torch():
             return
+        metric = args[0] if args else kwargs.get("metrics")
         self.session.add_event(
-            "schedule", scheduler=scheduler, optimizer=optimizer, by_user=called_by_user()
+            "schedule",
+            scheduler=scheduler,
+            optimizer=optimizer,
+            by_user=called_by_user(),
+            metric=float(metric) if isinstance(metric, (int, float, Tensor)) else None,
         )
         yield
 

@@ -71,11 +71,17 @@ class Detector:
     def module_ends(self, module: nn.Module, result: Any) -> None:
         """The forward of an outermost module has returned, in a traced step."""
 
+    def peeked(self, call: OpCall) -> None:
+        """A torch call of an evaluation between two looks: its name, inputs and outputs only."""
+
     def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
         """A distribution of torch.distributions was drawn from, by rsample if `pathwise`."""
 
     def density(self, distribution: Any, value: Any, result: Any, site: Site | None) -> None:
         """A distribution of torch.distributions was evaluated: a log-probability."""
+
+    def entropy(self, distribution: Any, result: Any) -> None:
+        """A distribution of torch.distributions was asked for its entropy."""
 
     def finish(self, error: BaseException | None) -> None:
         """At the end of the examination; `error` is what ended it, if something did."""
@@ -124,6 +130,7 @@ class Session:
     history: list[StepRecord] = field(default_factory=list)
     module_stack: list[nn.Module] = field(default_factory=list)
     region: Region | None = None
+    grad_off_at: Site | None = None  # where set_grad_enabled(False) was called last
     opaque_depth: int = 0
     paused: int = 0
     started: bool = False
@@ -171,7 +178,7 @@ class Session:
         for name in (
             *("start", "op", "write_starts", "op_failed", "backward_starts", "backward_ended"),
             *("backward_failed", "event", "event_ended", "event_failed", "step_ended", "finish"),
-            *("module_starts", "module_ends", "sampled", "density"),
+            *("module_starts", "module_ends", "sampled", "density", "entropy", "peeked"),
         ):
             default = getattr(Detector, name)
             self._handlers[name] = [

@@ -36,6 +36,7 @@ from gradient_doctor.detectors.scaler import Scaler
 from gradient_doctor.detectors.scales import Scales
 from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
+from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -80,6 +81,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Magnitude,
     Estimators,
     PolicyLosses,
+    Signs,
     Names,
     Rising,
     Scales,  # what others have explained is not said again

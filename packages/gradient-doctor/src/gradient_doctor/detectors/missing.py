@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradient_doctor.detectors.late import Claim
@@ -92,8 +93,30 @@ class Missing(Detector):
                 related=(site, taint.site),
             )
 
+    def _switched_off(self, backward: Backward, fate: str) -> bool:
+        """Gradients are off everywhere, since a line that was not traced."""
+        site = self.session.grad_off_at
+        if torch.is_grad_enabled() or site is None:
+            return False
+        wanted = self.ledger.should_train()
+        self.ledger.explained |= wanted
+        self.report(
+            2,
+            Severity.ERROR,
+            "Gradients are switched off for the whole program.",
+            why=f"torch.set_grad_enabled(False) was called here and nothing has switched them on "
+            f"again, so {fate}.",
+            fix="Use `with torch.no_grad():` around the evaluation: it ends by itself.",
+            site=site,
+            parameters=wanted,
+            related=(backward.site,),
+        )
+        return True
+
     def _made_constant(self, backward: Backward, root: Tensor, fate: str) -> None:
         ledger = self.ledger
+        if self._switched_off(backward, fate):
+            return
         wanted = ledger.should_train()
         before = ledger.by_site.get(backward.site, 0) & wanted
         mask = before or wanted & ~ledger.received

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import live_in
-from gradient_doctor.detectors.places import called
+from gradient_doctor.detectors.places import birth_site, called
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, OpCall, Session
@@ -354,9 +354,9 @@ class PolicyLosses(Detector):
             why=f"{term.op} is made to be minimised, but {how}: every step along its gradient "
             "makes the predictions worse, without a bound.",
             fix="Minimise it: remove the minus, or maximize=True.",
-            site=turned,
+            site=(birth_site(registry, registry.optimizers[name]) if maximised else None) or turned,
             parameters=root.live,
-            related=(term.site, backward.site),
+            related=(term.site, turned, backward.site),
         )
 
     def _maximised(self, backward: Backward) -> bool:

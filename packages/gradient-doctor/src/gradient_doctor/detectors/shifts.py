@@ -81,6 +81,7 @@ class Shifts(Detector):
             open_ &= not _hides_later(argument(call, 3, "attn_mask"))
         elif call.short == "multi_head_attention_forward":
             mask = call.kwargs.get("attn_mask")
+            self._check_padding(call)
             open_ = not call.kwargs.get("is_causal") and not _hides_later(mask)
             called = self.session.called
             outer = [called[m] for m in self.session.module_stack if m in called]
@@ -103,6 +104,37 @@ class Shifts(Detector):
             for tensor in call.inputs:
                 for place in self._aligned.get(tensor) or ():
                     self._mixers.setdefault(place, site)
+
+    def _check_padding(self, call: OpCall) -> None:
+        """key_padding_mask is True for what is left out: attention that sees padding alone."""
+        mask = call.kwargs.get("key_padding_mask")
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return
+        hidden = mask if mask.dtype == torch.bool else mask < -1e3
+        for ids in self._ids:
+            if ids.shape != hidden.shape or bool(hidden.all()) or not bool(hidden.any()):
+                continue
+            seen, unseen = ids[~hidden], ids[hidden]
+            if len(seen.unique()) == 1 and len(unseen.unique()) >= _DISTINCT:
+                called = self.session.called
+                outer = [called[m] for m in self.session.module_stack if m in called]
+                site = outer[-1] if outer else call.site
+                steps = self._steps.setdefault((site, -1), set())
+                steps.add(self.session.step)
+                if len(steps) == _ENOUGH:
+                    self._say_inverted(site, int(seen[0]), live_in(self.session, call.inputs))
+
+    def _say_inverted(self, site: Site | None, token: int, live: int) -> None:
+        self.report(
+            19,
+            Severity.WARNING,
+            f"Attention sees nothing but token {token}: the mask of the padding is inverted.",
+            why="key_padding_mask is True where a position is to be left out. This one is True "
+            f"for all real tokens and False for token {token}, which fills up the rows.",
+            fix="Pass the negation: key_padding_mask = (ids == pad).",
+            site=site,
+            parameters=live,
+        )
 
     def _take(self, call: OpCall) -> None:
         ids = next((t for t in call.inputs if not t.is_floating_point()), None)
