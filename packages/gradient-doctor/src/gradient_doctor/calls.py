@@ -50,6 +50,7 @@ class Calls:
         for scheduler in _schedulers():
             patch(scheduler, "step", self._schedule)
         patch(nn.Module, "zero_grad", self._zero_grad)
+        patch(nn.Module, "load_state_dict", self._load_module)
         # the helper behind clip_grad_norm_: found also when the user imported that name before
         for namespace, name, observe in (
             (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clip),
@@ -187,6 +188,11 @@ class Calls:
         event = self.session.add_event("load_state", optimizer=optimizer, state=state_dict)
         del event.data["state"]
         yield
+
+    def _load_module(self, module: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        yield
+        if not self.session.paused:
+            self.session.add_event("load_module", module=weakref.ref(module))
 
     def _zero_grad(self, owner: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         if isinstance(owner, nn.Module):

@@ -86,9 +86,7 @@ class Registry:
         self._found: dict[str, Tensor] = {}
         self._homes = WeakIdKeyDictionary()  # parameter -> the module that it was given to
         # modules -> where they were constructed, and the lines of all callers on the way there
-        self._constructed: weakref.WeakKeyDictionary[nn.Module, Birth] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._constructed: weakref.WeakKeyDictionary[nn.Module, Birth] = weakref.WeakKeyDictionary()
         self._callers: weakref.WeakKeyDictionary[nn.Module, tuple[Site, ...]] = (
             weakref.WeakKeyDictionary()
         )

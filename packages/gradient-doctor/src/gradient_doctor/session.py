@@ -155,9 +155,7 @@ class Session:
         self.taints: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.kinds: set[type] = set()  # of modules that were called in a traced step
         # modules -> the line of their first call in a traced step
-        self.called: weakref.WeakKeyDictionary[nn.Module, Site | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.called: weakref.WeakKeyDictionary[nn.Module, Site | None] = weakref.WeakKeyDictionary()
         self.arrays: dict[int | None, Taint] = {}  # numpy arrays by address
         self.numbers: Numbers = Numbers()  # plain floats that left torch
         self._culprits: dict[Any, tuple[int, Culprit]] = {}  # and their place in `findings`

@@ -276,7 +276,6 @@ class GraphReuse(Detector):
             related=(born, None if user is None else user.site, backward.site),
         )
 
-
     def _carried_at(self, entry: Any) -> Site | None:
         """The call that was given the old tensor, or one that it is a part of."""
         for node, site in self._given:

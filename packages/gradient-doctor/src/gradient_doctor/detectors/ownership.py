@@ -37,7 +37,11 @@ class Ownership(Detector):
         self._sums: dict[int, float] = {}  # of parameters in no optimizer: do they change?
         self._fresh: dict[Site, dict[int, int]] = {}  # birth line -> step -> parameters
         self._born_in_loop: set[Site] = set()
-        self._originals: dict[Site, list[Any]] = {}  # birth line of copies -> what they are copies of
+        self._was_frozen = 0  # when training began, and in no optimizer
+        self._frozen_sums: dict[int, float] = {}
+        self._originals: dict[
+            Site, list[Any]
+        ] = {}  # birth line of copies -> what they are copies of
         self._built: dict[Site, Site | None] = {}  # birth line -> that of the module around it
         self._steps: dict[int, Site | None] = {}  # optimizers that have stepped, and where
         self._loaded: dict[int, Site | None] = {}
@@ -78,6 +82,15 @@ class Ownership(Detector):
                 # the first step of a script includes the making of its models
                 if self.session.first < birth.step == backward.step:
                     self._born_in_loop.add(birth.site)
+
+    def start(self) -> None:
+        registry = self.session.registry
+        for parameter in registry.parameters().values():
+            if isinstance(parameter, nn.Parameter) and not parameter.requires_grad:
+                bit = registry.bit(parameter)
+                if not bit & registry.owned and unreadable(parameter) is None:
+                    self._was_frozen |= bit
+                    self._frozen_sums[bit] = checksum(parameter)
 
     def event(self, event: Event) -> None:
         if event.kind == "grad_set" and not event.data["empty"]:
@@ -131,6 +144,7 @@ class Ownership(Detector):
             self._unowned(left)
         if final:
             self._strangers()
+            self._thawed(thrown)
 
     def _is_attribute(self, tensor: Tensor) -> bool:
         """A tensor that a module keeps as a plain attribute, and that every backward reaches."""
@@ -297,6 +311,23 @@ class Ownership(Detector):
                 site=None if birth is None else birth.site,
                 related=(birth_site(registry, strange[0]), self._steps[id(optimizer)]),
             )
+
+    def _thawed(self, thrown: int) -> None:
+        """Class 7, unfrozen between two looks: a gradient is there that nobody clears or uses."""
+        registry = self.session.registry
+        thawed = [
+            p
+            for p in registry.parameters().values()
+            if isinstance(p, nn.Parameter)
+            and p.requires_grad
+            and p.grad is not None
+            and registry.bit(p) & self._was_frozen
+            and not registry.bit(p) & (registry.owned | self._said | thrown)
+            and self._frozen_sums.get(registry.bit(p)) == checksum(p)
+        ]
+        self._said |= registry.bits(thawed)
+        if thawed:
+            self._unowned(thawed)
 
     def _unowned(self, orphans: list[Tensor]) -> None:
         """Class 7."""

@@ -107,9 +107,7 @@ class Ranges(Detector):
             if bounded is not None and not target.requires_grad:
                 self._judge_targets(call, bounded, value, target)
 
-    def _judge_targets(
-        self, call: OpCall, bounded: Bounded, value: Tensor, target: Tensor
-    ) -> None:
+    def _judge_targets(self, call: OpCall, bounded: Bounded, value: Tensor, target: Tensor) -> None:
         values, live = self.session.values(target), live_in(self.session, [value])
         if values is None or not values.numel() or not live or value.shape != target.shape:
             return
