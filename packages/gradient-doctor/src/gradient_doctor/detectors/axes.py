@@ -31,8 +31,15 @@ _ENOUGH = 2  # steps
 _RESHAPES = {"view", "reshape", "unflatten", "flatten"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _BATCH_FIRST = {
-    **{"conv1d": 3, "conv2d": 4, "conv3d": 5, "max_pool1d": 3, "max_pool2d": 4, "batch_norm": 0},
-    **{"conv_transpose1d": 3, "conv_transpose2d": 4, "adaptive_avg_pool2d": 4},
+    "conv1d": 3,
+    "conv2d": 4,
+    "conv3d": 5,
+    "max_pool1d": 3,
+    "max_pool2d": 4,
+    "batch_norm": 0,
+    "conv_transpose1d": 3,
+    "conv_transpose2d": 4,
+    "adaptive_avg_pool2d": 4,
 }
 _MOVES = {"transpose", "swapaxes", "swapdims", "permute", "t", "T", "movedim", "moveaxis"}
 _REDUCES = {"mean", "sum", "amax", "max"}
