@@ -190,9 +190,11 @@ class Calls:
         yield
 
     def _load_module(self, module: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        state = args[0] if args else kwargs.get("state_dict")
+        own = _is_own_state(module, state)
         yield
         if not self.session.paused:
-            self.session.add_event("load_module", module=weakref.ref(module))
+            self.session.add_event("load_module", module=weakref.ref(module), own=own)
 
     def _zero_grad(self, owner: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         if isinstance(owner, nn.Module):
@@ -234,6 +236,18 @@ class Calls:
         del event.data["result"]
         if kind == "scale":
             event.data["args"] = ()  # a loss must not live longer than the user's own
+
+
+def _is_own_state(module: nn.Module, state: Any) -> bool:
+    """Whether a state consists of the module's very own tensors."""
+    if not isinstance(state, dict) or not state:
+        return False
+    mine = {name: tensor for name, tensor in module.named_parameters(remove_duplicate=False)}
+    given = {name: value for name, value in state.items() if name in mine}
+    return bool(given) and all(
+        isinstance(value, Tensor) and value.numel() and value.data_ptr() == mine[name].data_ptr()
+        for name, value in given.items()
+    )
 
 
 def _schedulers() -> list[type]:

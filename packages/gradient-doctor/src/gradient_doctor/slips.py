@@ -47,6 +47,16 @@ def assigned_name(file: str, name: str) -> Site | None:
     return None
 
 
+def statement_at(site: Site) -> ast.stmt | None:
+    """The smallest statement that a line is part of."""
+    around = [
+        (node.end_lineno or node.lineno, node)
+        for _, node in _statements([site.file])
+        if node.lineno <= site.line <= (node.end_lineno or node.lineno)
+    ]
+    return min(around, key=lambda one: one[0] - one[1].lineno, default=(0, None))[1]
+
+
 def _id(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 

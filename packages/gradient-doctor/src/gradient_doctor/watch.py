@@ -34,6 +34,8 @@ from gradient_doctor.trace import Trace
 # torch's name for the block that an optimizer's step and its hooks run in, however it ends
 _STEP = "Optimizer.step#"
 _PEEKS = 3  # of one line without gradients, in steps that are not traced
+_EXAMINED = 2  # traced steps of an optimizer
+_LOOKS_AT_NEW_PHASES = 6  # folds may make a new one each
 _LOOKS_AT_NEW_PARTS = 4  # a model may grow in every step
 
 
@@ -57,6 +59,9 @@ class Watch:
         self._handles: list[Any] = []
         self._updates: dict[int, steps.Before] = {}
         self._looks_at_new_parts = 0
+        self._looks_at_new_phases = _LOOKS_AT_NEW_PHASES
+        # optimizers -> their steps that were traced
+        self._examined: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.light = False  # no looks in between
         self._peeks: dict[Any, int] = {}  # by the line that switched gradients off
         # optimizers whose step is running, the innermost last, and how often we were paused before
@@ -261,7 +266,17 @@ class Watch:
         with self.session.pause(), alone():
             facts = steps.after(before, self.session.values) if before is not None else None
         self.session.add_event("step", optimizer=optimizer, update=facts)
+        self._look_at_new_phase(optimizer)
         self._stepped(optimizer)
+
+    def _look_at_new_phase(self, optimizer: Any) -> None:
+        """An optimizer that steps first when the traced steps are over: another part of training."""
+        session = self.session
+        if session.record.traced:
+            self._examined[optimizer] = self._examined.get(optimizer, 0) + 1
+        elif self._looks_at_new_phases and self._examined.get(optimizer, 0) < _EXAMINED:
+            self._looks_at_new_phases -= 1
+            session.look_again = True
 
     def _step_left(self, block: Any, error: Any, *args: Any) -> Iterator[Any]:
         """A step that raises has no post hook, but its block has an end."""

@@ -8,6 +8,7 @@ from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.cosmetic import Cosmetic
+from gradient_doctor.detectors.dropped import Dropped
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
 from gradient_doctor.detectors.frozen import Frozen
@@ -66,6 +67,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Missing,
     Ceased,
     Cosmetic,
+    Dropped,
     Targets,
     Shifts,
     Axes,

@@ -15,6 +15,8 @@ from gradient_doctor.terms import Term
 
 # optimizers whose step does not grow with the gradient
 _SCALE_FREE = ("adam", "adafactor", "adagrad", "adadelta", "rmsprop", "rprop", "lion", "lamb")
+_COMPARISONS = {"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "cosine_similarity"}
+_COMPARISONS |= {"cross_entropy", "nll_loss", "binary_cross_entropy"}
 _SCALE_FREE += ("muon", "sophia", "shampoo", "novograd")
 
 
@@ -103,6 +105,12 @@ class Cosmetic(Detector):
             return
         trained = part.depends & self.ledger.should_train()
         if total.scalar:
+            compared = next((t for t in part.inside() if t.op in _COMPARISONS), None)
+            cuts = part.taint.cuts if part.taint is not None else ()
+            if compared is not None and all(cut.kind == "region" for cut in cuts):
+                # neither side of the comparison learns: the fault is what it was given
+                self._note("addend", compared.site, part, root)
+                return
             wanted = trained or (not part.depends and part.data and part.amount)
         else:
             # per element only what was a graph; out of regions without gradients only what has a

@@ -269,11 +269,20 @@ class GraphReuse(Detector):
             f"to flow: {count(old.leaves.bit_count(), 'parameter')} would then get none from it.",
             # a state is cut where it is carried on; what was kept once, where it is used
             site=self._carried_at(old.entry)
-            or (born if old.state else None)
+            or (born if old.state or self._is_attribute(old.entry) else None)
             or (user.site if user is not None else None)
             or backward.site,
             parameters=old.leaves,
             related=(born, None if user is None else user.site, backward.site),
+        )
+
+    def _is_attribute(self, entry: Any) -> bool:
+        """Whether a module keeps the old tensor: it was made once, and not where it is used."""
+        return any(
+            isinstance(value, Tensor) and node_of(value) is entry
+            for root in self.session.registry.roots.values()
+            for module in root.modules()
+            for value in vars(module).values()
         )
 
     def _carried_at(self, entry: Any) -> Site | None:

@@ -319,8 +319,8 @@ class Missing(Detector):
         whole = any(
             not registry.bits(module.parameters()) & ~mask for module in registry.roots.values()
         )
-        severity = Severity.NOTE if turns else Severity.WARNING
-        if whole or mask & wanted:
+        severity = Severity.NOTE if turns or self._is_tapped(mask) else Severity.WARNING
+        if (whole and not self._is_tapped(mask)) or mask & wanted:
             severity = Severity.ERROR
         born = self._birth(names[0], tensors)
         used = use if any(bit in ledger.loads for bit in bits_of(mask)) else None
@@ -344,6 +344,18 @@ class Missing(Detector):
             related=(orphan, use, born),
         )
         self._claim(finding, mask)
+
+    def _is_tapped(self, idle: int) -> bool:
+        """Used, and what comes before it is taken by a hook: features without their head."""
+        ledger, registry = self.ledger, self.session.registry
+        if any(bit not in ledger.loads for bit in bits_of(idle)):
+            return False
+        for root in registry.roots.values():
+            parts = list(root.modules())
+            own = registry.bits(root.parameters())
+            if idle & own and any(part._forward_hooks for part in parts):
+                return True
+        return False
 
     def _turns(self, idle: int) -> int:
         """Idle members of a list whose other members take turns, or that the data choose from."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Backward, Detector, Session, StepRecord
 from gradient_doctor.sites import is_user_file, user_frames
@@ -32,10 +33,16 @@ _APART = re.compile(
 )
 
 
+_TEACHER = re.compile(r"^_?teacher(_?(net|network|model))?$")
+_PUPIL = re.compile(r"^_?student(_?(net|network|model))?$")
+_ENOUGH = 2  # steps
+
+
 class Names(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._looked: set[Site | None] = set()
+        self._taught: dict[str, set[int]] = {}  # steps by the teacher's name
 
     def backward_starts(self, backward: Backward) -> None:
         """Once for each line of a backward: the names that are in reach of it."""
@@ -72,6 +79,44 @@ class Names(Detector):
             fix=f"{apart} = copy.deepcopy({other})",
             site=assigned_name(file, apart),
             parameters=bits,
+        )
+
+    # a teacher that learns from its pupil
+
+    def backward_ended(self, backward: Backward) -> None:
+        registry = self.session.registry
+        moved = backward.received & registry.owned
+        if backward.kind != "backward" or not moved:
+            return
+        networks = dict(registry.roots)
+        for root in registry.roots.values():
+            networks.update(root.named_children())
+        reached = {
+            name: registry.bits(network.parameters()) & moved for name, network in networks.items()
+        }
+        teachers = {name: bits for name, bits in reached.items() if bits and _TEACHER.search(name)}
+        pupils = {name for name, bits in reached.items() if bits and _PUPIL.search(name)}
+        for name, bits in teachers.items() if pupils else ():
+            steps = self._taught.setdefault(name, set())
+            steps.add(backward.step)
+            if len(steps) == _ENOUGH:
+                self._say_taught(name, next(iter(pupils)), bits, backward.site)
+
+    def _say_taught(self, teacher: str, pupil: str, bits: int, site: Site | None) -> None:
+        registry = self.session.registry
+        owners = {o for p in registry.tensors(bits) for o in registry.owners(p)}
+        made = [birth_site(registry, registry.optimizers[name]) for name in owners]
+        self.report(
+            30,
+            Severity.WARNING,
+            f"The loss of `{pupil}` also trains `{teacher}`.",
+            why=f"One backward gives gradients to both, and {' and '.join(sorted(owners))} steps "
+            f"on those of `{teacher}`: it moves towards what `{pupil}` says, where it should stay "
+            "what it is.",
+            fix=f"Compute {teacher}'s output under no_grad, and keep it out of the optimizer.",
+            site=next((place for place in made if place is not None), site),
+            parameters=bits,
+            related=(site,),
         )
 
     def step_ended(self, record: StepRecord) -> None:

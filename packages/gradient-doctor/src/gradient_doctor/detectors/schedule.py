@@ -37,6 +37,7 @@ class Scheduler:
     since_update: int = 0  # steps since the last update of the optimizer
     several: int = 0  # updates with two or more steps of the scheduler before them
     first: bool = False  # its first step came before any update
+    bursts: int = 0  # updates with any
     early: int = 0  # steps before the first update
     mode: str = ""  # of a plateau: "min" or "max"
     metrics: list[float] = field(default_factory=list)  # that it was given
@@ -95,6 +96,7 @@ class Schedule(Detector):
         rates.site = event.site
         for scheduler in rates.kept:
             scheduler.several += scheduler.since_update > 1
+            scheduler.bursts += scheduler.since_update > 0
             scheduler.since_update = 0
 
     def _scheduled(self, event: Event) -> None:
@@ -279,14 +281,16 @@ class Schedule(Detector):
         rounds = min(rates.updates, scheduler.steps)
         if rounds < _ROUNDS or not scheduler.by_user:
             return
-        if 2 * scheduler.several > rates.updates:
+        always = scheduler.several == scheduler.bursts >= _ROUNDS
+        if 2 * scheduler.several > rates.updates or always:
             self.report(
                 31,
                 Severity.WARNING,
                 f"The scheduler of the {called(name)} is stepped {scheduler.steps} times for "
                 f"{rates.updates} updates.",
-                why="The rate moves on several times before the weights do once, as if every "
-                "micro batch of an accumulation were an update: the schedule is over too soon.",
+                why="Whenever the rate moves, it moves several times before the weights do once, "
+                "as if every micro batch of an accumulation were an update: the schedule is over "
+                "too soon.",
                 fix="Step the scheduler right after the optimizer's own step, and only then.",
                 site=scheduler.site,
                 parameters=registry.bits(owned_by(optimizer)),

@@ -45,7 +45,8 @@ class Shifts(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._ids: list[Tensor] = []  # copies of what embeddings took in this step
-        self._aligned = WeakIdKeyDictionary()  # values by position -> places in `_ids`
+        # values by position -> places in `_ids`, each with the position of its first token
+        self._aligned = WeakIdKeyDictionary()
         self._seen: list[Seen] = []
         self._leaks: list[tuple[Site | None, Site | None, int]] = []  # mixer, loss, parameters
         self._causal = False
@@ -102,7 +103,7 @@ class Shifts(Detector):
             return
         if open_:
             for tensor in call.inputs:
-                for place in self._aligned.get(tensor) or ():
+                for place, _ in self._aligned.get(tensor) or ():
                     self._mixers.setdefault(place, site)
 
     def _check_padding(self, call: OpCall) -> None:
@@ -141,27 +142,43 @@ class Shifts(Detector):
         if ids is not None and ids.dim() == 2 and ids.shape[1] > 2 and len(self._ids) < 8:
             values = self.session.values(ids)
             if values is not None:
-                self._aligned[call.outputs[0]] = frozenset({len(self._ids)})
+                self._aligned[call.outputs[0]] = frozenset({(len(self._ids), 0)})
                 self._ids.append(values.detach().clone())
 
     def _align(self, call: OpCall) -> None:
         if not self._ids or not call.outputs or call.short == "embedding":
             return
-        places: frozenset[int] = frozenset().union(
+        places: frozenset[tuple[int, int]] = frozenset().union(
             *(self._aligned[t] for t in call.inputs if t in self._aligned)
         )
-        if not places or call.short in _MOVES or call.outputs[0].dim() < 2:
+        if not places or call.outputs[0].dim() < 2:
             return
-        if call.short == "__getitem__" and not _begins_at_0(call.args[1]):
+        if call.short in ("cat", "concat") and argument(call, 1, "dim", 0) in (1, -2):
+            places = self._joined(call)
+        elif call.short in _MOVES:
             return
+        elif call.short == "__getitem__":
+            start = _start(call.args[1])
+            if start is None:
+                return
+            places = frozenset((place, first - start) for place, first in places)
         self._aligned[call.outputs[0]] = places
+
+    def _joined(self, call: OpCall) -> frozenset[tuple[int, int]]:
+        """A prefix in front of the tokens: they begin behind it."""
+        places: set[tuple[int, int]] = set()
+        width = 0
+        for part in call.inputs:
+            places |= {(place, first + width) for place, first in self._aligned.get(part) or ()}
+            width += part.shape[1] if part.dim() > 1 else 0
+        return frozenset(places)
 
     def _loss(self, call: OpCall) -> None:
         prediction, target = argument(call, 0, "input"), argument(call, 1, "target")
         ignored = argument(call, 4, "ignore_index", -100)
         if not isinstance(target, Tensor) or target.is_floating_point():
             return
-        places: frozenset[int] = self._aligned.get(prediction) or frozenset()
+        places = {place for place, first in self._aligned.get(prediction) or () if first == 0}
         values = self.session.values(target)
         live = live_in(self.session, call.inputs)
         if values is None or not live:
@@ -276,12 +293,17 @@ def _sees_later(weights: Tensor) -> bool:
     return bool((weights.detach()[..., later] > 1e-6).any())
 
 
-def _begins_at_0(index: Any) -> bool:
-    """`[:, :-1]`, `[..., :]`: the second axis keeps its beginning."""
+def _start(index: Any) -> int | None:
+    """Where the second axis begins after `[:, 2:]`, `[..., :]`; None for anything else."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(part, slice) and part is not Ellipsis for part in parts):
-        return False
-    return all(part is Ellipsis or part.start in (None, 0) for part in parts)
+        return None
+    steps = [part.start or 0 for part in parts if part is not Ellipsis]
+    if any(start < 0 for start in steps) or sum(steps) != sum(steps[1:2]):
+        return None
+    return (
+        steps[1] if len(steps) > 1 and parts[0] is not Ellipsis else 0 if not sum(steps) else None
+    )
 
 
 def _is_triangle(mask: object) -> bool:

@@ -53,6 +53,8 @@ class History:
     asked: int = 0  # of the scaler
     scales: list[float] = field(default_factory=list)  # at those times, of checked steps
     cleared: int = 0  # gradients that were there, before the first step
+    cleared_at: Site | None = None
+    scheduled: Site | None = None  # its scheduler's last step
     backwards: int = 0  # that gave its parameters gradients
     site: Site | None = None
     loaded: tuple[float, ...] = ()  # checksums after the model was loaded last
@@ -105,6 +107,9 @@ class Unchanged(Detector):
             for optimizer in self.session.registry.optimizers.values():
                 if any(id(p) in cleared for p in owned_by(optimizer)):
                     self._history(optimizer).cleared += 1
+                    self._history(optimizer).cleared_at = event.site
+        elif event.kind == "schedule" and not self.session.age:
+            self._history(event.data["optimizer"]).scheduled = event.site
         elif event.kind == "load_module":
             self._reloaded(event)
         if event.kind == "scaler_step" and event.data["args"]:
@@ -127,6 +132,8 @@ class Unchanged(Detector):
         """Weights that are set back to the same values after every single step."""
         module = event.data["module"]()
         registry = self.session.registry
+        if module is not None and event.data["own"]:
+            self._copied_onto_itself(event, module)
         for optimizer in registry.optimizers.values() if module is not None else ():
             history = self._history(optimizer)
             own = {id(p) for p in module.parameters()}
@@ -150,6 +157,19 @@ class Unchanged(Detector):
                 parameters=registry.bits(owned_by(optimizer)),
                 related=(history.site,),
             )
+
+    def _copied_onto_itself(self, event: Event, module: Any) -> None:
+        self.report(
+            21,
+            Severity.WARNING,
+            "A network's weights are copied onto themselves.",
+            why="The state that is loaded here consists of the very tensors that it is loaded "
+            "into: nothing changes. What should have been copied is the state of another network.",
+            fix="Pass the state_dict() of the network that learns; if both names mean one network, "
+            "make the second with copy.deepcopy.",
+            site=event.site,
+            parameters=self.session.registry.bits(module.parameters()),
+        )
 
     def _moved(self, history: History, facts: StepFacts) -> None:
         registry = self.session.registry
@@ -375,6 +395,8 @@ class Unchanged(Detector):
                     else "Look at the condition that it stands under: is it ever true?",
                     site=bare
                     or (unreached[0] if unreached else None)
+                    or history.scheduled
+                    or history.cleared_at
                     or birth_site(registry, optimizer)
                     or backward,
                     parameters=parameters,
