@@ -28,7 +28,7 @@ _LINEAR = {
     *("unsqueeze", "reshape", "flatten", "clone", "contiguous", "expand", "expand_as", "pos"),
     *("stack", "cat", "concat", "masked_fill", "where", "transpose", "permute", "__getitem__"),
 }
-_COPIES = {"tensor", "as_tensor"}  # of a list of values: their numbers alone
+COPIES = {"tensor", "as_tensor"}  # of a list of values: their numbers alone
 CUTS = {"detach", "detach_", "data", "item", "__float__", "numpy", "tolist", "new_tensor"}
 
 
@@ -117,7 +117,7 @@ class Terms:
         if call.short in CUTS:
             self._cut(call)
             return None
-        if call.short in _COPIES:
+        if call.short in COPIES:
             for tensor in call.inputs:
                 inner = self.of(tensor)
                 inner.read = inner.read | {call.site}

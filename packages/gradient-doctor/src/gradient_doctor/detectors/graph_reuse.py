@@ -268,7 +268,8 @@ class GraphReuse(Detector):
             fix="Recompute it in every step, or keep it with detach() if no gradient is meant "
             f"to flow: {count(old.leaves.bit_count(), 'parameter')} would then get none from it.",
             # a state is cut where it is carried on; what was kept once, where it is used
-            site=self._carried_at(old.entry)
+            site=(user.site if user is not None and _empties(user.op) else None)
+            or self._carried_at(old.entry)
             or (born if old.state or self._is_attribute(old.entry) else None)
             or (user.site if user is not None else None)
             or backward.site,
@@ -298,6 +299,11 @@ _SECOND_FIX = (
     "retain_graph=True in the first backward also works if no weights change in between; detach() "
     "on the shared part would silence the error, and these parameters would get nothing from it."
 )
+
+
+def _empties(op: str) -> bool:
+    """`state.zero_()`: other values, and the same history."""
+    return op.rsplit(".", 1)[-1] in ("zero_", "fill_")
 
 
 def _made_at(site: Site | None) -> str:

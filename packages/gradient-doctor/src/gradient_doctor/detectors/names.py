@@ -20,7 +20,7 @@ from torch import nn
 
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.session import Backward, Detector, Session, StepRecord
+from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file, user_frames
 from gradient_doctor.slips import assigned_name
 
@@ -42,6 +42,7 @@ class Names(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._looked: set[Site | None] = set()
+        self._itself: dict[Site, list[Any]] = {}  # parameters that are written into themselves
         self._taught: dict[str, set[int]] = {}  # steps by the teacher's name
 
     def backward_starts(self, backward: Backward) -> None:
@@ -79,6 +80,34 @@ class Names(Detector):
             fix=f"{apart} = copy.deepcopy({other})",
             site=assigned_name(file, apart),
             parameters=bits,
+        )
+
+    # an average of a network with itself
+
+    def op(self, call: OpCall) -> None:
+        if call.short not in ("lerp_", "copy_") or len(call.inputs) < 2:
+            return
+        target, source = call.inputs[0], call.inputs[1]
+        if target is source and isinstance(target, nn.Parameter) and call.site is not None:
+            self._itself.setdefault(call.site, []).append(target)
+
+    def _say_itself(self, at: Site, parameters: list[Any]) -> None:
+        registry = self.session.registry
+        bits = registry.bits(parameters)
+        frozen = [registry.frozen_at.get(p) for p in parameters if not p.requires_grad]
+        off = next((place for place in frozen if place is not None), None)
+        self.report(
+            4 if off is not None else 30,
+            Severity.WARNING,
+            "A network is averaged with itself"
+            + ("; to freeze the average has frozen the network." if off is not None else "."),
+            why=f"At {at} parameters are moved towards the very same parameters: the average is "
+            "another name of the network, not a copy of it"
+            + (f", and requires_grad_(False) at {off} was meant for the copy." if off else "."),
+            fix="Make the average with copy.deepcopy(model).",
+            site=off or at,
+            parameters=bits,
+            related=(at,),
         )
 
     # a teacher that learns from its pupil
@@ -127,6 +156,12 @@ class Names(Detector):
         self._judge()
 
     def _judge(self) -> None:
+        for at, parameters in self._itself.items():
+            self._say_itself(at, list({id(p): p for p in parameters}.values()))
+        self._itself.clear()
+        self._judge_kinds()
+
+    def _judge_kinds(self) -> None:
         """Modules that ran in a forward and bring a `backward` along."""
         for kind in self.session.kinds:
             method = kind.__dict__.get("backward")

@@ -29,6 +29,7 @@ _ENOUGH = 2  # steps
 _TOKENS = 12  # compared tokens that count as evidence
 _DISTINCT = 4
 _MOVES = {"cat", "concat", "stack", "pad", "roll", "flip", "gather", "index_select", "narrow"}
+_KEEPS = {"contiguous", "view", "reshape", "flatten", "to", "long", "pad", "clone", "cat"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
@@ -47,6 +48,7 @@ class Shifts(Detector):
         self._ids: list[Tensor] = []  # copies of what embeddings took in this step
         # values by position -> places in `_ids`, each with the position of its first token
         self._aligned = WeakIdKeyDictionary()
+        self._moved = WeakIdKeyDictionary()  # labels -> the lines that have shifted them
         self._seen: list[Seen] = []
         self._leaks: list[tuple[Site | None, Site | None, int]] = []  # mixer, loss, parameters
         self._causal = False
@@ -70,9 +72,20 @@ class Shifts(Detector):
             self._causal |= not any(a is True for a in call.args[-2:-1])
         elif call.short == "cross_entropy" and self._ids:
             self._loss(call)
+        if call.outputs and call.inputs and not call.inputs[0].is_floating_point():
+            self._shift(call)
         if self._ids and call.outputs:
             self._mix(call)
         self._align(call)
+
+    def _shift(self, call: OpCall) -> None:
+        """Labels that begin one later than what they were cut from."""
+        source, result = call.inputs[0], call.outputs[0]
+        lines = self._moved.get(source) or ()
+        if call.short == "__getitem__" and _starts_later(call.args[1]):
+            self._moved[result] = (*lines, call.site)
+        elif lines and call.short in _KEEPS:
+            self._moved[result] = lines
 
     def _mix(self, call: OpCall) -> None:
         """Attention that lets every position see all others."""
@@ -188,7 +201,9 @@ class Shifts(Detector):
             if shift == 1 and place in self._mixers:
                 self._leaks.append((self._mixers[place], call.site, live))
             if shift is not None:
-                self._seen.append(Seen(shift, call.site, live))
+                moved = self._moved.get(target) or ()
+                site = moved[0] if shift == 2 and len(moved) > 1 else call.site
+                self._seen.append(Seen(shift, site, live))
 
     def step_ended(self, record: StepRecord) -> None:
         seen, causal = self._seen, self._causal
@@ -291,6 +306,12 @@ def _sees_later(weights: Tensor) -> bool:
         return False
     later = torch.ones(weights.shape[-2:], dtype=torch.bool, device=weights.device).triu(1)
     return bool((weights.detach()[..., later] > 1e-6).any())
+
+
+def _starts_later(index: Any) -> bool:
+    """`[:, 1:]`, `[..., 1:]`."""
+    last = index[-1] if isinstance(index, tuple) and index else index
+    return isinstance(last, slice) and last.start == 1
 
 
 def _start(index: Any) -> int | None:
