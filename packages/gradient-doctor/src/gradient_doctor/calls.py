@@ -242,7 +242,7 @@ def _is_own_state(module: nn.Module, state: Any) -> bool:
     """Whether a state consists of the module's very own tensors."""
     if not isinstance(state, dict) or not state:
         return False
-    mine = {name: tensor for name, tensor in module.named_parameters(remove_duplicate=False)}
+    mine = dict(module.named_parameters(remove_duplicate=False))
     given = {name: value for name, value in state.items() if name in mine}
     return bool(given) and all(
         isinstance(value, Tensor) and value.numel() and value.data_ptr() == mine[name].data_ptr()

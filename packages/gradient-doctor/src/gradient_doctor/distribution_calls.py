@@ -15,7 +15,7 @@ from gradient_doctor.session import Session
 
 
 class DistributionCalls:
-    """Tells detectors of every `sample`, `rsample`, `log_prob` and `entropy`, the outermost call only."""
+    """Tells detectors of `sample`, `rsample`, `log_prob` and `entropy`: the outermost call only."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

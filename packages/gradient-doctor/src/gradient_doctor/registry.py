@@ -224,9 +224,10 @@ class Registry:
                 return caller
         return None
 
-    def initialised(self, parameter: Tensor, site: Site | None) -> None:
+    def initialised(self, parameter: Tensor, site: Site | None = None) -> None:
         """Random numbers were written into a parameter."""
-        self.initialised_at[parameter] = site
+        if site is not None:
+            self.initialised_at[parameter] = site
         if not is_lazy(parameter) and parameter.dim() > 1:
             self._random[parameter] = checksum(parameter)
 

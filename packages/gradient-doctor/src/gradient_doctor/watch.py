@@ -270,7 +270,7 @@ class Watch:
         self._stepped(optimizer)
 
     def _look_at_new_phase(self, optimizer: Any) -> None:
-        """An optimizer that steps first when the traced steps are over: another part of training."""
+        """An optimizer whose first step comes after the traced ones: another part of training."""
         session = self.session
         if session.record.traced:
             self._examined[optimizer] = self._examined.get(optimizer, 0) + 1

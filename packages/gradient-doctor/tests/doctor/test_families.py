@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from doctor.snippets import look, serious
 
 HERE = Path(__file__).parent / "families"

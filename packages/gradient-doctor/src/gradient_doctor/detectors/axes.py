@@ -190,9 +190,9 @@ class Axes(Detector):
         kept = known[source]
         same = result.dim() == source.dim() and result.shape[:-1] == source.shape[:-1]
         if known is self._flattened or known is self._by_time:
-            if result.dim() and source.dim() and result.shape[0] == source.shape[0]:
-                if call.short not in _MOVES:
-                    known[result] = kept
+            rows = result.shape[:1] == source.shape[:1] != ()
+            if rows and call.short not in _MOVES:
+                known[result] = kept
             return
         if known is self._broken:
             if result.shape == source.shape and call.short not in _MOVES:
@@ -223,9 +223,7 @@ class Axes(Detector):
             places = [k for k, part in enumerate(index) if type(part) is int]
             whole = all(type(p) is int or p == slice(None) for p in index)
             axis = places[0] if len(places) == 1 and whole else None
-        elif call.short == "select":
-            axis = argument(call, 1, "dim")
-        elif call.short in _REDUCES:
+        elif call.short == "select" or call.short in _REDUCES:
             axis = argument(call, 1, "dim")
         if type(axis) is not int or source.dim() != 3 or layer.time != 0:
             return

@@ -186,7 +186,7 @@ class Names(Detector):
 
 
 def _is_derivative(method: Any) -> bool:
-    """Whether it takes a gradient and gives one; trainers have methods that go back by themselves."""
+    """Whether it takes a gradient and gives one; trainers have methods that go back."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     except (OSError, SyntaxError):
@@ -211,7 +211,8 @@ def _scopes() -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield file, variables
         for value in variables.values():
             attributes = getattr(value, "__dict__", None)
-            own = isinstance(attributes, dict) and not isinstance(value, type)
-            if own and id(value) not in seen and not inspect.ismodule(value):
+            if not isinstance(attributes, dict) or isinstance(value, type):
+                continue
+            if id(value) not in seen and not inspect.ismodule(value):
                 seen.add(id(value))
                 yield file, attributes | dict(attributes.get("_modules") or {})

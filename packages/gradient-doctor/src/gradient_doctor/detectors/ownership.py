@@ -315,7 +315,7 @@ class Ownership(Detector):
     def _thawed(self, thrown: int) -> None:
         """Class 7, unfrozen between two looks: a gradient is there that nobody clears or uses."""
         registry = self.session.registry
-        thawed = [
+        thawed: list[Tensor] = [
             p
             for p in registry.parameters().values()
             if isinstance(p, nn.Parameter)

@@ -49,7 +49,7 @@ class Rising(Detector):
         grown = losses[-1] > losses[0] + (_GROWTH - 1) * abs(losses[0])
         registry = self.session.registry
         steep = rises >= _STEEP_RISES and losses[-1] > _STEEP * losses[0] > 0
-        if not (rises >= _RISES and grown or steep) or len(self._losses) > 1:
+        if not ((rises >= _RISES and grown) or steep) or len(self._losses) > 1:
             return
         by_hand = not registry.optimizers and not registry.unnamed and self._moved is not None
         self.report(

@@ -197,8 +197,8 @@ class Schedule(Detector):
         return True
 
     def _is_newer(self, one: Any, other: Any) -> bool:
-        births = self.session.registry.birth(one), self.session.registry.birth(other)
-        return None not in births and births[0].order > births[1].order
+        first, second = self.session.registry.birth(other), self.session.registry.birth(one)
+        return first is not None and second is not None and second.order > first.order
 
     def _upside_down(self, optimizer: Any, rates: Rates) -> bool:
         """ReduceLROnPlateau that waits for a falling loss to rise."""

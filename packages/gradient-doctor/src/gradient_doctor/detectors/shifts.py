@@ -106,7 +106,8 @@ class Shifts(Detector):
             return
         elif call.short in ("matmul", "bmm", "einsum", "__matmul__"):
             source = next((t for t in call.inputs if t in self._weights), None)
-            open_, site = source is not None, self._weights.get(source) if source is not None else 0
+            open_ = source is not None
+            site = None if source is None else self._weights[source]
         elif call.short in ("dropout", "to", "float", "view", "reshape") and call.inputs:
             known = self._weights.get(call.inputs[0])
             if known is not None and call.outputs[0].shape == call.inputs[0].shape:

@@ -68,9 +68,10 @@ class Signs(Detector):
                 if any(term is known for known in self._entropies):
                     if factor > 0 and not alone and self._scored & term.live:
                         self._say("entropy", site or term.site, term, backward)
-                elif factor < 0 and alone and any(term is known for known in self._errors):
-                    if self._is_all(backward):
-                        self._say("error", site or term.site, term, backward)
+                    continue
+                error = any(term is known for known in self._errors)
+                if error and factor < 0 and alone and self._is_all(backward):
+                    self._say("error", site or term.site, term, backward)
 
     def _is_all(self, backward: Backward) -> bool:
         """The only loss of the only optimizer: no adversary has a part in it."""

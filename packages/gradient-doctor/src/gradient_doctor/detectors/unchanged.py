@@ -134,7 +134,9 @@ class Unchanged(Detector):
         registry = self.session.registry
         if module is not None and event.data["own"]:
             self._copied_onto_itself(event, module)
-        for optimizer in registry.optimizers.values() if module is not None else ():
+        if module is None:
+            return
+        for optimizer in registry.optimizers.values():
             history = self._history(optimizer)
             own = {id(p) for p in module.parameters()}
             some = [p for p in itertools.islice(owned_by(optimizer), 4) if id(p) in own]
