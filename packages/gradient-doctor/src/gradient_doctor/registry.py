@@ -196,11 +196,12 @@ class Registry:
         ref = self._homes.get(parameter)
         module = None if ref is None else ref()
         while module is not None and made is not None:
-            birth = self.birth(module) or self._constructed.get(module)
+            added = self.birth(module)  # given to a parent
+            birth = added or self._constructed.get(module)
             if birth is None or birth.order < made.order or birth.site is None:
                 break
-            here = made.site is not None and birth.site.function == made.site.function
-            site = birth.site if here else self._beside(made.site, module) or birth.site
+            # a whole model may come out of a function; the line that calls it is the one to see
+            site = birth.site if added else self._beside(made.site, module) or birth.site
             parent = self._parents.get(module)
             module = None if parent is None else parent()
         return site

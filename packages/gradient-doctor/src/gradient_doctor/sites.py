@@ -172,17 +172,6 @@ def user_frame() -> FrameType | None:
     return None
 
 
-def user_frames() -> list[FrameType]:
-    """All frames of the user's code, the innermost first."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _frame_kind(frame) == "user":
-            frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
 def is_user_file(filename: str) -> bool:
     return _kind(filename) == "user"
 

@@ -272,6 +272,8 @@ class Watch:
     def _look_at_new_phase(self, optimizer: Any) -> None:
         """An optimizer whose first step comes after the traced ones: another part of training."""
         session = self.session
+        if self.light:
+            return
         if session.record.traced:
             self._examined[optimizer] = self._examined.get(optimizer, 0) + 1
         elif self._looks_at_new_phases and self._examined.get(optimizer, 0) < _EXAMINED:

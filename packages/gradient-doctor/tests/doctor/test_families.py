@@ -31,7 +31,7 @@ def programs(name):
         yield pytest.param(classes, IMPORTS + body, id=title)
 
 
-@pytest.mark.parametrize(("classes", "source"), programs("faults.txt"))
+@pytest.mark.parametrize(("classes", "source"), list(programs("faults.txt")))
 def test_the_class_and_the_line_of_a_fault(tmp_path, classes, source):
     examination, lines = look(tmp_path, source)
     found = serious(examination)
@@ -39,7 +39,7 @@ def test_the_class_and_the_line_of_a_fault(tmp_path, classes, source):
     assert exact, "\n".join(map(str, examination.findings)) or repr(examination.error)
 
 
-@pytest.mark.parametrize(("classes", "source"), programs("clean.txt"))
+@pytest.mark.parametrize(("classes", "source"), list(programs("clean.txt")))
 def test_nothing_about_a_program_that_is_right(tmp_path, classes, source):
     assert classes == ["clean"]
     examination, _ = look(tmp_path, source)

@@ -10,6 +10,7 @@ method like any other, and nobody calls it: gradients pass unchanged.
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import re
 import textwrap
@@ -21,7 +22,7 @@ from torch import nn
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
-from gradient_doctor.sites import is_user_file, user_frames
+from gradient_doctor.sites import is_user_file
 from gradient_doctor.slips import assigned_name
 
 # networks that are kept apart from the one that learns
@@ -36,22 +37,28 @@ _APART = re.compile(
 _TEACHER = re.compile(r"^_?teacher(_?(net|network|model))?$")
 _PUPIL = re.compile(r"^_?student(_?(net|network|model))?$")
 _ENOUGH = 2  # steps
+_MODULES = 64  # whose names are looked for
 
 
 class Names(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._looked: set[Site | None] = set()
+        self._searched = False
         self._itself: dict[Site, list[Any]] = {}  # parameters that are written into themselves
         self._taught: dict[str, set[int]] = {}  # steps by the teacher's name
 
     def backward_starts(self, backward: Backward) -> None:
-        """Once for each line of a backward: the names that are in reach of it."""
-        if backward.site in self._looked or not self.session.record.traced:
+        """Once: the names that the networks have."""
+        site, session = backward.site, self.session
+        if self._searched or site is None or not session.record.traced:
             return
-        self._looked.add(backward.site)
-        for file, names in _scopes():
-            self._doubles(file, names)
+        self._searched = True
+        roots = list(session.registry.roots.values())
+        parts = [m for root in roots for m in root.modules() if any(True for _ in m.children())]
+        big = [*roots, *parts][:_MODULES]
+        for names in _scopes(big) if big else ():
+            self._doubles(site.file, names)
 
     def _doubles(self, file: str, names: Mapping[str, Any]) -> None:
         registry = self.session.registry
@@ -203,16 +210,14 @@ def _is_derivative(method: Any) -> bool:
     return takes and gives and not calls
 
 
-def _scopes() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The variables of the running functions of the user's, and the attributes of their objects."""
+def _scopes(modules: list[nn.Module]) -> Iterator[Mapping[str, Any]]:
+    """Attributes and global variables that hold one of these modules.
+
+    Local variables are left alone: to look at them would keep their tensors alive.
+    """
     seen: set[int] = set()
-    for frame in user_frames():
-        file, variables = frame.f_code.co_filename, dict(frame.f_locals)
-        yield file, variables
-        for value in variables.values():
-            attributes = getattr(value, "__dict__", None)
-            if not isinstance(attributes, dict) or isinstance(value, type):
-                continue
-            if id(value) not in seen and not inspect.ismodule(value):
-                seen.add(id(value))
-                yield file, attributes | dict(attributes.get("_modules") or {})
+    for owner in gc.get_referrers(*modules):
+        attributes = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None)
+        if isinstance(attributes, dict) and id(attributes) not in seen:
+            seen.add(id(attributes))
+            yield {name: v for name, v in attributes.items() if isinstance(name, str)}

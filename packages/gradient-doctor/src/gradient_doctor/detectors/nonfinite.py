@@ -19,6 +19,8 @@ from gradient_doctor.taint import tensors_in
 
 # infinities that are written on purpose: they mask
 _ON_PURPOSE = {"masked_fill", "masked_fill_", "full", "full_like", "tensor", "where", "fill_"}
+# calls that NaN of data come from: written there on purpose, for what is missing
+_WRITTEN = _ON_PURPOSE | {"__setitem__", "from_numpy", "as_tensor", "full"}
 _GROWTH = 100.0  # of a loss, before it overflows
 _HINTS = {
     "div": "a division by zero",
@@ -122,7 +124,7 @@ class NonFinite(Detector):
             return inherited
         if kind == "inf" and (call.short in _ON_PURPOSE or _infinite(call)):
             return None
-        data = not output.requires_grad
+        data = not output.requires_grad and call.short in _WRITTEN
         return Birth(call.short, call.site, kind, self._range(call), data)
 
     def _range(self, call: OpCall) -> str:

@@ -53,7 +53,6 @@ class History:
     asked: int = 0  # of the scaler
     scales: list[float] = field(default_factory=list)  # at those times, of checked steps
     cleared: int = 0  # gradients that were there, before the first step
-    cleared_at: Site | None = None
     scheduled: Site | None = None  # its scheduler's last step
     backwards: int = 0  # that gave its parameters gradients
     site: Site | None = None
@@ -107,7 +106,6 @@ class Unchanged(Detector):
             for optimizer in self.session.registry.optimizers.values():
                 if any(id(p) in cleared for p in owned_by(optimizer)):
                     self._history(optimizer).cleared += 1
-                    self._history(optimizer).cleared_at = event.site
         elif event.kind == "schedule" and not self.session.age:
             self._history(event.data["optimizer"]).scheduled = event.site
         elif event.kind == "load_module":
@@ -398,7 +396,6 @@ class Unchanged(Detector):
                     site=bare
                     or (unreached[0] if unreached else None)
                     or history.scheduled
-                    or history.cleared_at
                     or birth_site(registry, optimizer)
                     or backward,
                     parameters=parameters,
