@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradient_doctor.findings import Site
 from gradient_doctor.readable import checksum, shape_of
 from gradient_doctor.sites import user_frame
+from gradient_doctor.slips import is_method
 
 
 @dataclass
@@ -200,8 +201,10 @@ class Registry:
             birth = added or self._constructed.get(module)
             if birth is None or birth.order < made.order or birth.site is None:
                 break
-            # a whole model may come out of a function; the line that calls it is the one to see
-            site = birth.site if added else self._beside(made.site, module) or birth.site
+            # what a function makes, or converts, comes in where that is called beside the optimizer;
+            # a method of the model knows itself what it adds
+            own = added is not None and is_method(birth.site)
+            site = birth.site if own else self._beside(made.site, module) or birth.site
             parent = self._parents.get(module)
             module = None if parent is None else parent()
         return site

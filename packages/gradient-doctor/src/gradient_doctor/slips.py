@@ -99,6 +99,13 @@ def filled_at(site: Site) -> Site | None:
     return Site(site.file, fills[0], site.function) if name and len(fills) == 1 else None
 
 
+def is_method(site: Site) -> bool:
+    """Whether a line stands in a method."""
+    function = _function_around(site)
+    arguments = [] if function is None else function.args.args
+    return bool(arguments) and arguments[0].arg in ("self", "cls")
+
+
 def source_of_function(site: Site) -> str:
     """The source of the function that a line stands in; empty for the module's own lines."""
     function = _function_around(site)

@@ -163,6 +163,8 @@ class Scales(Detector):
         """Large inputs are a choice; beside a loss that does not fall they are its cause."""
         if not self._large or self._is_explained() or len(self._curves) != 1:
             return
+        if self.session.draws:
+            return  # the loss of a policy need not fall
         [curve] = self._curves.values()
         large = max(self._large.values(), key=lambda one: one.size)
         if len(large.steps) < _ENOUGH or not curve.in_trouble:
@@ -293,7 +295,8 @@ class Scales(Detector):
         if len(curve.last) < _WINDOW or not all(map(math.isfinite, curve.last)):
             return
         first, last = max(map(abs, curve.first)), min(curve.last)
-        if first <= 0.0 or last <= _GREW * first:
+        # values of a policy grow with its rewards, from next to nothing
+        if first <= 0.0 or last <= _GREW * max(first, 1.0):
             return
         optimizer = next(iter(registry.optimizers.values()))
         rates = [group.get("lr") for group in optimizer.param_groups]
