@@ -201,7 +201,7 @@ class Registry:
             birth = added or self._constructed.get(module)
             if birth is None or birth.order < made.order or birth.site is None:
                 break
-            # what a function makes, or converts, comes in where that is called beside the optimizer;
+            # what a function makes or converts comes in where that is called, beside the optimizer;
             # a method of the model knows itself what it adds
             own = added is not None and is_method(birth.site)
             site = birth.site if own else self._beside(made.site, module) or birth.site
