@@ -41,6 +41,7 @@ class Calls:
 
         patch(nn.Module, "train", self._mode)
         patch(torch.inference_mode, "__enter__", self._inference)
+        patch(torch.set_grad_enabled, "__init__", self._grad_enabled)
         patch(torch, "from_numpy", self._from_numpy)
         patch(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         patch(torch.optim.Optimizer, "__init__", self._new_optimizer)
@@ -49,6 +50,7 @@ class Calls:
         for scheduler in _schedulers():
             patch(scheduler, "step", self._schedule)
         patch(nn.Module, "zero_grad", self._zero_grad)
+        patch(nn.Module, "load_state_dict", self._load_module)
         # the helper behind clip_grad_norm_: found also when the user imported that name before
         for namespace, name, observe in (
             (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clip),
@@ -78,6 +80,12 @@ class Calls:
     def _inference(self, region: Any) -> Iterator[Any]:
         if region.mode and not self.session.paused:
             self.session.region = Region("inference_mode", self.session.here())
+        yield
+
+    def _grad_enabled(self, region: Any, mode: bool) -> Iterator[Any]:
+        """As a function it stays; between two looks nobody else sees it."""
+        if not mode and not self.session.paused:
+            self.session.grad_off_at = self.session.here()
         yield
 
     # custom Functions
@@ -150,8 +158,13 @@ class Calls:
         optimizer = getattr(scheduler, "optimizer", None)
         if optimizer is None or called_by_torch():
             return
+        metric = args[0] if args else kwargs.get("metrics")
         self.session.add_event(
-            "schedule", scheduler=scheduler, optimizer=optimizer, by_user=called_by_user()
+            "schedule",
+            scheduler=scheduler,
+            optimizer=optimizer,
+            by_user=called_by_user(),
+            metric=float(metric) if isinstance(metric, (int, float, Tensor)) else None,
         )
         yield
 
@@ -175,6 +188,13 @@ class Calls:
         event = self.session.add_event("load_state", optimizer=optimizer, state=state_dict)
         del event.data["state"]
         yield
+
+    def _load_module(self, module: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        state = args[0] if args else kwargs.get("state_dict")
+        own = _is_own_state(module, state)
+        yield
+        if not self.session.paused:
+            self.session.add_event("load_module", module=weakref.ref(module), own=own)
 
     def _zero_grad(self, owner: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         if isinstance(owner, nn.Module):
@@ -216,6 +236,18 @@ class Calls:
         del event.data["result"]
         if kind == "scale":
             event.data["args"] = ()  # a loss must not live longer than the user's own
+
+
+def _is_own_state(module: nn.Module, state: Any) -> bool:
+    """Whether a state consists of the module's very own tensors."""
+    if not isinstance(state, dict) or not state:
+        return False
+    mine = dict(module.named_parameters(remove_duplicate=False))
+    given = {name: value for name, value in state.items() if name in mine}
+    return bool(given) and all(
+        isinstance(value, Tensor) and value.numel() and value.data_ptr() == mine[name].data_ptr()
+        for name, value in given.items()
+    )
 
 
 def _schedulers() -> list[type]:

@@ -44,4 +44,5 @@ CLASSES: dict[int, FaultClass] = {
     30: FaultClass("wrong-owner", "a loss trains a network that it should not"),
     31: FaultClass("schedule", "the learning rate is scheduled too often, too early or to nothing"),
     32: FaultClass("wrong-sign", "the steps drive the loss the wrong way"),
+    33: FaultClass("mixed-axes", "one axis is taken for another: samples or steps are mixed"),
 }

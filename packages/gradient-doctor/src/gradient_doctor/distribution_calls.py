@@ -15,16 +15,16 @@ from gradient_doctor.session import Session
 
 
 class DistributionCalls:
-    """Tells detectors of every `sample`, `rsample` and `log_prob`, the outermost call only."""
+    """Tells detectors of `sample`, `rsample`, `log_prob` and `entropy`: the outermost call only."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._inside = False  # a distribution made of distributions calls those in turn
 
     def install(self, patches: Patches) -> None:
-        wanted = any(self.session.wants(name) for name in ("sampled", "density"))
+        wanted = any(self.session.wants(name) for name in ("sampled", "density", "entropy"))
         for cls in _classes() if wanted else ():
-            for name in ("sample", "rsample", "log_prob"):
+            for name in ("sample", "rsample", "log_prob", "entropy"):
                 if name in vars(cls):
                     observe = functools.partial(self._called, name)
                     patches.replace(cls, name, observed(self.session, self, observe))
@@ -41,6 +41,8 @@ class DistributionCalls:
         if name == "log_prob":
             value = args[0] if args else kwargs.get("value")
             session.tell("density", distribution, value, result, session.here())
+        elif name == "entropy":
+            session.tell("entropy", distribution, result)
         else:
             session.draws += 1
             taint = session.taint_of(result) if isinstance(result, Tensor) else None

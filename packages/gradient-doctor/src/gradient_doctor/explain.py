@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -26,6 +27,9 @@ _MOVES = {"to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type", "p
 _NO_USE = CUTS | _MOVES
 _NUMBERS = {"item", "__int__", "tolist"}
 _FLOORS = {"clamp", "clamp_min", "clip", "maximum", "relu"}
+# a parameter that one of these takes is applied to something, outside of modules, too
+_LAYERS = {"linear", "matmul", "mm", "bmm", "addmm", "embedding", "einsum", "conv1d", "conv2d"}
+_UNREDUCED = "Expected to have finished reduction in the prior iteration"
 _ENOUGH = 2  # steps of its optimizer without a gradient before we speak of a parameter
 
 
@@ -80,6 +84,7 @@ class Ledger(Detector):
         self.attempted = 0  # alive in a loss whose backward failed
         self.explained = 0  # somebody has said why
         self.seen = 0  # some operation's result depended on them
+        self.applied = 0  # taken by a layer, with gradients: more than a weight that is looked at
         self.uses: dict[int, Site | None] = {}  # by bit: the first operation that took it
         # by bit and step: the batch size of each operation that took it
         self.loads: dict[int, dict[int, list[int]]] = {}
@@ -114,6 +119,8 @@ class Ledger(Detector):
             if made and isinstance(tensor, nn.Parameter) and call.short not in _NO_USE:
                 bit = self.session.registry.bit(tensor)
                 self.uses.setdefault(bit, call.site)
+                if self.session.module_stack or call.short in _LAYERS:
+                    self.applied |= bit if torch.is_grad_enabled() else 0
                 if call.outputs and node_of(call.outputs[0]) is not None:
                     loads = self.loads.setdefault(bit, {})
                     loads.setdefault(self.session.step, []).append(_rows(call))
@@ -238,6 +245,8 @@ class Ledger(Detector):
         registry = self.session.registry
         silent = self.should_train() & ~self.received & ~self.explained & ~self.attempted
         self.session.awaited |= silent
+        if error is not None and _UNREDUCED in str(error):
+            error = None  # DistributedDataParallel waits for the gradients of what is not used
         needed = 1 if at_end and error is None else _ENOUGH
         if at_end and error is None and not self.unchecked and not any(self._steps.values()):
             needed = 0 if self.backwards else 1  # no optimizer has stepped at all
@@ -280,6 +289,8 @@ class Ledger(Detector):
 
     def orphan(self, bit: int) -> Site | None:
         """The line of a loss that this parameter is alive in and that no backward started from."""
+        if not bit & self.applied:
+            return None  # the size of a weight, say, that is only printed
         return next((site for site, mask in self.orphans.items() if mask & bit), None)
 
     def made_at(self, root: Tensor) -> Term:

@@ -99,7 +99,8 @@ class Event:
     load_state (optimizer, state), scale, unscale,
     clip (parameters, max_norm), scaler_step (optimizer), scaler_update, step_starts,
     step (optimizer, update facts), closure (optimizer: it takes the gradients now), backward,
-    checkpoint, mode (module, training), schedule (scheduler, optimizer, by_user),
+    checkpoint, mode (module, training), schedule (scheduler, optimizer, by_user, metric),
+    load_module (module: its weights have been loaded, from its `own` state?),
     no_grad_kept (tensor: no leaf, and its `.grad` is read),
     new_part (parent: a trained model has a new parameter or module).
     """

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradient_doctor.findings import Site, count
 from gradient_doctor.readable import checksum, shape_of
 from gradient_doctor.sites import user_frame
+from gradient_doctor.slips import is_method
 
 
 @dataclass
@@ -73,8 +74,12 @@ class Registry:
         )  # optimizer -> where its lr scheduler was made
         # weights of constants -> the line that made them so
         self.zeroed_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.copy_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # copies -> weakref of original
         # copies of parameters -> the line that made the first of them
         self.prototypes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # weights -> the line that wrote their first values, and that gave them to a second layer
+        self.initialised_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.tied_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._random: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its first checksum
         self._names: dict[int, str] = {}
         self._modules: dict[int, str] = {}
@@ -83,6 +88,11 @@ class Registry:
         self._aliases: dict[str, Tensor] = {}  # every name: tied parameters have several
         self._labels: dict[str, list[weakref.ref[Tensor]]] = {}  # of tensors in no module
         self._homes = WeakIdKeyDictionary()  # parameter -> the module that it was given to
+        # modules -> where they were constructed, and the lines of all callers on the way there
+        self._constructed: weakref.WeakKeyDictionary[nn.Module, Birth] = weakref.WeakKeyDictionary()
+        self._callers: weakref.WeakKeyDictionary[nn.Module, tuple[Site, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._parents: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.unnamed: list[Any] = []  # optimizers whose variable does not exist yet
 
@@ -112,6 +122,9 @@ class Registry:
 
     def born(self, module: nn.Module, parameter: Tensor, site: Site | None, step: int) -> None:
         self.made(parameter, site, step)
+        home = self._homes.get(parameter)
+        if home is not None and home() not in (None, module):
+            self.tied_at[parameter] = site
         self._homes[parameter] = weakref.ref(module)
         self._stale = True
 
@@ -122,6 +135,7 @@ class Registry:
 
     def copied(self, parameter: Tensor, original: Tensor) -> None:
         """A deep copy; layers are often made once and copied (nn.TransformerEncoder)."""
+        self.copy_of[parameter] = weakref.ref(original)
         birth = self.birth(original)
         site = self.prototypes.get(original) or (None if birth is None else birth.site)
         if site is not None:
@@ -185,16 +199,41 @@ class Registry:
         ref = self._homes.get(parameter)
         module = None if ref is None else ref()
         while module is not None and made is not None:
-            birth = self.birth(module)
+            added = self.birth(module)  # given to a parent
+            birth = added or self._constructed.get(module)
             if birth is None or birth.order < made.order or birth.site is None:
                 break
-            site = birth.site
+            # what a function makes or converts comes in where that is called, beside the optimizer;
+            # a method of the model knows itself what it adds
+            own = added is not None and is_method(birth.site)
+            site = birth.site if own else self._beside(made.site, module) or birth.site
             parent = self._parents.get(module)
             module = None if parent is None else parent()
         return site
 
-    def initialised(self, parameter: Tensor) -> None:
+    def constructed(self, chain: Iterable[tuple[nn.Module, tuple[Site, ...]]], step: int) -> None:
+        """Modules whose constructors are running, and the lines of the callers of each."""
+        for module, callers in chain:
+            if module not in self._constructed and callers:
+                self._constructed[module] = Birth(callers[0], step, next(self._order))
+                self._callers[module] = callers
+
+    def construction(self, module: nn.Module) -> Site | None:
+        """The line that called a module's constructor."""
+        birth = self._constructed.get(module)
+        return None if birth is None else birth.site
+
+    def _beside(self, other: Site | None, module: nn.Module) -> Site | None:
+        """The line that led to a module, in the function that another line stands in."""
+        for caller in self._callers.get(module, ()):
+            if other is not None and (caller.file, caller.function) == (other.file, other.function):
+                return caller
+        return None
+
+    def initialised(self, parameter: Tensor, site: Site | None = None) -> None:
         """Random numbers were written into a parameter."""
+        if site is not None:
+            self.initialised_at[parameter] = site
         if not is_lazy(parameter) and parameter.dim() > 1:
             self._random[parameter] = checksum(parameter)
 

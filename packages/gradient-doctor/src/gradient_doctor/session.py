@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,11 +71,17 @@ class Detector:
     def module_ends(self, module: nn.Module, result: Any) -> None:
         """The forward of an outermost module has returned, in a traced step."""
 
+    def peeked(self, call: OpCall) -> None:
+        """A torch call of an evaluation between two looks: its name, inputs and outputs only."""
+
     def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
         """A distribution of torch.distributions was drawn from, by rsample if `pathwise`."""
 
     def density(self, distribution: Any, value: Any, result: Any, site: Site | None) -> None:
         """A distribution of torch.distributions was evaluated: a log-probability."""
+
+    def entropy(self, distribution: Any, result: Any) -> None:
+        """A distribution of torch.distributions was asked for its entropy."""
 
     def finish(self, error: BaseException | None) -> None:
         """At the end of the examination; `error` is what ended it, if something did."""
@@ -139,6 +146,7 @@ class Session:
     history: list[StepRecord] = field(default_factory=list)
     module_stack: list[nn.Module] = field(default_factory=list)
     region: Region | None = None
+    grad_off_at: Site | None = None  # where set_grad_enabled(False) was called last
     opaque_depth: int = 0
     paused: int = 0
     started: bool = False
@@ -162,6 +170,9 @@ class Session:
 
     def __post_init__(self) -> None:
         self.taints: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.kinds: set[type] = set()  # of modules that were called in a traced step
+        # modules -> the line of their first call in a traced step
+        self.called: weakref.WeakKeyDictionary[nn.Module, Site | None] = weakref.WeakKeyDictionary()
         self.arrays: dict[int | None, Taint] = {}  # numpy arrays by address
         self.numbers: Numbers = Numbers()  # plain floats that left torch
         self._culprits: dict[Any, tuple[int, Culprit]] = {}  # and their place in `findings`
@@ -182,7 +193,7 @@ class Session:
         for name in (
             *("start", "op", "write_starts", "op_failed", "backward_starts", "backward_ended"),
             *("backward_failed", "event", "event_ended", "event_failed", "step_ended", "finish"),
-            *("module_starts", "module_ends", "sampled", "density"),
+            *("module_starts", "module_ends", "sampled", "density", "entropy", "peeked"),
         ):
             default = getattr(Detector, name)
             self._handlers[name] = [

@@ -9,6 +9,7 @@ import sysconfig
 from types import CodeType, FrameType
 
 import torch
+from torch import nn
 
 from gradient_doctor.callers import is_stand_in
 from gradient_doctor.findings import Site
@@ -21,6 +22,7 @@ _LIBRARY = tuple(
 )
 HIDDEN = "__tracebackhide__"
 """A local variable of this name: pytest's mark of code that stands between a caller and a call."""
+_CALLERS = 16  # frames from a module's constructor outwards
 _PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -81,6 +83,33 @@ def here(module: str = "") -> Site | None:
             fallback = Site(code.co_filename, frame.f_lineno, code.co_name, module)
         frame = frame.f_back
     return fallback
+
+
+def constructors() -> list[tuple[nn.Module, tuple[Site, ...]]]:
+    """Modules whose `__init__` is running, the innermost first, with the lines of its callers."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    lines = [_line_of(f) for f in frames]
+    running: dict[int, tuple[nn.Module, tuple[Site, ...]]] = {}
+    for depth, frame in enumerate(frames):
+        names = frame.f_code.co_varnames
+        if frame.f_code.co_name != "__init__" or not names:
+            continue
+        owner = frame.f_locals.get(names[0])
+        if isinstance(owner, nn.Module):
+            # the outermost of its constructors is the one that was called: inner ones are super()'s
+            callers = tuple(line for line in lines[depth + 1 :][:_CALLERS] if line is not None)
+            running[id(owner)] = (owner, callers)
+    return list(running.values())
+
+
+def _line_of(frame: FrameType) -> Site | None:
+    if _frame_kind(frame) != "user":
+        return None
+    return Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def within(part: str) -> bool:

@@ -36,6 +36,108 @@ def assigned_attribute(files: Iterable[str], names: Iterable[str]) -> Site | Non
     return None
 
 
+def assigned_name(file: str, name: str) -> Site | None:
+    """The first statement `name = ...` or `something.name = ...`."""
+    for _, node in _statements([file]):
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            for part in parts:
+                if name == (part.attr if isinstance(part, ast.Attribute) else _id(part)):
+                    return Site(file, node.lineno)
+    return None
+
+
+def statement_at(site: Site) -> ast.stmt | None:
+    """The smallest statement that a line is part of."""
+    around = [
+        (node.end_lineno or node.lineno, node)
+        for _, node in _statements([site.file])
+        if node.lineno <= site.line <= (node.end_lineno or node.lineno)
+    ]
+    return min(around, key=lambda one: one[0] - one[1].lineno, default=(0, None))[1]
+
+
+def _id(node: ast.expr) -> str | None:
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def calls_of(files: Iterable[str], owner: str, method: str) -> list[Site]:
+    """Lines of `owner.method(...)`, `self.owner.method(...)` and the like."""
+    sites = []
+    for file in dict.fromkeys(files):
+        tree = _tree(file) if is_user_file(file) else None
+        for node in ast.walk(tree) if tree is not None else ():
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            value = node.func.value
+            name = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", None)
+            if node.func.attr == method and name == owner:
+                sites.append(Site(file, node.lineno))
+    return sites
+
+
+def filled_at(site: Site) -> Site | None:
+    """Where the list is filled that the call at this line takes: `torch.tensor(rewards)`.
+
+    Only if one statement of the same function fills it.
+    """
+    function = _function_around(site)
+    call = _call_at(function, site.line) if function is not None else None
+    if function is None or call is None or not call.args:
+        return None
+    argument = call.args[0]
+    name = argument.id if isinstance(argument, ast.Name) else None
+    fills = [
+        node.lineno
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("append", "extend")
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == name
+    ]
+    return Site(site.file, fills[0], site.function) if name and len(fills) == 1 else None
+
+
+def is_method(site: Site) -> bool:
+    """Whether a line stands in a method."""
+    function = _function_around(site)
+    arguments = [] if function is None else function.args.args
+    return bool(arguments) and arguments[0].arg in ("self", "cls")
+
+
+def source_of_function(site: Site) -> str:
+    """The source of the function that a line stands in; empty for the module's own lines."""
+    function = _function_around(site)
+    if function is None or function.end_lineno is None:
+        return ""
+    lines = range(function.lineno, function.end_lineno + 1)
+    return "".join(linecache.getline(site.file, line) for line in lines)
+
+
+def _function_around(site: Site) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The innermost function of a line."""
+    tree = _tree(site.file) if is_user_file(site.file) else None
+    around = [
+        node
+        for node in (ast.walk(tree) if tree is not None else ())
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.lineno <= site.line <= (node.end_lineno or node.lineno)
+    ]
+    return max(around, key=lambda node: node.lineno, default=None)
+
+
+def _call_at(function: ast.AST, line: int) -> ast.Call | None:
+    """The innermost call of a line that makes a tensor of something."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and node.lineno == line:
+            called = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if name in ("tensor", "as_tensor", "FloatTensor", "Tensor"):
+                return node
+    return None
+
+
 def surroundings(site: Site) -> str:
     """The line itself and the heads of the loops, conditions and `with`s that it stands in."""
     tree = _tree(site.file) if is_user_file(site.file) else None

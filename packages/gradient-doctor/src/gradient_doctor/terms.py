@@ -28,6 +28,7 @@ _LINEAR = {
     *("unsqueeze", "reshape", "flatten", "clone", "contiguous", "expand", "expand_as", "pos"),
     *("stack", "cat", "concat", "masked_fill", "where", "transpose", "permute", "__getitem__"),
 }
+COPIES = {"tensor", "as_tensor"}  # of a list of values: their numbers alone
 CUTS = {"detach", "detach_", "data", "item", "__float__", "numpy", "tolist", "new_tensor"}
 
 
@@ -116,6 +117,10 @@ class Terms:
         if call.short in CUTS:
             self._cut(call)
             return None
+        if call.short in COPIES:
+            for tensor in call.inputs:
+                inner = self.of(tensor)
+                inner.read = inner.read | {call.site}
         for tensor in call.inputs:
             stored = self._known.get(tensor)
             if stored is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ _OUTWARD = _SCALARS | _ARRAYS
 # calls of one name in one region without gradients, in one step, that detectors hear of: a rollout
 # does the same thing a thousand times
 _HEARD = 48
+_COPIES = {"tensor", "new_tensor", "as_tensor", "asarray"}
 _FROM_ARRAYS = {"tensor", "as_tensor", "from_numpy", "asarray"}
 
 
@@ -282,7 +284,7 @@ class Trace(TorchFunctionMode):
         drawn = len(taints) == 1 and taints[0].drawn and short in _OF_ACTIONS
         first: Taint | None = None
         for output in outputs:
-            reached, kept = live, cuts
+            reached, kept, cut = live, cuts, None
             if live and not session.opaque_depth:
                 cut = self._cut(short, site, live, output, drawn)
                 if cut is not None:
@@ -291,7 +293,11 @@ class Trace(TorchFunctionMode):
             elif depends and session.region is not None and not torch.is_grad_enabled():
                 session.region.ops += 1  # further operations on what the region has cut off
             taint = Taint(depends, reached, kept, site, name, session.step, opaque, drawn)
-            if not output.requires_grad or node_of(output) is not None or is_dead_view(output):
+            if cut is not None and _is_new_leaf(short, output):
+                own = session.registry.bit(output)
+                taint = replace(taint, depends=depends | own, live=own)
+                session.taints[output] = taint
+            elif not output.requires_grad or node_of(output) is not None or is_dead_view(output):
                 session.taints[output] = taint
                 base = output._base
                 # written through a view; a parameter stays one (nn.Embedding clears its padding)
@@ -308,7 +314,7 @@ class Trace(TorchFunctionMode):
         """The cut that this call made, if its output is out of autograd's sight."""
         session = self.session
         step, shape = session.step, shape_of(output)
-        if output.requires_grad and not is_dead_view(output):
+        if output.requires_grad and not is_dead_view(output) and not _is_new_leaf(short, output):
             if short in _ZERO_DERIVATIVE:
                 kind, region = "zero", None
             else:
@@ -371,6 +377,11 @@ class Trace(TorchFunctionMode):
         return Taint(depends, 0, cuts, site, short, session.step, opaque)
 
 
+def _is_new_leaf(short: str, output: Tensor) -> bool:
+    """`torch.tensor(values, requires_grad=True)`: needs gradient, and has none to pass on."""
+    return short in _COPIES and output.requires_grad and output.is_leaf
+
+
 # looks that are facts
 
 
@@ -409,7 +420,7 @@ def _gradient_read(session: Session, args: Any) -> None:
 def _initialised(session: Session, args: Any) -> None:
     tensor = next((a for a in args if a is not None), None)
     if isinstance(tensor, nn.Parameter):
-        session.registry.initialised(tensor)
+        session.registry.initialised(tensor, session.here())
 
 
 def _zeroed(session: Session, args: Any) -> None:

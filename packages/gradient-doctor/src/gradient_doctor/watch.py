@@ -28,11 +28,14 @@ from gradient_doctor.patches import Patches
 from gradient_doctor.readable import alone
 from gradient_doctor.rollouts import Rollouts
 from gradient_doctor.session import Session
+from gradient_doctor.sites import constructors
 from gradient_doctor.trace import Trace
 
 # torch's name for the block that an optimizer's step and its hooks run in, however it ends
 _STEP = "Optimizer.step#"
 _PEEKS = 3  # of one line without gradients, in steps that are not traced
+_EXAMINED = 2  # traced steps of an optimizer
+_LOOKS_AT_NEW_PHASES = 6  # folds may make a new one each
 _LOOKS_AT_NEW_PARTS = 4  # a model may grow in every step
 
 
@@ -57,6 +60,9 @@ class Watch:
         self._module_handles: list[Any] = []
         self._updates: dict[int, steps.Before] = {}
         self._looks_at_new_parts = 0
+        self._looks_at_new_phases = _LOOKS_AT_NEW_PHASES
+        # optimizers -> their steps that were traced
+        self._examined: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.light = False  # no looks in between
         self._peeks: dict[Any, int] = {}  # by the line that switched gradients off
         # optimizers whose step is running, the innermost last, and how often we were paused before
@@ -114,6 +120,9 @@ class Watch:
         if registry.discover and not stack and next(module.parameters(), None) is not None:
             registry.add_root(registry.top_of(module))
         session = self.session
+        if session.record.traced and module not in session.called:
+            session.called[module] = session.here()
+            session.kinds.add(type(module))
         outermost = not stack and not session.paused  # not what a checkpoint computes again
         if outermost and (session.record.traced or self._peek is not None):
             # torch keeps keyword arguments from hooks of all modules: they are the caller's local
@@ -189,7 +198,9 @@ class Watch:
     @guarded
     def _parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
-            self.session.registry.born(module, parameter, self.session.here(), self.session.step)
+            registry = self.session.registry
+            registry.born(module, parameter, self.session.here(), self.session.step)
+            registry.constructed(constructors(), self.session.step)
             self._look_at_new_part(module)
 
     @guarded
@@ -198,6 +209,7 @@ class Watch:
             registry = self.session.registry
             registry.adopted(parent, child)
             registry.made(child, self.session.here(), self.session.step)
+            registry.constructed(constructors(), self.session.step)
             self._look_at_new_part(parent)
 
     def _look_at_new_part(self, parent: nn.Module) -> None:
@@ -252,7 +264,19 @@ class Watch:
         with self.session.pause(), alone():
             facts = steps.after(before, self.session.values) if before is not None else None
         self.session.add_event("step", optimizer=optimizer, update=facts)
+        self._look_at_new_phase(optimizer)
         self._stepped(optimizer)
+
+    def _look_at_new_phase(self, optimizer: Any) -> None:
+        """An optimizer whose first step comes after the traced ones: another part of training."""
+        session = self.session
+        if self.light:
+            return
+        if session.record.traced:
+            self._examined[optimizer] = self._examined.get(optimizer, 0) + 1
+        elif self._looks_at_new_phases and self._examined.get(optimizer, 0) < _EXAMINED:
+            self._looks_at_new_phases -= 1
+            session.look_again = True
 
     def _step_left(self, block: Any, error: Any, *args: Any) -> Iterator[Any]:
         """A step that raises has no post hook, but its block has an end."""

@@ -140,8 +140,8 @@ def test_the_right_way(tmp_path, lines):
 
 
 def test_maximised(tmp_path):
-    source = loop("loss = F.cross_entropy(head(body(x)), y)  # FAULT")
+    source = loop("loss = F.cross_entropy(head(body(x)), y)")
     adam = "torch.optim.Adam([*body.parameters(), *head.parameters()]"
-    only(tmp_path, source.replace(adam, adam + ", maximize=True"), 32)
+    only(tmp_path, source.replace(f"{adam})", f"{adam}, maximize=True)  # FAULT"), 32)
     source = loop("loss = -F.cross_entropy(head(body(x)), y)")
     nothing(tmp_path, source.replace(adam, adam + ", maximize=True"))

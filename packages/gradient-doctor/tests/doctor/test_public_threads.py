@@ -89,12 +89,12 @@ EPOCHS = """
 critic, policy = nn.Linear(4, 1), nn.Linear(4, 2)
 optimizer = torch.optim.Adam([*critic.parameters(), *policy.parameters()], lr=1e-3)
 def update(x, action, reward):
-    gap = (reward - critic(x).squeeze(-1)){detached}
+    gap = (reward - critic(x).squeeze(-1)){detached}  # FAULT
     for epoch in range(3):
         chosen = Categorical(logits=policy(x)).log_prob(action)
         loss = -(chosen * gap).mean() + critic(x).square().mean()
         optimizer.zero_grad()
-        loss.backward()  # FAULT
+        loss.backward()
         optimizer.step()
 for step in range(3):
     update(torch.randn(16, 4), torch.randint(2, (16,)), torch.randn(16))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from gradient_doctor.detectors.accumulated import Accumulated
 from gradient_doctor.detectors.activations import Activations
+from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.cosmetic import Cosmetic
+from gradient_doctor.detectors.dropped import Dropped
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
 from gradient_doctor.detectors.frozen import Frozen
@@ -21,6 +23,7 @@ from gradient_doctor.detectors.leftovers import Leftovers
 from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.missing import Missing
+from gradient_doctor.detectors.names import Names
 from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
@@ -28,10 +31,13 @@ from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
+from gradient_doctor.detectors.ranges import Ranges
 from gradient_doctor.detectors.rising import Rising
 from gradient_doctor.detectors.scaler import Scaler
+from gradient_doctor.detectors.scales import Scales
 from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
+from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -61,20 +67,26 @@ DETECTORS: tuple[type[Detector], ...] = (
     Missing,
     Ceased,
     Cosmetic,
+    Dropped,
     Targets,
     Shifts,
+    Axes,
     Activations,
     Lengths,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
     Zeros,
+    Ranges,
     NonFinite,
     Unchanged,
     Schedule,
     Magnitude,
     Estimators,
     PolicyLosses,
+    Signs,
+    Names,
     Rising,
+    Scales,  # what others have explained is not said again
     Swallowed,
     Phases,
     Blind,

@@ -20,6 +20,7 @@ from gradient_doctor.findings import Severity, Site
 from gradient_doctor.readable import checksum, gradient_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session
+from gradient_doctor.slips import bare_attribute
 from gradient_doctor.steps import StepFacts, norm_of
 
 _ENOUGH = 2  # steps of one optimizer that used such gradients
@@ -154,6 +155,7 @@ class Accumulated(Detector):
         registry = self.session.registry
         name = registry.optimizer_name(optimizer)
         sites = [site for bit, site in self._added.items() if bit & added]
+        bare = bare_attribute([site.file for site in sites if site is not None], "zero_grad")
         self.report(
             28,
             Severity.WARNING,
@@ -163,7 +165,7 @@ class Accumulated(Detector):
             f"used, and the backward adds to it: in {count(len(repeats.steps), 'step')} the "
             "optimizer stepped on the sum of old and new gradients.",
             fix=f"Call {name}.zero_grad() before this backward, or right after {name}.step().",
-            site=sites[-1] if sites else step,
+            site=bare or (sites[-1] if sites else step),
             parameters=repeats.mask,
             related=(step, birth_site(registry, optimizer)),
         )

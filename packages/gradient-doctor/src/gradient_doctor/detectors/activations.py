@@ -55,7 +55,7 @@ class Activations(Detector):
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
             return
-        if call.short in _OF_SCORES | _OF_LOGITS:
+        if call.short in _OF_SCORES | _OF_LOGITS | _SIGMOID:
             self._check(call)
             self._check_relu(call)
         if call.short in _RELU:
@@ -121,7 +121,9 @@ class Activations(Detector):
         values = self.session.values(scores)
         if values is None or axis is None or not values.numel():
             return
-        if made.name == "softmax" and call.short in _OF_SCORES:
+        if call.short in _SIGMOID:
+            twice = made.name == "sigmoid"  # right after the other, with nothing learnt in between
+        elif made.name == "softmax" and call.short in _OF_SCORES:
             twice = bool(((values.sum(axis) - 1).abs() < _CLOSE).all()) and values.shape[axis] > 1
         else:
             # a sigmoid squeezes the scores of a loss as well; inside of a model it may be a gate
@@ -131,7 +133,7 @@ class Activations(Detector):
 
     def _say(self, call: OpCall, made: Activation, values: Tensor, live: int) -> None:
         taker = "Categorical(logits=...)" if call.short == "logsumexp" else call.short
-        own = "sigmoid" if call.short in _OF_LOGITS else "softmax"
+        own = "sigmoid" if call.short in _OF_LOGITS | _SIGMOID else "softmax"
         self.report(
             29,
             Severity.WARNING,
@@ -150,7 +152,7 @@ def _axis(call: OpCall, scores: Tensor) -> int | None:
     """The axis of the classes, as the call takes it."""
     if call.short == "cross_entropy":
         return 1 if scores.dim() > 1 else 0
-    if call.short in _OF_LOGITS:
+    if call.short in _OF_LOGITS | _SIGMOID:
         return -1 if scores.dim() else None
     position = {"gumbel_softmax": 4}.get(call.short, 1)
     axis = argument(call, position, "dim", -1)

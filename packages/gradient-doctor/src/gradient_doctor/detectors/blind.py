@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils import checkpoint
 
 from gradient_doctor.findings import Severity, Site
@@ -40,6 +41,10 @@ class Blind(Detector):
         if call.short in ("numpy", "__array__"):
             taints = [t for t in map(self.session.taint_of, call.inputs) if t is not None]
             depends = merged(taints)[0]
+            if depends and self.session.module_stack and torch.is_grad_enabled():
+                # inside of a forward; constructors such as torch.FloatTensor(array) are not seen
+                ledger = self.session.ledger
+                ledger.numpy[call.site] = ledger.numpy.get(call.site, 0) | depends
             if depends:
                 self._left = (call.site, depends | (self._left[1] if self._left else 0))
         elif call.short in _RETURNS and self._left is not None and call.args:

@@ -6,15 +6,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gradient_doctor.explain import Ledger, what_cuts
+from gradient_doctor.explain import CutFact, Ledger, what_cuts
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file
 from gradient_doctor.taint import Taint
-from gradient_doctor.terms import Term
+from gradient_doctor.terms import COPIES, Term
 
 # optimizers whose step does not grow with the gradient
 _SCALE_FREE = ("adam", "adafactor", "adagrad", "adadelta", "rmsprop", "rprop", "lion", "lamb")
+_COMPARISONS = {"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "cosine_similarity"}
+_COMPARISONS |= {"cross_entropy", "nll_loss", "binary_cross_entropy"}
 _SCALE_FREE += ("muon", "sophia", "shampoo", "novograd")
 
 
@@ -103,6 +105,12 @@ class Cosmetic(Detector):
             return
         trained = part.depends & self.ledger.should_train()
         if total.scalar:
+            compared = next((t for t in part.inside() if t.op in _COMPARISONS), None)
+            cuts = part.taint.cuts if part.taint is not None else ()
+            if compared is not None and all(cut.kind == "region" for cut in cuts):
+                # neither side of the comparison learns: the fault is what it was given
+                self._note("addend", compared.site, part, root)
+                return
             wanted = trained or (not part.depends and part.data and part.amount)
         else:
             # per element only what was a graph; out of regions without gradients only what has a
@@ -167,6 +175,9 @@ class Cosmetic(Detector):
         value = f" (last value {idle.amounts[-1]:.4g})" if idle.amounts else ""
         if facts:
             best = max(facts, key=lambda fact: (fact.graph.bit_count(), fact.step, fact.order))
+            if best.op in COPIES and best.kind == "explicit" and best.site is not None:
+                self._say_copied(best, site, hidden)
+                return
             why = f"It depends on {self.session.registry.many(hidden)}, but {what_cuts(best)}"
             related = tuple(fact.site for fact in facts)
         else:
@@ -181,6 +192,20 @@ class Cosmetic(Detector):
             site=site,
             parameters=hidden,
             related=related,
+        )
+
+    def _say_copied(self, cut: CutFact, site: Site, hidden: int) -> None:
+        """Class 3: `torch.tensor(losses)` can only be meant for values that have no gradient."""
+        self.report(
+            3,
+            Severity.WARNING,
+            f"`{cut.op}` copies the numbers of tensors that have a gradient, and drops it.",
+            why=f"A list of losses or scores becomes a new tensor here, and a term of the loss at "
+            f"{site}: it changes the number of the loss, and trains nothing.",
+            fix="torch.stack(values) keeps their gradients.",
+            site=cut.site,
+            parameters=hidden,
+            related=(site,),
         )
 
     def _say_factor(self, site: Site, idle: Idle) -> None:

@@ -26,6 +26,7 @@ class Asked:
     mask: int = 0
     hidden: set[Site | None] = field(default_factory=set)  # reentrant checkpoints on the path
     opaque: bool = False
+    steps: set[int] = field(default_factory=set)
     made: list[Site | None] = field(default_factory=list)  # where inputs that are no leaves began
 
 
@@ -65,7 +66,9 @@ class GradCalls(Detector):
         request = self._asked.setdefault(backward.site, Asked(backward.kind))
         self._entry(request, backward, empty)
         copies = any(not t.is_leaf for t in empty)
-        if len(empty) == len(backward.inputs) and (len(empty) > 1 or copies):
+        request.steps.add(backward.step)
+        often = len(empty) > 1 or copies or len(request.steps) > 1
+        if len(empty) == len(backward.inputs) and often:
             self._report(backward.site, request)
 
     def _entry(self, request: Asked, backward: Backward, empty: list[Tensor]) -> Asked:

@@ -14,7 +14,8 @@ from gradient_doctor.detectors.places import count
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import Used, next_number, node_of, nodes_of, origin_of, used_by
 from gradient_doctor.registry import owned_by
-from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
+from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
+from gradient_doctor.taint import tensors_in
 
 _SECOND_TIME = "backward through the graph a second time"
 
@@ -37,6 +38,8 @@ class GraphReuse(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._step_of: dict[int, int] = {}  # by number of the backward
+        # nodes of an earlier step that a model was called with, and where that was
+        self._given: list[tuple[Any, Site]] = []
         self._old: Shared | None = None  # during a backward
         self._leaks: set[Site | None] = set()
         self._kept = WeakIdKeyDictionary()  # tensor -> earlier steps whose graphs hang on it
@@ -46,6 +49,15 @@ class GraphReuse(Detector):
     def event(self, event: Event) -> None:
         if event.kind == "step":
             self._stepped[event.data["optimizer"]] = next_number()
+
+    def module_starts(self, module: nn.Module, args: Any, kwargs: Any, site: Site | None) -> None:
+        for tensor in tensors_in([args, kwargs], depth=4):
+            node = node_of(tensor)
+            if site is not None and _made_before(node, self.session.step):
+                self._given.append((node, site))
+
+    def step_ended(self, record: StepRecord) -> None:
+        self._given.clear()
 
     def backward_starts(self, backward: Backward) -> None:
         self._step_of[backward.number] = backward.step
@@ -232,9 +244,10 @@ class GraphReuse(Detector):
             f"{'an earlier backward' if first is None else f'the backward at {first}'} has used it "
             "and freed what it had saved.",
             fix=_SECOND_FIX,
-            site=backward.site,
+            # two backwards of one step share a forward; what is older was made once, for all
+            site=(born if _made_before(shared.entry, backward.step) else None) or backward.site,
             parameters=shared.leaves,
-            related=(born, first),
+            related=(born, first, backward.site),
         )
 
     def _stale(self, backward: Backward, old: Shared, failed: bool) -> None:
@@ -255,12 +268,30 @@ class GraphReuse(Detector):
             fix="Recompute it in every step, or keep it with detach() if no gradient is meant "
             f"to flow: {self.session.registry.many(old.leaves)} would then get none from it.",
             # a state is cut where it is carried on; what was kept once, where it is used
-            site=(born if old.state else None)
+            site=(user.site if user is not None and _empties(user.op) else None)
+            or self._carried_at(old.entry)
+            or (born if old.state or self._is_attribute(old.entry) else None)
             or (user.site if user is not None else None)
             or backward.site,
             parameters=old.leaves,
             related=(born, None if user is None else user.site, backward.site),
         )
+
+    def _is_attribute(self, entry: Any) -> bool:
+        """Whether a module keeps the old tensor: it was made once, and not where it is used."""
+        return any(
+            isinstance(value, Tensor) and node_of(value) is entry
+            for root in self.session.registry.roots.values()
+            for module in root.modules()
+            for value in vars(module).values()
+        )
+
+    def _carried_at(self, entry: Any) -> Site | None:
+        """The call that was given the old tensor, or one that it is a part of."""
+        for node, site in self._given:
+            if node is entry or any(inner is entry for inner in _inner(node)):
+                return site
+        return None
 
 
 _SECOND_FIX = (
@@ -268,6 +299,11 @@ _SECOND_FIX = (
     "retain_graph=True in the first backward also works if no weights change in between; detach() "
     "on the shared part would silence the error, and these parameters would get nothing from it."
 )
+
+
+def _empties(op: str) -> bool:
+    """`state.zero_()`: other values, and the same history."""
+    return op.rsplit(".", 1)[-1] in ("zero_", "fill_")
 
 
 def _made_at(site: Site | None) -> str:

@@ -14,7 +14,7 @@ from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
 
 _CHANGED = re.compile(
     r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]\]"
-    r"(?:, which is output \d+ of (\w+),)? is at version (\d+); expected version (\d+)"
+    r"(?:, which is output \d+ of ([\w:]+),)? is at version (\d+); expected version (\d+)"
 )
 _LEAF = re.compile(r"leaf Variable that requires grad is being used in an in-place operation")
 _KEPT = 4096

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradient_doctor.detectors.late import Claim
@@ -97,8 +98,30 @@ class Missing(Detector):
                 related=(site, taint.site),
             )
 
+    def _switched_off(self, backward: Backward, fate: str) -> bool:
+        """Gradients are off everywhere, since a line that was not traced."""
+        site = self.session.grad_off_at
+        if torch.is_grad_enabled() or site is None:
+            return False
+        wanted = self.ledger.should_train()
+        self.ledger.explained |= wanted
+        self.report(
+            2,
+            Severity.ERROR,
+            "Gradients are switched off for the whole program.",
+            why=f"torch.set_grad_enabled(False) was called here and nothing has switched them on "
+            f"again, so {fate}.",
+            fix="Use `with torch.no_grad():` around the evaluation: it ends by itself.",
+            site=site,
+            parameters=wanted,
+            related=(backward.site,),
+        )
+        return True
+
     def _made_constant(self, backward: Backward, root: Tensor, fate: str) -> None:
         ledger = self.ledger
+        if self._switched_off(backward, fate):
+            return
         wanted = ledger.should_train()
         before = ledger.by_site.get(backward.site, 0) & wanted
         mask = before or wanted & ~ledger.received
@@ -311,11 +334,13 @@ class Missing(Detector):
         whole = any(
             not registry.bits(module.parameters()) & ~mask for module in registry.roots.values()
         )
-        severity = Severity.NOTE if turns else Severity.WARNING
-        if whole or mask & wanted:
+        severity = Severity.NOTE if turns or self._is_tapped(mask) else Severity.WARNING
+        if (whole and not self._is_tapped(mask)) or mask & wanted:
             severity = Severity.ERROR
         born = self._birth(names[0], tensors)
         used = use if any(bit in ledger.loads for bit in bits_of(mask)) else None
+        if used is not None:
+            used = self._called(names[0]) or used
         # a trainer's one line does everything: it says less than the line that made the part
         trainers = {site.place for site in ledger.by_site if site is not None}
         lines = [s for s in (orphan, used) if s is not None and s.place not in trainers]
@@ -334,6 +359,18 @@ class Missing(Detector):
             related=(orphan, use, born),
         )
         self._claim(finding, mask)
+
+    def _is_tapped(self, idle: int) -> bool:
+        """Used, and what comes before it is taken by a hook: features without their head."""
+        ledger, registry = self.ledger, self.session.registry
+        if any(bit not in ledger.loads for bit in bits_of(idle)):
+            return False
+        for root in registry.roots.values():
+            parts = list(root.modules())
+            own = registry.bits(root.parameters())
+            if idle & own and any(part._forward_hooks for part in parts):
+                return True
+        return False
 
     def _turns(self, idle: int) -> int:
         """Idle members of a list whose other members take turns, or that the data choose from."""
@@ -380,6 +417,14 @@ class Missing(Detector):
             if birth is not None and birth.site is not None:
                 return birth.site
         return next(iter(births), None)
+
+    def _called(self, where: str) -> Site | None:
+        """The line that calls a module that is idle as a whole: there its result is lost."""
+        registry = self.session.registry
+        for module in _all_modules(registry):
+            if registry.module_name(module) == where:
+                return self.session.called.get(module)
+        return None
 
     def _modules(self, mask: int) -> dict[str, int]:
         """The largest modules that are idle as a whole; else the parameters themselves.

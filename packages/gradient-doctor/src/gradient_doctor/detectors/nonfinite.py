@@ -18,6 +18,8 @@ from gradient_doctor.taint import tensors_in
 
 # infinities that are written on purpose: they mask
 _ON_PURPOSE = {"masked_fill", "masked_fill_", "full", "full_like", "tensor", "where", "fill_"}
+# calls that NaN of data come from: written there on purpose, for what is missing
+_WRITTEN = _ON_PURPOSE | {"__setitem__", "from_numpy", "as_tensor", "full"}
 _GROWTH = 100.0  # of a loss, before it overflows
 _HINTS = {
     "div": "a division by zero",
@@ -58,6 +60,7 @@ class Birth:
     site: Site | None
     kind: str
     inputs: str = ""  # the range of what went in
+    data: bool = False  # numbers that depend on no parameter: missing values, say
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class NonFinite(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._births = WeakIdKeyDictionary()
+        # missing values -> where a mask took them out of a loss, after they had been used
+        self._hidden_at: dict[Birth, Site | None] = {}
         self._bad: dict[int, Bad] = {}  # step -> what was seen first
         self._loss_is_finite = True  # before it was scaled
         self._steps: set[int] = set()
@@ -98,6 +103,10 @@ class NonFinite(Detector):
             node = node_of(output)
             if node is not None and birth.kind == "nan":
                 cast(dict[str, Any], node.metadata).setdefault(MARK + ".birth", birth)
+        if inherited is not None and inherited.data:
+            live = [o for o in call.outputs if o.requires_grad]
+            if live and all(is_finite(v) for v in map(self.session.values, live) if v is not None):
+                self._hidden_at.setdefault(inherited, call.site)
         if inherited is not None:
             # the gradient can turn bad here even where the numbers do not: 0 * nan in backward
             for output in call.outputs:
@@ -114,7 +123,8 @@ class NonFinite(Detector):
             return inherited
         if kind == "inf" and (call.short in _ON_PURPOSE or _infinite(call)):
             return None
-        return Birth(call.short, call.site, kind, self._range(call))
+        data = not output.requires_grad and call.short in _WRITTEN
+        return Birth(call.short, call.site, kind, self._range(call), data)
 
     def _range(self, call: OpCall) -> str:
         contents = [self.session.values(t) for t in call.inputs[:1] if t.is_floating_point()]
@@ -350,9 +360,9 @@ class NonFinite(Detector):
             fix=_FIXES.get(
                 birth.op.rstrip("_"), "Keep the inputs of this line away from its singular points."
             ),
-            site=birth.site,
+            site=self._hidden_at.get(birth) or birth.site,
             parameters=bits,
-            related=(bad.backward,),
+            related=(birth.site, bad.backward),
         )
 
 

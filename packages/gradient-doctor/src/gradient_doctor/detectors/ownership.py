@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -36,6 +37,12 @@ class Ownership(Detector):
         self._sums: dict[int, float] = {}  # of parameters in no optimizer: do they change?
         self._fresh: dict[Site, dict[int, int]] = {}  # birth line -> step -> parameters
         self._born_in_loop: set[Site] = set()
+        self._was_frozen = 0  # when training began, and in no optimizer
+        self._frozen_sums: dict[int, float] = {}
+        self._originals: dict[
+            Site, list[Any]
+        ] = {}  # birth line of copies -> what they are copies of
+        self._built: dict[Site, Site | None] = {}  # birth line -> that of the module around it
         self._steps: dict[int, Site | None] = {}  # optimizers that have stepped, and where
         self._loaded: dict[int, Site | None] = {}
         self._said = 0
@@ -66,9 +73,24 @@ class Ownership(Detector):
             if birth is not None and birth.site is not None:
                 per_step = self._fresh.setdefault(birth.site, {})
                 per_step[backward.step] = per_step.get(backward.step, 0) | bit
+                home = registry.home(parameter)
+                original = registry.copy_of.get(parameter)
+                if original is not None and original() is not None:
+                    self._originals.setdefault(birth.site, []).append(original)
+                if home is not None and birth.site not in self._built:
+                    self._built[birth.site] = registry.construction(registry.top_of(home))
                 # the first step of a script includes the making of its models
                 if self.session.first < birth.step == backward.step:
                     self._born_in_loop.add(birth.site)
+
+    def start(self) -> None:
+        registry = self.session.registry
+        for parameter in registry.parameters().values():
+            if isinstance(parameter, nn.Parameter) and not parameter.requires_grad:
+                bit = registry.bit(parameter)
+                if not bit & registry.owned and unreadable(parameter) is None:
+                    self._was_frozen |= bit
+                    self._frozen_sums[bit] = checksum(parameter)
 
     def event(self, event: Event) -> None:
         if event.kind == "grad_set" and not event.data["empty"]:
@@ -122,6 +144,7 @@ class Ownership(Detector):
             self._unowned(left)
         if final:
             self._strangers()
+            self._thawed(thrown)
 
     def _is_attribute(self, tensor: Tensor) -> bool:
         """A tensor that a module keeps as a plain attribute, and that every backward reaches."""
@@ -156,6 +179,8 @@ class Ownership(Detector):
                 registry.leaves[k] for k in range(masks[-1].bit_length()) if masks[-1] >> k & 1
             ]
             registry.thrown_away[site] = leaves[0]
+            if self._copied(site, union):
+                continue
             shapes = ", ".join(str(list(leaf.shape or ())) for leaf in leaves[:4])
             number = count(len(leaves), "parameter")
             self.report(
@@ -167,9 +192,36 @@ class Ownership(Detector):
                 "is lost, and the layer is random again in the next step.",
                 fix="Make the layer once, in __init__ of the module (or before the loop), and "
                 "build the optimizer after it.",
-                site=site,
+                site=self._built.get(site) or site,
+                related=(site,),
             )
         return thrown
+
+    def _copied(self, site: Site, union: int) -> bool:
+        """Class 3: the loss reaches copies of parameters, and so not the parameters themselves."""
+        registry, ledger = self.session.registry, self.session.ledger
+        hidden = registry.bits(
+            original
+            for original in (ref() for ref in self._originals.get(site, ()))
+            if original is not None
+        )
+        hidden &= ledger.should_train() & ~ledger.received
+        if not hidden:
+            return False
+        ledger.explained |= hidden
+        self.report(
+            3,
+            Severity.ERROR,
+            f"The loss depends on copies of {count(hidden.bit_count(), 'parameter')}, and "
+            "reaches only those.",
+            why="deepcopy makes new leaves, outside of the graph of the originals, and what is "
+            "done to their .data leaves no trace either: the optimizer's parameters get nothing.",
+            fix="Compute with the parameters themselves: torch.func.functional_call(model, "
+            "{name: p - rate * g}, inputs).",
+            site=site,
+            parameters=hidden,
+        )
+        return True
 
     def _doubles(self, orphans: list[Tensor]) -> list[Tensor]:
         """Class 8. Gives the orphans for which no optimizer holds an idle double."""
@@ -260,6 +312,23 @@ class Ownership(Detector):
                 related=(birth_site(registry, strange[0]), self._steps[id(optimizer)]),
             )
 
+    def _thawed(self, thrown: int) -> None:
+        """Class 7, unfrozen between two looks: a gradient is there that nobody clears or uses."""
+        registry = self.session.registry
+        thawed: list[Tensor] = [
+            p
+            for p in registry.parameters().values()
+            if isinstance(p, nn.Parameter)
+            and p.requires_grad
+            and p.grad is not None
+            and registry.bit(p) & self._was_frozen
+            and not registry.bit(p) & (registry.owned | self._said | thrown)
+            and self._frozen_sums.get(registry.bit(p)) == checksum(p)
+        ]
+        self._said |= registry.bits(thawed)
+        if thawed:
+            self._unowned(thawed)
+
     def _unowned(self, orphans: list[Tensor]) -> None:
         """Class 7."""
         registry = self.session.registry
@@ -303,6 +372,9 @@ class Ownership(Detector):
             sites = [registry.entered(parameter, o) for o in registry.optimizers.values()]
             return most_common(sites) or born
         root = registry.name(parameter).split(".")[0]
+        double = self._double_optimizer(root)
+        if double is not None:
+            return double
         best: tuple[int, int] = (-1, -1)
         site: Site | None = None
         for optimizer in registry.optimizers.values():
@@ -313,6 +385,15 @@ class Ownership(Detector):
             if (siblings, birth.order) > best:
                 best, site = (siblings, birth.order), birth.site
         return site or born
+
+    def _double_optimizer(self, root: str) -> Site | None:
+        """Of two optimizers with the same parameters, the line of the one that is named for
+        another model: it has been handed the wrong one."""
+        optimizers = self.session.registry.optimizers
+        held = {name: frozenset(map(id, owned_by(o))) for name, o in optimizers.items()}
+        doubles = [name for name in held if list(held.values()).count(held[name]) > 1]
+        named = [n for n in doubles if _words(n) & _words(root)] or doubles[:1]
+        return birth_site(self.session.registry, optimizers[named[0]]) if named else None
 
     # the state of optimizers
 
@@ -394,6 +475,11 @@ class Ownership(Detector):
 def _moments(state: Any) -> bool:
     """Whether an optimizer's state is worth keeping: tensors of more than a step's count."""
     return any(isinstance(value, Tensor) and value.numel() > 1 for value in state.values())
+
+
+def _words(name: str) -> set[str]:
+    """The words of a variable's name: `opt_g` and `G` share one."""
+    return {word for word in re.split(r"[^a-z]+", name.lower()) if word}
 
 
 def _form(parameter: Tensor) -> tuple[int, ...]:

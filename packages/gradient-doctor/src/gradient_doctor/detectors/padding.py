@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from gradient_doctor.detectors.common import argument, live_in
 from gradient_doctor.detectors.masks import ID_LOSSES, Masks
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import MARK, node_of
-from gradient_doctor.pads import known_pad, padded_places
+from gradient_doctor.pads import inferred_pad, known_pad, padded_places
 from gradient_doctor.session import Backward, OpCall, Session, StepRecord
 
 
@@ -31,11 +32,14 @@ class Padding(Masks):
         super().__init__(session)
         self._pad: int | None = None
         self._inputs: Inputs | None = None
+        self._compared: set[int] = set()  # ids that the program looks for
 
     # the models' inputs
 
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, site: Site | None) -> None:
         pad, eos = known_pad(module)
+        if pad is None:
+            pad = self._declared_pad(args, kwargs)
         if pad is None:
             return
         self._pad = pad
@@ -58,6 +62,15 @@ class Padding(Masks):
             self._report_mask(module, name, self.masks.get(mask), site, pads)
         elif not masks and bool(pads[:, 0].any()) and _takes_a_mask(module):
             self._report_mask(module, None, None, site, pads)
+
+    def _declared_pad(self, args: Any, kwargs: Any) -> int | None:
+        """The id that fills the ends of rows, if the program itself has compared ids with it."""
+        for tensor in (*args, *kwargs.values()) if self._compared else ():
+            if isinstance(tensor, Tensor) and tensor.dim() == 2 and _are_ids("", tensor):
+                pad = inferred_pad(tensor)
+                if pad is not None and pad in self._compared:
+                    return pad
+        return None
 
     def _report_mask(
         self,
@@ -88,6 +101,10 @@ class Padding(Masks):
 
     def op(self, call: OpCall) -> None:
         super().op(call)
+        if call.short in ("eq", "ne", "__eq__", "__ne__") and len(call.args) > 1:
+            ids, other = call.args[0], call.args[1]
+            if type(other) is int and isinstance(ids, Tensor) and not ids.is_floating_point():
+                self._compared.add(other)
         if self._inputs is not None and call.outputs:
             if call.short in ID_LOSSES:
                 self._loss_on_ids(call)
@@ -119,13 +136,28 @@ class Padding(Masks):
             return None
         rows, length = inputs.ids.shape
         if ids.numel() % rows or ids.numel() // rows > length:
-            return None
+            return self._places_of_some(inputs, ids.detach().reshape(-1), ignored)
         ids = ids.detach().reshape(rows, -1)
         width = ids.shape[1]
         free = ids == ignored
         for start in range(length - width, -1, -1):
             if bool(((inputs.ids[:, start : start + width] == ids) | free).all()):
                 return inputs.hidden[:, start : start + width] & ~free
+        return self._places_of_some(inputs, ids.reshape(-1), ignored)
+
+    def _places_of_some(self, inputs: Inputs, ids: Tensor, ignored: int) -> Tensor | None:
+        """The same for the first or the last rows of the batch: pairs that were put together."""
+        rows, length = inputs.ids.shape
+        for width in (length, length - 1):
+            some = ids.numel() // width
+            if not 0 < some < rows or some * width != ids.numel():
+                continue
+            targets = ids.reshape(some, width)
+            free = targets == ignored
+            for first, start in itertools.product((0, rows - some), range(length - width, -1, -1)):
+                here = (slice(first, first + some), slice(start, start + width))
+                if bool(((inputs.ids[here] == targets) | free).all()):
+                    return inputs.hidden[here] & ~free
         return None
 
     def _watch_places(self, call: OpCall, ids: Any, ignored: int = -100) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file
-from gradient_doctor.slips import surroundings
+from gradient_doctor.slips import source_of_function, surroundings
 from gradient_doctor.taint import tensors_in
 
 _EVALUATION = re.compile(
@@ -28,10 +29,20 @@ _HELD_OUT = re.compile(
     r"(?<![a-z_])(val|valid|validation|test|eval)_?(loader|set|data|ds|batch|x|inputs)(?![a-z])"
     r"|(?<![a-z])(xs?|inputs|data|loader|batch)_(val|valid|validation|test|eval)(?![a-z])"
 )
-_FUNCTIONAL_DROPOUT = (
-    *("torch.nn.functional.dropout", "torch.nn.functional.alpha_dropout"),
-    "torch.nn.functional.feature_alpha_dropout",
-)
+# `F.dropout(x, 0.1, True)`: also in eval(), to sample from a posterior
+_MEANT = re.compile(r"dropout\w*\(.*,\s*True")
+
+
+def _drops(call: OpCall) -> bool:
+    return bool(argument(call, 2, "training", True)) and argument(call, 1, "p", 0.5) > 0
+
+
+# functions that drop at random, and whether a call of them does
+_DROPS: dict[str, Callable[[OpCall], bool]] = {
+    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), _drops),
+    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), _drops),
+    "scaled_dot_product_attention": lambda call: argument(call, 4, "dropout_p", 0.0) > 0,
+}
 _SCORES = {
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
@@ -67,12 +78,17 @@ class Phases(Detector):
         """`F.dropout(x)` drops in eval() as well: its `training` is True unless it is passed."""
         self._follow(call)
         stack = self.session.module_stack
-        if not call.name.startswith(_FUNCTIONAL_DROPOUT) or call.site is None or not stack:
+        if call.short not in _DROPS or call.site is None or not stack:
             return
-        if isinstance(stack[-1], nn.modules.dropout._DropoutNd) or call.site in self._always:
+        if call.site in self._always or not _DROPS[call.short](call):
             return
-        drops = argument(call, 2, "training", True) and argument(call, 1, "p", 0.5) > 0
-        if drops and not _passes_mode(call.site):
+        if type(stack[-1]).__module__.startswith("torch.nn"):
+            # a layer knows its own mode; one that is made in forward is not told that of the model
+            strange = all(part is not stack[-1] for part in stack[0].modules())
+            ignores = strange and not _passes_mode(call.site)
+        else:
+            ignores = not _passes_mode(call.site)
+        if ignores:
             self._always[call.site] = weakref.ref(stack[0])
             if not stack[0].training:
                 self._drops_in_eval(call.site)
@@ -109,9 +125,10 @@ class Phases(Detector):
             26,
             Severity.WARNING,
             "Functional dropout is active in eval() mode.",
-            why="It is called without the module's mode, and `training` is True by default: "
-            "evaluation drops at random as training does.",
-            fix="Pass training=self.training, or use nn.Dropout.",
+            why="It is called without the module's mode, which functions do not know: evaluation "
+            "drops at random as training does.",
+            fix="Pass training=self.training (for attention: dropout_p=p if self.training else "
+            "0.0), or use nn.Dropout.",
             site=site,
         )
 
@@ -294,7 +311,9 @@ def _passes_mode(site: Site) -> bool:
     if not is_user_file(site.file):
         return True
     lines = [linecache.getline(site.file, site.line + k) for k in range(3)]
-    return any("training" in line or "True" in line for line in lines) or not lines[0]
+    if any("training" in line or _MEANT.search(line) for line in lines) or not lines[0]:
+        return True
+    return "training" in source_of_function(site)
 
 
 def _is_evaluation(site: Site) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import live_in
-from gradient_doctor.detectors.places import called
+from gradient_doctor.detectors.places import birth_site, called
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, OpCall, Session
@@ -78,6 +78,8 @@ class PolicyLosses(Detector):
         self._centred = WeakIdKeyDictionary()  # something was subtracted: its sign may turn
         self._bootstraps = WeakIdKeyDictionary()  # data + number * a live value -> its line
         self._discounted = WeakIdKeyDictionary()
+        self._reduced = WeakIdKeyDictionary()  # a mean of log-probabilities -> how many, and where
+        self._credits: dict[Site | None, set[int]] = {}
         self._own_ratios: dict[Site | None, set[int]] = {}
         self._chases: dict[Site | None, set[int]] = {}
         self._live_weights: dict[Site | None, set[int]] = {}
@@ -107,6 +109,12 @@ class PolicyLosses(Detector):
         if call.short in ("sub", "__rsub__") and len(call.inputs) == 2:
             self._subtract(call)
         self._bootstrap(call)
+        source = call.inputs[0]
+        if call.short in ("mean", "sum") and source in self._log_probs:
+            if call.outputs[0].numel() == 1 < source.numel():
+                self._reduced[call.outputs[0]] = (source.numel(), call.site)
+        elif call.short in ("neg", "squeeze", "view", "reshape") and source in self._reduced:
+            self._reduced[call.outputs[0]] = self._reduced[source]
         self._follow(call)
 
     def _make_log_probs(self, call: OpCall) -> None:
@@ -168,6 +176,7 @@ class PolicyLosses(Detector):
         values = self.session.values(weight)
         if values is None or not values.is_floating_point() or not values.numel():
             return
+        self._lost_credit(call, log_prob, weight)
         live = live_in(self.session, [log_prob])
         foreign = live_in(self.session, [weight]) & ~live
         known: LogProb = self._log_probs[log_prob]
@@ -183,6 +192,28 @@ class PolicyLosses(Detector):
             least, greatest = float(values.min()), float(values.max())
             product = Weighted(known.sign, least, greatest, call.site)
             self._weighted[call.outputs[0]] = product
+
+    def _lost_credit(self, call: OpCall, log_prob: Tensor, weight: Tensor) -> None:
+        """Log-probabilities of all actions become one number before each meets its own weight."""
+        reduced: tuple[int, Site | None] | None = self._reduced.get(log_prob)
+        if reduced is None or reduced[0] != weight.numel() or live_in(self.session, [weight]):
+            return
+        steps = self._credits.setdefault(reduced[1], set())
+        steps.add(self.session.step)
+        if len(steps) != _ENOUGH:
+            return
+        self.report(
+            24,
+            Severity.WARNING,
+            f"{reduced[0]} log-probabilities are averaged before they meet their weights.",
+            why=f"The one number that is left is multiplied at {call.site} by all "
+            f"{reduced[0]} weights: every action is credited with the sum of them, none with its "
+            "own return.",
+            fix="Multiply first, then average: (log_prob * weight).mean().",
+            site=reduced[1],
+            parameters=live_in(self.session, [log_prob]),
+            related=(call.site,),
+        )
 
     def _is_network(self, mask: int) -> bool:
         """More than a temperature or a multiplier."""
@@ -354,9 +385,9 @@ class PolicyLosses(Detector):
             why=f"{term.op} is made to be minimised, but {how}: every step along its gradient "
             "makes the predictions worse, without a bound.",
             fix="Minimise it: remove the minus, or maximize=True.",
-            site=turned,
+            site=(birth_site(registry, registry.optimizers[name]) if maximised else None) or turned,
             parameters=root.live,
-            related=(term.site, backward.site),
+            related=(term.site, turned, backward.site),
         )
 
     def _maximised(self, backward: Backward) -> bool:

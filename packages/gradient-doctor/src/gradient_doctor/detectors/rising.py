@@ -18,6 +18,7 @@ from gradient_doctor.session import Backward, Detector, OpCall, Session
 _STEPS = 10
 _RISES = 9  # of them
 _GROWTH = 1.2  # of the loss over all of them
+_STEEP, _STEEP_RISES = 5.0, 7  # a loss of changing data falls now and then on its way up
 
 
 class Rising(Detector):
@@ -47,7 +48,8 @@ class Rising(Detector):
         rises = sum(after > before for before, after in itertools.pairwise(losses))
         grown = losses[-1] > losses[0] + (_GROWTH - 1) * abs(losses[0])
         registry = self.session.registry
-        if rises < _RISES or not grown or len(self._losses) > 1:
+        steep = rises >= _STEEP_RISES and losses[-1] > _STEEP * losses[0] > 0
+        if not ((rises >= _RISES and grown) or steep) or len(self._losses) > 1:
             return
         by_hand = not registry.optimizers and not registry.unnamed and self._moved is not None
         self.report(

@@ -337,7 +337,7 @@ class Scaler(Detector):
         plain = not self._low
         self.report(
             17,
-            Severity.WARNING if plain else Severity.NOTE,
+            Severity.NOTE,  # a cost, not a fault: the weights are those of a run without it
             "The gradient scaler is of no use here.",
             why=(
                 "Everything ran in float32: no parameter, operation or gradient of the traced steps"

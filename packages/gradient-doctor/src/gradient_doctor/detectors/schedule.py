@@ -7,6 +7,7 @@ its optimizer in every round, so the first value of the schedule is never used.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 from gradient_doctor.detectors.places import birth_site, called
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
-from gradient_doctor.session import Detector, Event, Session
+from gradient_doctor.session import Backward, Detector, Event, Session
 from gradient_doctor.slips import assigned_attribute
 
 _NOTHING = 1.001e-3  # of the highest rate so far; three decays by ten are rounded to either side
 _ENOUGH = 6  # updates before a share of them means something
 _ROUNDS = 3
+_RECENT = 32
 
 
 @dataclass
@@ -35,7 +37,11 @@ class Scheduler:
     since_update: int = 0  # steps since the last update of the optimizer
     several: int = 0  # updates with two or more steps of the scheduler before them
     first: bool = False  # its first step came before any update
+    bursts: int = 0  # updates with any
     early: int = 0  # steps before the first update
+    mode: str = ""  # of a plateau: "min" or "max"
+    metrics: list[float] = field(default_factory=list)  # that it was given
+    of_loss: bool = True  # each of them was the value of a loss
 
 
 @dataclass
@@ -61,6 +67,7 @@ class Schedule(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._rates: weakref.WeakKeyDictionary[Any, Rates] = weakref.WeakKeyDictionary()
+        self._losses: list[float] = []  # the last of them
 
     def event(self, event: Event) -> None:
         if event.kind == "step":
@@ -89,6 +96,7 @@ class Schedule(Detector):
         rates.site = event.site
         for scheduler in rates.kept:
             scheduler.several += scheduler.since_update > 1
+            scheduler.bursts += scheduler.since_update > 0
             scheduler.since_update = 0
 
     def _scheduled(self, event: Event) -> None:
@@ -104,6 +112,23 @@ class Schedule(Detector):
         known.early += rates.updates == 0
         known.by_user &= event.data["by_user"]
         known.site = event.site
+        if known.plateau and event.data["metric"] is not None:
+            known.mode = scheduler.mode
+            known.metrics.append(event.data["metric"])
+            known.of_loss &= bool(self._losses) and self._looks_like_loss(event.data["metric"])
+
+    def backward_starts(self, backward: Backward) -> None:
+        """Losses since the schedule moved last, as their range."""
+        root = backward.roots[0] if backward.roots else None
+        if root is None or root.numel() != 1 or root.device.type != "cpu":
+            return
+        values = self.session.values(root)
+        if values is not None and not values.is_complex():
+            self._losses = [*self._losses[-_RECENT:], float(values)]
+
+    def _looks_like_loss(self, metric: float) -> bool:
+        """One of the last losses, or a value among them."""
+        return min(self._losses) * 0.5 <= metric <= max(self._losses) * 2.0
 
     def finish(self, error: BaseException | None) -> None:
         for optimizer, rates in list(self._rates.items()):
@@ -113,6 +138,8 @@ class Schedule(Detector):
             # a warm-up that the run is too short for still rises
             elif rates.below == rates.updates >= _ENOUGH and 0 < rates.last <= rates.first:
                 self._factor_for_rate(optimizer, rates)
+            elif self._of_another(optimizer, rates) or self._upside_down(optimizer, rates):
+                continue
             elif self.session.scaler is None:  # which may skip steps: that is torch's way
                 for scheduler in rates.kept:
                     self._out_of_step(optimizer, rates, scheduler)
@@ -138,6 +165,66 @@ class Schedule(Detector):
             parameters=self.session.registry.bits(owned_by(optimizer)),
             related=(made, rates.site),
         )
+
+    def _of_another(self, optimizer: Any, rates: Rates) -> bool:
+        """A scheduler of an optimizer that never steps, while another moves its parameters."""
+        registry = self.session.registry
+        stepped = [s for s in rates.kept if s.steps >= _ROUNDS]
+        if rates.updates or not stepped:
+            return False
+        theirs = registry.bits(owned_by(optimizer))
+        others = [
+            other
+            for other, its in self._rates.items()
+            if its.updates and registry.bits(owned_by(other)) & theirs
+        ]
+        if not others:
+            return False
+        name = registry.optimizer_name(others[0])
+        made = registry.scheduled_at.get(optimizer)
+        self.report(
+            31,
+            Severity.WARNING,
+            f"The scheduler belongs to another optimizer than the one that steps ({name}).",
+            why=f"It was stepped {stepped[0].steps} times, and sets the learning rate of an "
+            f"optimizer that never stepped. {name} holds the same parameters, was made elsewhere, "
+            "and keeps its rate.",
+            fix="Make the scheduler from the optimizer that is used, and after it.",
+            site=birth_site(registry, others[0]) if self._is_newer(others[0], optimizer) else made,
+            parameters=theirs,
+            related=(made, birth_site(registry, others[0]), stepped[0].site),
+        )
+        return True
+
+    def _is_newer(self, one: Any, other: Any) -> bool:
+        first, second = self.session.registry.birth(other), self.session.registry.birth(one)
+        return first is not None and second is not None and second.order > first.order
+
+    def _upside_down(self, optimizer: Any, rates: Rates) -> bool:
+        """ReduceLROnPlateau that waits for a falling loss to rise."""
+        registry = self.session.registry
+        for scheduler in rates.kept:
+            values = scheduler.metrics
+            falls = sum(later < earlier for earlier, later in itertools.pairwise(values))
+            if scheduler.mode != "max" or len(values) < _ENOUGH or not scheduler.of_loss:
+                continue
+            if 2 * falls <= len(values) or rates.last >= rates.highest:
+                continue
+            made = registry.scheduled_at.get(optimizer)
+            self.report(
+                31,
+                Severity.WARNING,
+                "ReduceLROnPlateau with mode='max' is given a loss, which falls.",
+                why=f"The value went from {values[0]:.3g} to {values[-1]:.3g}: training goes well, "
+                f"and the rate was cut from {rates.highest:g} to {rates.last:g}, because nothing "
+                "rose.",
+                fix="mode='min' for a loss; 'max' is for an accuracy.",
+                site=made or scheduler.site,
+                parameters=registry.bits(owned_by(optimizer)),
+                related=(scheduler.site,),
+            )
+            return True
+        return False
 
     def _taken_away(self, optimizer: Any, rates: Rates) -> None:
         registry = self.session.registry
@@ -194,14 +281,16 @@ class Schedule(Detector):
         rounds = min(rates.updates, scheduler.steps)
         if rounds < _ROUNDS or not scheduler.by_user:
             return
-        if 2 * scheduler.several > rates.updates:
+        always = scheduler.several == scheduler.bursts >= _ROUNDS
+        if 2 * scheduler.several > rates.updates or always:
             self.report(
                 31,
                 Severity.WARNING,
                 f"The scheduler of the {called(name)} is stepped {scheduler.steps} times for "
                 f"{rates.updates} updates.",
-                why="The rate moves on several times before the weights do once, as if every "
-                "micro batch of an accumulation were an update: the schedule is over too soon.",
+                why="Whenever the rate moves, it moves several times before the weights do once, "
+                "as if every micro batch of an accumulation were an update: the schedule is over "
+                "too soon.",
                 fix="Step the scheduler right after the optimizer's own step, and only then.",
                 site=scheduler.site,
                 parameters=registry.bits(owned_by(optimizer)),

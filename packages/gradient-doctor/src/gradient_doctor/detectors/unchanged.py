@@ -15,13 +15,15 @@ from gradient_doctor.findings import Finding, Severity, Site
 from gradient_doctor.readable import checksum
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
-from gradient_doctor.slips import bare_attribute
+from gradient_doctor.slips import bare_attribute, calls_of
 from gradient_doctor.steps import StepFacts
 
 _LITTLE = 0.5  # share of elements that must move for a parameter to count as trained
 _NOTHING = 0.01
 _PATIENCE = 10  # skipped steps; a scaler that looks for its scale needs fewer
 _SHOWN = 6
+_LOOP = 6  # gradients that were cleared before the only step
+_RESETS = 4  # in a row, each after one step
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -50,8 +52,13 @@ class History:
     checked: int = 0
     asked: int = 0  # of the scaler
     scales: list[float] = field(default_factory=list)  # at those times, of checked steps
+    cleared: int = 0  # gradients that were there, before the first step
+    scheduled: Site | None = None  # its scheduler's last step
     backwards: int = 0  # that gave its parameters gradients
     site: Site | None = None
+    loaded: tuple[float, ...] = ()  # checksums after the model was loaded last
+    loaded_after: int = 0  # steps
+    resets: int = 0  # in a row, to the same values
     sums: dict[int, float] = field(default_factory=dict)  # of a few, at the first backward
     moves: dict[int, Moves] = field(default_factory=dict)
 
@@ -94,6 +101,15 @@ class Unchanged(Detector):
                     history.sums = {registry.bit(p): checksum(p) for p in some}
 
     def event(self, event: Event) -> None:
+        if event.kind == "zero_grad" and not self.session.age and event.data["parameters"]:
+            cleared = set(map(id, event.data["parameters"]))
+            for optimizer in self.session.registry.optimizers.values():
+                if any(id(p) in cleared for p in owned_by(optimizer)):
+                    self._history(optimizer).cleared += 1
+        elif event.kind == "schedule" and not self.session.age:
+            self._history(event.data["optimizer"]).scheduled = event.site
+        elif event.kind == "load_module":
+            self._reloaded(event)
         if event.kind == "scaler_step" and event.data["args"]:
             history = self._history(event.data["args"][0])
             history.asked += event.data["scaler"].is_enabled()
@@ -109,6 +125,51 @@ class Unchanged(Detector):
             if facts is not None:
                 history.checked += 1
                 self._moved(history, facts)
+
+    def _reloaded(self, event: Event) -> None:
+        """Weights that are set back to the same values after every single step."""
+        module = event.data["module"]()
+        registry = self.session.registry
+        if module is not None and event.data["own"]:
+            self._copied_onto_itself(event, module)
+        if module is None:
+            return
+        for optimizer in registry.optimizers.values():
+            history = self._history(optimizer)
+            own = {id(p) for p in module.parameters()}
+            some = [p for p in itertools.islice(owned_by(optimizer), 4) if id(p) in own]
+            if not some or not history.steps:
+                continue
+            values = tuple(checksum(p) for p in some)
+            again = values == history.loaded and history.steps - history.loaded_after == 1
+            history.resets = history.resets + 1 if again else 0
+            history.loaded, history.loaded_after = values, history.steps
+            if history.resets != _RESETS:
+                continue
+            self.report(
+                21,
+                Severity.ERROR,
+                f"Every step of the {called(history.name)} is undone: the weights are loaded anew.",
+                why=f"After each of the last {_RESETS + 1} steps this line has set the weights "
+                "back to the same values.",
+                fix="Load them once, before the loop.",
+                site=event.site,
+                parameters=registry.bits(owned_by(optimizer)),
+                related=(history.site,),
+            )
+
+    def _copied_onto_itself(self, event: Event, module: Any) -> None:
+        self.report(
+            21,
+            Severity.WARNING,
+            "A network's weights are copied onto themselves.",
+            why="The state that is loaded here consists of the very tensors that it is loaded "
+            "into: nothing changes. What should have been copied is the state of another network.",
+            fix="Pass the state_dict() of the network that learns; if both names mean one network, "
+            "make the second with copy.deepcopy.",
+            site=event.site,
+            parameters=self.session.registry.bits(module.parameters()),
+        )
 
     def _moved(self, history: History, facts: StepFacts) -> None:
         registry = self.session.registry
@@ -173,6 +234,7 @@ class Unchanged(Detector):
         self._all_skipped(2)
         if error is None:
             self._never()
+            self._once()
 
     def _judge(self, least: int) -> None:
         for optimizer in self.session.registry.optimizers.values():
@@ -289,6 +351,24 @@ class Unchanged(Detector):
                 related=tuple(f.site for f in reported if f.number == 27),
             )
 
+    def _once(self) -> None:
+        """A single step, after a loop that went back and cleared its gradients again and again."""
+        registry = self.session.registry
+        for optimizer in registry.optimizers.values():
+            history = self._histories.get(id(optimizer))
+            if history is None or history.steps != 1 or history.cleared < _LOOP:
+                continue
+            self.report(
+                21,
+                Severity.ERROR,
+                f"The {called(history.name)} stepped once, with the last of many gradients.",
+                why=f"Gradients were cleared {history.cleared} times before the only step: all "
+                "but the last have changed no weight. The call stands outside of the loop.",
+                fix="Move it into the loop, right after backward.",
+                site=history.site,
+                parameters=registry.bits(owned_by(optimizer)),
+            )
+
     def _never(self) -> None:
         """Optimizers that never stepped although their parameters had gradients."""
         registry = self.session.registry
@@ -299,16 +379,25 @@ class Unchanged(Detector):
             parameters = self._unmoved(optimizer, history)
             backward = most_common(self._backward_at)
             bare = None if backward is None else bare_attribute([backward.file], "step")
+            files = [] if backward is None else [backward.file]
+            unreached = calls_of(files, history.name.split(".")[-1], "step")
             if parameters:
                 self.report(
                     21,
                     Severity.ERROR,
                     f"The {called(history.name)} never steps.",
                     why=f"{history.backwards} backwards gave its parameters gradients, "
-                    "and step() was never called."
+                    "and step() was never called"
+                    + ("." if not unreached else ": the program does not come to this line.")
                     + (" `step` without parentheses calls nothing." if bare is not None else ""),
-                    fix="Call its step() after backward.",
-                    site=bare or birth_site(registry, optimizer) or backward,
+                    fix="Call its step() after backward."
+                    if not unreached
+                    else "Look at the condition that it stands under: is it ever true?",
+                    site=bare
+                    or (unreached[0] if unreached else None)
+                    or history.scheduled
+                    or birth_site(registry, optimizer)
+                    or backward,
                     parameters=parameters,
                     related=(birth_site(registry, optimizer), backward),
                 )

@@ -17,6 +17,7 @@ from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import is_opaque, nodes_of
 from gradient_doctor.readable import values_of
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
+from gradient_doctor.slips import filled_at
 
 _SOFTMAX = {"softmax", "log_softmax", "softmin", "gumbel_softmax"}
 _RELU = {"relu", "relu_", "relu6", "threshold"}
@@ -128,7 +129,8 @@ class Zeros(Detector):
         ):
             self._zeros[result] = self._zeros[source]
         else:
-            self._zeros[result] = call.site
+            listed = filled_at(call.site) if call.short == "tensor" and call.site else None
+            self._zeros[result] = listed or call.site
 
     def _cause(self, call: OpCall, result: Tensor) -> Cause | None:
         short, site = call.short, call.site
