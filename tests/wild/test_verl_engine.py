@@ -116,4 +116,4 @@ def test_the_ledger_of_the_run_replays_the_steps_between(trained, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "checkpoints 4 to 12, 8 steps" in done.stdout
-    assert done.stdout.count("arrived at checkpoint") == 2
+    assert done.stderr.count("arrived at checkpoint") == 2
