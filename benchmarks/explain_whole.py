@@ -71,12 +71,10 @@ def differences(work: Path, dense: dict[str, Any], sparse: dict[str, Any], every
     """The largest, by what they are of."""
 
     def tables(name: str, column: str) -> list[np.ndarray]:
-        return [
-            np.array(
-                read_ledger_table(work / f"every_{n}", name).column(column).to_pylist(), dtype=float
-            )
-            for n in (1, every)
-        ]
+        read = [read_ledger_table(work / f"every_{n}", name) for n in (1, every)]
+        if name == PROMPT_TABLE:  # its rows are in the order of their sums
+            read = [table.sort_by("prompt") for table in read]
+        return [np.array(table.column(column).to_pylist(), dtype=float) for table in read]
 
     def apart(pairs: Any) -> float:
         return max(abs(a - b) for a, b in pairs)
