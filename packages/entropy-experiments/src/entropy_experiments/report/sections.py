@@ -266,6 +266,7 @@ class ReportData(TypedDict):
     verdict: Verdict
     curve: Curve | None
     ledger: LedgerSection | None
+    momentum: MomentumSection | None
     weights: list[WeightsRow] | None
     rollouts: RolloutsSection | None
     texts: TextsSection | None
@@ -277,7 +278,6 @@ class ReportData(TypedDict):
     others: list[OtherBatch]
     absent: dict[str, str]
     lr: NotRequired[float]
-    momentum: NotRequired[MomentumSection | None]
     difference: NotRequired[AnyNumber | None]
     sizes: NotRequired[dict[str, int]]
     seconds: NotRequired[float | None]

@@ -149,6 +149,7 @@ def _alone(path: Path, steps: Steps, kind: RunKind) -> ReportData:
         },
         "curve": None,
         "ledger": None,
+        "momentum": None,
         "weights": None,
         "rollouts": None,
         "texts": None,

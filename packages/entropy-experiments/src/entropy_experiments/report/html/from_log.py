@@ -73,6 +73,7 @@ def log_data(path: str | Path) -> ReportData:
         "curve": None,
         "weights": None,
         "ledger": None,
+        "momentum": None,
         "texts": None,
         "assumed": None,
         "environment": _environment(path, log, config),

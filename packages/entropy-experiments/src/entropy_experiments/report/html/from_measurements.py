@@ -78,6 +78,7 @@ def measurements_data(path: Path) -> ReportData:
         "absent": absent,
         "others": [],
         "ledger": None,
+        "momentum": None,
         "rollouts": None,
         "texts": None,
         "covariance": None,
