@@ -83,6 +83,7 @@ from entropy_experiments.pipelines.probe_sampling import (
     named_contents,
     prompt_ids,
     prompts_of,
+    recorded_rate,
     response_ids,
 )
 from entropy_experiments.pipelines.replay import certify_arrival, learning_rates, replay_step
@@ -442,7 +443,9 @@ class Walk:
             groups = self._read(before).optimizer.groups
             optimizer = OptimizerState(groups=groups, state={})
         else:
-            optimizer = checkpoint.optimizer
+            optimizer, recorded = checkpoint.optimizer, recorded_rate(checkpoint)
+            if recorded is not None:
+                optimizer = with_learning_rate(optimizer, recorded)
         probed = OpenCheckpoint(
             checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer
         )
