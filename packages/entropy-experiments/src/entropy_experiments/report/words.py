@@ -98,7 +98,9 @@ def made_by_study(summary: InfluenceResult) -> str:
 
 def of_uncertified_import(summary: InfluenceResult) -> bool:
     """Whether a study is of an imported batch that nothing compares with training's step."""
-    update = summary["update"]
+    update = summary.get("update")
+    if update is None:  # a part of a summary
+        return False
     certified = update.get("certified") or {}
     return not update["real"] and "unchecked" in certified and "another_step" not in certified
 
