@@ -176,8 +176,9 @@ def read(
             "advantage is 0"
         )
     used, missing = dict(USED), MISSING
-    if unmasked:
+    if unmasked == len(rows):
         used["advantages"] = "of each token, times rl_weights"
+    if unmasked:
         missing = (
             f"is_masked of {unmasked} of {len(rows)} rollouts, as with a loss that is not "
             "prime-rl's default: what a trust region dropped is not known, and every token counts "
