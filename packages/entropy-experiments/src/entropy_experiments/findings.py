@@ -34,6 +34,8 @@ class MadeCheck:
     """Options of training's loss that a rebuilt step does not have."""
     other_start: str = ""
     """Why training's step was not made from the weights of the checkpoint."""
+    bound: bool = True
+    """The batch names the weights that it was drawn from, and they are the checkpoint's."""
     other_count: str = ""
     """Why the optimizer's state may be another step's than the weights'."""
 
@@ -75,7 +77,8 @@ class Findings:
     base: str
     lr: float
     lr_stored: float
-    """What the optimizer holds; another one only if the config says so. 0: no step follows."""
+    """Of the step that training made: recorded, or what the optimizer holds; `lr` is another one
+    only if the config says so. 0: no step follows."""
     momentum_decay: float
     """b1: a batch's gradient acts on 1 / (1 - b1) steps' worth in the end."""
     coupled_decay: bool
@@ -119,6 +122,13 @@ class Findings:
     timing: Mapping[str, float]
     provenance: Mapping[str, Any] = field(default_factory=dict)
     made: MadeCheck = field(default_factory=MadeCheck)
+
+    @property
+    def checked(self) -> bool:
+        """The step is the one that training made, by a certificate or by its own gradient."""
+        if self.certificate is not None:
+            return not self.certificate.apart
+        return self.made.of_gradient
 
     @property
     def lr_changed(self) -> bool:
@@ -200,6 +210,19 @@ class Findings:
         return probe_html(results_of(self), self.level.estimand.unit)
 
 
+def update_kind(*, real: bool, bound: bool, checked: bool) -> str:
+    """What `update` of a result says.
+
+    Args:
+        real: The batch was recorded in training, or is said to have been.
+        bound: It names the weights that it was drawn from, and they are the checkpoint's.
+        checked: The step is the one that training made, by a certificate or its own gradient.
+    """
+    if not real:
+        return "hypothetical"
+    return "recorded" if bound or checked else "imported"
+
+
 def results_of(findings: Findings) -> ProbeResult:
     """The result keys of the documents, and `estimates` with all that belongs to each number."""
     rollouts, batch = findings.evaluation, findings.update
@@ -212,7 +235,9 @@ def results_of(findings: Findings) -> ProbeResult:
         "B_E": len(rollouts.prompt_N.unique()),
         "B_U": len(batch.rollouts.prompt_N.unique()),
         "avg_generation_length": float(rollouts.tokens_N.double().mean()),
-        "update": "recorded" if findings.real else "hypothetical",
+        "update": update_kind(
+            real=findings.real, bound=findings.made.bound, checked=findings.checked
+        ),
         "assumed": dict(findings.assumed),
         "not_verifiable": list(findings.not_verifiable),
         "notes": list(findings.notes),

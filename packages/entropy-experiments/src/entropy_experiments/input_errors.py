@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import threading
@@ -275,6 +276,27 @@ def parse_json(data: bytes | str, *, source: str, advice: str = DAMAGED) -> Any:
     except ValueError as error:  # also: bytes that are no text, integers of thousands of digits
         reason = str(error).partition(";")[0]
         raise InputError(f"{source} is not valid JSON ({reason}). {advice}.") from error
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a JSON value is a number that a float holds; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
+
+
+def check_text(text: str, *, where: str, name: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can write and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: {name} has half a surrogate pair ({text[error.start]!a}) at character "
+            f"{error.start}; expected text. Write the dump again, or drop this rollout."
+        ) from None
 
 
 def read_jsonl(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:

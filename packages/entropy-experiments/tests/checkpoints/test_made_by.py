@@ -27,6 +27,7 @@ UNCHECKED = "The update that the batch recorded after step_5 makes (not checked 
         ({"step_certificate": None, "made_step": {"of_recorded_gradient": False}}, UNCHECKED),
         ({"step_certificate": {"apart": True}}, "A rebuilt update, not the step that training"),
         ({"made_step": {"altered": ["loss"]}}, "A hypothetical update from step_5, training"),
+        ({"update": "imported"}, "The step from this batch at step_5 (not checked against"),
         ({"update": "hypothetical"}, "A hypothetical update from step_5"),
     ],
 )
@@ -42,6 +43,14 @@ def test_a_probe(found, words):
         ({"real": True, "certified": {"step_distance": 1e-6}}, TRAININGS),
         ({"real": True, "certified": {}}, TRAININGS),  # an online ledger: the live step itself
         ({"real": True, "certified": {"unchecked": "no checkpoint follows"}}, UNCHECKED),
+        (
+            {"real": False, "certified": {"unchecked": "no checkpoint follows"}},
+            "The step from this batch at step_5 (not checked against",
+        ),
+        (
+            {"real": False, "certified": {"unchecked": "none", "another_step": "88% away"}},
+            "A hypothetical update from step_5",
+        ),
         ({"real": False, "certified": {}}, "A hypothetical update from step_5"),
     ],
 )

@@ -492,3 +492,21 @@ def test_the_layout_names_every_file(actor):
     assert [file.name for file in layout.files] == [
         f"model_world_size_2_rank_{rank}.pt" for rank in range(2)
     ]
+
+
+def test_an_optimizer_that_counts_another_save_s_steps(tmp_path):
+    """verl stores no hash; a count that is no multiple of the batches is at least named."""
+    saved = save_rank_checkpoint(tmp_path, "full", size=2)
+
+    def notes() -> list[str]:
+        loaded = load_checkpoint(saved.path)
+        return [note for note in loaded.not_verifiable if note.startswith("optimizer: it counts")]
+
+    assert notes() == []  # three steps after three batches
+    for file in saved.shards.glob("optim_*.pt"):
+        state = torch.load(file, weights_only=True)
+        for entry in state["state"].values():
+            entry["step"] = entry["step"] + 2
+        torch.save(state, file)
+    (note,) = notes()
+    assert note.startswith("optimizer: it counts 5 steps after 3 batches (global_step_3)")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from entropy_experiments.checkpoints.runs import default_checkpoint
 from entropy_experiments.cli import app
 from entropy_experiments.config import ConfigError, parse_config
 from entropy_experiments.estimate.ratio import score_all
@@ -21,6 +22,7 @@ from entropy_experiments.pipelines.influence.rollout_sources import rewards_fit
 from entropy_experiments.pipelines.influence.runner import EntropyInfluenceRunner, what_if_from
 from entropy_experiments.pipelines.probe_sampling import open_checkpoint, prompts_of
 from entropy_experiments.report.influence_tables import influence_report
+from entropy_experiments.report.words import made_by_study
 from entropy_experiments.sampling.rollout_files import (
     load_update_batch,
     save_rollouts,
@@ -161,9 +163,16 @@ def test_files_of_every_kind(probed, tmp_path):
 DUMPS = Path(__file__).parents[1] / "data" / "dumps"
 
 
+@pytest.fixture(scope="module")
+def eleventh():
+    """The dumps of step 12 are of the step that is made from checkpoint 11."""
+    return open_checkpoint(parse_config(SMALL), default_checkpoint().parent / "checkpoint-11")
+
+
 @pytest.mark.parametrize("framework", ["prime_rl", "nemo_rl", "miles", "verl"])
-def test_dumps_of_frameworks_as_update_and_evaluation_batch(probed, tmp_path, framework):
+def test_dumps_of_frameworks_as_update_and_evaluation_batch(eleventh, tmp_path, framework):
     """Also what the study would say: each dump's notes and the frameworks' names come along."""
+    probed = eleventh
     named = {"kind": "from_file", "params": {"path": str(DUMPS / framework), "step": 12}}
     found = gathered(probed, tmp_path, [{"kind": "update"}], workspace=named)
     update = found.probe.update
@@ -176,6 +185,49 @@ def test_dumps_of_frameworks_as_update_and_evaluation_batch(probed, tmp_path, fr
     again = gathered(probed, tmp_path / "e", [named], workspace=drawn).evaluations[0]
     assert again.rollouts.fingerprint == update.rollouts.fingerprint
     assert (again.rollouts.behaviour_logprob_NS is None) == (framework == "verl")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("framework", ["prime_rl", "nemo_rl", "verl"])
+def test_the_dump_of_another_step_is_refused(probed, tmp_path, framework):
+    """Step N leads from checkpoint N - 1 to checkpoint N: of 13 the next dump is 14."""
+    named = {"kind": "from_file", "params": {"path": str(DUMPS / framework), "step": 12}}
+    message = r"dump of step 12, which led from checkpoint 11 to checkpoint 12; .*is dump 14\."
+    with pytest.raises(ValueError, match=message):
+        gathered(probed, tmp_path, [{"kind": "update"}], workspace=named)
+    drawn = {"kind": "prompt_ids", "params": {"ids": [90, 91], "group": 2}}
+    gathered(probed, tmp_path, [named], workspace=drawn)  # E may be of any policy
+
+
+def test_a_dump_that_nothing_certifies_is_not_called_training_s(tmp_path):
+    """Tokens of nobody, in NeMo-RL's format, at a copy of a checkpoint without its record."""
+    run = tmp_path / "run"
+    for name in ("base", "checkpoint-13"):
+        shutil.copytree(default_checkpoint().parent / name, run / name)
+    shutil.copy(default_checkpoint().parent / "entropy_probe.json", run)
+    for recorded in ("update_batch", "made_step"):
+        shutil.rmtree(run / "checkpoint-13" / recorded, ignore_errors=True)
+    dump = DUMPS / "nemo_rl" / "train_data_step12.jsonl"
+    shutil.copy(dump, tmp_path / "train_data_step14.jsonl")
+    named = {"kind": "from_file", "params": {"path": str(tmp_path / "train_data_step14.jsonl")}}
+
+    def study(name):
+        path = {"checkpoint.path": str(run / "checkpoint-13"), "checkpoint.base": str(run / "base")}
+        return small_study(tmp_path, name, workspace=named, checkpoint=path)[1]
+
+    summary = study("alone")
+    assert not summary["update"]["real"]
+    assert "checkpoint one step later is not beside" in summary["update"]["certified"]["unchecked"]
+    headline, reason, *rest = influence_report(summary)
+    assert headline.startswith("The step from this batch at step_13 (its batch was imported)")
+    assert reason.startswith("  not checked against the step that training made: ")
+    assert not any(line.endswith("change is trusted.") for line in rest)
+    assert made_by_study(summary).startswith("The step from this batch at step_13 (not checked")
+    shutil.copytree(default_checkpoint().parent / "checkpoint-14", run / "checkpoint-14")
+    summary = study("beside the next")
+    assert not summary["update"]["real"]
+    assert "is not the step that training made" in summary["update"]["certified"]["another_step"]
+    assert influence_report(summary)[0].startswith("A hypothetical update from step_13")
 
 
 @pytest.mark.parametrize("framework", ["prime_rl", "verl/12.jsonl"])
@@ -317,12 +369,13 @@ def test_a_recorded_batch_is_known_at_every_door(probed, tmp_path):
         assert (probe.real, probe.bound) == (True, True)
 
 
-def small_study(tmp_path, name, requests=None, **asked):
+def small_study(tmp_path, name, requests=None, checkpoint=None, **asked):
     folder = tmp_path / name
     config = settings(tmp_path, requests or [{"kind": "evaluation", "params": {"group": 1}}])
     small = {"measured_rollouts": [0], "reward": False, "plots": False, **asked}
     small["run_directory"] = str(folder)
     changes = {f"influence.{key}": value for key, value in small.items()}
+    changes |= checkpoint or {}
     changes["generation.max_new_tokens"] = None  # long enough to be right sometimes
     summary = EntropyInfluenceRunner(config.replaced(changes), quiet=True).run()
     assert summary["update"]["norms"]["gradient"] > 0

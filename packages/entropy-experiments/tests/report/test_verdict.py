@@ -12,15 +12,19 @@ from transformers import AutoModelForCausalLM
 
 from entropy_experiments.checkpoints.runs import embedded_trajectory
 from entropy_experiments.config import load_config, parse_config
-from entropy_experiments.findings import Findings
+from entropy_experiments.findings import Findings, update_kind
 from entropy_experiments.models.scoring import SequenceProcessor
 from entropy_experiments.pipelines import probe_sampling
 from entropy_experiments.pipelines.probe import OfflineEntropyProbe
 from entropy_experiments.pipelines.probe_inputs import gather
 from entropy_experiments.pipelines.training_facts import ASSUMED, training_facts
 from entropy_experiments.report.verdict import verdict
-from entropy_experiments.report.words import sampling_points
-from entropy_experiments.sampling.rollout_files import save_rollouts
+from entropy_experiments.report.words import made_by_training, sampling_points
+from entropy_experiments.sampling.rollout_files import (
+    load_update_batch,
+    save_rollouts,
+    save_update_batch,
+)
 
 pytestmark = pytest.mark.naive
 
@@ -493,3 +497,43 @@ def test_a_fall_by_more_than_all_the_entropy_is_not_trusted(tmp_path):
     assert not results["estimates"]["deltaH1"]["trusted"]
     assert "The prediction is NOT trusted: it is a fall of" in said(results)
     assert "below 0 it cannot be" in said(results)
+
+
+def test_a_batch_that_nothing_ties_to_the_step_is_not_training_s(tmp_path):
+    """As `save_update_batch` of an imported dump leaves it: no weights, no next checkpoint."""
+    checkpoint = copied(tmp_path)
+    shutil.copy(embedded_trajectory() / "entropy_probe.json", checkpoint.parent)
+    batch, _ = load_update_batch(embedded_trajectory() / "checkpoint-13" / "update_batch")
+    save_update_batch(checkpoint / "update_batch", batch, meta={"step": 13})
+    changes = {"approx_delta_h.curvature": False, "importance.enabled": False}
+    alone = run(tmp_path, changes, checkpoint)
+    assert alone["update"] == "imported"
+    assert alone["verdict"][0] == (
+        "The step from this batch at step_13, at learning rate 0.003 (not checked against the step "
+        "that training made; nothing says that this is its batch):"
+    )
+    assert "The prediction is trusted, for the step from this batch." in alone["verdict"]
+    assert made_by_training(alone).startswith("The step from this batch at step_13 (not checked")
+    source = embedded_trajectory() / "checkpoint-14"
+    shutil.copytree(source, checkpoint.with_name(source.name))
+    beside = run(tmp_path, changes, checkpoint)
+    assert beside["update"] == "recorded"
+    assert beside["step_certificate"]["passed"]
+    assert beside["verdict"][0].startswith("The update that training made after step_13")
+    assert "The prediction is trusted." in beside["verdict"]
+    save_update_batch(checkpoint / "update_batch", batch, meta={"step": 12})
+    with pytest.raises(ValueError, match=r"is of step 12; expected that of step 13"):
+        run(tmp_path, changes, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("real", "bound", "checked", "kind"),
+    [
+        (False, False, False, "hypothetical"),
+        (True, True, False, "recorded"),
+        (True, False, True, "recorded"),
+        (True, False, False, "imported"),
+    ],
+)
+def test_what_an_update_is(real, bound, checked, kind):
+    assert update_kind(real=real, bound=bound, checked=checked) == kind

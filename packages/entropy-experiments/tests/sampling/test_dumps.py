@@ -308,6 +308,87 @@ def test_what_the_trust_region_dropped_has_no_advantage(tmp_path):
     assert imported.batch.advantage_NS[0].tolist() == [0, 0, 0, 0.5]
     assert imported.batch.loss_NS is None  # the token still counts in the mean
     assert any("dropped 1 of 5 tokens" in note for note in imported.notes)
+    assert imported.used["advantages"].startswith("of each token; 0 where is_masked dropped it")
+
+
+@pytest.mark.parametrize("mask", [None, [None] * 4])
+def test_another_loss_s_trust_region_is_not_known(tmp_path, mask):
+    folder = prime(tmp_path, is_masked=mask)
+    imported = read_dump(folder, TINY)
+    assert imported.used["advantages"] == "of each token, times rl_weights"
+    assert imported.missing[0].startswith("is_masked of 2 of 2 rollouts")
+    edit(folder / "rank_0.jsonl", 1, is_masked=[False] * 4)
+    assert read_dump(folder, TINY).missing[0].startswith("is_masked of 1 of 2 rollouts")
+
+
+def test_which_checkpoint_a_step_was_made_from(tokenizer):
+    origins = {}
+    for framework in ("prime_rl", "nemo_rl", "verl", "miles"):
+        imported = read_dump(DUMPS / framework, tokenizer, step=12)
+        origins[framework] = imported.made_from
+        note = "step 12 led from checkpoint 11 to checkpoint 12"
+        assert (note in imported.notes) == (framework != "miles")
+    assert origins == {"prime_rl": 11, "nemo_rl": 11, "verl": 11, "miles": None}
+
+
+def write_outputs(tmp_path: Path, *rows: tuple[str, str, float], **more: Any) -> Path:
+    """(uid, output, score) of each row, to one prompt."""
+    path = tmp_path / "3.jsonl"
+    lines = [
+        {"input": "12+3", "output": output, "gts": "15", "score": score, "step": 3, "uid": uid}
+        for uid, output, score in rows
+    ]
+    path.write_text("".join(json.dumps({**line, **more}) + "\n" for line in lines))
+    return path
+
+
+def test_rows_that_fill_up_verl_s_batch_are_left_out(tmp_path):
+    path = write_outputs(tmp_path, ("a_0_0", "15", 1.0), ("a_1_0", "16", 0.0))
+    genuine = read_dump(path, TINY)
+    pad = {"input": "", "output": "", "gts": "15", "score": 0.0, "step": 3}
+    with path.open("a") as file:
+        for at in (0, 1):
+            file.write(json.dumps({**pad, "uid": f"pad{'0f' * 16}_{at}_0"}) + "\n")
+    imported = read_dump(path, TINY)
+    assert_same(genuine.batch, imported.batch, "advantage_NS", "reward_N")
+    assert imported.mismatched == 0
+    assert "2 rows that only fill up verl's batch are left out" in imported.notes
+
+
+def test_of_several_outputs_the_last_is_compared_and_all_get_its_advantage(tmp_path):
+    """As verl's v1 trainer does; the outputs before have scores that nothing reads."""
+    path = write_outputs(
+        tmp_path,
+        ("a_0_0", "15", 0.25),
+        ("a_0_1", "16", 1.0),
+        ("a_1_0", "17", 0.0),
+        ("b_0_0", "18", 1.0),
+        ("b_1_0", "19", 3.0),
+    )
+    batch = read_dump(path, TINY, scale="none").batch
+    advantage_N = batch.advantage_NS.max(1).values + batch.advantage_NS.min(1).values
+    assert dict(zip(batch.rollouts.uid, advantage_N.tolist(), strict=True)) == {
+        "a_0_0": 0.5, "a_0_1": 0.5, "a_1_0": -0.5, "b_0_0": -1.0, "b_1_0": 1.0,
+    }  # fmt: skip
+
+
+def test_a_penalty_beside_the_score_is_refused(tmp_path):
+    rows = [("a_0_0", "15", 1.0), ("a_1_0", "16", 0.0)]
+    read_dump(write_outputs(tmp_path, *rows, overlong_reward=0), TINY)
+    with pytest.raises(ValueError, match=r"overlong_reward is -0.8, and score may be the reward"):
+        read_dump(write_outputs(tmp_path, *rows, overlong_reward=-0.8), TINY)
+
+
+def test_what_a_dump_does_not_say_is_listed(tokenizer):
+    """Several optimizer steps of one dump, tools' text, samples left out of the loss."""
+    expected = {
+        "verl": ("ppo_mini_batch_size", "which tokens of the output the policy drew"),
+        "nemo_rl": ("train_global_batch_size",),
+        "miles": ("num_steps_per_rollout", "remove_sample"),
+    }
+    for framework, words in expected.items():
+        missing = " ".join(read_dump(DUMPS / framework, tokenizer, step=12).missing)
+        assert [word for word in words if word not in missing] == []
 
 
 def test_weights_of_the_rl_component(tmp_path):
@@ -709,6 +790,16 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         r"got a JSON list; expected",
     ),
     "nothing at all": (P, text(P, lambda s: ""), r"rank_0.jsonl has no lines"),
+    "advantage beyond every float": (
+        P,
+        change(P, advantages=one(-1, 10**400)),
+        r"advantages\[\d+\] is 10+\.\.\. on a token",
+    ),
+    "micro step is a list": (
+        P,
+        change(P, micro_step=[1]),
+        r"micro_step is \[1\]; expected a whole",
+    ),
     # NeMo-RL
     "nemo: truncated line": (N, text(N, lambda s: s[:-50]), r"step12.jsonl:8: not JSON"),
     "nemo: column is gone": (N, change(N, token_ids=DELETE), r":1: lacks \['token_ids'\]"),
@@ -748,6 +839,11 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         N,
         change(N, rewards=["good"]),
         r"rewards is 'good'; expected a finite",
+    ),
+    "nemo: reward beyond every float": (
+        N,
+        change(N, rewards=[10**400]),
+        r"rewards is 10+\.\.\.; expected a finite",
     ),
     "nemo: token out of the vocabulary": (
         N,
@@ -789,7 +885,7 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     "miles: sample twice": (
         M,
         cell("sample_index", 1, lambda x: 100),
-        r"sample_index 100 stands tw",
+        r"sample_index 100 stands twice.*or these are compact rollouts",
     ),
     "miles: mask too short": (
         M,
@@ -821,7 +917,22 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
         lambda folder: edit(folder / "miles/trajectory/12.jsonl", 1, sample_index=100),
         r"12.jsonl:2: sample_index is 100; expected a whole number that no other line has",
     ),
+    "miles: group is a list": (
+        M,
+        lambda folder: edit(folder / "miles/trajectory/12.jsonl", 1, group_index=[0]),
+        r"group_index is \[0\]; expected a whole number",
+    ),
     # verl
+    "verl: score beyond every float": (
+        V,
+        change(V, score=10**400),
+        r"score is 10+\.\.\.; expected a finite number",
+    ),
+    "verl: half a surrogate": (
+        V,
+        change(V, output="a\ud800"),
+        r"output has half a surrogate pair \('\\ud800'\) at character 1",
+    ),
     "verl: truncated line": (V, text(V, lambda s: s[:-20]), r"12.jsonl:8: not JSON"),
     "verl: score is gone": (V, change(V, 2, score=DELETE), r"12.jsonl:3: lacks \['score'\]"),
     "verl: score is NaN": (V, change(V, score=NAN), r":1: score is nan; expected a finite number"),
@@ -920,3 +1031,24 @@ def test_files_that_a_result_depends_on(tmp_path):
     assert dump_files(folder) == [folder / "rank_0.jsonl", folder / "rank_1.jsonl"]
     path = write_miles(tmp_path / "miles", _two())
     assert [file.name for file in dump_files(path)] == ["rollout_3.parquet", "3.jsonl"]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"reward": 10**400}, r":1: reward is 10+\.\.\.; expected a finite number"),
+        ({"completion": "a\ud800"}, r"the response has half a surrogate pair"),
+        ({"prompt": "\udfff"}, r"the prompt has half a surrogate pair"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}]}, r"a message has half a surrogate"),
+        ({"uid": "\ud800"}, r"the uid has half a surrogate pair"),
+        ({"logprobs": [-1.0, "x"]}, r"logprobs\[1\] is 'x'; expected a list of numbers"),
+        ({"logprobs": 10**400}, r"logprobs\[0\] is 10+\.\.\.; expected a list of numbers"),
+    ],
+)
+def test_values_of_a_jsonl_that_nothing_can_read(tmp_path, changes, match):
+    path = tmp_path / "dump.jsonl"
+    row = {"prompt": "12+3", "completion": "15", "reward": 1.0, **changes}
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=match):
+        read_dump(path, TINY)

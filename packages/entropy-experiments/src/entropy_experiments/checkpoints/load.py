@@ -56,6 +56,7 @@ from entropy_experiments.checkpoints.layout import (
 from entropy_experiments.checkpoints.optimizer_state import read_optimizer_state
 from entropy_experiments.checkpoints.rank_shards import RankWeights
 from entropy_experiments.checkpoints.recorded_step import MADE_STEP, refuse_other_base
+from entropy_experiments.checkpoints.runs import number_of
 from entropy_experiments.checkpoints.stored_weights import (
     carries_base,
     load_sharded_causal_lm,
@@ -68,6 +69,7 @@ from entropy_experiments.checkpoints.stored_weights import (
 from entropy_experiments.checkpoints.torch_files import load_safely
 from entropy_experiments.checkpoints.training_facts import ReadFacts, read_facts
 from entropy_experiments.checkpoints.training_record import TrainingRecord, read_record
+from entropy_experiments.checkpoints.verl_folder import is_rank_file
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.input_errors import short
 from entropy_experiments.models.precision import true_float64
@@ -250,6 +252,7 @@ def load_checkpoint(
             *_save_notes(layout),
             *unread_forms(layout, adapter_path=adapter_path, optimizer_path=optimizer_path),
             *coverage.get("not_verifiable", ()),
+            *_count_notes(layout, coverage),
         ),
         recorded=_recorded_batch(layout, record),
         optimizer_path=layout.optimizer,
@@ -257,6 +260,29 @@ def load_checkpoint(
         weights=tuple(os.path.relpath(file, layout.root) for file in layout.files),
         record=record,
     )
+
+
+def _count_notes(layout: Layout, coverage: Mapping[str, Any]) -> tuple[str, ...]:
+    """verl makes whole numbers of steps of each batch, and its folder counts the batches: another
+    count is of another save's optimizer, or steps were skipped."""
+    if layout.optimizer is None or not _of_ranks(layout.optimizer):
+        return ()
+    batches = number_of(layout.root)
+    count = int(max(coverage.get("steps", ()), default=0))
+    if not batches or (count and count % batches == 0):
+        return ()
+    return (
+        f"optimizer: it counts {count} steps after {batches} batches ({layout.root.name}), and "
+        "training makes as many steps of one batch as of another: it may be another save's, or "
+        "steps were skipped, and nothing in the files says which",
+    )
+
+
+def _of_ranks(optimizer: Path) -> bool:
+    """Whether an optimizer is in files of single ranks, as verl and SkyRL save it."""
+    if optimizer.is_dir():
+        return any(is_rank_file(file) for file in optimizer.iterdir())
+    return is_rank_file(optimizer)
 
 
 def _lora(

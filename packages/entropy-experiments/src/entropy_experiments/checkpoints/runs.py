@@ -94,6 +94,15 @@ def checkpoints_by_count(folder: Path) -> dict[int, Path]:
     return {count: path for path, count in sorted(named.items(), key=lambda item: item[1])}
 
 
+def number_of(checkpoint: Path) -> int | None:
+    """The number in the name of a checkpoint's folder, or of the one that it is a part of
+    (step_N/trainer, global_step_N/actor); None: there is none."""
+    for folder in (checkpoint, checkpoint.parent):
+        if match := _NUMBERED.fullmatch(folder.name):
+            return int(match[2])
+    return None
+
+
 def next_checkpoint(checkpoint: Path) -> Path | None:
     """The checkpoint one step later, if it was kept."""
     if checkpoint.name == "model":  # step_N/model, the earlier scripts' adapter folder

@@ -153,6 +153,7 @@ def write_ledger(
             decode=tokenizer_of(trainer).decode,
             batch=batch,
             real=True,
+            bound=True,
             objective=options.objective,
             direction=analysis.direction,
             step_json={**step_json(analysis.rebuilt), "certified": {}},

@@ -36,6 +36,7 @@ from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.level import entropy_level, within_entropy
 from entropy_experiments.estimate.measured import Case, measured_many
 from entropy_experiments.estimate.ratio import score_all
+from entropy_experiments.findings import update_kind
 from entropy_experiments.pipelines.influence.batches import gather_study
 from entropy_experiments.pipelines.influence.store import Stage, StageStore
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs
@@ -242,7 +243,7 @@ class EntropyMeasurements:
         return Stage(
             facts={
                 "seed": seed,
-                "update": "recorded" if inputs.real else "hypothetical",
+                "update": update_kind(real=inputs.real, bound=inputs.bound, checked=False),
                 "B_E": len(inputs.evaluation.prompt_N.unique()),
                 "B_U": len(inputs.update.rollouts.prompt_N.unique()),
                 "evaluation_rollouts": inputs.evaluation.fingerprint,

@@ -123,6 +123,7 @@ class OfflineEntropyProbe:
             reasons=inputs.reasons if inputs.real else (),
             unfollowed=inputs.facts.unfollowed if inputs.real else (),
             other_start=inputs.other_start,
+            bound=inputs.bound or not inputs.real,
             other_count=inputs.checkpoint.other_count,
         )
         if predicted is not None:

@@ -148,7 +148,9 @@ class ProbeInputs:
 
     @property
     def lr_stored(self) -> float:
-        """The rate in the checkpoint, whatever the config says."""
+        """The rate of training's step, whatever the config says: recorded, or the checkpoint's."""
+        if self.made is not None and self.made.lr > 0:
+            return self.made.lr
         assert self.checkpoint.optimizer is not None  # need_optimizer: its absence is refused
         return self.checkpoint.optimizer.lr
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.checkpoints.load import Checkpoint, load_checkpoint
 from entropy_experiments.checkpoints.optimizer_state import refuse_zero_lr
+from entropy_experiments.checkpoints.recorded_step import MADE_STEP, read_recorded_step
 from entropy_experiments.checkpoints.runs import default_checkpoint, packaged_checkpoint
 from entropy_experiments.checkpoints.training_record import RECORDED
 from entropy_experiments.config import Config
@@ -48,6 +50,8 @@ from entropy_experiments.types import OptimizerState, Rollouts, UpdateBatch
 from entropy_experiments.types.direction import AdamGroup
 
 PromptIds = tuple[int, ...]
+SAME_RATE = 1e-6
+"""Relative difference up to which a recorded learning rate is the checkpoint's: fp32 rounding."""
 MIN_RECORDED = 2
 """Prompts below which a recorded run's own are not enough for any spread."""
 
@@ -88,8 +92,8 @@ def open_checkpoint(
     assert checkpoint.optimizer is not None  # need_optimizer: its absence is refused
     if settings.optimizer is None and checkpoint.optimizer_count > (checkpoint.step or 0):
         _refuse_later_optimizer(checkpoint)
-    own_lr = config.update.lr
-    lr = checkpoint.optimizer.lr if own_lr is None else own_lr
+    own_lr, recorded = config.update.lr, recorded_rate(checkpoint)
+    lr = own_lr if own_lr is not None else recorded or checkpoint.optimizer.lr
     refuse_zero_lr(lr, checkpoint.path)
     if not isinstance(checkpoint.optimizer.groups[0], AdamGroup):
         raise ValueError(
@@ -98,6 +102,8 @@ def open_checkpoint(
         )
     momentum_of(checkpoint.optimizer)  # groups that differ in b1 are refused before any stage
     facts = training_facts(config, checkpoint.facts, checkpoint.fact_sources)
+    if recorded is not None and own_lr is None:
+        facts = replace(facts, notes=(*facts.notes, other_rate(recorded, checkpoint.optimizer.lr)))
     checkpointing = config.memory.gradient_checkpointing
     check_sharding(config, top_p=facts["top_p"])
     if sharded is None:
@@ -113,6 +119,28 @@ def open_checkpoint(
         )
     optimizer = with_learning_rate(checkpoint.optimizer, lr)
     return OpenCheckpoint(checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer)
+
+
+def recorded_rate(checkpoint: Checkpoint) -> float | None:
+    """The learning rate at which training made the step from here, where it is recorded and the
+    checkpoint holds another one; None: it holds that one, or nothing is recorded."""
+    assert checkpoint.optimizer is not None
+    if checkpoint.recorded is None:
+        return None
+    made = read_recorded_step(checkpoint.recorded.parent / MADE_STEP)
+    if made is None or not made.lr > 0 or checkpoint.step not in (None, made.step):
+        return None  # a record of another step is refused where its batch is read
+    same = math.isclose(made.lr, checkpoint.optimizer.lr, rel_tol=SAME_RATE)
+    return None if same else made.lr
+
+
+def other_rate(recorded: float, stored: float) -> str:
+    """The note on it."""
+    return (
+        f"training made its step at learning rate {recorded:.6g}, as recorded, which is used here; "
+        f"the checkpoint's optimizer holds {stored:.6g} (a schedule that moved on after the "
+        "checkpoint was saved, for instance)"
+    )
 
 
 def _refuse_later_optimizer(checkpoint: Checkpoint) -> None:

@@ -8,6 +8,7 @@ out. Texts of rollouts are made printable first: a policy may well write escape 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import cast
 
 from entropy_experiments.report import words
@@ -76,7 +77,7 @@ def influence_report(
     telling: dict[str, Callable[[EvaluationBatch], list[str]]] = {
         "change": _change,
         "ledger": _ledger,
-        "trust": _trust,
+        "trust": partial(_trust, imported=words.of_uncertified_import(summary)),
         "groups": _groups,
         "tokens": _tokens,
         "left_out": _left_out,
@@ -110,6 +111,8 @@ def _headline(summary: InfluenceResult) -> list[str]:
     unchecked, another = certified.get("unchecked"), certified.get("another_step")
     if another:
         what = f"A hypothetical update from {checkpoint} (its batch was imported)"
+    elif words.of_uncertified_import(summary):
+        what = f"The step from this batch at {checkpoint} (its batch was imported)"
     elif not batch["real"]:
         what = f"A hypothetical update from {checkpoint} (its batch was made for this study)"
     elif unchecked:
@@ -238,7 +241,7 @@ def _settled(rest: AnyNumber, measured: AnyNumber) -> str:
 # How far to believe it.
 
 
-def _trust(evaluation: EvaluationBatch) -> list[str]:
+def _trust(evaluation: EvaluationBatch, *, imported: bool) -> list[str]:
     lines = []
     if "cancellation" in evaluation:
         ratio = evaluation["cancellation"]["ratio"]
@@ -271,7 +274,8 @@ def _trust(evaluation: EvaluationBatch) -> list[str]:
         if estimate.get("why_not"):
             lines.append(f"The {name} change is NOT trusted: {'; '.join(estimate['why_not'])}.")
         elif estimate.get("trusted"):
-            lines.append(f"The {name} change is trusted.")
+            of = ", for the step from this batch" if imported else ""
+            lines.append(f"The {name} change is trusted{of}.")
     why_not = None if sums[2] is None else sums[2].get("why_not")
     if why_not:
         lines.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from entropy_experiments.findings import Findings
-from entropy_experiments.report.words import AGREEMENT
+from entropy_experiments.report.words import AGREEMENT, NOT_TRAININGS
 from entropy_experiments.results import DIFFERENTIATED
 from entropy_experiments.types import Estimate
 
@@ -104,7 +104,9 @@ def _which_step(findings: Findings, rate: str) -> list[str]:
             f"the rebuilt step, {rate}:"
         ]
     lines = [f"The update that training made after {after}, {rate}:"]
-    if certificate is None and not check.of_gradient:
+    if not findings.checked and not check.bound:
+        lines = [f"The step from this batch at {after}, {rate} ({NOT_TRAININGS}):"]
+    elif not findings.checked:
         lines = [
             f"The update that the batch recorded after {after} makes, {rate} (not checked against "
             "the step that training made):"
@@ -238,7 +240,7 @@ def _early(findings: Findings) -> str:
 
 
 def _trust(findings: Findings) -> list[str]:
-    lines = []
+    lines, check = [], findings.made
     if findings.mode in DIFFERENTIATED:
         lines.append(f"Differentiated {DIFFERENTIATED[findings.mode]} ({findings.mode}).")
     if findings.change is not None:
@@ -260,7 +262,8 @@ def _trust(findings: Findings) -> list[str]:
         if estimate is None:
             continue
         if estimate.trusted:
-            lines.append(f"The {name} is trusted.")
+            of = "" if findings.checked or check.bound else ", for the step from this batch"
+            lines.append(f"The {name} is trusted{of}.")
         else:
             lines.append(f"The {name} is NOT trusted: {'; '.join(estimate.why_not)}.")
     if findings.certificate is not None:

@@ -75,7 +75,8 @@ def made_by_training(results: ProbeResult | ProbeLog) -> str:
     step, certificate = results.get("made_step") or {}, results.get("step_certificate") or {}
     return made_by(
         results["checkpoint"],
-        real=results["update"] == "recorded",
+        real=results["update"] != "hypothetical",
+        bound=results["update"] != "imported",
         checked=bool(certificate) or bool(step.get("of_recorded_gradient")),
         apart=bool(certificate.get("apart") or step.get("other_start")),
         altered=step.get("altered") or (),
@@ -85,9 +86,23 @@ def made_by_training(results: ProbeResult | ProbeLog) -> str:
 def made_by_study(summary: InfluenceResult) -> str:
     """The same of an influence study: a recorded step that is apart is refused there, an imported
     one is hypothetical."""
-    update = summary["update"]
-    checked = "unchecked" not in (update.get("certified") or {})
-    return made_by(summary["checkpoint"], real=update["real"], checked=checked)
+    checked = "unchecked" not in (summary["update"].get("certified") or {})
+    uncertified = of_uncertified_import(summary)
+    return made_by(
+        summary["checkpoint"],
+        real=summary["update"]["real"] or uncertified,
+        bound=not uncertified,
+        checked=checked,
+    )
+
+
+def of_uncertified_import(summary: InfluenceResult) -> bool:
+    """Whether a study is of an imported batch that nothing compares with training's step."""
+    update = summary.get("update")
+    if update is None:  # a part of a summary
+        return False
+    certified = update.get("certified") or {}
+    return not update["real"] and "unchecked" in certified and "another_step" not in certified
 
 
 def study_certificate(summary: InfluenceResult) -> list[str]:
@@ -103,11 +118,17 @@ def study_certificate(summary: InfluenceResult) -> list[str]:
     return [f"Step certificate: {certified.get('certificate', earlier)}."]
 
 
+NOT_TRAININGS = (
+    "not checked against the step that training made; nothing says that this is its batch"
+)
+
+
 def made_by(
     checkpoint: str,
     *,
     real: bool,
     checked: bool,
+    bound: bool = True,
     apart: bool = False,
     altered: Sequence[str] = (),
 ) -> str:
@@ -115,8 +136,10 @@ def made_by(
 
     Args:
         checkpoint: Its name.
-        real: Whether the batch is the one that training recorded.
+        real: Whether the batch is one of training's, or is said to be.
         checked: Whether the step was compared with the one made, or is of its recorded gradient.
+        bound: Whether something besides the batch's place says that it is this step's: the weights
+            that it names, or a certificate.
         apart: Whether they are two different steps.
         altered: What the config asks for instead of training's own loss.
     """
@@ -126,6 +149,8 @@ def made_by(
         return f"A hypothetical update from {checkpoint}, training’s batch with another loss,"
     if apart:
         return f"A rebuilt update, not the step that training made after {checkpoint},"
+    if not checked and not bound:
+        return f"The step from this batch at {checkpoint} ({NOT_TRAININGS})"
     if not checked:
         return (
             f"The update that the batch recorded after {checkpoint} makes (not checked against "

@@ -74,7 +74,8 @@ class ProbeResult(ProbeCore):
     """results.json of `run`, and what `run_mixed_probe` returns."""
 
     update: str
-    """"recorded" or "hypothetical". (pyright does not see this name in a base class.)"""
+    """"recorded", "imported" (the batch names no weights, and no certificate says that the step is
+    training's) or "hypothetical". (pyright does not see this name in a base class.)"""
     estimates: dict[str, EstimateResult]
     avg_generation_length: float
     assumed: JSONObject
@@ -164,7 +165,8 @@ class ProbeLog(ProbeCore):
     """A log at any of its four levels."""
 
     update: str
-    """"recorded" or "hypothetical". (pyright does not see this name in a base class.)"""
+    """"recorded", "imported" (the batch names no weights, and no certificate says that the step is
+    training's) or "hypothetical". (pyright does not see this name in a base class.)"""
     level: str
     estimates: NotRequired[dict[str, EstimateResult]]
     avg_generation_length: NotRequired[float]

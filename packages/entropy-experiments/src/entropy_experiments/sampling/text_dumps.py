@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entropy_experiments.input_errors import read_jsonl, short
+from entropy_experiments.input_errors import check_text, is_finite_number, read_jsonl, short
 from entropy_experiments.sampling.advantages import (
     Scale,
     advantages_by_prompt,
@@ -58,6 +58,8 @@ class Imported:
     """What each stored column is used for, where the reader knows the framework."""
     missing: tuple[str, ...] = ()
     """What the framework's dump does not hold."""
+    made_from: int | None = None
+    """Number of the checkpoint that training made this step from; None: the dump does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,9 @@ class _Row:
     uid: str | None
     group: str | None
     """Rollouts of one group are compared in the advantage; None: those of one prompt are."""
+    session: tuple[str, int] | None
+    """(rollout, number of the output): its last output alone is compared, and its advantage is
+    that of all outputs; None: every row is a rollout of its own."""
 
 
 def from_trl_completions(
@@ -162,10 +167,12 @@ def import_records(
     notes: list[str],
     path: Path,
     group_of: Callable[[Line], str | None] | None = None,
+    session_of: Callable[[Line], tuple[str, int] | None] | None = None,
 ) -> Imported:
     """Records as rollouts, those of one prompt side by side.
 
     `group_of`: what rollout a record is compared with in its advantage; left out: its prompt's.
+    `session_of`: which rollout has it as one of several outputs; left out: each is one.
     """
     eos = tokenizer.eos_token_id
     if append_eos and eos is None:
@@ -174,7 +181,7 @@ def import_records(
             "pass append_eos=False, or set tokenizer.eos_token."
         )
     rows = [
-        _row(where, record, tokenizer, longest, eos if append_eos else None, group_of)
+        _row(where, record, tokenizer, longest, eos if append_eos else None, group_of, session_of)
         for where, record in named
     ]
     # Responses to one prompt side by side, prompts in order of first appearance.
@@ -213,6 +220,7 @@ def _row(
     longest: int | None,
     eos: int | None,
     group_of: Callable[[Line], str | None] | None,
+    session_of: Callable[[Line], tuple[str, int] | None] | None,
 ) -> _Row:
     prompt_ids = _ids(where, record, ("prompt_ids",))
     prompt = _first(record, PROMPT)
@@ -239,7 +247,6 @@ def _row(
             f"{where}: the {empty} has no tokens; expected at least one. Drop this rollout"
             + (", or keep append_eos=True." if empty == "response" else ".")
         )
-    logprobs = _first(record, LOGPROBS)
     return _Row(
         where=where,
         prompt=str(prompt),
@@ -247,16 +254,40 @@ def _row(
         response=response,
         ids=ids,
         truncated=truncated,
-        logprobs=None if logprobs is None else [float(x) for x in logprobs],
+        logprobs=_logprobs(where, record),
         reward=_optional(where, record, REWARD),
         advantage=_optional(where, record, ADVANTAGE),
-        uid=None if (uid := _first(record, UID)) is None else str(uid),
+        uid=_uid(where, record),
         group=None if group_of is None else group_of(record),
+        session=None if session_of is None else session_of(record),
     )
+
+
+def _uid(where: str, record: Line) -> str | None:
+    uid = _first(record, UID)
+    if uid is None:
+        return None
+    check_text(str(uid), where=where, name="the uid")
+    return str(uid)
+
+
+def _logprobs(where: str, record: Line) -> list[float] | None:
+    values = _first(record, LOGPROBS)
+    if values is None:
+        return None
+    listed = list(values) if isinstance(values, (list, tuple)) else [values]
+    for at, value in enumerate(listed):
+        if not isinstance(value, float) and not is_finite_number(value):  # NaN leaves them all out
+            raise ValueError(
+                f"{where}: {LOGPROBS[0]}[{at}] is {short(repr(value), 40)}; expected a list of "
+                "numbers."
+            )
+    return [float(value) for value in listed]
 
 
 def _prompt(where: str, prompt: Any, tokenizer: Any) -> tuple[list[int], str]:
     if isinstance(prompt, str):
+        check_text(prompt, where=where, name="the prompt")
         return list(tokenizer(prompt)["input_ids"]), prompt
     messages = _messages(where, prompt)
     if not getattr(tokenizer, "chat_template", None):
@@ -270,6 +301,7 @@ def _prompt(where: str, prompt: Any, tokenizer: Any) -> tuple[list[int], str]:
 
 def _response(where: str, response: Any) -> str:
     if isinstance(response, str):
+        check_text(response, where=where, name="the response")
         return response
     messages = _messages(where, response)
     if len(messages) != 1:
@@ -288,6 +320,7 @@ def _messages(where: str, value: Any) -> list[dict[str, str]]:
                 f"{where}: got {type(value).__name__} {str(value)[:60]!r}; expected text or a list "
                 "of chat messages {'role', 'content'}."
             )
+        check_text(message["content"], where=where, name="a message")
     return [{key: message[key] for key in ("role", "content")} for message in messages]
 
 
@@ -364,7 +397,18 @@ def _batch(
     elif all(row.group is not None for row in rows):
         order: dict[str | None, int] = {}
         group_N = torch.tensor([order.setdefault(row.group, len(order)) for row in rows])
-        advantage_N = advantages_by_prompt(scale)(reward_N, group_N)
+        last_N = torch.tensor(_last_outputs(rows))
+        compared = last_N.unique()
+        advantage_of_last_N = torch.zeros_like(reward_N)
+        advantage_of_last_N[compared] = advantages_by_prompt(scale)(
+            reward_N[compared], group_N[compared]
+        )
+        advantage_N = advantage_of_last_N[last_N]
+        if len(compared) < len(rows):
+            notes.append(
+                f"{len(rows)} outputs of {len(compared)} rollouts: the last output of each is "
+                "compared, and its advantage is that of the others"
+            )
         notes.append(
             f"advantages were computed from the scores (assumed: group-relative, scale {scale!r}; "
             f"{len(order)} groups)"
@@ -384,6 +428,16 @@ def _batch(
         advantage_NS=torch.where(rollouts.response_NS, advantage_N[:, None], 0.0),
         reward_N=reward_N,
     )
+
+
+def _last_outputs(rows: Sequence[_Row]) -> list[int]:
+    """For each row, the index of its rollout's last output: its own where it has no other."""
+    last: dict[str, tuple[int, int]] = {}
+    for at, row in enumerate(rows):
+        if row.session is not None:
+            rollout, number = row.session
+            last[rollout] = max(last.get(rollout, (-1, -1)), (number, at))
+    return [at if row.session is None else last[row.session[0]][1] for at, row in enumerate(rows)]
 
 
 def read_parquet(path: Path, *, check: Callable[[Any], None] | None = None) -> list[dict[str, Any]]:
@@ -453,6 +507,8 @@ def _optional(where: str, record: Line, names: Sequence[str]) -> float | None:
     value = _first(record, names)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{where}: {names[0]} is {value!r}; expected a finite number.")
+    if not is_finite_number(value):
+        raise ValueError(
+            f"{where}: {names[0]} is {short(repr(value), 40)}; expected a finite number."
+        )
     return float(value)

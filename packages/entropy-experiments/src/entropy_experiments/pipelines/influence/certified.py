@@ -2,8 +2,8 @@
 
 A study splits the step that is rebuilt from the recorded batch. Where that is another step than
 training's, shares of it would be shares of a step that nobody made: it is refused. A batch that was
-imported from a file claims nothing of the kind: where it makes another step, that is a hypothetical
-one, and the study says so.
+imported from a file names no weights: it is training's where a certificate says so. Where it makes
+another step, or nothing certifies it, the study is of the step from this batch, and says so.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ def certified_step(probe: ProbeInputs, direction: Direction, gradient: Params) -
     `another_step` says that an imported batch makes another step than training's.
     """
     if not probe.real:
-        return {}
-    if probe.checkpoint.recorded is None:  # a batch of training that was recorded elsewhere
         return {}
     gradient_distance = probe.gradient_distance(gradient)
     distances: Certified = {"gradient_distance": gradient_distance}

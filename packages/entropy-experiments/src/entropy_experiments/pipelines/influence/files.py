@@ -51,6 +51,7 @@ from entropy_experiments.results import (
     DIFFERENTIATED,
     INFLUENCE,
     AggregateResult,
+    Certified,
     EvaluationBatch,
     FisherResult,
     GroupResult,
@@ -350,7 +351,7 @@ class StudyFiles:
                 "rollouts": len(batch.rollouts),
                 "tokens": int(batch.counted_NS.sum()),
                 "prompts": len(batch.rollouts.prompt_N.unique()),
-                "real": results.real and "another_step" not in step.get("certified", {}),
+                "real": results.real and _trainings(results, step.get("certified", {})),
                 "mean_reward": _mean(batch.reward_N),
                 "objective": asdict(results.objective),
                 "clip_factor": step["clip_factor"],
@@ -376,6 +377,12 @@ class StudyFiles:
         if results.absent:
             result["absent"] = dict(results.absent)
         return cast(InfluenceResult, result)
+
+
+def _trainings(results: StudyResults, certified: Certified) -> bool:
+    """Whether the batch is training's: it names these weights, or its step is certified."""
+    certain = results.bound or "step_distance" in certified
+    return certain and "another_step" not in certified
 
 
 def _matrix_sums(one: EvaluationResults) -> JSONObject:

@@ -113,6 +113,7 @@ class StudyResults:
     decode: Callable[[list[int]], str]
     batch: UpdateBatch
     real: bool
+    bound: bool
     """Training made this step of the batch."""
     objective: Objective
     direction: Direction
@@ -150,6 +151,7 @@ def study_results(study: Study) -> StudyResults:
         decode=probe.checkpoint.tokenizer.decode,
         batch=probe.update,
         real=probe.real,
+        bound=probe.bound,
         objective=study.objective,
         direction=study.direction,
         step_json=step,

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from entropy_experiments.artifacts import MANIFEST
+from entropy_experiments.checkpoints.runs import number_of
 from entropy_experiments.pipelines.influence.requests import File, Sequences
 from entropy_experiments.pipelines.probe_inputs import refuse_foreign
 from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint
@@ -95,6 +96,8 @@ class RolloutReader:
                 + (lacking if imported.missing else "")
             )
         self._refuse_tokens(imported.rollouts, where)
+        if real:
+            _refuse_other_checkpoint(imported.made_from, self.probed.checkpoint.path, where)
         return Made(
             batch=imported.batch, real=real, notes=(f"update batch from {where}", *imported.notes)
         )
@@ -165,6 +168,18 @@ class RolloutReader:
                 f"{where} has token id {highest}; the model has {rows} tokens. It was made with "
                 "another model."
             )
+
+
+def _refuse_other_checkpoint(made_from: int | None, checkpoint: Path, where: str) -> None:
+    """A framework's step N leads from its checkpoint N - 1 to its checkpoint N."""
+    number = number_of(checkpoint)
+    if made_from is None or number in (None, made_from):
+        return
+    raise ValueError(
+        f"{where} is the dump of step {made_from + 1}, which led from checkpoint {made_from} to "
+        f"checkpoint {made_from + 1}; {checkpoint} is checkpoint {number}, and the step made from "
+        f"it is dump {number + 1}. Give that one, or checkpoint {made_from}."
+    )
 
 
 def rewards_fit(batch: UpdateBatch) -> bool:

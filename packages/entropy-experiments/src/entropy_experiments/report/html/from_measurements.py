@@ -168,8 +168,13 @@ def _verdict(
 ) -> Verdict:
     repeats, lr = result["repeats"], result["learning_rate"]
     count, here = len(repeats), measured or at.measured or predicted or at.mean("linquad")
-    real = repeats[0]["update"] == "recorded"
-    update = words.made_by(result["checkpoint"], real=real, checked=False)
+    kind = repeats[0]["update"]
+    update = words.made_by(
+        result["checkpoint"],
+        real=kind != "hypothetical",
+        bound=kind != "imported",
+        checked=False,
+    )
     if at.eta != lr and here is not predicted:
         update += f", at η {at.eta:g} instead of the learning rate {lr:g},"
     assert here is not None  # a plan computes at least one of the three

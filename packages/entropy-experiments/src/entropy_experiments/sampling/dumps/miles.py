@@ -54,6 +54,10 @@ USED = {
 }
 MISSING = (
     "advantages (miles keeps them in train_data/N_R.pt, a pickle)",
+    "which samples were left out of the loss (remove_sample: their masks were written before they "
+    "were zeroed, so they count here)",
+    "how many optimizer steps were made of it (num_steps_per_rollout): it is read as the batch of "
+    "one",
     "log-probs of the trainer and of the reference",
     "the loss's own settings",
     "the temperature",
@@ -143,8 +147,9 @@ def _refuse_twice(path: Path, indices: Sequence[Any]) -> None:
     for index in indices:
         if index is not None and index in seen:
             raise ValueError(
-                f"{path}: sample_index {index} stands twice; expected one row per sample. Were two "
-                "files joined?"
+                f"{path}: sample_index {index} stands twice; expected one row per sample. Either "
+                "two files were joined, or these are compact rollouts, whose parts share one "
+                "index: how miles weighs those is not in the dump, and they are not read."
             )
         seen.add(index)
 
@@ -199,6 +204,12 @@ def _with_rewards(
             )
         about[index] = entry
     described = [about.get(line["sample_index"]) for line in lines]
+    for entry in described:
+        group = None if entry is None else entry.get("group_index")
+        if type(group) not in (int, type(None)):
+            raise ValueError(
+                f"{sidecar}: group_index is {short(repr(group), 40)}; expected a whole number."
+            )
     known = [
         (finite_number(str(sidecar), "reward", entry["reward"]), entry.get("group_index"))
         for entry in described

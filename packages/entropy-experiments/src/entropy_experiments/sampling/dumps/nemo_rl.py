@@ -50,6 +50,8 @@ MISSING = (
     "the loss's own settings",
     "the temperature",
     "which responses the length limit cut off",
+    "how many optimizer steps were made of it (policy.train_global_batch_size): it is read as the "
+    "batch of one",
     "names of the rollouts (uid is idx, the row in the step's batch)",
 )
 
@@ -97,7 +99,13 @@ def read(
     outside = sum(row.counted is not None and not any(row.counted) for row in rows)
     if outside:
         notes.append(f"{outside} of {len(rows)} rollouts are not in the loss (sample_loss_mask)")
-    facts = DumpFacts(format=FORMAT, used=used, missing=missing, notes=tuple(notes))
+    facts = DumpFacts(
+        format=FORMAT,
+        used=used,
+        missing=missing,
+        notes=tuple(notes),
+        step=None if named is None else int(named[1]),
+    )
     return assemble(rows, facts, tokenizer=tokenizer, vocabulary=vocabulary)
 
 

@@ -144,13 +144,14 @@ def read(
     steps: list[Any] = []
     microbatches: dict[tuple[int, Any], int] = {}
     last: dict[int, Any] = {}
-    dropped = counted = 0
+    dropped = counted = unmasked = 0
     for rank, file in parts.items():
         lines = [(f"{file}:{number}", line) for number, line in read_jsonl(file, LINE)]
         _check_file(file, rank, lines)
         for where, line in lines:
             steps.append(line.get("step"))
             place = microbatches.setdefault((rank, line.get("micro_step")), len(microbatches))
+            unmasked += _is_null(line.get("is_masked"))
             row, out = _row(where, line, uid=f"{rank}/{line['export_sequence_idx']}", place=place)
             rows.append(row)
             last[rank] = line.get("micro_step")
@@ -174,7 +175,17 @@ def read(
             f"prime-rl's trust region dropped {dropped} of {counted} tokens (is_masked): their "
             "advantage is 0"
         )
-    facts = DumpFacts(format=FORMAT, used=USED, missing=MISSING, notes=tuple(notes))
+    used, missing = dict(USED), MISSING
+    if unmasked == len(rows):
+        used["advantages"] = "of each token, times rl_weights"
+    if unmasked:
+        missing = (
+            f"is_masked of {unmasked} of {len(rows)} rollouts, as with a loss that is not "
+            "prime-rl's default: what a trust region dropped is not known, and every token counts "
+            "with its whole advantage",
+            *missing,
+        )
+    facts = DumpFacts(format=FORMAT, used=used, missing=missing, notes=tuple(notes), step=number)
     return assemble(rows, facts, tokenizer=tokenizer, vocabulary=vocabulary)
 
 
@@ -186,6 +197,11 @@ def _check_file(file: Path, rank: int, lines: Sequence[tuple[str, Line]]) -> Non
                 f"version reads {SCHEMA}."
             )
         required(where, line, NEEDED, "prime-rl")
+        if type(line.get("micro_step")) not in (int, type(None)):
+            raise ValueError(
+                f"{where}: micro_step is {short(repr(line['micro_step']), 40)}; expected a whole "
+                "number."
+            )
         if line.get("rank") != rank:
             raise ValueError(
                 f"{where}: rank is {short(repr(line.get('rank')), 40)} in the file of rank {rank}; "
@@ -237,11 +253,15 @@ def _optional(where: str, line: Line, name: str, count: int, absent: float) -> l
     if value is None:
         return [absent] * count
     values = entries(where, name, value, count)
-    if all(one is None for one in values):
+    if _is_null(values):
         return [absent] * count
     if name == "is_masked":
         return [float(one) for one in mask(where, name, values, count)]
     return numbers(where, name, values, [True] * count)
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(one is None for one in value))
 
 
 def _few(values: Sequence[int]) -> str:

@@ -13,7 +13,6 @@ there): they are not looked at and become 0.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entropy_experiments.input_errors import short
+from entropy_experiments.input_errors import is_finite_number, short
 from entropy_experiments.sampling.text_dumps import Imported
 from entropy_experiments.types import Rollouts, UpdateBatch
 from entropy_experiments.types.rollouts import SCORE_TOLERANCE
@@ -59,6 +58,8 @@ class DumpFacts:
     missing: tuple[str, ...]
     """What an analysis would like to know and the dump does not hold."""
     notes: tuple[str, ...] = ()
+    step: int | None = None
+    """Number N of a step that led from checkpoint N - 1 to checkpoint N; None: it is not known."""
 
 
 def assemble(
@@ -72,7 +73,7 @@ def assemble(
         tokenizer: For the texts and the padding.
         vocabulary: Number of token ids; None: the tokenizer's.
     """
-    notes = [*facts.notes]
+    notes = [*facts.notes, *order_note(facts.step)]
     empty = [row for row in rows if not any(row.response)]
     rows = [row for row in rows if any(row.response)]
     if not rows:
@@ -98,7 +99,15 @@ def assemble(
         format=facts.format,
         used=dict(facts.used),
         missing=facts.missing,
+        made_from=None if facts.step is None else facts.step - 1,
     )
+
+
+def order_note(step: int | None) -> tuple[str, ...]:
+    """Between which checkpoints a step lies, where dumps and checkpoints are numbered alike."""
+    if step is None:
+        return ()
+    return (f"step {step} led from checkpoint {step - 1} to checkpoint {step}",)
 
 
 def _check_tokens(rows: Sequence[DumpRow], vocabulary: int) -> None:
@@ -210,8 +219,7 @@ def numbers(where: str, name: str, value: Any, response: Sequence[bool]) -> list
     values = entries(where, name, value, len(response))
     out = []
     for at, (one, mine) in enumerate(zip(values, response, strict=True)):
-        number = isinstance(one, (int, float)) and not isinstance(one, bool)
-        if mine and not (number and math.isfinite(one)):
+        if mine and not is_finite_number(one):
             raise ValueError(
                 f"{where}: {name}[{at}] is {short(repr(one), 40)} on a token of the response; "
                 "expected a finite number."
@@ -242,8 +250,7 @@ def entries(where: str, name: str, value: Any, length: int) -> list[Any]:
 
 
 def finite_number(where: str, name: str, value: Any) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value):
+    if not is_finite_number(value):
         raise ValueError(f"{where}: {name} is {short(repr(value), 40)}; expected a finite number.")
     return float(value)
 

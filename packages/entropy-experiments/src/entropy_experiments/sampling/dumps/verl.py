@@ -2,7 +2,8 @@
 
 Written by verl's trainers (ray_trainer.py, v1/trainer_base.py; read at commit b178a3c and in verl
 0.9.0): {input, output, gts, score, step} and, from 0.9's v1 trainer, `uid`, the key
-`{sample}_{rollout}_{output}` of which {sample} is the group. Both texts are decoded with
+`{sample}_{rollout}_{output}` of which {sample} is the group; the last output of a rollout has its
+reward, and its advantage is that of all. Both texts are decoded with
 skip_special_tokens, so a chat prompt has lost its role marks and a response its EOS.
 
 Text is tokenised again, and the way back is checked: the ids of a rollout, decoded as verl decodes,
@@ -22,16 +23,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from entropy_experiments.input_errors import read_jsonl, short
+from entropy_experiments.input_errors import check_text, read_jsonl, short
 from entropy_experiments.sampling.advantages import Scale
-from entropy_experiments.sampling.dumps.rows import Line, finite_number, one_step, required
+from entropy_experiments.sampling.dumps.rows import (
+    Line,
+    finite_number,
+    one_step,
+    order_note,
+    required,
+)
 from entropy_experiments.sampling.text_dumps import Imported, import_records
 
 FORMAT = "verl rollout dump"
 NAME = re.compile(r"(\d+)\.jsonl")
 KEYS = {"input", "output", "score"}
-KEY_OF_OUTPUT = re.compile(r"(.+)_\d+_\d+", re.DOTALL)
-"""A uid of the v1 trainer: the group, the rollout in it, the output of that."""
+KEY_OF_OUTPUT = re.compile(r"((.+)_\d+)_(\d+)", re.DOTALL)
+"""A uid of the v1 trainer: the rollout (the group, the rollout in it), the output of that."""
+PADDING = re.compile(r"pad[0-9a-f]{32}_\d+_\d+")
+"""uid of a row by which the v1 trainer fills up a batch; its response mask is empty."""
+PENALTY = "overlong_reward"
+"""What DAPO's reward manager adds to the score of its reward function, where the run logs it."""
 LINE = '{"input": "...", "output": "...", "gts": "...", "score": 1.0, "step": 1, "uid": "..."}'
 USED = {
     "input, output": "tokenised again",
@@ -40,6 +51,12 @@ USED = {
 }
 MISSING = (
     "token ids",
+    "which tokens of the output the policy drew: with tools or several turns it holds their text, "
+    "too, and every token of it is read as drawn",
+    "whether score is the whole reward (a reward function that returns a dict overwrites it with "
+    "its own score, without what a reward manager adds)",
+    "how many optimizer steps were made of it (ppo_mini_batch_size, ppo_epochs): it is read as the "
+    "batch of one",
     "advantages",
     "log-probs of the engine, of the trainer and of the reference (the checkpoint scores the "
     "tokens again)",
@@ -69,8 +86,9 @@ def read(
     lines = [(f"{path}:{number}", line) for number, line in read_jsonl(path, LINE)]
     for where, line in lines:
         _check_line(where, line)
-    lines = _of_step(path, lines, step)
+    lines, number = _of_step(path, lines, step)
     _refuse_twice(lines)
+    lines, padding = _without_padding(path, lines)
     restored = [_prompt(line["input"], tokenizer) for _, line in lines]
     records = [
         (
@@ -93,7 +111,10 @@ def read(
         f"{FORMAT}: {len(lines)} rollouts, grouped by {'uid' if grouped else 'prompt'}",
         f"{through} of {len(lines)} prompts were rendered through the chat template, "
         f"{len(lines) - through} are read as they stand (verl leaves special tokens out){twofold}",
+        *order_note(number),
     ]
+    if padding:
+        notes.append(f"{padding} rows that only fill up verl's batch are left out")
     imported = import_records(
         records,
         tokenizer,
@@ -103,6 +124,7 @@ def read(
         notes,
         path,
         group_of=_group if grouped else None,
+        session_of=_session if grouped else None,
     )
     unverified = _unverified(imported, lines, tokenizer)
     first = f" (the first: {unverified[0]})" if unverified else ""
@@ -120,6 +142,7 @@ def read(
         format=FORMAT,
         used=USED,
         missing=MISSING,
+        made_from=None if number is None else number - 1,
     )
 
 
@@ -128,6 +151,13 @@ def _check_line(where: str, line: Line) -> None:
     for name in ("input", "output"):
         if not isinstance(line[name], str):
             raise ValueError(f"{where}: {name} is {short(repr(line[name]), 60)}; expected text.")
+        check_text(line[name], where=where, name=name)
+    if line.get(PENALTY):
+        raise ValueError(
+            f"{where}: {PENALTY} is {short(repr(line[PENALTY]), 40)}, and score may be the reward "
+            "function's own, without it: verl's legacy trainer overwrites the one by the other. "
+            "Write JSONL with the whole reward: prompt, completion, reward."
+        )
     finite_number(where, "score", line["score"])
     uid = line.get("uid")
     if uid is not None and not isinstance(uid, str):
@@ -136,17 +166,29 @@ def _check_line(where: str, line: Line) -> None:
 
 def _of_step(
     path: Path, lines: Sequence[tuple[str, Line]], step: int | None
-) -> list[tuple[str, Line]]:
+) -> tuple[list[tuple[str, Line]], int | None]:
+    """The lines of one step, and its number; None: no line says it."""
     steps = [line["step"] for _, line in lines if line.get("step") is not None]
     if step is not None and steps:
         of_step = [(where, line) for where, line in lines if line.get("step") == step]
         if not of_step:
             listed = sorted(set(map(str, steps)))
             raise ValueError(f"{path} has no rollouts of step {step}; it has steps {listed}.")
-        return of_step
-    if steps:
-        one_step(path, steps)
-    return list(lines)
+        return of_step, step
+    return list(lines), one_step(path, steps) if steps else None
+
+
+def _without_padding(
+    path: Path, lines: Sequence[tuple[str, Line]]
+) -> tuple[list[tuple[str, Line]], int]:
+    """The rollouts, and how many rows only fill up a batch that must be divisible."""
+    rollouts = [(w, line) for w, line in lines if not PADDING.fullmatch(line.get("uid") or "")]
+    if not rollouts:
+        raise ValueError(
+            f"{path} has {len(lines)} rows that only fill up a batch, and no rollout; expected at "
+            "least one."
+        )
+    return rollouts, len(lines) - len(rollouts)
 
 
 def _refuse_twice(lines: Sequence[tuple[str, Line]]) -> None:
@@ -167,7 +209,12 @@ def _refuse_twice(lines: Sequence[tuple[str, Line]]) -> None:
 def _group(record: Line) -> str | None:
     uid = record["group"]
     match = KEY_OF_OUTPUT.fullmatch(uid)
-    return uid if match is None else match[1]
+    return uid if match is None else match[2]
+
+
+def _session(record: Line) -> tuple[str, int] | None:
+    match = KEY_OF_OUTPUT.fullmatch(record["group"])
+    return None if match is None else (match[1], int(match[3]))
 
 
 def _prompt(text: str, tokenizer: Any) -> tuple[list[int], int]:
