@@ -14,12 +14,15 @@ import torch
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.recorded_step import read_recorded_step
 from entropy_experiments.config import parse_config
+from entropy_experiments.distributed import Ranks
 from entropy_experiments.online import record_files, record_sources, step_recorder
 from entropy_experiments.online.step_recorder import StepRecorder
+from entropy_experiments.online.watch import Guard
 from entropy_experiments.pipelines.influence.certified import certificate_of
 from entropy_experiments.pipelines.probe_inputs import gather
 from entropy_experiments.sampling.rollout_files import load_update_batch
 from entropy_experiments.types import UpdateBatch
+from entropy_experiments.update.certificate import FingerprintCertificate
 from oracles.own_loop import FACTS, PROMPTS, Loop
 from oracles.tiny_grpo import assert_same_outcome
 
@@ -197,11 +200,107 @@ def test_microbatches_are_joined_and_numbered(tmp_path):
     assert joined.microbatch_N.tolist() == [0] * 16 + [1] * 16
 
 
-def test_a_checkpoint_of_another_step_is_refused(tmp_path, caplog):
+def test_a_folder_named_as_of_another_step_costs_that_checkpoint_alone(tmp_path, caplog):
     loop = Loop.begin()
     recorder = _recorder(tmp_path, loop)
     recorder.saved(tmp_path / "step_7")
-    assert "step_7 is named as of step 7, and 0 steps were made" in str(recorder.off)
+    assert "step_7 is left out of the record: it is named as of step 7, and 0 steps" in caplog.text
+    assert recorder.off is None
+    loop.run(1, step=lambda batch: recorder.step(**batch))
+    loop.save(tmp_path / "step_1")
+    recorder.saved(tmp_path / "step_1")
+    assert recorder.off is None
+    assert (tmp_path / "step_1" / "entropy_probe_record.json").is_file()
+
+
+def test_a_skipped_step_ends_nothing(tmp_path):
+    """A GradScaler leaves the optimizer's step out, and folders count it."""
+    loop = Loop.begin()
+    recorder = _recorder(tmp_path, loop)
+    with recorder.step(**loop.draw()):
+        pass
+    # Adam's state has no count before its first step: the record counts the entered one.
+    loop.run(2, step=lambda batch: recorder.step(**batch))
+    with recorder.step(**loop.draw()):
+        pass  # skipped
+    assert recorder.steps == 2
+    place = tmp_path / "step_3"
+    loop.save(place)
+    recorder.saved(place)
+    loop.run(1, step=lambda batch: recorder.step(**batch))
+    assert recorder.off is None
+    assert load_update_batch(place / "update_batch")[1]["step"] == 2
+    assert load_checkpoint(place, dtype="float64").step == 2
+    probe = gather(parse_config({"checkpoint": {"dtype": "float64"},
+        "data": {"evaluation_prompts": 3}, "memory": {"microbatch_size": 16}}), place)  # fmt: skip
+    certificate, _ = certificate_of(probe, probe.step()[0])
+    assert certificate is not None
+    assert certificate.relative_error < 1e-6
+
+
+def _with(loop: Loop, optimizer: torch.optim.Optimizer) -> Loop:
+    loop.optimizer = optimizer
+    return loop
+
+
+UNLIKE = {
+    "value head": (
+        lambda p: torch.optim.AdamW([*p, torch.nn.Parameter(torch.zeros(4))]),
+        "the optimizer has 1 parameters that the model does not have, such as one of shape (4,)",
+    ),
+    "frozen": (lambda p: torch.optim.AdamW(p[2:]), "does not have 2 of the model's parameters"),
+    "SGD": (lambda p: torch.optim.SGD(p, lr=0.1), "the optimizer is SGD; expected Adam or AdamW"),
+    "RAdam": (torch.optim.RAdam, "cannot be rebuilt: RAdam without"),
+    "NAdam": (torch.optim.NAdam, "cannot be rebuilt: NAdam without"),
+    "Adamax": (torch.optim.Adamax, "cannot be rebuilt: Adamax without"),
+    "RMSprop": (torch.optim.RMSprop, "cannot be rebuilt"),
+    "beta1": (
+        lambda p: torch.optim.AdamW([{"params": p[:2], "betas": (0.5, 0.9)}, {"params": p[2:]}]),
+        "its groups have the beta1 [0.5, 0.9]; expected one for all",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_no_offline_command_can_rebuild_is_said_before_training(name, tmp_path, caplog):
+    make, words = UNLIKE[name]
+    loop = Loop.begin()
+    recorder = _recorder(tmp_path, _with(loop, make(list(loop.model.parameters()))))
+    assert words in caplog.text
+    assert "offline commands cannot rebuild them" in caplog.text
+    loop.run(1, step=lambda batch: recorder.step(**batch))
+    loop.save(tmp_path / "step_1")
+    recorder.saved(tmp_path / "step_1")
+    assert recorder.off is None
+    assert (tmp_path / "step_1" / "entropy_probe_record.json").is_file()
+
+
+def test_an_optimizer_that_can_be_rebuilt_gets_no_warning(tmp_path, caplog):
+    _recorder(tmp_path, Loop.begin())
+    assert "cannot rebuild" not in caplog.text
+
+
+def test_saving_exchanges_nothing_and_a_failure_is_told_in_the_next_exchange():
+    """`if rank == 0: saved()` must not wait for ranks that never come."""
+    exchanges: list[bool] = []
+
+    class Two(Ranks):
+        def agree(self, *, failed: bool = False, **_: Any) -> int:
+            exchanges.append(failed)
+            return 0
+
+    guard = Guard(Two())
+
+    def full() -> None:
+        raise FULL
+
+    guard.run_alone(lambda: None, doing="saving")
+    guard.run_alone(full, doing="saving")
+    assert exchanges == []
+    assert guard.error is FULL
+    assert guard.run(lambda: 1, doing="a step") is None
+    assert guard.run(lambda: 1, doing="a step") is None
+    assert exchanges == [True]
 
 
 def test_what_is_no_batch_is_named(tmp_path):
@@ -258,3 +357,36 @@ def test_an_optimizer_s_wrapper_is_refused(tmp_path):
     loop = Loop.begin()
     with pytest.raises(ValueError, match=r"optimizer is a object; expected a torch optimizer"):
         StepRecorder(tmp_path, loop.model, object())  # type: ignore[arg-type]
+
+
+def test_the_recorded_rate_is_the_step_s_where_the_checkpoint_has_another(tmp_path):
+    """scheduler.step() after the checkpoint was saved."""
+    loop = Loop.begin()
+    recorder = _recorder(tmp_path, loop)
+
+    def after(made: int) -> None:
+        if made == SAVED:
+            loop.save(tmp_path / f"step_{made}")
+            recorder.saved(tmp_path / f"step_{made}")
+        for group in loop.optimizer.param_groups:
+            group["lr"] *= 0.97
+
+    loop.run(STEPS, step=lambda batch: recorder.step(**batch), after=after)
+    assert recorder.off is None
+    probe = _inputs(tmp_path)
+    made = read_recorded_step(tmp_path / f"step_{SAVED}" / "made_step")
+    assert made is not None
+    assert probe.checkpoint.lr is not None
+    assert made.lr < probe.checkpoint.lr
+    assert probe.lr == probe.lr_stored == made.lr
+    assert any("a scheduler's step" in note for note in probe.notes)
+    certificate, _ = certificate_of(probe, probe.step()[0])
+    assert certificate is not None
+    assert certificate.passed
+    assert certificate.relative_error < 1e-6
+
+
+@pytest.mark.parametrize(("distance", "words"), [(1e-5, "is the step that was"), (0.03, "is near")])
+def test_a_step_that_is_near_is_not_called_the_one_that_was_made(distance, words):
+    certificate = FingerprintCertificate(relative_error=distance, cosine=1.0)
+    assert str(certificate).startswith(f"the step analysed here {words}")

@@ -31,7 +31,7 @@ from entropy_experiments.pipelines.probe_sampling import (
     open_checkpoint,
     prompts_of,
 )
-from entropy_experiments.pipelines.training_facts import TrainingFacts
+from entropy_experiments.pipelines.training_facts import TrainingFacts, with_learning_rate
 from entropy_experiments.pipelines.without_effect import (
     FixedBatch,
     evaluation_without_effect,
@@ -148,7 +148,10 @@ class ProbeInputs:
 
     @property
     def lr_stored(self) -> float:
-        """The rate in the checkpoint, whatever the config says."""
+        """The rate of training's step, whatever the config says: as recorded with the step, or as
+        the checkpoint has it."""
+        if self.made is not None and self.made.lr > 0:
+            return self.made.lr
         assert self.checkpoint.optimizer is not None  # need_optimizer: its absence is refused
         return self.checkpoint.optimizer.lr
 
@@ -297,22 +300,46 @@ def gather(
         f"phase 0: {len(evaluation)} evaluation rollouts, {len(update.rollouts)} update rollouts "
         f"{'recorded' if real else 'drawn'} ({timing['sampling']:.1f} s)"
     )
+    made = made_step(checkpoint) if real else None
+    optimizer, rate_notes = at_recorded_rate(config, probed.optimizer, made)
     return ProbeInputs(
         config=config,
         checkpoint=checkpoint,
         policy=probed.policy,
         facts=facts,
-        optimizer=probed.optimizer,
+        optimizer=optimizer,
         horizon=sampler.horizon,
         evaluation=evaluation,
         update=update,
         real=real,
         bound=real and weights_of_batch(checkpoint) is not None,
         retries=sampler.retries,
-        notes=(*config.notes, *facts.notes, *notes, *limits_of(checkpoint.model, facts, real=real)),
+        notes=(
+            *config.notes,
+            *facts.notes,
+            *notes,
+            *rate_notes,
+            *limits_of(checkpoint.model, facts, real=real),
+        ),
         timing=timing,
-        made=made_step(checkpoint) if real else None,
+        made=made,
     )
+
+
+def at_recorded_rate(
+    config: Config, optimizer: OptimizerState, made: RecordedStep | None
+) -> tuple[OptimizerState, list[str]]:
+    """The optimizer at the rate of the step that was made: a scheduler may have stepped after the
+    checkpoint was saved."""
+    same = made is None or not made.lr > 0 or made.lr == optimizer.lr
+    if same or config.update.lr is not None:
+        return optimizer, []
+    assert made is not None  # not the same
+    note = (
+        f"the learning rate is {made.lr:g}, as recorded with the step; the checkpoint stores "
+        f"{optimizer.lr:g}, which was changed after it was saved (a scheduler's step)"
+    )
+    return with_learning_rate(optimizer, made.lr), [note]
 
 
 def made_step(checkpoint: Checkpoint) -> RecordedStep | None:

@@ -184,6 +184,10 @@ class FingerprintCertificate:
         distance = f"{self.relative_error:.2g} of its size away, by the recorded fingerprint"
         if self.apart:
             return f"{NOT_MADE}: it is {self.relative_error:.0%} away, by the recorded fingerprint"
+        if not self.passed:
+            return (
+                f"the step analysed here is near the step that was made, not the same: {distance}"
+            )
         return f"the step analysed here is the step that was made: {distance}"
 
 
