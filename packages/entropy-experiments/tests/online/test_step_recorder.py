@@ -14,8 +14,10 @@ import torch
 from entropy_experiments.checkpoints.load import load_checkpoint
 from entropy_experiments.checkpoints.recorded_step import read_recorded_step
 from entropy_experiments.config import parse_config
+from entropy_experiments.distributed import Ranks
 from entropy_experiments.online import record_files, record_sources, step_recorder
 from entropy_experiments.online.step_recorder import StepRecorder
+from entropy_experiments.online.watch import Guard
 from entropy_experiments.pipelines.influence.certified import certificate_of
 from entropy_experiments.pipelines.probe_inputs import gather
 from entropy_experiments.sampling.rollout_files import load_update_batch
@@ -197,11 +199,107 @@ def test_microbatches_are_joined_and_numbered(tmp_path):
     assert joined.microbatch_N.tolist() == [0] * 16 + [1] * 16
 
 
-def test_a_checkpoint_of_another_step_is_refused(tmp_path, caplog):
+def test_a_folder_named_as_of_another_step_costs_that_checkpoint_alone(tmp_path, caplog):
     loop = Loop.begin()
     recorder = _recorder(tmp_path, loop)
     recorder.saved(tmp_path / "step_7")
-    assert "step_7 is named as of step 7, and 0 steps were made" in str(recorder.off)
+    assert "step_7 is left out of the record: it is named as of step 7, and 0 steps" in caplog.text
+    assert recorder.off is None
+    loop.run(1, step=lambda batch: recorder.step(**batch))
+    loop.save(tmp_path / "step_1")
+    recorder.saved(tmp_path / "step_1")
+    assert recorder.off is None
+    assert (tmp_path / "step_1" / "entropy_probe_record.json").is_file()
+
+
+def test_a_skipped_step_ends_nothing(tmp_path):
+    """A GradScaler leaves the optimizer's step out, and folders count it."""
+    loop = Loop.begin()
+    recorder = _recorder(tmp_path, loop)
+    with recorder.step(**loop.draw()):
+        pass
+    # Adam's state has no count before its first step: the record counts the entered one.
+    loop.run(2, step=lambda batch: recorder.step(**batch))
+    with recorder.step(**loop.draw()):
+        pass  # skipped
+    assert recorder.steps == 2
+    place = tmp_path / "step_3"
+    loop.save(place)
+    recorder.saved(place)
+    loop.run(1, step=lambda batch: recorder.step(**batch))
+    assert recorder.off is None
+    assert load_update_batch(place / "update_batch")[1]["step"] == 2
+    assert load_checkpoint(place, dtype="float64").step == 2
+    probe = gather(parse_config({"checkpoint": {"dtype": "float64"},
+        "data": {"evaluation_prompts": 3}, "memory": {"microbatch_size": 16}}), place)  # fmt: skip
+    certificate, _ = certificate_of(probe, probe.step()[0])
+    assert certificate is not None
+    assert certificate.relative_error < 1e-6
+
+
+def _with(loop: Loop, optimizer: torch.optim.Optimizer) -> Loop:
+    loop.optimizer = optimizer
+    return loop
+
+
+UNLIKE = {
+    "value head": (
+        lambda p: torch.optim.AdamW([*p, torch.nn.Parameter(torch.zeros(4))]),
+        "the optimizer has 1 parameters that the model does not have, such as one of shape (4,)",
+    ),
+    "frozen": (lambda p: torch.optim.AdamW(p[2:]), "does not have 2 of the model's parameters"),
+    "SGD": (lambda p: torch.optim.SGD(p, lr=0.1), "the optimizer is SGD; expected Adam or AdamW"),
+    "RAdam": (torch.optim.RAdam, "cannot be rebuilt: RAdam without"),
+    "NAdam": (torch.optim.NAdam, "cannot be rebuilt: NAdam without"),
+    "Adamax": (torch.optim.Adamax, "cannot be rebuilt: Adamax without"),
+    "RMSprop": (torch.optim.RMSprop, "cannot be rebuilt"),
+    "beta1": (
+        lambda p: torch.optim.AdamW([{"params": p[:2], "betas": (0.5, 0.9)}, {"params": p[2:]}]),
+        "its groups have the beta1 [0.5, 0.9]; expected one for all",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_no_offline_command_can_rebuild_is_said_before_training(name, tmp_path, caplog):
+    make, words = UNLIKE[name]
+    loop = Loop.begin()
+    recorder = _recorder(tmp_path, _with(loop, make(list(loop.model.parameters()))))
+    assert words in caplog.text
+    assert "offline commands cannot rebuild them" in caplog.text
+    loop.run(1, step=lambda batch: recorder.step(**batch))
+    loop.save(tmp_path / "step_1")
+    recorder.saved(tmp_path / "step_1")
+    assert recorder.off is None
+    assert (tmp_path / "step_1" / "entropy_probe_record.json").is_file()
+
+
+def test_an_optimizer_that_can_be_rebuilt_gets_no_warning(tmp_path, caplog):
+    _recorder(tmp_path, Loop.begin())
+    assert "cannot rebuild" not in caplog.text
+
+
+def test_saving_exchanges_nothing_and_a_failure_is_told_in_the_next_exchange():
+    """`if rank == 0: saved()` must not wait for ranks that never come."""
+    exchanges: list[bool] = []
+
+    class Two(Ranks):
+        def agree(self, *, failed: bool = False, **_: Any) -> int:
+            exchanges.append(failed)
+            return 0
+
+    guard = Guard(Two())
+
+    def full() -> None:
+        raise FULL
+
+    guard.run_alone(lambda: None, doing="saving")
+    guard.run_alone(full, doing="saving")
+    assert exchanges == []
+    assert guard.error is FULL
+    assert guard.run(lambda: 1, doing="a step") is None
+    assert guard.run(lambda: 1, doing="a step") is None
+    assert exchanges == [True]
 
 
 def test_what_is_no_batch_is_named(tmp_path):

@@ -139,6 +139,13 @@ def test_a_table_of_an_earlier_version_has_no_names(report_run, tmp_path):
         ("SELECT * FROM glob('/*')", r"file system operations are disabled"),
         ("SELECT * FROM read_parquet('https://localhost/x.parquet')", r"SQL: "),
         ("SELECT * FROM tables", r"SQL: .*does not exist"),
+        ("PIVOT rollouts ON prompt USING sum(influence)", r"Name the columns: PIVOT"),
+        ("SELECT '\ud800'", r"The SQL is not text: .*; expected valid UTF-8"),
+        (
+            "SELECT t.k, t.influence, r.influence FROM tokens t JOIN rollouts r USING (rollout)",
+            r"more than one column 'influence'; expected each name once",
+        ),
+        ("SELECT t.*, r.* FROM runs t JOIN runs r USING (run)", r"more than one column 'run', 'ch"),
     ],
 )
 def test_sql_reads_the_tables_and_nothing_else(report_run, tmp_path, monkeypatch, sql, match):
@@ -205,6 +212,51 @@ def test_numbers_that_are_none_are_null_in_json(report_run, tmp_path):
     path = tmp_path / "x.json"
     assert command(report_run, "SELECT 'nan'::DOUBLE AS x", "--json", path).exit_code == 0
     assert json.loads(path.read_text()) == [{"x": None}]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("sql", "option", "match"),
+    [
+        ("SELECT TIMESTAMP 'infinity' AS x", None, "Column 'x' has a timestamp"),
+        ("SELECT DATE '-0044-03-15' AS x", None, "Column 'x' has a date"),
+        ("SELECT TIMESTAMP 'infinity' AS x", "--csv", "Column 'x' has a timestamp"),
+        ("SELECT DATE '-0044-03-15' AS x", "--json", "Column 'x' has a date"),
+        ("SELECT INTERVAL 1 YEAR AS x", "--parquet", "Parquet cannot hold this result"),
+        ("SELECT 1::UNION(a INT) AS x", "--parquet", "Parquet cannot hold this result"),
+    ],
+)
+def test_values_that_cannot_be_written_are_refused(report_run, tmp_path, sql, option, match):
+    target = tmp_path / "x"
+    refused = command(report_run, sql, *(() if option is None else (option, target)))
+    assert refused.exit_code == 2
+    assert match in refused.output
+    assert "::VARCHAR" in refused.output
+    assert "Traceback" not in refused.output
+    assert not target.exists()
+
+
+@pytest.mark.faults
+def test_a_result_is_not_written_into_a_study(report_run, tmp_path):
+    copy = tmp_path / "runs" / "one"
+    shutil.copytree(report_run, copy, ignore=shutil.ignore_patterns("stages"))
+    (tmp_path / "link.json").symlink_to(copy / "summary.json")
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    targets = (
+        *(copy / "summary.json", copy / "new.json", copy / "below" / "x.json"),
+        *(copy / ".." / "one" / "manifest.json", tmp_path / "link.json"),
+    )
+    for folder in (copy, tmp_path / "runs", report_run):
+        for target in targets:
+            refused = command(folder, "SELECT 1 AS x", "--json", target)
+            assert refused.exit_code == 2
+            assert "is in the folder of a study" in refused.output
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+    beside = tmp_path / "runs" / "x.json"
+    assert command(tmp_path / "runs", "SELECT 1 AS x", "--json", beside).exit_code == 0
+    refused = command(copy, "SELECT 1 AS x", "--json", beside, "--csv", beside)
+    assert refused.exit_code == 2
+    assert "is named for two results" in refused.output
 
 
 def test_hostile_texts_reach_no_terminal(report_run, tmp_path):

@@ -83,6 +83,17 @@ def test_a_loss_mask_that_counts_all_is_none():
         ({"advantages": torch.ones(2)}, r"advantages has 2 entries; expected one for each of 3"),
         ({"old_logprobs": LOGPROBS.exp()}, r"old_logprobs is above 0 on 6 of 6 response tokens"),
         ({"old_logprobs": torch.zeros(3, 9)}, r"old_logprobs has shape \(3, 9\); expected"),
+        (
+            {"advantages": torch.ones(3, 1)},
+            r"advantages has shape \(3, 1\), .* 5 of 6 response tokens are before them; expected "
+            r"at least 3 columns, or one dimension",
+        ),
+        (
+            {"response_mask": RESPONSE[:, -3:], "old_logprobs": LOGPROBS[:, -2:]},
+            r"old_logprobs has shape \(3, 2\), .* 3 of 6 response tokens .* at least 3 columns\.",
+        ),
+        ({"ref_logprobs": LOGPROBS[:, -1:]}, r"ref_logprobs has shape \(3, 1\), the last 1 of 6"),
+        ({"loss_mask": RESPONSE[:, -2:]}, r"loss_mask has shape \(3, 2\), .*at least 3 columns"),
         ({"prompt_index": [1, 2]}, r"prompt_index has 2 entries; expected one for each of 3"),
         ({"loss_mask": ATTENTION}, r"loss_NS counts tokens that are not in the response"),
     ],

@@ -252,6 +252,22 @@ def _kind(path: Path, groups: Sequence[ParamGroup], state: Mapping[Any, Any]) ->
     return kind
 
 
+def kind_not_rebuilt(optimizer: torch.optim.Optimizer) -> str:
+    """Why the steps of this optimizer cannot be rebuilt from its state; empty: they can."""
+    groups = optimizer.param_groups
+    state = dict(enumerate(optimizer.state.values()))
+    try:
+        kind = _kind(Path(type(optimizer).__name__), groups, state)
+    except ValueError as error:
+        return short(error, 300)
+    if kind == "sgd":
+        return "the optimizer is SGD; expected Adam or AdamW"
+    beta1 = sorted({float(group["betas"][0]) for group in groups})
+    if len(beta1) > 1:
+        return f"its groups have the beta1 {beta1}; expected one for all"
+    return ""
+
+
 def _refuse_unknown_options(path: Path, groups: Sequence[ParamGroup], kind: str) -> None:
     """A relative of Adam's may have its moments, and options that make another step of them."""
     for group in groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,6 +63,7 @@ def query(
 
         asked = {"csv": csv, "json": json, "parquet": parquet}
         files = {kind: path for kind, path in asked.items() if path is not None}
+        studies.refuse_targets(files.values())
         try_outputs((), tuple(files.values()))
         if sql is None and files:
             raise ValueError(f"--{next(iter(files))} writes a result: give the SQL, too.")
@@ -76,17 +78,18 @@ def query(
             return
         result = studies.run_sql(tables, sql)
         write = {"csv": studies.as_csv, "json": studies.as_json, "parquet": studies.as_parquet}
-        for kind, path in files.items():
+        contents = {path: write[kind](result) for kind, path in files.items()}
+        for path, content in contents.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, write[kind](result))
+            write_whole(path, content)
             if not quiet:
                 typer.echo(f"{len(result):,} rows: {path}")
         if not files:
             with named_os_errors("standard output"):
-                _show(result, rows)
+                _show(result, studies.rows_of(result.slice(0, rows)))
 
 
-def _show(table: pyarrow.Table, most: int) -> None:
+def _show(table: pyarrow.Table, shown: Sequence[tuple[Any, ...]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -98,10 +101,10 @@ def _show(table: pyarrow.Table, most: int) -> None:
     for field in table.schema:
         number = str(field.type) in ("int64", "double", "int32", "hugeint", "float", "uint64")
         drawn.add_column(Text(printable(field.name)), justify="right" if number else "left")
-    for row in table.slice(0, most).to_pylist():
-        drawn.add_row(*(Text(_cell(value)) for value in row.values()))
+    for row in shown:
+        drawn.add_row(*(Text(_cell(value)) for value in row))
     console.print(drawn)
-    left = len(table) - most
+    left = len(table) - len(shown)
     if left > 0:
         console.print(f"{left:,} more rows (--rows, or a LIMIT of your own)")
 

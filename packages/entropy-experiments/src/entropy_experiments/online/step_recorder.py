@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from entropy_experiments.checkpoints.layout import STEP
+from entropy_experiments.checkpoints.optimizer_state import kind_not_rebuilt
 from entropy_experiments.checkpoints.recorded_step import base_fingerprint, base_location
 from entropy_experiments.checkpoints.training_facts import FactsFile, check_facts
 from entropy_experiments.checkpoints.training_record import (
@@ -41,6 +42,7 @@ from entropy_experiments.checkpoints.training_record import (
     RecordContent,
     RecordedPrompts,
     RecordedRewards,
+    read_record,
 )
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.online.probe import (
@@ -53,7 +55,7 @@ from entropy_experiments.online.record import refuse_unknown
 from entropy_experiments.online.record_files import PROMPTS, RecordFiles, name_parameters
 from entropy_experiments.online.record_sources import rewards_entry, write_prompts
 from entropy_experiments.online.trl_options import rounded_steps
-from entropy_experiments.online.watch import PATIENCE, Guard
+from entropy_experiments.online.watch import LOG, PATIENCE, Guard
 from entropy_experiments.sampling.tensor_batches import batch_from_tensors, concatenate
 from entropy_experiments.types import UpdateBatch
 
@@ -141,9 +143,18 @@ class StepRecorder:
         self.steps: int = first_step or 0
         """Steps made so far; the next one is made from checkpoint `steps`."""
         self._by_state = first_step is None
+        self._skipped = 0
+        """Steps that were entered and that the optimizer did not make, as under a GradScaler."""
         self._ranks = Ranks.all(PATIENCE)
         self._files = RecordFiles(Path(folder), gradient=gradient)
         self._guard = Guard(self._ranks, model=model)
+        why = parameters_unlike(model, optimizer) or kind_not_rebuilt(optimizer)
+        if why and not self._ranks.rank:
+            LOG.warning(
+                "Steps are recorded, and offline commands cannot rebuild them from a checkpoint: "
+                "%s. LoopProbe measures a step while it is made.",
+                why,
+            )
         self._guard.run(self._describe, doing="recording the run's prompts and settings")
 
     @property
@@ -170,17 +181,23 @@ class StepRecorder:
             lambda: self._files.after_step(step, trained_parameters(self._model), self._ranks),
             doing=f"recording step {step}",
         )
-        self.steps = step + 1
+        counted = counted_steps(self._optimizer) if self._by_state else None
+        self.steps = step + 1 if counted is None else counted
+        self._skipped += int(self.steps == step)
 
     def saved(self, checkpoint: str | Path) -> None:
         """A checkpoint of the weights as they are has just been written, optimizer included.
+
+        On rank 0, or on every rank: nothing is exchanged.
 
         The next step's batch is put beside it, and the names of the optimizer's parameters in
         their order, where its file does not have them.
 
         Args:
             checkpoint: The folder: `step_N`, after N steps. `global_step_N` counts batches, of each
-                of which several steps may be made; the record says how many were.
+                of which several steps may be made; the record says how many were. Steps that a
+                GradScaler skipped may be counted in N. A folder of another step is left out, with
+                a warning.
         """
 
         def work() -> None:
@@ -188,14 +205,17 @@ class StepRecorder:
             if self._ranks.rank:
                 return
             place = Path(checkpoint)
-            self._refuse_other_step(place)
+            if self._is_of_another_step(place):
+                return
             name_parameters(place, self._model, self._optimizer)
             self._files.add_checkpoint(place, self.steps, self._facts)
 
-        self._guard.run(work, doing="recording a checkpoint")
+        self._guard.run_alone(work, doing="recording a checkpoint")
 
     def resumed(self, checkpoint: str | Path) -> None:
         """Training goes on from this checkpoint, which has been loaded, optimizer included.
+
+        On rank 0, or on every rank: nothing is exchanged.
 
         Args:
             checkpoint: The folder.
@@ -205,10 +225,16 @@ class StepRecorder:
             self._count()
             if self._ranks.rank:
                 return
-            self._refuse_other_step(Path(checkpoint))
+            place = Path(checkpoint)
+            record = read_record((place,))
+            named = STEP.search(place.resolve().name)
+            if self._by_state and record is not None and record.step == self.steps and named:
+                self._skipped = max(0, int(named[1]) - self.steps)
+            if self._is_of_another_step(place):
+                return
             self._files.resume(Path(checkpoint), self.steps, self._facts)
 
-        self._guard.run(work, doing="finding the checkpoint that training was resumed from")
+        self._guard.run_alone(work, doing="finding the checkpoint that training was resumed from")
 
     # inside
 
@@ -279,16 +305,24 @@ class StepRecorder:
             ranks=self._ranks,
         )
 
-    def _refuse_other_step(self, checkpoint: Path) -> None:
-        named = STEP.search(checkpoint.resolve().name)
-        of_batches = checkpoint.resolve().name.startswith("global_step")
-        if named is not None and int(named[1]) != self.steps and not of_batches:
-            raise ValueError(
-                f"{checkpoint} is named as of step {named[1]}, and {self.steps} steps were made: "
-                f"the batch of step {self.steps}, counted from 0, belongs beside it. Expected a "
-                f"name such as step_{self.steps}; give StepRecorder first_step where others were "
-                "made before."
-            )
+    def _is_of_another_step(self, checkpoint: Path) -> bool:
+        """Whether the folder's number is neither of the steps made nor of those with the skipped
+        ones; it is then left out, with a warning."""
+        name = checkpoint.resolve().name
+        named = STEP.search(name)
+        if named is None or name.startswith("global_step"):
+            return False
+        if self.steps <= int(named[1]) <= self.steps + self._skipped:
+            return False
+        LOG.warning(
+            "%s is left out of the record: it is named as of step %s, and %d steps were made%s. "
+            "Expected a name such as step_%d; give StepRecorder first_step where others were made "
+            "before.",
+            *(checkpoint, named[1], self.steps),
+            f" and {self._skipped} skipped" if self._skipped else "",
+            self.steps,
+        )
+        return True
 
 
 def counted_steps(optimizer: torch.optim.Optimizer) -> int | None:
@@ -298,6 +332,31 @@ def counted_steps(optimizer: torch.optim.Optimizer) -> int | None:
     """
     counts = [state["step"] for state in optimizer.state.values() if "step" in state]
     return max((int(count) for count in counts), default=None)
+
+
+def parameters_unlike(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Why a checkpoint of this model does not fit its optimizer's parameters; empty: it does.
+
+    A full checkpoint does not say what was frozen: all of it is taken as trained. What is frozen
+    below an adapter is known.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    moved = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    foreign = [tuple(p.shape) for key, p in moved.items() if key not in names]
+    if foreign:
+        return (
+            f"the optimizer has {len(foreign)} parameters that the model does not have, such as "
+            f"one of shape {foreign[0]}: give them an optimizer of their own"
+        )
+    adapter = hasattr(model, "peft_config")
+    left = [n for n, p in model.named_parameters() if id(p) not in moved]
+    left = [n for n in left if not adapter or model.get_parameter(n).requires_grad]
+    if left:
+        return (
+            f"the optimizer does not have {len(left)} of the model's parameters, such as "
+            f"{left[0]!r}, and a full checkpoint does not say what was frozen"
+        )
+    return ""
 
 
 def _as_batch(part: Batch | Callable[[], UpdateBatch]) -> UpdateBatch:

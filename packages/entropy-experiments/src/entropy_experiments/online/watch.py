@@ -13,7 +13,8 @@ A step is skipped while the overhead, were it probed at the mean cost so far, wo
 overhead, but no probed step is skipped to make up for it.
 
 `Guard` keeps the probe's failures from training: one message, all ranks off together, no hang.
-Every hook of every rank ends in one exchange of flags (`Ranks.agree`). A rank that failed in the
+Every hook of every rank ends in one exchange of flags (`Ranks.agree`), but for those that a loop
+may call on one rank alone: what fails there is told in the next exchange. A rank that failed in the
 middle meets the others there, or in whichever exchange they come to first, and nobody exchanges
 anything afterwards. Of several that failed the first one gives the message.
 """
@@ -59,6 +60,8 @@ class Guard:
         """`model`: in training, so that its buffers are to be as they were after each `run`."""
         self.ranks, self.error, self.model = ranks, None, model
         self._on_failure = on_failure
+        self._unheard = False
+        """The other ranks do not know yet that this one failed."""
 
     @property
     def off(self) -> bool:
@@ -66,6 +69,9 @@ class Guard:
 
     def run(self, work: Callable[[], T], *, doing: str) -> T | None:
         """`work()`, or None if the probe is off or has just failed."""
+        if self._unheard:
+            self._unheard = False
+            self._tell()
         if self.off:
             return None
         try:
@@ -77,13 +83,33 @@ class Guard:
             self._leave(error, doing)
             return None
 
+    def run_alone(self, work: Callable[[], None], *, doing: str) -> None:
+        """`work()`, without an exchange: perhaps no other rank is here.
+
+        They hear of a failure where they come to the next `run`.
+        """
+        if self.off:
+            return
+        try:
+            with training_state_kept(self.model):
+                work()
+        except Exception as error:  # whatever it is, training goes on
+            self._unheard = True
+            self._end(error, doing)
+
     def _leave(self, error: Exception, doing: str) -> None:
-        self.error = error
         if not announced(error):
-            try:
-                self.ranks.agree(failed=True)
-            except Exception as lost:  # the other ranks are gone, and training will say so
-                LOG.debug("the other ranks could not be notified: %s", lost)
+            self._tell()
+        self._end(error, doing)
+
+    def _tell(self) -> None:
+        try:
+            self.ranks.agree(failed=True)
+        except Exception as lost:  # the other ranks are gone, and training will say so
+            LOG.debug("the other ranks could not be notified: %s", lost)
+
+    def _end(self, error: Exception, doing: str) -> None:
+        self.error = error
         mine = not isinstance(error, RankError) and self.ranks.first_failed in (
             None,
             self.ranks.rank,

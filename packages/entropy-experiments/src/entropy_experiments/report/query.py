@@ -18,7 +18,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,6 +145,21 @@ def find_studies(folder: Path) -> tuple[dict[str, RunFiles], list[str]]:
             + "; expected run directories of `entropy-probe influence`."
         )
     return studies, notes
+
+
+def refuse_targets(files: Iterable[Path]) -> None:
+    """A result is written beside studies, never into one, and each into a file of its own."""
+    places = [file.resolve() for file in files]
+    twice = [str(place) for place, count in Counter(places).items() if count > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is named for two results; expected a file for each.")
+    for place in places:
+        study = next((folder for folder in place.parents if _is_study(folder)), None)
+        if study is not None:
+            raise ValueError(
+                f"{place} is in the folder of a study, {study}; expected a file elsewhere. Studies "
+                "are read, never written."
+            )
 
 
 def _is_study(place: Path) -> bool:
@@ -298,9 +314,13 @@ def _rollouts(tokens: pyarrow.Table, texts: Sequence[Mapping[str, Any]]) -> list
 
 
 def run_sql(tables: Mapping[str, pyarrow.Table], sql: str) -> pyarrow.Table:
-    """One SELECT over these tables, with access to nothing else."""
+    """One SELECT over these tables, with access to nothing else; no two columns of one name."""
     import duckdb
 
+    try:
+        sql.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"The SQL is not text: {short(error)}; expected valid UTF-8.") from error
     with duckdb.connect(":memory:", config=CLOSED) as database:
         for name, table in tables.items():
             database.register("arrow_table", table)
@@ -317,14 +337,31 @@ def run_sql(tables: Mapping[str, pyarrow.Table], sql: str) -> pyarrow.Table:
                 duckdb.StatementType.EXPLAIN,
             ):
                 kinds = [str(one.type).rpartition(".")[2] for one in statements]
+                if kinds == ["MULTI"]:
+                    raise ValueError(
+                        "A PIVOT that finds its columns itself is more than one statement; "
+                        "expected one SELECT. Name the columns: PIVOT ... ON column IN (values)."
+                    )
                 raise ValueError(
                     f"The SQL has {len(statements)} statements {kinds}; expected one SELECT. "
                     "Studies are read, never written: --csv, --json and --parquet write a result."
                 )
-            return database.sql(statements[0]).to_arrow_table()
+            result = database.sql(statements[0]).to_arrow_table()
         except duckdb.Error as error:
             words = " ".join(str(error).split())
             raise ValueError(f"SQL: {short(words, 400)} (Tables: {listed}.)") from error
+    _refuse_equal_names(result)
+    return result
+
+
+def _refuse_equal_names(result: pyarrow.Table) -> None:
+    """Rows by name would have one value for both."""
+    twice = [name for name, count in Counter(result.column_names).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"The result has more than one column {', '.join(map(repr, twice))}; expected each "
+            f'name once. Name them apart: SELECT t."{twice[0]}" AS first, r."{twice[0]}" AS second.'
+        )
 
 
 CLOSED: dict[str, str | bool | int | float | list[str]] = {
@@ -348,17 +385,35 @@ def described_tables(tables: Mapping[str, pyarrow.Table]) -> list[str]:
     return lines
 
 
+def rows_of(table: pyarrow.Table) -> list[tuple[Any, ...]]:
+    """The values of each row, in the order of the columns."""
+    import pyarrow
+
+    columns = []
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            columns.append(column.to_pylist())
+        except (ValueError, OverflowError, pyarrow.ArrowException) as error:
+            raise ValueError(
+                f"Column {name!r} has a {column.type} that cannot be written "
+                f"({short(error, 120)}); expected dates of the years 1 to 9999. Cast it: "
+                f'"{name}"::VARCHAR.'
+            ) from error
+    return list(zip(*columns, strict=True))
+
+
 def as_csv(table: pyarrow.Table) -> bytes:
     out = io.StringIO(newline="")
     writer = csv.writer(out)
     writer.writerow(table.column_names)
-    writer.writerows([row.values() for row in table.to_pylist()])
+    writer.writerows(rows_of(table))
     return out.getvalue().encode("utf-8", errors="replace")
 
 
 def as_json(table: pyarrow.Table) -> bytes:
     """A list of objects; what is no number is null."""
-    rows = [{name: _plain(value) for name, value in row.items()} for row in table.to_pylist()]
+    names = table.column_names
+    rows = [dict(zip(names, map(_plain, row), strict=True)) for row in rows_of(table)]
     return json.dumps(rows, indent=1, allow_nan=False, ensure_ascii=False, default=str).encode(
         "utf-8", errors="replace"
     )
@@ -368,7 +423,13 @@ def as_parquet(table: pyarrow.Table) -> bytes:
     import pyarrow.parquet
 
     out = io.BytesIO()
-    pyarrow.parquet.write_table(table, out)
+    try:
+        pyarrow.parquet.write_table(table, out)
+    except pyarrow.ArrowException as error:
+        raise ValueError(
+            f"Parquet cannot hold this result ({short(error, 120)}); expected numbers, texts, "
+            "dates, lists and structs. Cast the column: column::VARCHAR."
+        ) from error
     return out.getvalue()
 
 

@@ -95,6 +95,7 @@ def batch_from_tensors(
         if value is None:
             return None
         value_NS = _last(name, _floats(name, value), n, s)
+        _refuse_short(name, value, response_NS)
         return torch.where(response_NS, value_NS, 0.0)
 
     advantages = _floats("advantages", advantages)
@@ -112,6 +113,7 @@ def batch_from_tensors(
     loss_NS = None
     if loss_mask is not None:
         loss_NS = _mask("loss_mask", loss_mask, n, s)
+        _refuse_short("loss_mask", loss_mask, response_NS)
     return UpdateBatch(
         rollouts=rollouts,
         advantage_NS=advantage_NS,
@@ -261,6 +263,20 @@ def _last(name: str, value: Tensor, n: int, s: int) -> Tensor:
             f"({n}, T) for the last T of its tokens."
         )
     return torch.nn.functional.pad(value, (s - value.shape[1], 0))
+
+
+def _refuse_short(name: str, value: Tensor, response_NS: Tensor) -> None:
+    """No value is made up for a token that a tensor does not cover."""
+    absent = response_NS.shape[1] - value.shape[1]
+    uncovered = int(response_NS[:, :absent].sum())
+    if uncovered:
+        first = int(response_NS.any(0).int().argmax())
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, the last {value.shape[1]} of "
+            f"{response_NS.shape[1]} tokens, and {uncovered} of {int(response_NS.sum())} response "
+            f"tokens are before them; expected at least {response_NS.shape[1] - first} columns"
+            + (", or one dimension for a value of each rollout." if name == "advantages" else ".")
+        )
 
 
 def _mask(name: str, value: Tensor, n: int, s: int) -> Tensor:
