@@ -205,7 +205,8 @@ class Registry:
                 break
             # what a function makes or converts comes in where that is called, beside the optimizer;
             # a method of the model knows itself what it adds
-            own = added is not None and is_method(birth.site)
+            here = made.site is not None and birth.site.function == made.site.function
+            own = added is not None and (here or is_method(birth.site))
             site = birth.site if own else self._beside(made.site, module) or birth.site
             parent = self._parents.get(module)
             module = None if parent is None else parent()

@@ -202,9 +202,15 @@ class Shifts(Detector):
             if shift == 1 and place in self._mixers:
                 self._leaks.append((self._mixers[place], call.site, live))
             if shift is not None:
-                moved = self._moved.get(target) or ()
-                site = moved[0] if shift == 2 and len(moved) > 1 else call.site
+                site = self._excess(target, call.site) if shift == 2 else call.site
                 self._seen.append(Seen(shift, site, live))
+
+    def _excess(self, target: Tensor, loss: Site | None) -> Site | None:
+        """Of two shifts, that of the caller: the function of a loss shifts for all who call it."""
+        moved = self._moved.get(target) or ()
+        first = moved[0] if len(moved) > 1 else None
+        elsewhere = first is not None and loss is not None and first.function != loss.function
+        return first if elsewhere else loss
 
     def step_ended(self, record: StepRecord) -> None:
         seen, causal = self._seen, self._causal
