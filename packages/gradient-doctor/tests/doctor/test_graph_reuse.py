@@ -193,13 +193,13 @@ class Model(nn.Module):
         self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
         self.rnn = nn.LSTM(8, 8, batch_first=True)
     def forward(self, ids, state):
-        hidden, state = self.rnn(self.embed(ids), state)  # FAULT
+        hidden, state = self.rnn(self.embed(ids), state)
         return self.out(hidden), state
 model, state = Model(), None
 optimizer = torch.optim.Adam(model.parameters())
 for step in range(4):
     ids = torch.randint(0, 11, (4, 6))
-    logits, state = model(ids, state)
+    logits, state = model(ids, state)  # FAULT
     loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:])
     optimizer.zero_grad()
     loss.backward()

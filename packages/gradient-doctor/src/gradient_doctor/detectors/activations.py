@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -88,7 +89,7 @@ class Activations(Detector):
         live, values = live_in(self.session, [scores]), self.session.values(scores)
         if not live or values is None or not values.numel():
             return
-        share = float((values == 0).float().mean())
+        share = 1 - int(torch.count_nonzero(values)) / values.numel()
         site = self._cut_off[scores]
         steps = self._dead.setdefault(site, set())
         steps.add(self.session.step)

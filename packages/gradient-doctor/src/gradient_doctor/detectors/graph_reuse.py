@@ -17,6 +17,7 @@ from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.taint import tensors_in
 
+_COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 _SECOND_TIME = "backward through the graph a second time"
 
 
@@ -68,7 +69,7 @@ class GraphReuse(Detector):
                 node_of(root), lambda node: _made_before(node, backward.step), self._is_outdated
             )
             if old.entry is not None:
-                old.state = _is_state(old)
+                old.state = _is_state(root, old)
                 self._old, backward.outdated = old, True
 
     def backward_ended(self, backward: Backward) -> None:
@@ -86,7 +87,7 @@ class GraphReuse(Detector):
             shared = self._shared(node_of(root), _freed)
             if shared.entry is None:
                 continue
-            shared.state = _is_state(shared)
+            shared.state = _is_state(root, shared)
             # the freed part may begin inside of an operation: what was kept of it is marked
             kept = shared if old is None or origin_of(shared.entry) is not None else old
             if self._is_carried(backward, root, kept):
@@ -329,16 +330,22 @@ def _is_made_again(root: Tensor, site: Site | None) -> bool:
     return site is not None and any(o is not None and o.site == site for o in fresh)
 
 
-def _is_state(shared: Shared) -> bool:
-    """Whether what uses it had a part in making it: a value that is carried around.
-
-    That one line has made both an old value and a new one says less: it may be in a helper.
+def _is_state(root: Tensor, shared: Shared) -> bool:
+    """Whether it is a value that is carried around: what uses it had a part in making it, or the
+    line that made it makes one in each step, in the function that uses it. One line of a helper
+    makes many values, which says nothing.
     """
-    origin = None if shared.user is None else origin_of(shared.user)
-    if origin is None or origin.site is None:
+    user, born = origin_of(shared.user) if shared.user else None, origin_of(shared.entry)
+    if user is None or user.site is None:
         return False
     made = (origin_of(node) for node in _inner(shared.entry))
-    return any(o is not None and o.site == origin.site for o in made)
+    if any(o is not None and o.site == user.site for o in made):
+        return True
+    if born is None or born.site is None:
+        return False
+    within = (born.site.function, *_COMPREHENSIONS)
+    beside = born.site.file == user.site.file and user.site.function in within
+    return beside and _is_made_again(root, born.site)
 
 
 def _made_before(node: Any, step: int) -> bool:

@@ -154,7 +154,7 @@ class Ragged(Detector):
         rows: Rows = self._texts[call.inputs[0]]
         axis = argument(call, 1, "dim")
         live = live_in(self.session, call.inputs)
-        share = float(rows.pads.float().mean())
+        share = int(torch.count_nonzero(rows.pads)) / max(rows.pads.numel(), 1)
         if axis not in (1, -2, (1,), [1]) or share < _MUCH or not live:
             return
         steps = self._leaks.setdefault(call.site, set())
@@ -187,7 +187,7 @@ class Ragged(Detector):
         rows = next((r for r in self._rows if tuple(r.ids.shape) == size), None)
         if rows is None:
             return
-        share = float(rows.pads.float().mean())
+        share = int(torch.count_nonzero(rows.pads)) / max(rows.pads.numel(), 1)
         ends = int(rows.pads[:, -1].sum())
         states = States(time, size[1], share, ends, size[0], call.site)
         self._states[call.outputs[0]] = states

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -112,7 +113,7 @@ class Ranges(Detector):
         if values is None or not values.numel() or not live or value.shape != target.shape:
             return
         outside = (values < bounded.low - _MARGIN) | (values > bounded.high + _MARGIN)
-        share = float(outside.float().mean())
+        share = int(torch.count_nonzero(outside)) / outside.numel()
         if share < _SHARE:
             return
         least, greatest = float(values.min()), float(values.max())

@@ -324,4 +324,4 @@ def _size(tensor: Tensor) -> float:
     values = values_of(tensor)
     if values is None or not values.numel() or not values.is_floating_point():
         return 0.0
-    return float(values.float().square().mean().sqrt())
+    return float(torch.linalg.vector_norm(values.float())) / math.sqrt(values.numel())
