@@ -1,4 +1,7 @@
-"""`entropy-probe explain` as a process: killed after every file it finishes, and on two ranks."""
+"""`entropy-probe explain` as a process that is killed after every file it finishes.
+
+`test_kills` kills it at random instants, `test_cli_ranks` runs it on two ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,6 @@ from pathlib import Path
 import pytest
 
 from cli.test_cli_ranks import command, done
-from entropy_experiments.results.run_ledger import (
-    TABLES,
-    TOKEN_TABLE,
-    read_ledger_table,
-    read_run_ledger,
-)
 from oracles.recorded_run import explain_words, record_run
 
 pytestmark = [pytest.mark.invariant, pytest.mark.slow]
@@ -92,22 +89,3 @@ def test_killed_after_every_file_it_leaves_the_same_bytes(run, undisturbed, tmp_
     assert left.keys() == expected.keys()
     different = [str(name) for name, data in expected.items() if left[name] != data]
     assert not different
-
-
-def test_two_ranks_of_torchrun_give_the_numbers_of_one_process(run, undisturbed, tmp_path):
-    out = tmp_path / "ledger"
-    finished = done(command(*explain_words(run, out, "--every", "2"), ranks=2), **PLACES)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("the recorded batches") == 1  # one rank speaks
-    alone, shared = read_run_ledger(undisturbed), read_run_ledger(out)
-    for name, line in alone["lines"].items():
-        assert shared["lines"][name]["dH"] == pytest.approx(line["dH"], abs=1e-8)
-        assert shared["lines"][name]["dR"] == pytest.approx(line["dR"], abs=1e-7)
-    assert shared["measured"]["value"] == pytest.approx(alone["measured"]["value"], abs=1e-6)
-    for table in TABLES:
-        mine, theirs = (read_ledger_table(one, table).to_pylist() for one in (out, undisturbed))
-        assert len(mine) == len(theirs)
-        if table == TOKEN_TABLE:
-            for one, other in zip(mine, theirs, strict=True):
-                assert (one["uid"], one["position"]) == (other["uid"], other["position"])
-                assert one["dH"] == pytest.approx(other["dH"], abs=1e-8)

@@ -136,7 +136,8 @@ class StepShares:
     """|step made - step rebuilt| / |step made|."""
     gradient_distance: float | None
     """|gradient used - gradient rebuilt| / |gradient rebuilt|, by the moment that is stored after
-    the step; None: none is. Most of a step is momentum, which hides a wrong gradient."""
+    the step; None: none is, or there is no momentum and the step shows its gradient. Most of a step
+    is momentum, which hides a wrong gradient."""
     clip_factor: float
 
 
@@ -299,7 +300,6 @@ def step_shares(
     missed = _missed_moment(rebuilt, step, params)
     size = norm(made)
     clipped = {name: rebuilt.clip_factor * g.double() for name, g in gradient.gradient.items()}
-    entered = norm({name: one.alpha * clipped[name] for name, one in rebuilt.parameters.items()})
     by_parameter = {
         name: _by_parameter(rebuilt, inputs[name], gradient.gradient) for name in inputs
     }
@@ -311,7 +311,7 @@ def step_shares(
         batch={name: sum(parts.values()) for name, parts in by_parameter.items()},
         decay={name: _decay(rebuilt, inputs[name], s, params) for name, s in slopes.items()},
         uncovered={
-            name: _dot(s, rest) - (0.0 if carried is None else _dot(carried[name], missed))
+            name: _dot(s, rest) - (0.0 if carried is None else _dot(missed, carried[name]))
             for name, s in slopes.items()
         },
         momentum_before={
@@ -331,7 +331,7 @@ def step_shares(
         },
         gradient=clipped,
         step_distance=norm(rest) / size if size else norm(rest),
-        gradient_distance=None if step.later is None else norm(missed) / (entered or 1.0),
+        gradient_distance=_gradient_distance(rebuilt, gradient.gradient, missed),
         clip_factor=rebuilt.clip_factor,
     )
 
@@ -574,12 +574,26 @@ def _decay(rebuilt: StepRecursion, direction: Params, slope: Params, params: Par
 
 
 def _missed_moment(rebuilt: StepRecursion, step: LedgerStep, params: Params) -> dict[str, Tensor]:
-    """The moment that training had after the step, minus the rebuilt one."""
-    after = rebuilt.moment_after
+    """The moment that training had after the step, minus the rebuilt one, where there is momentum.
+
+    Without it nothing is carried on, and SGD stores no moment to compare with.
+    """
     if step.later is None:
-        return {key: torch.zeros_like(value) for key, value in after.items()}
+        return {}
     stored = first_moment(step.later, params)
-    return {key: stored[key] - value for key, value in after.items()}
+    return {name: stored[name] - one.after for name, one in rebuilt.parameters.items() if one.rho}
+
+
+def _gradient_distance(rebuilt: StepRecursion, gradient: Params, missed: Params) -> float | None:
+    if not missed:
+        return None
+    entered = norm(
+        {
+            name: rebuilt.parameters[name].alpha * rebuilt.clip_factor * gradient[name].double()
+            for name in missed
+        }
+    )
+    return norm(missed) / entered if entered else norm(missed)
 
 
 def _unfinished(rebuilt: StepRecursion, slope: Params, params: Params) -> float:

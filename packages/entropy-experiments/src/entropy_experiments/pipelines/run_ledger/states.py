@@ -109,7 +109,10 @@ class RunStates:
             groups = self._read(before).optimizer.groups
             optimizer = OptimizerState(groups=groups, state={})
         else:
-            optimizer = checkpoint.optimizer
+            made = self.run.made(
+                step
+            )  # a callback may set another rate than the one that is stored
+            optimizer = _rated(checkpoint.optimizer, None if made is None else made.lr)
         probed = OpenCheckpoint(
             checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer
         )
