@@ -109,10 +109,9 @@ class RunStates:
             groups = self._read(before).optimizer.groups
             optimizer = OptimizerState(groups=groups, state={})
         else:
-            made = self.run.made(
-                step
-            )  # a callback may set another rate than the one that is stored
-            optimizer = _rated(checkpoint.optimizer, None if made is None else made.lr)
+            optimizer, made = checkpoint.optimizer, self.run.made(step)
+            if made is not None and made.lr != optimizer.lr:  # a callback set it after saving
+                optimizer = with_learning_rate(optimizer, made.lr)
         probed = OpenCheckpoint(
             checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer
         )
