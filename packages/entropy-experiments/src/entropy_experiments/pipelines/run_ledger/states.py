@@ -25,7 +25,7 @@ from entropy_experiments.pipelines.probe_inputs import (
     refuse_foreign,
     with_reference,
 )
-from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint, recorded_rate
+from entropy_experiments.pipelines.probe_sampling import OpenCheckpoint
 from entropy_experiments.pipelines.run_conditions import own_device
 from entropy_experiments.pipelines.run_ledger.replay import (
     certify_arrival,
@@ -109,9 +109,9 @@ class RunStates:
             groups = self._read(before).optimizer.groups
             optimizer = OptimizerState(groups=groups, state={})
         else:
-            optimizer, recorded = checkpoint.optimizer, recorded_rate(checkpoint)
-            if recorded is not None:
-                optimizer = with_learning_rate(optimizer, recorded)
+            optimizer, made = checkpoint.optimizer, self.run.made(step)
+            if made is not None and made.lr != optimizer.lr:  # a callback set it after saving
+                optimizer = with_learning_rate(optimizer, made.lr)
         probed = OpenCheckpoint(
             checkpoint=checkpoint, policy=policy, facts=facts, optimizer=optimizer
         )
