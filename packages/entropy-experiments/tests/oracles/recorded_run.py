@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers import TrainerCallback
 
 from entropy_experiments.online.trl import EntropyProbeCallback
 from oracles.tiny_grpo import grpo
 from oracles.tiny_models import tiny_model, tiny_tokenizer
 
 
-def record_run(folder: Path, steps: int) -> None:
+def record_run(folder: Path, steps: int, others: Sequence[TrainerCallback] = ()) -> None:
     """`run`, with a checkpoint after every step, and the model's `base` beside it."""
     tiny_model().save_pretrained(folder / "base")
     tiny_tokenizer().save_pretrained(folder / "base")
@@ -19,7 +21,7 @@ def record_run(folder: Path, steps: int) -> None:
     with torch.random.fork_rng(devices=[]):
         trainer = grpo(
             folder / "run",
-            callbacks=[callback],
+            callbacks=[callback, *others],
             max_steps=steps,
             save_strategy="steps",
             save_steps=1,

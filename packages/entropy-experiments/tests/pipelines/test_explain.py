@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from entropy_experiments.cli import app
@@ -126,6 +127,25 @@ def test_the_last_gradient_is_held_against_its_fingerprint(run, tmp_path):
     summary = explain(settings(run), folder, asked, out=tmp_path / "changed")
     assert summary["steps"][0]["gradient_distance"] > 0.05
     assert any("1 of 1 gradients rebuilt here are not those" in why for why in summary["why_not"])
+
+
+class LowerRate(TrainerCallback):
+    """Each step at a tenth of the rate that the checkpoint before it holds."""
+
+    def on_step_begin(self, args, state, control, optimizer, **kwargs):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.1
+
+
+def test_a_step_is_made_at_the_rate_that_was_recorded_with_it(tmp_path):
+    record_run(tmp_path, 4, [LowerRate()])
+    summary = explained(tmp_path, tmp_path / "out")
+    for step in summary["steps"]:
+        stored = torch.load(
+            tmp_path / "run" / f"checkpoint-{step['step']}" / "optimizer.pt", weights_only=True
+        )
+        assert step["lr"] == pytest.approx(0.1 * stored["param_groups"][0]["lr"], rel=1e-12)
+        assert step["step_distance"] < 1e-2
 
 
 def change_advantages(batch: Path) -> Path:
