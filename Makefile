@@ -89,6 +89,8 @@ bench: smollm2  ## Performance and memory, against plain implementations; an hou
 	$(BIN)/python -m benchmarks.neighbours --json docs/benchmarks/neighbours.json
 	$(BIN)/python -m benchmarks.memory --json docs/benchmarks/memory.json
 	$(BIN)/python -m benchmarks.rank_shards
+	$(BIN)/python -m benchmarks.explain_cost --json docs/benchmarks/explain_cost.json
+	$(BIN)/python -m benchmarks.explain_whole --json docs/benchmarks/explain_whole.json
 	$(BIN)/python -m benchmarks.summary
 
 clean:  ## Remove the environment and everything built

@@ -318,8 +318,8 @@ def test_drawings_are_made_of_what_is_stored(tmp_path, capsys):
     assert {path.name: path.read_bytes() for path in images.iterdir()} == once
 
 
-APART = {"arc_ablations", "doctor_comparison", "retraining", "doctor_threads"}
-"""Hours of training, and tools that are no dependency: run by hand."""
+APART = {"arc_ablations", "doctor_comparison", "retraining", "doctor_threads", "explain_smollm2"}
+"""Hours of training, tools that are no dependency, and questions that are not ours: by hand."""
 
 
 def test_make_bench_runs_every_program():

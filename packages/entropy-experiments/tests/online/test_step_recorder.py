@@ -152,7 +152,7 @@ FAULTS: dict[str, tuple[Any, str, Exception]] = {
     "after the step": (record_files.RecordFiles, "after_step", FULL),
     "checkpoint": (record_files, "find_checkpoint", FileNotFoundError("no weights")),
     "hashes": (record_files, "sha256", PermissionError(errno.EACCES, "Permission denied")),
-    "names": (step_recorder, "write_json", FULL),
+    "names": (step_recorder, "name_parameters", FULL),
 }
 
 

@@ -301,14 +301,23 @@ def _boundaries(lengths: tuple[int, ...]) -> list[int]:
 def exchanged(old: tuple[int, ...], new: tuple[int, ...]) -> set[int]:
     """Lengths of axes that a reshape cuts up and that turn up in another place.
 
-    Merging and splitting neighbours keeps the borders between all others.
+    Borders that both shapes have part them into blocks. A block that has one axis on either side is
+    split or merged, and nothing in it is exchanged.
     """
-    before = [n for n in old if n > 1]
-    after = [n for n in new if n > 1]
-    borders, kept = _boundaries(tuple(before)), _boundaries(tuple(after))
-    cut_up = {n for k, n in enumerate(before) if not {borders[k], borders[k + 1]} <= set(kept)}
-    placed = {n for k, n in enumerate(after) if not {kept[k], kept[k + 1]} <= set(borders)}
-    return cut_up & placed
+    before, after = ([n for n in lengths if n > 1] for lengths in (old, new))
+    borders = sorted(set(_boundaries(tuple(before))) & set(_boundaries(tuple(after))))
+    out: set[int] = set()
+    for low, high in itertools.pairwise(borders):
+        cut_up, placed = _within(before, low, high), _within(after, low, high)
+        if len(cut_up) > 1 and len(placed) > 1:
+            out |= set(cut_up) & set(placed)
+    return out
+
+
+def _within(lengths: list[int], low: int, high: int) -> list[int]:
+    """The axes between two borders."""
+    borders = _boundaries(tuple(lengths))
+    return [n for k, n in enumerate(lengths) if low <= borders[k] and borders[k + 1] <= high]
 
 
 def is_exchange(old: tuple[int, ...], new: tuple[int, ...]) -> bool:

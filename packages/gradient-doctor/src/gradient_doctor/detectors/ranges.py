@@ -39,6 +39,7 @@ _SHARE = 0.25  # of the targets that lie outside
 _MARGIN = 0.1  # beyond the end of the range
 _ENOUGH = 2  # steps
 _ROUNDING = 1e-5
+_PRODUCTS = {"linear", "addmm", "matmul", "mm", "bmm", "__matmul__", "__rmatmul__"}
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,15 @@ class Ranges(Detector):
         self._outside: dict[Site | None, Outside] = {}
         self._judged = False
         self._first: dict[int, float] = {}  # checksums of weights whose rows are equal
+        self._weights = 0  # what a layer multiplies by: its rows are units
 
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
             return
         result, source = call.outputs[0], call.inputs[0]
+        if call.short in _PRODUCTS:
+            weights = [t for t in call.inputs if isinstance(t, nn.Parameter)]
+            self._weights |= self.session.registry.bits(weights)
         if call.short in _RANGES and result.requires_grad:
             low, high = _RANGES[call.short]
             site = self._layer() or call.site
@@ -178,7 +183,7 @@ class Ranges(Detector):
         registry = self.session.registry
         still = self._copies()
         moved = {b: w for b, w in still.items() if self._first.get(b, checksum(w)) != checksum(w)}
-        moved = {b: w for b, w in moved.items() if b & registry.owned}
+        moved = {b: w for b, w in moved.items() if b & registry.owned & self._weights}
         if not moved:
             return
         weight = next(iter(moved.values()))
