@@ -16,7 +16,7 @@ from entropy_experiments.checkpoints.recorded_step import read_recorded_step
 from entropy_experiments.config import parse_config
 from entropy_experiments.distributed import Ranks
 from entropy_experiments.online import record_files, record_sources, step_recorder
-from entropy_experiments.online.step_recorder import StepRecorder
+from entropy_experiments.online.step_recorder import StepRecorder, counted_steps
 from entropy_experiments.online.watch import Guard
 from entropy_experiments.pipelines.influence.certified import certificate_of
 from entropy_experiments.pipelines.probe_inputs import gather
@@ -216,10 +216,23 @@ def test_a_skipped_step_ends_nothing(tmp_path):
     """A GradScaler leaves the optimizer's step out, and folders count it."""
     loop = Loop.begin()
     recorder = _recorder(tmp_path, loop)
-    with recorder.step(**loop.draw()):
-        pass
-    # Adam's state has no count before its first step: the record counts the entered one.
-    loop.run(2, step=lambda batch: recorder.step(**batch))
+    skipped = loop.draw()
+    with recorder.step(**skipped):
+        pass  # the first of all, before Adam has a state
+    assert recorder.steps == 0
+    entered: list[dict[str, Any]] = []
+
+    def step(batch: dict[str, Any]) -> Any:
+        entered.append(batch)
+        return recorder.step(**batch)
+
+    loop.run(2, step=step)
+    kept = load_update_batch(tmp_path / "record" / "step_0" / "update_batch")[0]
+    advantage_N = torch.stack(
+        [a[y][0] for a, y in zip(kept.advantage_NS, kept.rollouts.response_NS, strict=True)]
+    )
+    assert torch.allclose(advantage_N, entered[0]["advantages"].to(advantage_N))
+    assert not torch.allclose(advantage_N, skipped["advantages"].to(advantage_N))
     with recorder.step(**loop.draw()):
         pass  # skipped
     assert recorder.steps == 2
@@ -235,6 +248,27 @@ def test_a_skipped_step_ends_nothing(tmp_path):
     certificate, _ = certificate_of(probe, probe.step()[0])
     assert certificate is not None
     assert certificate.relative_error < 1e-6
+
+
+def test_an_optimizer_whose_state_is_reset_ends_the_recording(tmp_path):
+    """Its count begins anew: batches of these steps are recorded already, and are not replaced."""
+    loop = Loop.begin()
+    recorder = _recorder(tmp_path, loop)
+    loop.run(2, step=lambda batch: recorder.step(**batch))
+    before = (tmp_path / "record" / "step_0" / "update_batch" / "rollouts.safetensors").read_bytes()
+    loop.optimizer.state.clear()
+    loop.run(1, step=lambda batch: recorder.step(**batch))
+    assert "the optimizer counts 0 steps after 2" in str(recorder.off)
+    after = tmp_path / "record" / "step_0" / "update_batch" / "rollouts.safetensors"
+    assert after.read_bytes() == before
+
+
+@pytest.mark.parametrize("state", [{"step": None}, {"step": "two"}, {"calls": 3}, {}])
+def test_a_state_without_a_count_counts_nothing(state):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight] = state
+    assert counted_steps(optimizer) is None
 
 
 def _with(loop: Loop, optimizer: torch.optim.Optimizer) -> Loop:

@@ -321,7 +321,12 @@ def test_nothing_is_done_before_everything_is_looked_at(runs, tmp_path, monkeypa
     refused(good, "--task", "countdwn", match="Did you mean 'countdown'?")
     refused(good, "--task", "mine", match="--task questions.jsonl")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "--task", task, match="folder that holds checkpoint-N, step_N or global_step_N")
+    refused(
+        tmp_path / "empty",
+        "--task",
+        task,
+        match="folder that holds checkpoint-N, step_N or global_step_N",
+    )
     refused(good, "--task", task, "--reward", "exact", match="Unknown reward 'exact'")
     refused(good, "--task", task, "--k", "1,3", match="--k is 3; expected 1 to 2")
     refused(good, "--task", task, "--threshold", "-1", match="--threshold is -1")

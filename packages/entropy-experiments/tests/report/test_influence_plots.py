@@ -107,8 +107,7 @@ def test_one_book_without_rewards(study):
     """The ledger of fresh answers to the update's prompts has no reward: one panel."""
     _, summary, _ = study
     both, alone = (
-        ledger_figure(study_books(found, "token"), columns=2)
-        for found in summary["evaluations"]
+        ledger_figure(study_books(found, "token"), columns=2) for found in summary["evaluations"]
     )
     assert [len(figure.axes) for figure in (both, alone)] == [2, 1]
     (axes,) = alone.axes

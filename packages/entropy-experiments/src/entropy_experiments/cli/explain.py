@@ -187,11 +187,14 @@ def text_lines(summary: RunLedgerResult) -> list[str]:
         "",
         "(1) standard error from two halves of the evaluation prompts: it tells noise from signal",
         "(2) standard error over all evaluation prompts",
-        f"memo: the last batches will still do {memo['dH']:+.4f} after the window, through "
-        "momentum",
+        f"memo: the last batches would still do {memo['dH']:+.4f} after the window, through "
+        "momentum, at the slope of its end",
         "Shares are direct effects through the optimizer. Attribution is not removal.",
     ]
     lines += [f"note: {note}" for note in summary["notes"]]
+    if summary["assumed"]:
+        named = ", ".join(f"{name} = {value}" for name, value in summary["assumed"].items())
+        lines.append(f"ASSUMED, neither read nor given: {named}")
     lines.append(
         "trusted" if summary["trusted"] else f"not trusted: {'; '.join(summary['why_not'])}"
     )

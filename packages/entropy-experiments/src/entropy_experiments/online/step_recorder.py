@@ -177,13 +177,7 @@ class StepRecorder:
         self._guard.run(lambda: self._before(parts), doing=f"recording step {self.steps}")
         step = self.steps
         yield
-        self._guard.run(
-            lambda: self._files.after_step(step, trained_parameters(self._model), self._ranks),
-            doing=f"recording step {step}",
-        )
-        counted = counted_steps(self._optimizer) if self._by_state else None
-        self.steps = step + 1 if counted is None else counted
-        self._skipped += int(self.steps == step)
+        self._guard.run(lambda: self._after(step), doing=f"recording step {step}")
 
     def saved(self, checkpoint: str | Path) -> None:
         """A checkpoint of the weights as they are has just been written, optimizer included.
@@ -289,8 +283,21 @@ class StepRecorder:
         counted = counted_steps(self._optimizer) if self._by_state else None
         self.steps = self.steps if counted is None else counted
 
+    def _after(self, step: int) -> None:
+        self._files.after_step(step, trained_parameters(self._model), self._ranks)
+        counted = counted_steps(self._optimizer) if self._by_state else None
+        self.steps = step + 1 if counted is None else counted
+        self._skipped += int(self.steps == step)
+
     def _before(self, parts: Sequence[Batch | Callable[[], UpdateBatch]]) -> None:
+        made = self.steps
         self._count()
+        if self.steps < made:
+            raise ValueError(
+                f"the optimizer counts {self.steps} steps after {made}: its state was reset, and "
+                "the batches of these steps are recorded already. Call recorder.resumed(...) after "
+                "loading a checkpoint, or begin a new StepRecorder with a folder of its own."
+            )
         step = self.steps
         everyones = self._ranks.all_gather(lambda: [_as_batch(part) for part in parts])
         if not self._ranks.rank:
@@ -330,8 +337,16 @@ def counted_steps(optimizer: torch.optim.Optimizer) -> int | None:
 
     The most of all parameters: one without a gradient is left out of a step.
     """
-    counts = [state["step"] for state in optimizer.state.values() if "step" in state]
-    return max((int(count) for count in counts), default=None)
+    counts = [
+        state["step"]
+        for state in optimizer.state.values()
+        if isinstance(state, Mapping) and isinstance(state.get("step"), (int, float, torch.Tensor))
+    ]
+    if counts:
+        return int(max(counts))
+    # an Adam whose first step was skipped has made none, and has no state yet
+    begins = not optimizer.state and all("betas" in group for group in optimizer.param_groups)
+    return 0 if begins else None
 
 
 def parameters_unlike(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -105,6 +105,7 @@ class DriverRecorder:
         assert self._files is not None  # its failure has turned the guard off
         step, self._next = self._next, self._next + 1
         if self._next < (self._config["trainer"].get("critic_warmup") or 0):
+            self._latest = Latest.read(self._config)  # saved in the warm-up: no batch of ours
             return  # the critic alone has learned from it
         stated = getattr(batch, "meta_info", {}).get("global_steps", self._next)
         if int(stated) != self._next:

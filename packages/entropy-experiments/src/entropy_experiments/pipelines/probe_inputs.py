@@ -30,6 +30,7 @@ from entropy_experiments.pipelines.probe_sampling import (
     Sampler,
     open_checkpoint,
     prompts_of,
+    recorded_rate,
 )
 from entropy_experiments.pipelines.training_facts import TrainingFacts
 from entropy_experiments.pipelines.without_effect import (
@@ -152,6 +153,9 @@ class ProbeInputs:
         if self.made is not None and self.made.lr > 0:
             return self.made.lr
         assert self.checkpoint.optimizer is not None  # need_optimizer: its absence is refused
+        recorded = recorded_rate(self.checkpoint)  # a batch that was drawn or imported has no step
+        if recorded is not None:
+            return recorded
         return self.checkpoint.optimizer.lr
 
     @property

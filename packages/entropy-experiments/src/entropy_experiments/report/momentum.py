@@ -26,9 +26,9 @@ NOTE = (
 
 
 def split_of(evaluation: EvaluationBatch) -> MomentumAnswer | None:
-    """The batches; None: the momentum is one line."""
+    """The batches; None: the momentum is one line, or was split in a form of before."""
     momentum = evaluation.get("momentum")
-    return None if not momentum or "error" in momentum else momentum
+    return None if not momentum or "parts" not in momentum else momentum
 
 
 def one_line_because(evaluation: EvaluationBatch) -> str | None:

@@ -168,17 +168,19 @@ def run_of(path: Path, step: int | None) -> tuple[RecordedRun | None, int | None
 
 
 def record_digests(path: Path, step: int | None, count: int | None) -> dict[str, list[str]]:
-    """Contents of the earlier batches, by step: what a split depends on beside the study."""
+    """Contents of the earlier batches, by step, and the checkpoints that lead to them: what a split
+    depends on beside the study."""
     run, step = run_of(path, step)
     if run is None or step is None:
         return {}
     first = max(step - (MOST if count is None else count), 0)
     folders = {s: run.batch(s) for s in range(first, step)}
-    return {
+    batches = {
         str(s): [f"{p.name} {sha256(p)}" for p in sorted(folder.iterdir()) if p.is_file()]
         for s, folder in folders.items()
         if folder is not None
     }
+    return {**batches, "checkpoints": [str(s) for s in sorted(run.checkpoints) if s < step]}
 
 
 def _moved(optimizer: OptimizerState) -> bool:

@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from entropy_experiments.artifacts import digest_of
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.attribution.run_ledger import (
     ENTROPY,
@@ -60,22 +61,32 @@ def momentum_stage(evaluation: Evaluation, earlier: EarlierSteps, line: float) -
         OSError: If an earlier file cannot be read.
     """
     study = evaluation.study
-    stages = LedgerStages(store=study.store, key=evaluation.key)
+    record = record_digests(
+        study.probe.checkpoint.path, earlier.window.end, len(earlier.window.steps)
+    )
+    # Replayed states are of these batches, and no others' are taken for them.
+    own_key = digest_of(evaluation.key, list(earlier.window.anchors), record)
+    stages = LedgerStages(store=study.store, key=own_key)
     states = RunStates(
         config=study.config, run=earlier.run, window=earlier.window, stages=stages, say=None
     )
     key = [
         *("momentum", earlier.first, list(earlier.window.anchors), study.mode, line),
-        record_digests(study.probe.checkpoint.path, earlier.window.end, len(earlier.steps)),
+        record,
     ]
     passes = earlier.passes * len(study.probe.update.rollouts) / len(evaluation.rollouts)
-    stage = evaluation.stage(
-        "momentum", key, passes, lambda: _split(evaluation, states, earlier, line)
-    )
-    stages.remove(
+    replayed = (
         *(f"state_{step}" for step in earlier.window.checkpoints),
         *(f"replay_{step}" for step in earlier.window.anchors),
     )
+    try:
+        stage = evaluation.stage(
+            "momentum", key, passes, lambda: _split(evaluation, states, earlier, line)
+        )
+    except ValueError:
+        stages.remove(*replayed)  # of no use to anybody; a kill leaves them, to go on from
+        raise
+    stages.remove(*replayed)
     return stage
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from entropy_experiments.attribution import whatif
@@ -35,6 +36,7 @@ from entropy_experiments.attribution.step import close_ledger, close_reward_ledg
 from entropy_experiments.attribution.tokens import TokenInfluence
 from entropy_experiments.config import Config
 from entropy_experiments.config.sections import BatchRequest
+from entropy_experiments.distributed import current
 from entropy_experiments.estimate.first_order import first_order
 from entropy_experiments.estimate.measured import measured
 from entropy_experiments.numerics.derivatives import How
@@ -254,6 +256,13 @@ def _momentum(evaluation: Evaluation, ledger: LedgerResult) -> Stage | Unanswere
         return momentum_stage(evaluation, earlier, ledger["lines"]["momentum"]["this_step"])
     except (ValueError, OSError) as error:
         return {"error": str(error)}
+    except (torch.OutOfMemoryError, MemoryError):
+        if current().size > 1:
+            raise  # the other ranks wait for this one
+        return {
+            "error": "the earlier checkpoints do not fit into memory beside this one; --momentum 0 "
+            "does not try"
+        }
 
 
 def answer_or_error(answer: Callable[[], Answer]) -> Answer | Unanswered:

@@ -118,11 +118,13 @@ def step_facts(
     """What a visit keeps of its step beside the token rows; `made`: what training recorded of it.
 
     The gradient is held against the moment that is stored after the step. Without one (the last
-    checkpoint has no optimizer) it is held against its recorded fingerprint.
+    checkpoint has no optimizer; a replayed moment is our own) it is held against its recorded
+    fingerprint.
     """
     gradient_distance = shares.gradient_distance
-    if gradient_distance is None and made is not None:
-        gradient_distance = distance(sketch(shares.gradient), made.gradient.sketch)
+    if made is not None and (gradient_distance is None or state.replayed):
+        by_record = distance(sketch(shares.gradient), made.gradient.sketch)
+        gradient_distance = max(by_record, gradient_distance or 0.0)
     reward_N = batch.reward_N
     return {
         "path_by_column": dict(shares.path),

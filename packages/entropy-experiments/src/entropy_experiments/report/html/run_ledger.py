@@ -214,20 +214,25 @@ def what_next(view: RunLedgerView) -> str:
             "explain a longer window (--from, --to) or draw more evaluation prompts (--set "
             "data.evaluation_prompts=N)"
         )
+    before, path = summary["lines"]["momentum_before_record"], summary["total"]["path"]
+    if abs(before["dH"]) > abs(path["value"]) / 2:
+        return (
+            f"begin the window earlier (--from): {percent(before['dH'] / path['value'])} of the "
+            "change is momentum from before it, which no batch of the window explains; to split "
+            "that of a run's first steps, save a checkpoint before step 0"
+        )
     name_of = group_name(view)
     for key in ("difficulty", "class"):
         grouping = next((one for one in view["groupings"] if one["key"] == key), None)
         if grouping is None:
             continue
         sure = [group for group in grouping["groups"] if group["dH"] < 0 and stands_out(group)]
-        total = summary["lines"]["batches"]["dH"]
-        if sure and total:
+        if sure:
             dear = min(sure, key=lambda group: group["dH"])
             kind = "prompts" if key == "difficulty" else "tokens of the class"
-            share = percent(dear["dH"] / total)
             return (
-                f"look first at the {kind} “{name_of(grouping, dear)}”, {share} of what the "
-                "batches did (its 95 % interval leaves out 0)"
+                f"look first at the {kind} “{name_of(grouping, dear)}”, {_cost(dear, summary)} "
+                "(its 95 % interval leaves out 0)"
             )
     chosen = view["prompt_selection"]
     if confirmed(chosen):
@@ -242,13 +247,21 @@ def what_next(view: RunLedgerView) -> str:
     )
 
 
+def _cost(group: Group, summary: RunLedgerResult) -> str:
+    """A share of what the batches did, unless groups cancel: then in nats."""
+    total = summary["lines"]["batches"]["dH"]
+    if total and abs(group["dH"]) <= abs(total):
+        return f"{percent(group['dH'] / total)} of what the batches did"
+    return f"{words.number(group['dH'], 2)} nats, more than all batches together"
+
+
 def points(view: RunLedgerView) -> list[str]:
     """Beside the head: the memo, replays, what the numbers are not."""
     summary = view["summary"]
     memo = summary["memo"]["unfinished"]
     out = [
-        f"Unfinished, not in the sum: the momentum at the window’s end will still change the "
-        f"entropy by about {words.number(memo['dH'], 2)}"
+        f"Unfinished, not in the sum: the momentum at the window’s end would still change the "
+        f"entropy by about {words.number(memo['dH'], 2)}, at the slope there"
         + ("" if memo["dR"] is None else f" and the reward by {words.number(memo['dR'], 2)}")
         + "."
     ]
