@@ -360,7 +360,7 @@ def test_a_resumed_run_goes_on_beside_its_checkpoint(tmp_path):
 def test_ready_batches_and_functions_that_make_one_are_taken(run, tmp_path):
     batch, _ = load_update_batch(run[0] / "record" / "step_0" / "update_batch")
     loop = Loop.begin()
-    recorder = _recorder(tmp_path, loop)
+    recorder = _recorder(tmp_path, loop, first_step=0)  # steps are counted as entered
     for part in (batch, lambda: batch):
         with recorder.step(part):
             pass
