@@ -121,7 +121,7 @@ class Pause:
     __slots__ = ("session",)
 
     def __init__(self, session: Session) -> None:
-        self.session = session
+        self.session: Session = session
 
     def __enter__(self) -> None:
         self.session.paused += 1
