@@ -41,7 +41,8 @@ def test_every_fifth_checkpoint_gives_the_same_numbers(tmp_path):
     """By replay of the steps between; 16 prompts, since both runs have the same rollouts."""
     dense = explained(tmp_path / "dense", 16)
     sparse = explained(tmp_path / "sparse", 16, every=5)
-    assert len(sparse["replays"]) == 12
+    # From 55 to 56 both checkpoints are stored: nothing to replay.
+    assert len(sparse["replays"]) == STEPS // 5
     for name in ("batches", "decay"):
         assert sparse["lines"][name]["dH"] == pytest.approx(dense["lines"][name]["dH"], abs=1e-5)
     for mine, theirs in zip(sparse["steps"], dense["steps"], strict=True):

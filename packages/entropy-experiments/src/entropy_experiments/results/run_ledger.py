@@ -299,7 +299,7 @@ def is_run_ledger(folder: str | Path) -> bool:
         return False
     try:
         content = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: nested more deeply than any ledger
         return False
     return isinstance(content, dict) and content.get("format") == RUN_LEDGER.name
 
