@@ -25,6 +25,7 @@ from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.missing import Missing
 from gradient_doctor.detectors.names import Names
 from gradient_doctor.detectors.nonfinite import NonFinite
+from gradient_doctor.detectors.normalised import RowSoftmax
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
 from gradient_doctor.detectors.phases import Phases
@@ -71,6 +72,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Targets,
     Shifts,
     Axes,
+    RowSoftmax,
     Activations,
     Lengths,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none

@@ -68,6 +68,10 @@ class Targets(Detector):
             return
         size = torch.broadcast_shapes(prediction.shape, target.shape)
         grown = [t for t in (prediction, target) if tuple(t.shape) != tuple(size)]
+        earlier = self._pairs.get(target)
+        if earlier is not None and all(t is prediction for t in grown):
+            self._report_pairs(earlier, live)  # the target's own line has made all pairs
+            return
         both = len(grown) == 2
         coincidence = _lines_up_by_chance(prediction, target)
         if not both and not coincidence and grown[0] is target:
@@ -221,7 +225,9 @@ class Targets(Detector):
         operands = [t for t in call.inputs if t.numel() > 1]
         if call.short in _ARITHMETIC and len(call.inputs) == 2 and len(operands) == 2:
             a, b = operands
-            if _crosses(a, b, result) and is_user_file(call.site.file):
+            # a column and a row of the same values: all pairs are meant
+            crosses = _crosses(a, b, result) and a.data_ptr() != b.data_ptr()
+            if crosses and is_user_file(call.site.file):
                 pair = (call.site, call.short, a.shape, b.shape)
                 live = live_in(self.session, operands)
                 if live and not self._was_placed(a, b):
