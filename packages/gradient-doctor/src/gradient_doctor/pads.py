@@ -37,13 +37,20 @@ def padded_places(ids: Tensor, pad: int, eos: Any = None) -> Tensor:
 
 
 def inferred_pad(ids: Tensor) -> int | None:
-    """The id that fills the ends of rows of [rows, length] and stands nowhere else, if one does.
+    """The id that fills the ends of rows of [rows, length] and stands nowhere else, if one does;
+    or that fills their beginnings.
 
     Rows of one length say nothing: a last token that all texts share is no padding.
     """
     rows, length = ids.shape
     if rows < 2 or length < 3:
         return None
+    ends = _pad_at_ends(ids)
+    return _pad_at_ends(ids.flip(1)) if ends is None else ends
+
+
+def _pad_at_ends(ids: Tensor) -> int | None:
+    rows, length = ids.shape
     pad = int(ids[:, -1].mode().values)
     is_pad = ids == pad
     runs = is_pad.flip(1).long().cumprod(1).sum(1)

@@ -38,6 +38,8 @@ _KEEPS = {
     *("expand_as", "detach", "pow", "square", "log1p", "exp"),
 }
 
+_COMBINES = {"mul", "div", "add", "cat", "stack", "maximum"}  # of two values off it
+
 
 @dataclass(frozen=True)
 class Exposed:
@@ -77,23 +79,15 @@ class Singular:
         result, short = call.outputs[0], call.short
         source = call.inputs[0]
         mask = call.args[1] if len(call.args) > 1 else None
-        if (
-            short == "masked_select"
-            or (
-                short == "__getitem__" and isinstance(mask, Tensor) and not mask.is_floating_point()
-            )
-            or (source in self._chosen and short not in ("sum", "mean"))
-        ):
+        by_mask = isinstance(mask, Tensor) and not mask.is_floating_point()
+        chosen = short == "masked_select" or (short == "__getitem__" and by_mask)
+        if chosen or (source in self._chosen and short not in ("sum", "mean")):
             self._chosen[result] = True
-        if (
-            short in _POSITIVE
-            or (short in _ADDITIONS | _BOUNDS and _has_bound(call))
-            or (short in _KEEPS and source in self._guarded)
-            or (
-                short in ("mul", "div", "add", "cat", "stack", "maximum")
-                and all(t in self._guarded or _is_number(t) for t in call.inputs)
-            )
-        ):
+        guarded = short in _POSITIVE or (short in _ADDITIONS | _BOUNDS and _has_bound(call))
+        guarded |= short in _KEEPS and source in self._guarded
+        if not guarded and short in _COMBINES:
+            guarded = all(t in self._guarded or _is_number(t) for t in call.inputs)
+        if guarded:
             self._guarded[result] = True
 
     def suspects(self, slope: bool) -> list[Exposed]:

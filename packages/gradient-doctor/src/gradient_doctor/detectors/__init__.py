@@ -7,6 +7,7 @@ from gradient_doctor.detectors.activations import Activations
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
+from gradient_doctor.detectors.clipping import Clipping
 from gradient_doctor.detectors.cosmetic import Cosmetic
 from gradient_doctor.detectors.dropped import Dropped
 from gradient_doctor.detectors.erased import Erased
@@ -83,6 +84,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Unchanged,
     Schedule,
     Magnitude,
+    Clipping,
     Estimators,
     PolicyLosses,
     Signs,

@@ -137,7 +137,8 @@ class Axes(Detector):
         broken = self._broken_data.get(call.inputs[0])
         live = live_in(self.session, call.inputs) if broken is not None else 0
         if broken is not None and live:
-            self._exchanges(*broken, live)
+            site, short, old, new = broken
+            self._exchanges(site, short, old, new, live)
 
     def _flatten(self, source: Tensor, result: Tensor, old: Any, new: Any) -> None:
         """Two leading axes that became one."""
