@@ -9,6 +9,7 @@ from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.clipping import Clipping
 from gradient_doctor.detectors.cosmetic import Cosmetic
+from gradient_doctor.detectors.divergences import Divergences
 from gradient_doctor.detectors.dropped import Dropped
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
@@ -88,6 +89,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Estimators,
     PolicyLosses,
     Signs,
+    Divergences,
     Names,
     Rising,
     Scales,  # what others have explained is not said again

@@ -95,6 +95,8 @@ class Axes(Detector):
             self._read(call)
         if call.short in _LOSSES:
             self._loss(call)
+        elif call.short == "ctc_loss":
+            self._ctc(call)
         elif call.short in _RESHAPES:
             self._reshape(call)
         elif call.short in _RECURRENT and len(call.args) > 7:
@@ -286,6 +288,21 @@ class Axes(Detector):
                 "Bring both into the same order of axes before they are flattened.",
                 live,
             )
+
+    def _ctc(self, call: OpCall) -> None:
+        """It takes time first; a layer that has just read the data knows which axis that is."""
+        layer = self._mixed.get(call.inputs[0])
+        if layer is None or call.inputs[0].dim() != 3 or layer.time != 1 or call.site is None:
+            return
+        self._suspect(
+            (call.site, 33),
+            "ctc_loss takes the axis of the samples for that of time.",
+            f"It wants [time, batch, classes] and gets {shape(call.inputs[0])} of a layer whose "
+            f"steps go along axis {layer.time}: both lengths happen to fit.",
+            "Transpose: log_probs.transpose(0, 1).",
+            live_in(self.session, call.inputs),
+            layer.call,
+        )
 
     # verdicts
 

@@ -21,7 +21,7 @@ from gradient_doctor.detectors.axes import MOVES, moved
 from gradient_doctor.detectors.common import argument, live_in, shape
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.session import Detector, OpCall, Session
+from gradient_doctor.session import Detector, OpCall, Session, StepRecord
 
 _ENOUGH = 2  # steps
 _SOFTMAX = {"softmax", "log_softmax"}
@@ -50,6 +50,10 @@ class RowSoftmax(Detector):
         self._scores = WeakIdKeyDictionary()  # results of a softmax, also moved
         self._rows = WeakIdKeyDictionary()  # values made of a softmax over axis 0, which they keep
         self._by_time = WeakIdKeyDictionary()  # axis 0 is time: no samples
+        self._roots = WeakIdKeyDictionary()  # scores -> what they were before a factor
+        # of this step: roots of what cross_entropy took, and kl_div over axis 0
+        self._classes: list[object] = []
+        self._divergences: list[tuple[Normalised, int, Site | None, object]] = []
         self._steps: dict[Site, set[int]] = {}
 
     def op(self, call: OpCall) -> None:
@@ -62,6 +66,8 @@ class RowSoftmax(Detector):
             self._by_time[call.outputs[0]] = True
         if call.short in _LOSSES:
             self._loss(call)
+        elif call.short in ("div", "mul", "float") and len(call.inputs) == 1:
+            self._roots[call.outputs[0]] = self._root_of(call.inputs[0])
         if self._scores:
             self._follow_scores(call)
         for known in (self._rows, self._by_time):
@@ -82,6 +88,7 @@ class RowSoftmax(Detector):
         site = (birth_site(self.session.registry, stack[-1]) if own else None) or call.site
         if site is None or source.shape[axis] < 2:
             return
+        self._roots[result] = self._root_of(source)
         made = Normalised(
             axis, source.shape[axis], site, f"{call.short} of {shape(source)} is over axis {axis}"
         )
@@ -110,19 +117,40 @@ class RowSoftmax(Detector):
         if not (isinstance(prediction, Tensor) and isinstance(target, Tensor)):
             return
         made = self._scores.get(prediction)
+        live = live_in(self.session, call.inputs)
         if call.short == "nll_loss" and made is not None and prediction.dim() > 1:
             if made.axis != 1 and prediction.shape[1] > 1:
-                self._say(made, call, "the classes of this loss are on axis 1")
+                self._say(made, live, call.site, "the classes of this loss are on axis 1")
             return
+        if call.short == "cross_entropy":
+            self._classes.append(self._root_of(prediction))
         if call.short == "kl_div":
-            return  # of relations between samples, perhaps
+            # of relations between samples, perhaps; not of what has its classes on axis 1
+            if made is not None and made.axis == 0 and prediction.dim() == 2:
+                self._divergences.append((made, live, call.site, self._root_of(prediction)))
+            return
         made = self._rows.get(prediction)
         rows = prediction.shape[:1] == target.shape[:1]
         if made is not None and rows and made.size == prediction.shape[0]:
-            self._say(made, call, "axis 0 holds the samples: each has a target of its own")
+            reason = "axis 0 holds the samples: each has a target of its own"
+            self._say(made, live, call.site, reason)
 
-    def _say(self, made: Normalised, call: OpCall, reason: str) -> None:
-        live = live_in(self.session, call.inputs)
+    def step_ended(self, record: StepRecord) -> None:
+        for made, live, site, root in self._divergences:
+            if root in self._classes:
+                reason = "cross_entropy takes axis 1 of the same scores for classes"
+                self._say(made, live, site, reason)
+        self._divergences.clear()
+        self._classes.clear()
+
+    def _root_of(self, scores: Tensor) -> object:
+        """A token of what these scores were before they were divided."""
+        root = self._roots.get(scores)
+        if root is None:
+            root = self._roots[scores] = object()
+        return root
+
+    def _say(self, made: Normalised, live: int, site: Site | None, reason: str) -> None:
         steps = self._steps.setdefault(made.site, set())
         steps.add(self.session.step)
         if not live or len(steps) < _ENOUGH:
@@ -137,7 +165,7 @@ class RowSoftmax(Detector):
             "or dim=1 of [batch, classes, ...].",
             site=made.site,
             parameters=live,
-            related=(call.site,),
+            related=(site,),
         )
 
 
