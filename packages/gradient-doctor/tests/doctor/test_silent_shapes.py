@@ -25,11 +25,11 @@ OVER_SAMPLES = {
     "nll": ("loss = F.nll_loss(F.log_softmax(net(x), 0), y)  # HERE", ""),
     "module": (
         "loss = F.nll_loss(soft(net(x)).log(), y)",
-        "soft = nn.Softmax(dim=0)  # HERE",
+        "soft = nn.Sequential(nn.Softmax(dim=0))  # HERE",
     ),
     "three-axes": (
         "out = soft(net(x.view(4, 4, 8)))\nloss = F.nll_loss(out.view(-1, 4), y)",
-        "soft = nn.LogSoftmax()  # HERE",
+        "soft = nn.Sequential(nn.LogSoftmax())  # HERE",
     ),
     "attention": (
         "h = net(x.view(4, 4, 8))\n"
