@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_WORDS = 4  # distinct tokens beside the padding
+
 
 def known_pad(module: nn.Module) -> tuple[int | None, Any]:
     """The padding id and the end-of-text id(s) that the model's configuration names."""
@@ -57,4 +59,6 @@ def _pad_at_ends(ids: Tensor) -> int | None:
     ragged = int(runs.max()) > int(runs.min()) and int(runs.max()) > 1
     only_there = int(is_pad.sum()) == int(runs.sum())
     many = 2 * int((runs > 0).sum()) >= rows
-    return pad if ragged and only_there and many and int(runs.max()) < length else None
+    # two or three tokens are a code, in which the last one has a meaning of its own
+    texts = len(ids[~is_pad].unique()) >= _WORDS
+    return pad if ragged and only_there and many and texts and int(runs.max()) < length else None

@@ -28,7 +28,7 @@ _SLOPES = {"sqrt", "pow", "acos", "arccos", "asin", "arcsin"}
 _VALUES = {"div", "log", "log2", "log10", "rsqrt", "reciprocal", "pow", "std", "var", "mean"}
 _ENDS = {"acos", "arccos", "asin", "arcsin"}  # singular at 1 and -1
 _DIVISIONS = {"div", "true_divide", "divide", "__truediv__", "__rtruediv__"}
-_POSITIVE = {"exp", "softmax", "sigmoid", "softplus", "cosh", "expm1", "full", "ones", "sinc"}
+_POSITIVE = {"exp", "softplus", "cosh", "expm1", "full", "ones", "sinc"}
 _ADDITIONS = {"add", "__radd__", "add_", "__iadd__"}
 _BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "maximum", "max", "clip_"}
 # a value off the point stays off it

@@ -20,10 +20,18 @@ _ENOUGH = 2  # steps
 
 
 class Half(NamedTuple):
-    """A part of a loss: its factor, and the line of the last scalar subtraction above it."""
+    """A part of a loss: its factor, and the sums above it, the whole loss first."""
 
     factor: float
-    turned: Site | None
+    path: tuple[Turn, ...]
+
+
+class Turn(NamedTuple):
+    """A sum on the way down, and the factor of what is below it."""
+
+    term: int
+    factor: float
+    site: Site | None
 
 
 class Divergences(Detector):
@@ -60,7 +68,7 @@ class Divergences(Detector):
                 high, low = halves.get(id(fast)), halves.get(id(slow))
                 if high is not None and low is not None and high.factor < 0 < low.factor:
                     known = fast if fast.op in ("exp", "log") else slow
-                    self._count(high.turned or known.site, known, backward)
+                    self._count(_turned(high, low) or known.site, known, backward)
 
     def _count(self, site: Site | None, term: Term, backward: Backward) -> None:
         steps = self._steps.setdefault(site, set())
@@ -82,16 +90,28 @@ class Divergences(Detector):
         )
 
 
+def _turned(high: Half, low: Half) -> Site | None:
+    """The line above both halves that has turned their sign, if one has."""
+    site, before = None, 1.0
+    for one, other in zip(high.path, low.path):
+        if one.term != other.term or one.factor * other.factor < 0:
+            break
+        if one.factor * before < 0:
+            site = one.site
+        before = one.factor
+    return site if before < 0 else None
+
+
 def _halves(root: Term, ends: set[int]) -> dict[int, Half]:
     """The values that a loss is a sum of; `ends` are not taken apart."""
     out: dict[int, Half] = {}
-    stack: list[tuple[Term, float, Site | None]] = [(root, 1.0, None)]
+    stack: list[tuple[Term, float, tuple[Turn, ...]]] = [(root, 1.0, ())]
     budget = 4096
     while stack and budget:
         budget -= 1
-        term, factor, turned = stack.pop()
+        term, factor, path = stack.pop()
         if id(term) in ends:
-            out[id(term)] = Half(factor, turned)
+            out[id(term)] = Half(factor, path)
             continue
         scale = term.kind == "scale"
         for part, weight in term.parts if term.kind == "sum" or scale else ():
@@ -99,7 +119,6 @@ def _halves(root: Term, ends: set[int]) -> dict[int, Half]:
                 continue
             if scale and (term.factor is None or (term.factor.amount or 0.0) <= 0):
                 continue  # a weight of unknown sign
-            size = 1.0 if math.isnan(weight) else weight
-            minus = size < 0 and term.scalar and len(term.parts) > 1
-            stack.append((part, factor * size, term.site if minus else turned))
+            below = factor * (1.0 if math.isnan(weight) else weight)
+            stack.append((part, below, (*path, Turn(id(term), below, term.site))))
     return out
