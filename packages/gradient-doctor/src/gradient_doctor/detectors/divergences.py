@@ -91,15 +91,15 @@ class Divergences(Detector):
 
 
 def _turned(high: Half, low: Half) -> Site | None:
-    """The line above both halves that has turned their sign, if one has."""
-    site, before = None, 1.0
+    """The outermost line above both halves that turns their sign, if one does."""
+    before = 1.0
     for one, other in zip(high.path, low.path):
         if one.term != other.term or one.factor * other.factor < 0:
             break
         if one.factor * before < 0:
-            site = one.site
+            return one.site
         before = one.factor
-    return site if before < 0 else None
+    return None
 
 
 def _halves(root: Term, ends: set[int]) -> dict[int, Half]:
