@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_WORDS = 4  # distinct tokens beside the padding
+
 
 def known_pad(module: nn.Module) -> tuple[int | None, Any]:
     """The padding id and the end-of-text id(s) that the model's configuration names."""
@@ -37,17 +39,26 @@ def padded_places(ids: Tensor, pad: int, eos: Any = None) -> Tensor:
 
 
 def inferred_pad(ids: Tensor) -> int | None:
-    """The id that fills the ends of rows of [rows, length] and stands nowhere else, if one does.
+    """The id that fills the ends of rows of [rows, length] and stands nowhere else, if one does;
+    or that fills their beginnings.
 
     Rows of one length say nothing: a last token that all texts share is no padding.
     """
     rows, length = ids.shape
     if rows < 2 or length < 3:
         return None
+    ends = _pad_at_ends(ids)
+    return _pad_at_ends(ids.flip(1)) if ends is None else ends
+
+
+def _pad_at_ends(ids: Tensor) -> int | None:
+    rows, length = ids.shape
     pad = int(ids[:, -1].mode().values)
     is_pad = ids == pad
     runs = is_pad.flip(1).long().cumprod(1).sum(1)
     ragged = int(runs.max()) > int(runs.min()) and int(runs.max()) > 1
     only_there = int(is_pad.sum()) == int(runs.sum())
     many = 2 * int((runs > 0).sum()) >= rows
-    return pad if ragged and only_there and many and int(runs.max()) < length else None
+    # two or three tokens are a code, in which the last one has a meaning of its own
+    texts = len(ids[~is_pad].unique()) >= _WORDS
+    return pad if ragged and only_there and many and texts and int(runs.max()) < length else None

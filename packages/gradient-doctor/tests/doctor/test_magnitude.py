@@ -75,3 +75,25 @@ def test_a_sum_beside_a_mean(tmp_path):
 )
 def test_terms_of_one_measure(tmp_path, body):
     nothing(tmp_path, VARIATIONAL.format(body=body))
+
+
+EARLY = """\
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for _ in range(4):
+    loss = model(torch.randn(8, 4)).square().mean()
+    optimizer.zero_grad({kept})
+    {before}
+    loss.backward()
+    {after}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("kept", ["", "set_to_none=False"])
+def test_clipping_before_there_is_anything_to_clip(tmp_path, kept):
+    clip = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    early = EARLY.format(kept=kept, before=f"{clip}  # HERE", after="pass")
+    assert "between backward() and step()" in look(tmp_path, early).one(22).fix
+    look(tmp_path, EARLY.format(kept=kept, before="pass", after=clip)).clean()
+    look(tmp_path, EARLY.format(kept=kept, before=clip, after=clip)).clean()

@@ -125,3 +125,48 @@ def test_a_loss_that_overflows_between_two_looks(tmp_path):
     finding = look(tmp_path, DIVERGES.format(rate=100.0)).one(27)
     assert "learning rate is too large" in finding.why
     look(tmp_path, DIVERGES.format(rate=0.1)).clean()
+
+
+SILENT = """\
+model = nn.Linear(4, 4)
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(20):
+    x = torch.rand(6, 4)
+    m = torch.ones(6, 4)
+    if step == 11:
+        x[2], m[2] = 0.0, 0.0
+    out = model(x) * x
+    {loss}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+LATER = {
+    "slope": (
+        "size = torch.sqrt(out.square().sum(-1))  # HERE\n"
+        "    loss = (size / (size.detach() + 1)).log1p().mean() / (m.sum() + 1)"
+    ),
+    "value": (
+        "rows = torch.sqrt((out * m).square().sum(-1) + 1e-6)\n"
+        "    loss = (rows / m.sum(-1)).mean()  # HERE"
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LATER.values(), ids=LATER)
+def test_a_singular_point_that_only_a_later_batch_meets(tmp_path, loss):
+    assert "not traced" in look(tmp_path, SILENT.format(loss=loss)).one(27).why
+
+
+def test_a_guard_keeps_later_batches_off_the_point(tmp_path):
+    loss = "loss = torch.sqrt(out.square().sum(-1) + 1e-8).mean() / m.sum(-1).clamp(min=1).mean()"
+    look(tmp_path, SILENT.format(loss=loss)).clean()
+
+
+def test_the_logarithm_is_named_and_not_the_product_behind_it(tmp_path):
+    lines = (
+        "p = model(x).softmax(-1) * (x[:, :3] > 0)",
+        "l = p.log()  # HERE",
+        "loss = (p * l).sum()",
+    )
+    loop(tmp_path, *lines).one(27)

@@ -99,6 +99,17 @@ SIGNS = {
         "policy = Categorical(logits=head(body(x)))",
         "loss = (policy.log_prob(policy.sample()) * torch.rand(8)).sum()  # FAULT",
     ),
+    "a-similarity": ("loss = F.cosine_similarity(head(body(x)), x[:, :3]).mean()  # FAULT",),
+    "a-divergence": (
+        "mean, spread = body(x).chunk(2, -1)",
+        "divergence = 0.5 * (1 + spread - mean**2 - spread.exp()).sum(-1)  # FAULT",
+        "loss = F.cross_entropy(head(body(x)), y) + divergence.mean()",
+    ),
+    "minus-a-divergence": (
+        "mean, spread = body(x).chunk(2, -1)",
+        "divergence = -0.5 * torch.sum(1 + spread - mean**2 - spread.exp())",
+        "loss = F.cross_entropy(head(body(x)), y) - 0.1 * divergence  # FAULT",
+    ),
 }
 CLEAN_SIGNS = {
     "a-loss": ("loss = F.cross_entropy(head(body(x)), y)",),
@@ -122,6 +133,17 @@ CLEAN_SIGNS = {
     "one-weight-for-all": (
         "policy = Categorical(logits=head(body(x)))",
         "loss = (policy.log_prob(policy.sample()) * torch.full((8,), 0.2)).mean()",
+    ),
+    "minus-a-similarity": ("loss = -F.cosine_similarity(head(body(x)), x[:, :3]).mean()",),
+    "a-divergence": (
+        "mean, spread = body(x).chunk(2, -1)",
+        "divergence = -0.5 * (1 + spread - mean**2 - spread.exp()).sum(-1)",
+        "loss = F.cross_entropy(head(body(x)), y) + divergence.mean()",
+    ),
+    "a-lower-bound": (
+        "mean, spread = body(x).chunk(2, -1)",
+        "bound = (1 + spread - mean**2 - spread.exp()).mean() - F.mse_loss(mean, x)",
+        "loss = -bound + F.cross_entropy(head(body(x)), y)",
     ),
     "a-term-of-several": (
         "loss = F.cross_entropy(head(body(x)), y) - 0.1 * F.mse_loss(head(body(x)), x[:, :3])",

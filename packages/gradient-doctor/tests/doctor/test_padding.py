@@ -228,8 +228,23 @@ def test_padding_among_the_next_tokens(tmp_path, pad):
     look(tmp_path, ragged(loss=NEXT.format(more=", ignore_index=0"), pad=pad)).clean()
 
 
+def test_padding_at_the_beginning_of_rows(tmp_path):
+    flipped = "ids = torch.where(torch.arange(20) < lengths[:, None], ids, 0).flip(1)"
+    left = ragged(loss=NEXT.format(more="") + "  # HERE").replace(
+        "ids = torch.where(torch.arange(20) < lengths[:, None], ids, 0)", flipped
+    )
+    look(tmp_path, left).one(19)
+    look(tmp_path, left.replace("ids[:, 1:]", "ids[:, 1:], ignore_index=0")).clean()
+    # the last state is that of the last word
+    last = ragged("return self.head(self.read(h)[0][:, -1])")
+    last = last.replace("lengths[:, None], ids, 0)", "lengths[:, None], ids, 0).flip(1)")
+    look(tmp_path, last).clean()
+
+
 LAST = {
     "output": "return self.head(self.read(h)[0][:, -1])  # HERE",
+    "dropout": "out = F.dropout(self.read(h)[0], 0.1)\n"
+    "        return self.head(out[:, -1])  # HERE",
     "state": "_, state = self.read(h)  # HERE\n        return self.head(state[-1])",
 }
 AT_THE_LENGTH = {

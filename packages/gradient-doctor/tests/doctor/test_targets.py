@@ -211,3 +211,26 @@ def test_raw_scores_where_probabilities_are_expected(tmp_path):
     (finding,) = snippets.serious(examination)
     assert (finding.number, finding.site.line) == (18, lines[0])
     assert "with_logits" in finding.fix
+
+
+def test_the_line_that_made_all_pairs_of_a_target(tmp_path):
+    target = "y = x.sum(-1, keepdim=True) + x.mean(-1)  # HERE"
+    assert "[6, 6]" in loop(tmp_path, "loss = F.mse_loss(model(x), y)", target).one(18).what
+
+
+def test_a_column_minus_itself_as_a_row_is_meant(tmp_path):
+    loop(tmp_path, "v = model(x); loss = (v - v.squeeze(1) - y).square().mean()").clean()
+
+
+def test_class_ids_as_the_target_of_all_outputs(tmp_path):
+    target = "y = (torch.arange(6) % 3).float()[:, None]"
+    loop(tmp_path, "loss = F.mse_loss(model(x), y)  # HERE", target, out=3).one(18)
+    # an ensemble: each output has the row's one answer
+    loop(tmp_path, "loss = F.mse_loss(model(x), y / 2)", target, out=3).clean()
+
+
+def test_labels_of_0_where_minus_1_is_meant(tmp_path):
+    target = "y = (torch.arange(6) % 2).float()"
+    ranking = "F.margin_ranking_loss(model(x)[:, 0], x[:, 0], {})"
+    loop(tmp_path, f"loss = {ranking.format('y')}  # HERE", target).one(18)
+    loop(tmp_path, f"loss = {ranking.format('2 * y - 1')}", target).clean()

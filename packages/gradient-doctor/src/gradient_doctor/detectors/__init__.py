@@ -7,7 +7,9 @@ from gradient_doctor.detectors.activations import Activations
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
+from gradient_doctor.detectors.clipping import Clipping
 from gradient_doctor.detectors.cosmetic import Cosmetic
+from gradient_doctor.detectors.divergences import Divergences
 from gradient_doctor.detectors.dropped import Dropped
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
@@ -25,6 +27,7 @@ from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.missing import Missing
 from gradient_doctor.detectors.names import Names
 from gradient_doctor.detectors.nonfinite import NonFinite
+from gradient_doctor.detectors.normalised import RowSoftmax
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
 from gradient_doctor.detectors.phases import Phases
@@ -71,6 +74,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Targets,
     Shifts,
     Axes,
+    RowSoftmax,
     Activations,
     Lengths,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
@@ -81,9 +85,11 @@ DETECTORS: tuple[type[Detector], ...] = (
     Unchanged,
     Schedule,
     Magnitude,
+    Clipping,
     Estimators,
     PolicyLosses,
     Signs,
+    Divergences,
     Names,
     Rising,
     Scales,  # what others have explained is not said again

@@ -41,7 +41,11 @@ _BATCH_FIRST = {
     "conv_transpose2d": 4,
     "adaptive_avg_pool2d": 4,
 }
-_MOVES = {"transpose", "swapaxes", "swapdims", "permute", "t", "T", "movedim", "moveaxis"}
+_READERS = {
+    *("linear", "conv1d", "conv2d", "conv3d", "multi_head_attention_forward"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", *_RECURRENT),
+}
+MOVES = {"transpose", "swapaxes", "swapdims", "permute", "t", "T", "movedim", "moveaxis"}
 _REDUCES = {"mean", "sum", "amax", "max"}
 _CLASSES = {"cross_entropy", "nll_loss"}
 _LOSSES = _CLASSES | {
@@ -81,13 +85,18 @@ class Axes(Detector):
         self._by_time = WeakIdKeyDictionary()  # values whose rows are steps of time -> Layer
         self._flattened = WeakIdKeyDictionary()  # values -> the leading axes that were merged
         self._broken = WeakIdKeyDictionary()  # output of a reshape that broke an axis -> its line
+        self._broken_data = WeakIdKeyDictionary()  # the same of what needs no gradient
         self._suspects: dict[tuple[Site, int], Suspect] = {}
 
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
             return
+        if call.short in _READERS and self._broken_data:
+            self._read(call)
         if call.short in _LOSSES:
             self._loss(call)
+        elif call.short == "ctc_loss":
+            self._ctc(call)
         elif call.short in _RESHAPES:
             self._reshape(call)
         elif call.short in _RECURRENT and len(call.args) > 7:
@@ -105,19 +114,33 @@ class Axes(Detector):
         self._flatten(source, result, old, new)
         if old and new and old[0] == new[0] and self._samples.get(source) == 0:
             self._samples[result] = 0
-        if not result.requires_grad or not is_exchange(old, new) or call.site is None:
+        if not is_exchange(old, new) or call.site is None:
             return
-        self._broken[result] = call.site
+        if result.requires_grad:
+            self._broken[result] = call.site
+            self._exchanges(call.site, call.short, old, new, live_in(self.session, [source]))
+        elif result.is_floating_point() and len(old) > 2:
+            self._broken_data[result] = (call.site, call.short, old, new)
+
+    def _exchanges(self, site: Site, short: str, old: Any, new: Any, live: int) -> None:
         lengths = " and ".join(map(str, sorted(exchanged(old, new))))
         self._suspect(
-            (call.site, 33),
-            f"`{call.short}` of {list(old)} to {list(new)} mixes axes: it cannot exchange them.",
+            (site, 33),
+            f"`{short}` of {list(old)} to {list(new)} mixes axes: it cannot exchange them.",
             f"The numbers keep their order, so the axis of length {lengths} is cut up, and what "
             "stands in its new place are pieces of several others: samples, steps or features "
             "trade values.",
-            f"Move the axis with transpose() or permute() first, then {call.short}.",
-            live_in(self.session, [source]),
+            f"Move the axis with transpose() or permute() first, then {short}.",
+            live,
         )
+
+    def _read(self, call: OpCall) -> None:
+        """A layer takes data whose axes a reshape has mixed."""
+        broken = self._broken_data.get(call.inputs[0])
+        live = live_in(self.session, call.inputs) if broken is not None else 0
+        if broken is not None and live:
+            site, short, old, new = broken
+            self._exchanges(site, short, old, new, live)
 
     def _flatten(self, source: Tensor, result: Tensor, old: Any, new: Any) -> None:
         """Two leading axes that became one."""
@@ -128,8 +151,11 @@ class Axes(Detector):
     # layers
 
     def _layer(self, call: OpCall, time: int, batch: int) -> Layer:
-        stack = self.session.module_stack
-        made = birth_site(self.session.registry, stack[-1]) if stack else None
+        stack, registry = self.session.module_stack, self.session.registry
+        made = birth_site(registry, stack[-1]) if stack else None
+        if stack and made is None:  # a copy (nn.TransformerEncoder): where the first was made
+            sites = map(registry.prototypes.get, stack[-1].parameters())
+            made = next((site for site in sites if site is not None), None)
         called = self.session.called.get(stack[-1]) if stack else None
         return Layer(made, called or call.site, time, batch)
 
@@ -178,7 +204,10 @@ class Axes(Detector):
         least = _BATCH_FIRST.get(call.short)
         if least is not None and source.dim() >= max(least, 2) and result.dim() == source.dim():
             self._samples[result] = 0
-        for known in (self._samples, self._mixed, self._by_time, self._flattened, self._broken):
+        for known in (
+            *(self._samples, self._mixed, self._by_time, self._flattened, self._broken),
+            self._broken_data,
+        ):
             if not known:
                 continue
             carrier = next((t for t in call.inputs if t in known), None)
@@ -191,15 +220,15 @@ class Axes(Detector):
         same = result.dim() == source.dim() and result.shape[:-1] == source.shape[:-1]
         if known is self._flattened or known is self._by_time:
             rows = result.shape[:1] == source.shape[:1] != ()
-            if rows and call.short not in _MOVES:
+            if rows and call.short not in MOVES:
                 known[result] = kept
             return
-        if known is self._broken:
-            if result.shape == source.shape and call.short not in _MOVES:
+        if known is self._broken or known is self._broken_data:
+            if result.shape == source.shape and call.short not in MOVES:
                 known[result] = kept
             return
-        if call.short in _MOVES or call.short in ("squeeze", "unsqueeze"):
-            places = _moved(call, source, result)
+        if call.short in MOVES or call.short in ("squeeze", "unsqueeze"):
+            places = moved(call, source, result)
             if places is None:
                 return
             if known is self._samples:
@@ -259,6 +288,21 @@ class Axes(Detector):
                 "Bring both into the same order of axes before they are flattened.",
                 live,
             )
+
+    def _ctc(self, call: OpCall) -> None:
+        """It takes time first; a layer that has just read the data knows which axis that is."""
+        layer = self._mixed.get(call.inputs[0])
+        if layer is None or call.inputs[0].dim() != 3 or layer.time != 1 or call.site is None:
+            return
+        self._suspect(
+            (call.site, 33),
+            "ctc_loss takes the axis of the samples for that of time.",
+            f"It wants [time, batch, classes] and gets {shape(call.inputs[0])} of a layer whose "
+            f"steps go along axis {layer.time}: both lengths happen to fit.",
+            "Transpose: log_probs.transpose(0, 1).",
+            live_in(self.session, call.inputs),
+            layer.call,
+        )
 
     # verdicts
 
@@ -333,7 +377,7 @@ def is_exchange(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
     return old[0] == new[0] or bool(old[0] % new[0])
 
 
-def _moved(call: OpCall, source: Tensor, result: Tensor) -> list[int] | None:
+def moved(call: OpCall, source: Tensor, result: Tensor) -> list[int] | None:
     """For each axis of the result, which of the source's it is; -1 for one that is new."""
     axes = list(range(source.dim()))
     short, args = call.short, call.args

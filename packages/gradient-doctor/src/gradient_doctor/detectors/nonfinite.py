@@ -14,6 +14,7 @@ from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import MARK, node_of, nodes_of
 from gradient_doctor.readable import gradient_of, is_finite, values_of
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
+from gradient_doctor.singular import Exposed, Singular
 from gradient_doctor.taint import tensors_in
 
 # infinities that are written on purpose: they mask
@@ -32,6 +33,9 @@ _HINTS = {
     "pow": "a power whose slope is infinite at zero",
     "__pow__": "a power whose slope is infinite at zero",
     "mean": "the mean of nothing",
+    "acos": "acos at 1 or -1, where its slope is infinite",
+    "asin": "asin at 1 or -1, where its slope is infinite",
+    "rsqrt": "the root of zero",
     "mul": "zero times infinity",
     "sub": "infinity minus infinity",
     "softmax": "a softmax over nothing but -inf",
@@ -85,6 +89,8 @@ class NonFinite(Detector):
         self._good = False  # some backward was finite: a scaler has found its scale
         self._losses: dict[int, tuple[Birth, Site | None, int]] = {}  # step -> a loss that is none
         self._diverged: tuple[int, Site | None] | None = None  # a step without a trace
+        self._singular = Singular()
+        self._suspects: list[Exposed] = []  # what that step may have brought to its singular point
         self._first_loss: float | None = None
         self._last_loss: float | None = None
         self._poisoned = False  # a step was taken with such gradients: all that follows is too
@@ -92,6 +98,7 @@ class NonFinite(Detector):
     def op(self, call: OpCall) -> None:
         if self._poisoned:
             return
+        self._singular.op(call)
         inherited = next((b for b in map(self._births.get, call.inputs) if b is not None), None)
         for output in call.outputs:
             if not (output.is_floating_point() and output.numel()):
@@ -119,9 +126,9 @@ class NonFinite(Detector):
         if values is None or is_finite(values):
             return None
         kind = "nan" if bool(values.isnan().any()) else "inf"
-        if inherited is not None and (inherited.kind == kind or kind == "inf"):
-            return inherited
-        if kind == "inf" and (call.short in _ON_PURPOSE or _infinite(call)):
+        if inherited is not None:
+            return inherited  # also NaN, of infinities that nobody has written
+        if kind == "inf" and (call.short in _ON_PURPOSE or _infinite(call) or _is_mask(call)):
             return None
         data = not output.requires_grad and call.short in _WRITTEN
         return Birth(call.short, call.site, kind, self._range(call), data)
@@ -150,6 +157,14 @@ class NonFinite(Detector):
                 self._last_loss = loss
             elif not self.session.record.checked and not self._bad and not self._losses:
                 self._diverged = (backward.step, backward.site)
+                if not self._grew():
+                    self._suspects = self._singular.suspects(slope=self._weights_are_bad())
+
+    def _weights_are_bad(self) -> bool:
+        """The step before has written what is no number: its loss was one, its slope was not."""
+        registry = self.session.registry
+        contents = map(self.session.values, registry.tensors(registry.owned))
+        return any(v is not None and v.is_floating_point() and not is_finite(v) for v in contents)
 
     def _say_diverged(self) -> None:
         if self._diverged is None or self._scaled() or self._is_said():
@@ -161,6 +176,9 @@ class NonFinite(Detector):
         grew = self._grew()
         if grew and self.session.summed is not None:
             self._say_summed(step, *self.session.summed)
+            return
+        if self._suspects:
+            self._say_suspect(step, last, site)
             return
         births = [
             birth_site(self.session.registry, o) for o in self.session.registry.optimizers.values()
@@ -182,6 +200,24 @@ class NonFinite(Detector):
             site=(births[0] if grew and births else None) or site,
             parameters=self.session.registry.owned,
             related=(site,),
+        )
+
+    def _say_suspect(self, step: int, last: float, backward: Site | None) -> None:
+        """The step was not traced; the operation is one of those that were, without a guard."""
+        first = self._suspects[0]
+        cause = _HINTS.get(first.op)
+        self.report(
+            27,
+            Severity.ERROR,
+            f"The loss is not finite from step {step} on.",
+            why=f"Its last value before was {last:.3g}. That step was not traced; in those that "
+            f"were, nothing keeps the input of {first.op} at this line off its singular point"
+            + (f" ({cause})." if cause else "."),
+            fix=_FIXES.get(first.op, "Keep the inputs of this line away from its singular points.")
+            + " To be sure, run with --mode trace.",
+            site=first.site,
+            parameters=self.session.registry.owned,
+            related=(*(e.site for e in self._suspects[1:4]), backward),
         )
 
     def _grew(self) -> bool:
@@ -288,6 +324,8 @@ class NonFinite(Detector):
             if blown.origin is not None:
                 short = blown.origin.op.rsplit(".", 1)[-1]
                 return Birth(short, blown.origin.site, blown.kind), not blown.singular
+        if self._suspects:
+            return Birth(self._suspects[0].op, self._suspects[0].site, "nan"), False
         return Birth("backward", backward.site, "nan"), True
 
     def event(self, event: Event) -> None:
@@ -364,6 +402,11 @@ class NonFinite(Detector):
             parameters=bits,
             related=(birth.site, bad.backward),
         )
+
+
+def _is_mask(call: OpCall) -> bool:
+    """The logarithm of what hides places: 0 there, and no gradient."""
+    return call.short == "log" and not call.outputs[0].requires_grad
 
 
 def _infinite(call: OpCall) -> bool:

@@ -34,12 +34,13 @@ _SAME = {
     *("sum", "mean", "squeeze", "unsqueeze", "view", "reshape", "float", "stack", "cat", "flatten"),
     *("to", "clone", "contiguous", "expand"),
 }
-_TAKES = {"gather", "__getitem__", "index_select", "take_along_dim"}
+_TAKES = {"gather", "__getitem__", "index_select", "take_along_dim", "diag", "diagonal"}
 _PRODUCT = {"mul", "multiply"}
 _LOSSES = {
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss"),
 }
+_GAINS = {"cosine_similarity"}
 # what makes a positive weight on purpose: a mixture's probability, a learnt precision
 _POSITIVE = {"softmax", "sigmoid", "exp", "softplus", "relu", "square", "abs", "sigmoid_", "exp_"}
 _REARRANGES = _SAME | _TAKES
@@ -366,9 +367,13 @@ class PolicyLosses(Detector):
                 turned = term.site
             factor, term = factor * weight, part
         maximised = self._maximised(backward)
-        if term.op not in _LOSSES or (factor < 0) == maximised:
+        # a similarity is made to be maximised
+        meant = (factor > 0) if term.op in _LOSSES else (factor < 0)
+        if term.op not in _LOSSES | _GAINS or meant != maximised:
             return
         registry = self.session.registry
+        if term.op in _GAINS and not any(map(registry.home, registry.tensors(root.live))):
+            return  # an attack on an input
         own = registry.owned
         if len(registry.optimizers) != 1 or root.live & ~own or len(self._negated) > 1:
             return  # adversaries, attacks and reversed gradients mean it
@@ -381,10 +386,15 @@ class PolicyLosses(Detector):
         self.report(
             32,
             Severity.WARNING,
-            f"The only loss of the {called(name)} is {term.op}, and the steps drive it up.",
-            why=f"{term.op} is made to be minimised, but {how}: every step along its gradient "
+            f"The only loss of the {called(name)} is {term.op}, and the steps drive it "
+            + ("down." if term.op in _GAINS else "up."),
+            why=f"{term.op} is 1 where both agree: every step pushes them apart."
+            if term.op in _GAINS
+            else f"{term.op} is made to be minimised, but {how}: every step along its gradient "
             "makes the predictions worse, without a bound.",
-            fix="Minimise it: remove the minus, or maximize=True.",
+            fix=f"Minimise 1 - {term.op}."
+            if term.op in _GAINS
+            else "Minimise it: remove the minus, or maximize=True.",
             site=(birth_site(registry, registry.optimizers[name]) if maximised else None) or turned,
             parameters=root.live,
             related=(term.site, turned, backward.site),

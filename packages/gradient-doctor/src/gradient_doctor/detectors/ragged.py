@@ -28,11 +28,12 @@ _MOST = 0.5  # of what a recurrent network reads
 
 @dataclass(frozen=True)
 class Rows:
-    """Ids that an embedding took, with padded ends."""
+    """Ids that an embedding took, with padded ends or beginnings."""
 
     ids: Tensor
     pad: int
     pads: Tensor
+    ends: Tensor  # of these, what stands after the text
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Ragged(Detector):
             self._mean(call)
         else:
             self._follow(call)
+            self._follow_states(call)
             for tensor in call.inputs:
                 if tensor in self._final:
                     self._say_state(self._final[tensor], self._final[tensor].site, call)
@@ -93,11 +95,8 @@ class Ragged(Detector):
             pad = inferred_pad(rows) if known is None else known
             if pad is not None:
                 pads = padded_places(rows, pad)
-                pads &= (
-                    pads.flip(1).long().cumprod(1).bool().flip(1)
-                )  # the ends, not the beginnings
                 if bool(pads.any()):
-                    self._rows.append(Rows(rows.clone(), pad, pads))
+                    self._rows.append(Rows(rows.clone(), pad, pads, _at_ends(pads)))
                     if rows is values:
                         self._texts[call.outputs[0]] = self._rows[-1]
                     return
@@ -129,7 +128,7 @@ class Ragged(Detector):
             19,
             Severity.WARNING,
             f"Padding counts in the loss: {int(pads.sum())} of {pads.numel()} targets are token "
-            f"{rows.pad}, at the ends of rows.",
+            f"{rows.pad}, at an end of rows.",
             why="The rows have different lengths and this token fills them up; the model is taught "
             "to predict padding, which is easy, and the mean hides the rest.",
             fix=f"Pass ignore_index={rows.pad} to {call.short}, or give these places the label "
@@ -165,8 +164,8 @@ class Ragged(Detector):
             19,
             Severity.WARNING,
             f"The mean over {rows.ids.shape[1]} positions includes the padding of "
-            f"{int(rows.pads[:, -1].sum())} of {len(rows.ids)} rows.",
-            why=f"{share:.0%} of the positions are token {rows.pad}, at the ends of rows: the "
+            f"{int(rows.pads.any(1).sum())} of {len(rows.ids)} rows.",
+            why=f"{share:.0%} of the positions are token {rows.pad}, at an end of rows: the "
             "result depends on how long a row is, and on the longest row of its batch.",
             fix="Sum over the tokens of each row, and divide by their number: "
             "(h * mask).sum(1) / mask.sum(1).",
@@ -187,12 +186,20 @@ class Ragged(Detector):
         rows = next((r for r in self._rows if tuple(r.ids.shape) == size), None)
         if rows is None:
             return
-        share = int(torch.count_nonzero(rows.pads)) / max(rows.pads.numel(), 1)
-        ends = int(rows.pads[:, -1].sum())
+        share = int(torch.count_nonzero(rows.ends)) / max(rows.ends.numel(), 1)
+        ends = int(rows.ends[:, -1].sum())
         states = States(time, size[1], share, ends, size[0], call.site)
         self._states[call.outputs[0]] = states
         for final in call.outputs[1:]:
             self._final[final] = states
+
+    def _follow_states(self, call: OpCall) -> None:
+        """Dropout, a norm, a layer for each step; not what a mask may have gone into."""
+        source, size = call.inputs[0] if call.inputs else None, call.outputs[0].shape[:2]
+        if source is None or source not in self._states or source.shape[:2] != size:
+            return
+        if not any(t.dim() > 1 and t.shape[:2] == size for t in call.inputs[1:]):
+            self._states[call.outputs[0]] = self._states[source]
 
     def _taken(self, call: OpCall) -> None:
         source = call.inputs[0]
@@ -232,9 +239,12 @@ def _next_pads(rows: Rows, target: Tensor) -> Tensor | None:
     for shift in (1, 0):
         shared = min(width, length - shift)
         if shared > 1 and torch.equal(rows.ids[:, shift : shift + shared], target[:, :shared]):
-            is_pad = target == rows.pad
-            return is_pad.flip(1).long().cumprod(1).bool().flip(1)
+            return padded_places(target, rows.pad)
     return None
+
+
+def _at_ends(pads: Tensor) -> Tensor:
+    return pads.flip(1).long().cumprod(1).bool().flip(1)
 
 
 def _is_last(index: Any, states: States) -> bool:

@@ -20,6 +20,13 @@ _ELEMENTWISE = {
     *("poisson_nll_loss", "soft_margin_loss"),
 }
 _CLASSES = {"cross_entropy", "nll_loss"}
+_ERRORS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
+# where their target stands; soft_margin_loss has one for each prediction
+_SIGNS = {
+    **dict.fromkeys(("soft_margin_loss", "hinge_embedding_loss"), 1),
+    **dict.fromkeys(("margin_ranking_loss", "cosine_embedding_loss"), 2),
+}
+_UNNORMALISED = 0.1  # of a log-sum of probabilities
 _BINARY = {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 _ARITHMETIC = {
     *("add", "sub", "mul", "div", "__rsub__", "__rtruediv__", "minimum", "maximum", "min", "max"),
@@ -41,7 +48,13 @@ class Targets(Detector):
     def op(self, call: OpCall) -> None:
         if call.name.startswith(_FUNCTIONAL) and call.short in _ELEMENTWISE | _CLASSES:
             self._loss(call)
+            if call.short in _SIGNS:
+                self._signs(call)
             return
+        if call.short in _SIGNS and call.name.startswith(_FUNCTIONAL):
+            self._signs(call)
+        elif call.short == "ctc_loss":
+            self._log_probs(call)
         self._follow_pairs(call)
         self._follow_classes(call)
 
@@ -68,6 +81,21 @@ class Targets(Detector):
             return
         size = torch.broadcast_shapes(prediction.shape, target.shape)
         grown = [t for t in (prediction, target) if tuple(t.shape) != tuple(size)]
+        earlier = self._pairs.get(target)
+        if earlier is not None and all(t is prediction for t in grown):
+            self._report_pairs(earlier, live)  # the target's own line has made all pairs
+            return
+        if grown[0] is target and self._are_ids(call, prediction, target):
+            self._say(
+                call,
+                live,
+                f"{call.short} compares all {prediction.shape[-1]} outputs of a row with its "
+                "class id.",
+                f"The target {shape(target)} has whole numbers from 0 to "
+                f"{prediction.shape[-1] - 1}, and is repeated along the outputs.",
+                "Use cross_entropy(logits, ids.long()), or one_hot the ids.",
+            )
+            return
         both = len(grown) == 2
         coincidence = _lines_up_by_chance(prediction, target)
         if not both and not coincidence and grown[0] is target:
@@ -95,6 +123,22 @@ class Targets(Detector):
             site=call.site,
             parameters=live,
         )
+
+    def _are_ids(self, call: OpCall, prediction: Tensor, target: Tensor) -> bool:
+        """One whole number for each row, and as many outputs as there are numbers."""
+        classes = prediction.shape[-1]
+        if call.short not in _ERRORS or classes < 3 or tuple(target.shape[-1:]) != (1,):
+            return False
+        values = self.session.values(target)
+        if (
+            values is None
+            or target.requires_grad
+            or tuple(target.shape[:-1]) != tuple(prediction.shape[:-1])
+        ):
+            return False
+        if bool((values != values.round()).any()) or bool((values < 0).any()):
+            return False
+        return int(values.max()) == classes - 1 and len(values.unique()) > 2
 
     def _single(self, call: OpCall, prediction: Tensor, target: Tensor, live: int) -> None:
         """One element for all of a batch. A label that is always the same (a GAN's 1) is meant."""
@@ -204,6 +248,39 @@ class Targets(Detector):
                 "Pass log_softmax(logits), or use cross_entropy on the logits.",
             )
 
+    def _signs(self, call: OpCall) -> None:
+        """Losses of which one label means `alike` and the other `different`: 1 and -1."""
+        target = argument(call, _SIGNS[call.short], "target")
+        live = live_in(self.session, call.inputs)
+        values = self.session.values(target) if isinstance(target, Tensor) else None
+        if values is None or not live or not bool((values == 0).any()):
+            return
+        if bool(((values == 0) | (values == 1)).all()) and bool((values == 1).any()):
+            self._say(
+                call,
+                live,
+                f"{call.short} has targets 0 and 1; they must be -1 and 1.",
+                "A target of 0 is neither: it takes the prediction out of the loss.",
+                "Pass 2 * target - 1.",
+            )
+
+    def _log_probs(self, call: OpCall) -> None:
+        scores = argument(call, 0, "log_probs")
+        values = self.session.values(scores) if isinstance(scores, Tensor) else None
+        live = live_in(self.session, call.inputs)
+        if values is None or not live or not values.numel():
+            return
+        sums = values.float().logsumexp(-1)
+        if bool((sums[sums.isfinite()].abs() > _UNNORMALISED).any()):
+            self._say(
+                call,
+                live,
+                "ctc_loss got scores whose probabilities do not sum to 1.",
+                f"Along the last axis they sum to values up to {float(sums.exp().max()):.3g}; its "
+                "input must be logarithms of probabilities.",
+                "Pass log_softmax(logits, dim=-1).",
+            )
+
     def _say(self, call: OpCall, live: int, what: str, why: str, fix: str) -> None:
         self.report(18, Severity.ERROR, what, why=why, fix=fix, site=call.site, parameters=live)
 
@@ -221,7 +298,9 @@ class Targets(Detector):
         operands = [t for t in call.inputs if t.numel() > 1]
         if call.short in _ARITHMETIC and len(call.inputs) == 2 and len(operands) == 2:
             a, b = operands
-            if _crosses(a, b, result) and is_user_file(call.site.file):
+            # a column and a row of the same values: all pairs are meant
+            crosses = _crosses(a, b, result) and a.data_ptr() != b.data_ptr()
+            if crosses and is_user_file(call.site.file):
                 pair = (call.site, call.short, a.shape, b.shape)
                 live = live_in(self.session, operands)
                 if live and not self._was_placed(a, b):
