@@ -19,7 +19,7 @@ from gradient_doctor.findings import Site, joined
 from gradient_doctor.graph import node_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
-from gradient_doctor.taint import Cut, Taint
+from gradient_doctor.taint import GRAD, Cut, Taint
 from gradient_doctor.terms import CUTS, Term, Terms
 
 # moved or converted, which is no use of it
@@ -162,7 +162,16 @@ class Ledger(Detector):
             if not fact.zero:
                 self.nonzero |= bit
         if backward.taint is not None:
-            self.reached |= backward.taint.live
+            self.reached |= self._within(backward)
+
+    def _within(self, backward: Backward) -> int:
+        """What the loss is alive in, of what it was asked for."""
+        assert backward.taint is not None
+        if backward.inputs is None:
+            return backward.taint.live
+        return backward.taint.live & self.session.registry.bits(
+            t for t in backward.inputs if t.is_leaf
+        )
 
     def backward_failed(self, backward: Backward, error: BaseException) -> None:
         if backward.taint is not None:
@@ -375,6 +384,8 @@ def what_cuts(fact: CutFact) -> str:
         return f"`{fact.op}` at {at} is flat between its jumps: its derivative is zero"
     if fact.kind == "scalar":
         return f"`{fact.op}` at {at} turns the value into a Python number"
+    if fact.op == GRAD:
+        return f"{GRAD} at {at}, without create_graph=True, gives numbers that have no graph"
     if fact.kind == "function":
         return f"the custom Function {fact.op} at {at} returns a value without gradient"
     return f"`{fact.op}` at {at} takes the value out of the graph"
@@ -398,6 +409,8 @@ def how_to_mend(fact: CutFact) -> str:
         return "Use a differentiable stand-in (softmax, a straight-through or score estimator)."
     if fact.kind == "scalar":
         return f"Keep the tensor; use `{fact.op}` for what is printed only."
+    if fact.op == GRAD:
+        return "Pass create_graph=True there: then the gradient can be differentiated itself."
     if fact.kind == "function":
         return f"Let {fact.op}.forward return a differentiable output, with a backward for it."
     return f"Remove `{fact.op}` there, or take the parameters out of the optimizer if it is meant."

@@ -169,6 +169,11 @@ class Registry:
                 return
             module = above
 
+    def parent(self, module: nn.Module) -> nn.Module | None:
+        """The module that it was given to last."""
+        ref = self._parents.get(module)
+        return None if ref is None else ref()
+
     def top_of(self, module: nn.Module) -> nn.Module:
         """The outermost module that holds this one: its parts may be called one by one."""
         while True:

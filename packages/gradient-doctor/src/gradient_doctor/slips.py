@@ -99,6 +99,12 @@ def filled_at(site: Site) -> Site | None:
     return Site(site.file, fills[0], site.function) if name and len(fills) == 1 else None
 
 
+def calls_in(file: str) -> list[ast.Call]:
+    """All calls of a file."""
+    tree = _tree(file) if is_user_file(file) else None
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)] if tree else []
+
+
 def is_method(site: Site) -> bool:
     """Whether a line stands in a method."""
     function = _function_around(site)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gradient_doctor.explain import CutFact, Ledger, what_cuts
+from gradient_doctor.explain import CutFact, Ledger, how_to_mend, what_cuts
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file
-from gradient_doctor.taint import Taint
+from gradient_doctor.taint import GRAD, Taint
 from gradient_doctor.terms import COPIES, Term
 
 # optimizers whose step does not grow with the gradient
@@ -178,20 +178,23 @@ class Cosmetic(Detector):
             if best.op in COPIES and best.kind == "explicit" and best.site is not None:
                 self._say_copied(best, site, hidden)
                 return
+            at = site if best.op != GRAD else best.site or site
             why = f"It depends on {self.session.registry.many(hidden)}, but {what_cuts(best)}"
             related = tuple(fact.site for fact in facts)
         else:
-            why, related = "It is computed from data alone", ()
+            why, related, at = "It is computed from data alone", (), site
         self.report(
             23,
             Severity.WARNING,
             f"A term of the loss{value} has no gradient: it changes the number, not the update.",
             why=f"{why}; it enters the loss by addition.",
-            fix="Give the term a gradient (remove the cut; for a reward, a score-function or"
+            fix=how_to_mend(best)
+            if facts and best.op == GRAD
+            else "Give the term a gradient (remove the cut; for a reward, a score-function or"
             " pathwise estimate), or drop it from the loss and log it on its own.",
-            site=site,
+            site=at,
             parameters=hidden,
-            related=related,
+            related=(*related, site),
         )
 
     def _say_copied(self, cut: CutFact, site: Site, hidden: int) -> None:
