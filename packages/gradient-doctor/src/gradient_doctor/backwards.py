@@ -205,7 +205,9 @@ class Backwards:
 
         def received(bit: int) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
-                if threading.get_ident() not in self.session.strangers:
+                # it also runs for a None, which a custom Function's backward has passed on
+                stranger = threading.get_ident() in self.session.strangers
+                if not stranger and parameter.grad is not None:
                     backward.received |= bit
 
             return hook

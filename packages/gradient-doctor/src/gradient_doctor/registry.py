@@ -63,6 +63,8 @@ class Registry:
         self.frozen_at: WeakIdKeyDictionary = (
             WeakIdKeyDictionary()
         )  # parameter -> where requires_grad went off
+        # the same parameters -> that line, and those of its callers
+        self.freezers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.converted_at: WeakIdKeyDictionary = (
             WeakIdKeyDictionary()
         )  # parameter -> where its dtype was changed

@@ -16,6 +16,9 @@ from gradient_doctor.findings import Site
 from gradient_doctor.sites import is_user_file
 
 
+_COMPOUND = (ast.For, ast.While, ast.If, ast.With, ast.FunctionDef)
+
+
 def bare_attribute(files: Iterable[str], name: str) -> Site | None:
     """The first statement `something.name` that is nothing else: a call without parentheses."""
     for file, node in _statements(files):
@@ -103,6 +106,42 @@ def calls_in(file: str) -> list[ast.Call]:
     """All calls of a file."""
     tree = _tree(file) if is_user_file(file) else None
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call)] if tree else []
+
+
+def default_behind(site: Site) -> tuple[str, int] | None:
+    """The argument with a default that decides whether, or with what, this line is run.
+
+    And its position in a call: `self` is not counted.
+    """
+    function = _function_around(site)
+    statement = statement_at(site)
+    if function is None or statement is None:
+        return None
+    deciding: list[ast.AST] = [statement] if not isinstance(statement, _COMPOUND) else []
+    deciding += [
+        node.test
+        for node in ast.walk(function)
+        if isinstance(node, ast.If) and node.lineno <= site.line <= (node.end_lineno or node.lineno)
+    ]
+    read = {n.id for part in deciding for n in ast.walk(part) if isinstance(n, ast.Name)}
+    words = [*function.args.posonlyargs, *function.args.args]
+    shift = 1 if words and words[0].arg in ("self", "cls") else 0
+    first = len(words) - len(function.args.defaults)
+    places = {word.arg: k - shift for k, word in enumerate(words) if k >= first}
+    pairs = zip(function.args.kwonlyargs, function.args.kw_defaults)
+    places.update({word.arg: len(words) for word, default in pairs if default is not None})
+    return next(((name, place) for name, place in places.items() if name in read), None)
+
+
+def returns_of(head: Site) -> list[ast.Return]:
+    """The return statements of the function that begins at a line; decorators count."""
+    tree = _tree(head.file)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.FunctionDef) and node.name == head.function:
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if first == head.line:
+                return [n for n in ast.walk(node) if isinstance(n, ast.Return)]
+    return []
 
 
 def is_method(site: Site) -> bool:

@@ -18,7 +18,7 @@ from gradient_doctor.readable import LAZY, META, UNTOUCHABLE, is_recorded, shape
 from gradient_doctor.records import OpCall
 from gradient_doctor.replaced import Replaced
 from gradient_doctor.session import Session
-from gradient_doctor.sites import asked_by_user, here, within
+from gradient_doctor.sites import asked_by_user, here, user_lines, within
 from gradient_doctor.taint import (
     Cut,
     Region,
@@ -400,6 +400,7 @@ def _switched(session: Session, args: Any) -> None:
             session.registry.frozen_at.pop(tensor, None)
         else:
             session.registry.frozen_at[tensor] = session.here()
+            session.registry.freezers[tensor] = user_lines()
 
 
 def _gradient_set(session: Session, args: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradient_doctor.detectors.accumulated import Accumulated
 from gradient_doctor.detectors.activations import Activations
+from gradient_doctor.detectors.averages import Averages
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
@@ -12,6 +13,7 @@ from gradient_doctor.detectors.dropped import Dropped
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
 from gradient_doctor.detectors.frozen import Frozen
+from gradient_doctor.detectors.frozen_defaults import FrozenDefaults
 from gradient_doctor.detectors.frozen_layers import FrozenLayers
 from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
@@ -38,6 +40,7 @@ from gradient_doctor.detectors.scales import Scales
 from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
+from gradient_doctor.detectors.silent_functions import SilentFunctions
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -53,6 +56,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Unread,  # before those who would call unseen parameters idle
     Frozen,
     FrozenLayers,
+    FrozenDefaults,
     Ownership,
     Leaves,
     Erased,
@@ -75,6 +79,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Lengths,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
+    SilentFunctions,
     Zeros,
     Ranges,
     NonFinite,
@@ -85,6 +90,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     PolicyLosses,
     Signs,
     Names,
+    Averages,
     Rising,
     Scales,  # what others have explained is not said again
     Swallowed,
