@@ -194,7 +194,9 @@ class Backwards:
         registry = self.session.registry
 
         def arrived(parameter: Tensor) -> None:
-            backward.arrived |= registry.bit(parameter)
+            # it also runs for a None, which a custom Function's backward has passed on
+            if parameter.grad is not None:
+                backward.arrived |= registry.bit(parameter)
 
         if not self.session.record.checked:
             # of those that something was said of, the first gradient matters at any time
@@ -205,7 +207,6 @@ class Backwards:
 
         def received(bit: int) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
-                # it also runs for a None, which a custom Function's backward has passed on
                 stranger = threading.get_ident() in self.session.strangers
                 if not stranger and parameter.grad is not None:
                     backward.received |= bit
