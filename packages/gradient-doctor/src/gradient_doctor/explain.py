@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from gradient_doctor.findings import Site, joined
 from gradient_doctor.graph import node_of
+from gradient_doctor.readable import checksum
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.taint import GRAD, Cut, Taint
@@ -106,6 +107,8 @@ class Ledger(Detector):
         self._since: dict[int, int] = {}  # by bit: steps of its optimizer before we knew it
         self._before = 0  # what the last of them gave gradients to
         self.by_hand = 0  # no backward gave them a gradient, and yet they had one at a step
+        self._arrived = self._handed = 0  # by a backward; by autograd.grad alone
+        self._still: dict[int, float] = {}  # the latter: had no `.grad` at a step, and this sum
         self.claims: list[Any] = []  # detectors.late.Claim: what a later gradient would refute
 
     # facts
@@ -157,6 +160,11 @@ class Ledger(Detector):
 
     def backward_ended(self, backward: Backward) -> None:
         self.received |= backward.received | backward.arrived
+        if backward.kind == "grad":
+            self._handed |= backward.received & ~self._arrived
+        else:
+            self._arrived |= backward.received | backward.arrived
+            self._handed &= ~self._arrived
         self.by_site[backward.site] = self.by_site.get(backward.site, 0) | backward.received
         for bit, fact in backward.gradients.items():
             if not fact.zero:
@@ -165,10 +173,12 @@ class Ledger(Detector):
             self.reached |= self._within(backward)
 
     def _within(self, backward: Backward) -> int:
-        """What the loss is alive in, of what it was asked for."""
+        """What the loss is alive in, of what it was asked for; autograd.grad leaves no gradient."""
         assert backward.taint is not None
         if backward.inputs is None:
             return backward.taint.live
+        if backward.kind == "grad":
+            return 0
         return backward.taint.live & self.session.registry.bits(
             t for t in backward.inputs if t.is_leaf
         )
@@ -186,10 +196,29 @@ class Ledger(Detector):
         elif event.kind == "step" and self.session.record.checked:
             optimizer = event.data["optimizer"]
             self._stepped = True
+            self._note_still(event.data.get("update"))
             theirs = self.session.registry.bits(owned_by(optimizer)) if self._recent else 0
             for fact in self._recent:
                 fact.own |= fact.mask & theirs
             self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+
+    def _note_still(self, update: Any) -> None:
+        """What autograd.grad has handed out may be used by hand, or to no effect."""
+        registry = self.session.registry
+        for parameter in update.without_gradient if update is not None and self._handed else ():
+            bit = registry.bit(parameter)
+            if bit & self._handed:
+                self._still.setdefault(bit, checksum(parameter))
+                self._since.setdefault(bit, 0)
+
+    def _unmoved(self) -> int:
+        """Handed out by autograd.grad, never given to the optimizer, and nobody has moved them."""
+        registry = self.session.registry
+        unmoved = 0
+        for bit, value in self._still.items():
+            if bit & self._handed & ~self.by_hand:
+                unmoved |= bit if all(checksum(p) == value for p in registry.tensors(bit)) else 0
+        return unmoved
 
     def _written(self, optimizer: Any) -> int:
         """Gradients that the program has put there itself: evolution strategies, Reptile."""
@@ -252,7 +281,8 @@ class Ledger(Detector):
     def missing(self, at_end: bool, error: BaseException | None = None) -> int:
         """Those of them that have received nothing for long enough, and nobody has said why."""
         registry = self.session.registry
-        silent = self.should_train() & ~self.received & ~self.explained & ~self.attempted
+        received = self.received & ~(self._unmoved() if at_end else 0)
+        silent = self.should_train() & ~received & ~self.explained & ~self.attempted
         self.session.awaited |= silent
         if error is not None and _UNREDUCED in str(error):
             error = None  # DistributedDataParallel waits for the gradients of what is not used

@@ -102,6 +102,43 @@ def filled_at(site: Site) -> Site | None:
     return Site(site.file, fills[0], site.function) if name and len(fills) == 1 else None
 
 
+def loop_at(site: Site) -> ast.For | None:
+    """The loop whose iterable stands at a line."""
+    for _, node in _statements([site.file]):
+        if isinstance(node, ast.For):
+            if node.iter.lineno <= site.line <= (node.iter.end_lineno or node.iter.lineno):
+                return node
+    return None
+
+
+def kept_at(site: Site) -> Site | None:
+    """Where the variable that this line assigns is put into a list: `queue.append(k)`."""
+    made = statement_at(site)
+    if not isinstance(made, ast.Assign) or not isinstance(made.targets[0], ast.Name):
+        return None
+    name = made.targets[0].id
+    around = _function_around(site)
+    for file, node in _statements([site.file]):
+        inside = _function_around(Site(file, node.lineno)) is around
+        value = node.value if isinstance(node, (ast.Expr, ast.Assign)) else None
+        if value is None or not inside or node is made:
+            continue
+        put = isinstance(node, ast.Expr) and isinstance(value, ast.Call)
+        if put and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            put = value.func.attr in ("append", "appendleft", "put", "add", "push")
+            items: list[ast.expr] = value.args if put else []
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            # queue = [k] + queue: the list goes on under its name
+            own = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
+            lists = [n for n in ast.walk(value) if isinstance(n, ast.List)]
+            items = [e for n in lists for e in n.elts] if node.targets[0].id in own else []
+        else:
+            continue
+        if any(_id(item) == name for item in items):
+            return Site(file, node.lineno, site.function)
+    return None
+
+
 def calls_in(file: str) -> list[ast.Call]:
     """All calls of a file."""
     tree = _tree(file) if is_user_file(file) else None

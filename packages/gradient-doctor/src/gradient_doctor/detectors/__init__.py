@@ -15,6 +15,7 @@ from gradient_doctor.detectors.estimators import Estimators
 from gradient_doctor.detectors.frozen import Frozen
 from gradient_doctor.detectors.frozen_defaults import FrozenDefaults
 from gradient_doctor.detectors.frozen_layers import FrozenLayers
+from gradient_doctor.detectors.frozen_names import FrozenNames
 from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
@@ -57,6 +58,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Frozen,
     FrozenLayers,
     FrozenDefaults,
+    FrozenNames,
     Ownership,
     Leaves,
     Erased,
