@@ -119,6 +119,7 @@ class Backwards:
                 raise
         finally:
             for guard in guards:
+                guard.settle()
                 backward.vanished.extend(guard.vanished)
                 backward.partial.extend(guard.partial)
                 backward.blown.extend(guard.blown)

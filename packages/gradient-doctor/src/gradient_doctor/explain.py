@@ -310,7 +310,7 @@ class Ledger(Detector):
         """Received nothing but zeros, and a function without slope stands in the way."""
         flat = 0
         for fact in self.cuts.values():
-            if fact.kind == "zero":
+            if fact.kind == "zero" or fact.op == "normal":
                 flat |= fact.mask
         flat &= self.should_train() & self.received
         return flat & ~self.nonzero & ~self.reached & ~self.explained

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from gradient_doctor.findings import Site
 from gradient_doctor.sites import is_user_file
 
-
 _COMPOUND = (ast.For, ast.While, ast.If, ast.With, ast.FunctionDef)
 
 
@@ -105,9 +104,9 @@ def filled_at(site: Site) -> Site | None:
 def loop_at(site: Site) -> ast.For | None:
     """The loop whose iterable stands at a line."""
     for _, node in _statements([site.file]):
-        if isinstance(node, ast.For):
-            if node.iter.lineno <= site.line <= (node.iter.end_lineno or node.iter.lineno):
-                return node
+        over = node.iter if isinstance(node, ast.For) else None
+        if over is not None and over.lineno <= site.line <= (over.end_lineno or over.lineno):
+            return node if isinstance(node, ast.For) else None
     return None
 
 

@@ -317,6 +317,8 @@ class Trace(TorchFunctionMode):
         if output.requires_grad and not is_dead_view(output) and not _is_new_leaf(short, output):
             if short in _ZERO_DERIVATIVE:
                 kind, region = "zero", None
+            elif short == "normal":  # it needs gradient, and passes zeros to mean and std
+                kind, region = "sample", None
             else:
                 return None
         else:

@@ -36,6 +36,7 @@ from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.ranges import Ranges
 from gradient_doctor.detectors.rising import Rising
+from gradient_doctor.detectors.samples import Samples
 from gradient_doctor.detectors.scaler import Scaler
 from gradient_doctor.detectors.scales import Scales
 from gradient_doctor.detectors.schedule import Schedule
@@ -72,6 +73,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     GradCalls,
     Missing,
     Ceased,
+    Samples,
     Cosmetic,
     Dropped,
     Targets,

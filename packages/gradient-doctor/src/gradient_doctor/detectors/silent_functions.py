@@ -6,14 +6,10 @@ should train, and has never received a gradient although the graph of every loss
 
 from __future__ import annotations
 
-import ast
-from typing import Any
-
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.functions import backward_line, function_of
 from gradient_doctor.graph import is_opaque, nodes_of
 from gradient_doctor.session import Backward, Detector, Session
-from gradient_doctor.sites import is_user_file
-from gradient_doctor.slips import returns_of
 
 _ENOUGH = 2  # backwards
 
@@ -30,7 +26,7 @@ class SilentFunctions(Detector):
         self._backwards += 1
         registry = self.session.registry
         for node in backward.graph.opaque:
-            kind = getattr(type(node), "_forward_cls", None)
+            kind = function_of(node)
             if kind is not None:
                 leaves = (getattr(n, "variable", None) for n in nodes_of(node) if not is_opaque(n))
                 behind = registry.bits(leaf for leaf in leaves if leaf is not None)
@@ -42,7 +38,7 @@ class SilentFunctions(Detector):
             return
         silent = ledger.should_train() & ~ledger.received & ~ledger.explained
         for kind, behind in self._behind.items():
-            site = _backward_of(kind)
+            site = backward_line(kind)
             hit = behind & silent
             if hit and site is not None:
                 silent &= ~hit
@@ -61,20 +57,3 @@ class SilentFunctions(Detector):
             site=site,
             parameters=mask,
         )
-
-
-def _backward_of(kind: Any) -> Site | None:
-    """The line of its return, if there is one; else of its head."""
-    code = getattr(getattr(kind, "backward", None), "__code__", None)
-    if code is None or not is_user_file(code.co_filename):
-        return None
-    head = Site(code.co_filename, code.co_firstlineno, code.co_name)
-    last = returns_of(head)
-    lines = [node.lineno for node in last if not _is_whole(node)]
-    return Site(head.file, lines[-1], head.function) if lines else head
-
-
-def _is_whole(node: ast.Return) -> bool:
-    return node.value is not None and not any(
-        isinstance(n, ast.Constant) and n.value is None for n in ast.walk(node.value)
-    )
