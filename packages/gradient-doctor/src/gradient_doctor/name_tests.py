@@ -74,9 +74,9 @@ def _switch(body: list[ast.stmt], parameter: str) -> bool | None:
             if isinstance(called, ast.Attribute) and called.attr == "requires_grad_":
                 owner = called.value
                 value = next(iter(statement.value.args), ast.Constant(True))
-        known = isinstance(value, ast.Constant) and isinstance(value.value, bool)
-        if known and isinstance(owner, ast.Name) and owner.id == parameter:
-            return value.value
+        wanted = value.value if isinstance(value, ast.Constant) else None
+        if isinstance(wanted, bool) and isinstance(owner, ast.Name) and owner.id == parameter:
+            return wanted
     return None
 
 

@@ -67,9 +67,9 @@ class Averages(Detector):
             if bit:
                 self._parts[call.outputs[0]] = (bit, float(numbers[0]))
         elif call.short == "add" and len(call.inputs) == 2:
-            first, second = (self._parts.get(t, (0, 0.0)) for t in call.inputs)
-            if first[0] and second[0] and abs(first[1] + second[1] - 1.0) < 1e-6:
-                self._made(call, first[0] | second[0])
+            parts = [self._parts[t] for t in call.inputs if t in self._parts]
+            if len(parts) == 2 and abs(sum(number for _, number in parts) - 1.0) < 1e-6:
+                self._made(call, parts[0][0] | parts[1][0])
 
     def _weight(self, tensor: Tensor) -> int:
         """The bit of the parameter that this tensor is, or is the data of."""

@@ -68,6 +68,8 @@ class Frozen(Detector):
         kept = self._kept_frozen(at_end)
         self._contract(kept)
         self._adapters(kept)
+        if at_end:
+            self._groups(kept)
         self._optimizers(kept)
         self._misspelt()
 
@@ -215,6 +217,31 @@ class Frozen(Detector):
                 self._all(name, optimizer, frozen)
             elif frozen:
                 self._some(name, optimizer, frozen, len(held))
+
+    def _groups(self, kept: int) -> None:
+        """Nobody gives frozen parameters a group, with a rate of its own; not one beside others."""
+        registry = self.session.registry
+        for name, optimizer in registry.optimizers.items():
+            groups = [group["params"] for group in optimizer.param_groups]
+            idle = [g for g in groups if g and not registry.bits(g) & ~kept]
+            if len(idle) == len(groups):
+                continue  # all of it: see _all
+            for site, mask in by_site(
+                registry, self._new([p for g in idle for p in g]), self._site
+            ).items():
+                finding = self.report(
+                    4,
+                    Severity.WARNING,
+                    f"A parameter group of the {called(name)} holds only frozen parameters.",
+                    why="They have a group of their own beside others that train, and requires_grad "
+                    "is False for all of them, to the end.",
+                    fix="Call requires_grad_(True) on them (Embedding.from_pretrained: "
+                    "freeze=False), or leave the group out.",
+                    site=site,
+                    parameters=mask,
+                    related=(birth_site(registry, optimizer),),
+                )
+                self._claim(finding, mask)
 
     def _all(self, name: str, optimizer: Any, frozen: list[Tensor]) -> None:
         registry = self.session.registry

@@ -40,7 +40,7 @@ class FrozenDefaults(Detector):
             return
         groups: dict[tuple[str, Site], list[Tensor]] = {}
         for parameter in registry.tensors(self._depends & owned & ~self._live):
-            callers = registry.freezers.get(parameter, ())
+            callers: tuple[Site, ...] = registry.freezers.get(parameter) or ()
             if parameter.requires_grad or parameter.dim() < 2 or not registry.is_random(parameter):
                 continue
             choice = default_behind(callers[0]) if callers else None
