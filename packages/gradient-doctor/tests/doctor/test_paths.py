@@ -195,6 +195,21 @@ def test_a_draw_before_a_decoder(tmp_path, draw):
     only(tmp_path, LATENT.format(draw=draw), 3)
 
 
+DRAWN_WEIGHTS = """rho = head.weight.exp()
+weights = {draw}  # FAULT
+fit = F.cross_entropy(F.linear(x.repeat(1, 2), weights), y)
+loss = fit + 1e-3 * (rho.square() - 2 * rho.log()).sum() + head(body(x)).square().mean()"""
+
+
+def test_weights_that_are_drawn(tmp_path):
+    from doctor.snippets import look, serious
+
+    source = loop(*DRAWN_WEIGHTS.format(draw="Normal(head.weight, rho).sample()").splitlines())
+    examination, lines = look(tmp_path, source)
+    assert (3, lines[0]) in [(f.number, f.site.line) for f in serious(examination)]
+    nothing(tmp_path, source.replace("sample()", "rsample()"))
+
+
 @pytest.mark.parametrize("draw", ["Normal(mu, std).rsample()", "mu + std * torch.randn_like(std)"])
 def test_a_draw_with_a_path(tmp_path, draw):
     nothing(tmp_path, LATENT.format(draw=draw))
@@ -318,3 +333,30 @@ for step in range(4):
 def test_a_list_that_keeps_graphs(tmp_path):
     only(tmp_path, QUEUE.format(key="key"), 14)
     nothing(tmp_path, QUEUE.format(key="key.detach()"))
+
+
+# `.data` in a new tensor, as old code has it
+
+WRAPPED = """
+from torch.autograd import Variable
+encoder, decoder = nn.Linear(4, 2), nn.Linear(2, 4)
+optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])
+for step in range(4):
+    x = torch.randn(8, 4)
+    z = encoder(x)
+    z = {z}  # FAULT
+    loss = F.mse_loss(decoder(z), x)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("z", ["Variable(z.data)", "Variable(z.data, requires_grad=True)"])
+def test_data_in_a_variable(tmp_path, z):
+    finding = only(tmp_path, WRAPPED.format(z=z), 3)
+    assert finding.parameters == ("encoder.weight", "encoder.bias")
+
+
+def test_a_variable_of_the_tensor_itself(tmp_path):
+    nothing(tmp_path, WRAPPED.format(z="Variable(z)"))

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradient_doctor.detectors.places import count
 from gradient_doctor.explain import bits_of
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.readable import address_of
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 
 _ENOUGH = 2  # steps
@@ -75,14 +76,14 @@ class Averages(Detector):
         """The bit of the parameter that this tensor is, or is the data of."""
         if isinstance(tensor, nn.Parameter):
             return self.session.registry.bit(tensor)
-        return self._addresses.get(_address(tensor), 0) if tensor.numel() else 0
+        return self._addresses.get(address_of(tensor), 0) if tensor.numel() else 0
 
     # averages that are dropped
 
     def _made(self, call: OpCall, mask: int) -> None:
         result = call.outputs[0]
         if call.site is not None and mask & (mask - 1):
-            average = Average(weakref.ref(result), _address(result), mask)
+            average = Average(weakref.ref(result), address_of(result), mask)
             self._averages.setdefault(call.site, []).append(average)
 
     def step_ended(self, record: StepRecord) -> None:
@@ -90,7 +91,7 @@ class Averages(Detector):
         self._averages, self._taken = {}, set()
         if max(self.session.heard.values(), default=0) > _UNHEARD:
             return  # not every use of them was seen
-        kept = {_address(p) for p in self.session.registry.everything()} if made else set()
+        kept = {address_of(p) for p in self.session.registry.everything()} if made else set()
         for site, averages in made.items():
             # of all that a loop made, its variable still holds the last
             living = sum(a.ref() is not None for a in averages)
@@ -135,7 +136,7 @@ class Averages(Detector):
         registry = self.session.registry
         if backward.kind == "backward" and self.session.record.traced:
             self._together.append(backward.received & registry.owned)
-            self._addresses = {_address(p): registry.bit(p) for p in registry.everything()}
+            self._addresses = {address_of(p): registry.bit(p) for p in registry.everything()}
 
     def finish(self, error: BaseException | None) -> None:
         followers = 0
@@ -170,10 +171,3 @@ class Averages(Detector):
             site=site,
             parameters=mask,
         )
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0  # no memory behind it

@@ -2,9 +2,11 @@
 
 `Normal(mu, std).sample()` and `torch.normal(mu, std)` give numbers. In a variational autoencoder
 the encoder still trains, by the divergence alone, and learns nothing of the reconstruction: the
-latent code ends empty. Said of draws that rsample could make, which go into layers of the same
-optimizer that the draw does not depend on. Actions whose log-probability is taken are meant, and so
-are draws that a network feeds back into itself.
+latent code ends empty. So it is with weights that are drawn.
+
+Said of draws that rsample could make, which go into layers of the same optimizer that the draw does
+not depend on, or which make a term of the loss with data alone. Actions whose log-probability is
+taken are meant, and so are draws that a network feeds back into itself.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Draw:
     how: str
     before: int = 0  # the parameters that it depends on
     after: int = 0  # of the layers that took it
+    added: bool = False
     used: bool = False  # with what it depends on: a log-probability, a loop
     steps: set[int] = field(default_factory=set)
 
@@ -70,7 +73,9 @@ class Samples(Detector):
             return
         live = live_in(self.session, [t for t in call.inputs if t not in self._drawn])
         for draw in draws:
-            if live & draw.before:
+            if live & draw.before and call.short == "add" and call.outputs[0].numel() == 1:
+                draw.added = True  # a whole term of the loss is made of draws and data
+            elif live & draw.before:
                 draw.used = True
             elif any(isinstance(t, nn.Parameter) for t in call.inputs):
                 draw.after |= live
@@ -84,8 +89,9 @@ class Samples(Detector):
             return
         cuts = {cut.site for cut in taint.cuts} | {c.region.site for c in taint.cuts if c.region}
         for draw in self._draws.values():
-            both = taint.live & draw.before and taint.live & draw.after
-            if both and draw.site in cuts and not draw.used and self._one_owner(draw):
+            apart = taint.live & draw.after and self._one_owner(draw)
+            reached = taint.live & draw.before and (apart or draw.added)
+            if reached and draw.site in cuts and not draw.used:
                 draw.steps.add(backward.step)
                 if len(draw.steps) == _ENOUGH:
                     self._say(draw)
