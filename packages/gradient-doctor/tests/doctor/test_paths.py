@@ -358,5 +358,5 @@ def test_data_in_a_variable(tmp_path, z):
     assert finding.parameters == ("encoder.weight", "encoder.bias")
 
 
-def test_a_variable_of_the_tensor_itself(tmp_path):
-    nothing(tmp_path, WRAPPED.format(z="Variable(z)"))
+def test_the_tensor_itself(tmp_path):
+    nothing(tmp_path, WRAPPED.format(z="z.clone()"))
