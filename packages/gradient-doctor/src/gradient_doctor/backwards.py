@@ -21,7 +21,7 @@ from gradient_doctor.records import Backward, GradientFact
 from gradient_doctor.sentinels import Sentinels
 from gradient_doctor.session import Session
 from gradient_doctor.steps import Read, norm_of
-from gradient_doctor.taint import Taint, merged, tensors_in
+from gradient_doctor.taint import GRAD, Cut, Taint, merged, tensors_in
 
 
 class Backwards:
@@ -119,6 +119,7 @@ class Backwards:
                 raise
         finally:
             for guard in guards:
+                guard.settle()
                 backward.vanished.extend(guard.vanished)
                 backward.partial.extend(guard.partial)
                 backward.blown.extend(guard.blown)
@@ -153,6 +154,24 @@ class Backwards:
             for root in backward.roots:
                 for node in nodes_of(root.grad_fn):
                     node.metadata[MARK + ".used"] = used
+            if backward.kind == "grad" and backward.taint is not None:
+                self._cut_off(backward.taint, [g for g in result if g is not None], site)
+
+    def _cut_off(self, taint: Taint, gradients: list[Tensor], site: Site | None) -> None:
+        """Gradients without create_graph: they depend on the parameters, and have no graph."""
+        session = self.session
+        key = ("explicit", GRAD, site, session.step)
+        for gradient in gradients if taint.live else ():
+            if gradient.requires_grad or unreadable(gradient) is not None:
+                continue
+            shape = tuple(gradient.shape)
+            cut = session.cuts.enter(
+                key, lambda: Cut("explicit", GRAD, site, session.step, 0, shape=shape), taint.live
+            )
+            cut.graph |= taint.live
+            session.taints[gradient] = Taint(
+                *(taint.depends, 0, taint.cuts | {cut}, site, GRAD, session.step, taint.opaque)
+            )
 
     def _look_ahead(self, backward: Backward, guards: list[Sentinels]) -> None:
         """The graph before it is walked, and guards on its nodes; what was put on must come off."""
@@ -176,7 +195,9 @@ class Backwards:
         registry = self.session.registry
 
         def arrived(parameter: Tensor) -> None:
-            backward.arrived |= registry.bit(parameter)
+            # it also runs for a None, which a custom Function's backward has passed on
+            if parameter.grad is not None:
+                backward.arrived |= registry.bit(parameter)
 
         if not self.session.record.checked:
             # of those that something was said of, the first gradient matters at any time
@@ -187,7 +208,8 @@ class Backwards:
 
         def received(bit: int) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
-                if threading.get_ident() not in self.session.strangers:
+                stranger = threading.get_ident() in self.session.strangers
+                if not stranger and parameter.grad is not None:
                     backward.received |= bit
 
             return hook

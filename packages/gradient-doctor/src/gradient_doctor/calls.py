@@ -34,6 +34,7 @@ class Calls:
         self.session = session
         self.trace = trace
         self._switching = False  # `train` asks every child in turn
+        self._listing = False
 
     def install(self, patches: Patches) -> None:
         def patch(owner: Any, name: str, observe: Callable[..., Iterator[Any]]) -> None:
@@ -49,6 +50,7 @@ class Calls:
         patch(torch.optim.lr_scheduler.LRScheduler, "__init__", self._new_scheduler)
         for scheduler in _schedulers():
             patch(scheduler, "step", self._schedule)
+        patch(nn.Module, "named_parameters", self._named)
         patch(nn.Module, "zero_grad", self._zero_grad)
         patch(nn.Module, "load_state_dict", self._load_module)
         # the helper behind clip_grad_norm_: found also when the user imported that name before
@@ -76,6 +78,17 @@ class Calls:
             yield
         finally:
             self._switching = False
+
+    def _named(self, module: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """A loop of the user's over names; torch and we ask for them far more often."""
+        if not self._listing and not self.session.paused and called_by_user():
+            self._listing = True
+            try:
+                names = [name for name, _ in module.named_parameters(*args, **kwargs)]
+                self.session.add_event("named", names=names)
+            finally:
+                self._listing = False
+        yield
 
     def _inference(self, region: Any) -> Iterator[Any]:
         if region.mode and not self.session.paused:

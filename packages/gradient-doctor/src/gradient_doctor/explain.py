@@ -17,9 +17,10 @@ from torch.nn.parameter import is_lazy
 
 from gradient_doctor.findings import Site, joined
 from gradient_doctor.graph import node_of
+from gradient_doctor.readable import checksum
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
-from gradient_doctor.taint import Cut, Taint
+from gradient_doctor.taint import GRAD, Cut, Taint
 from gradient_doctor.terms import CUTS, Term, Terms
 
 # moved or converted, which is no use of it
@@ -106,6 +107,8 @@ class Ledger(Detector):
         self._since: dict[int, int] = {}  # by bit: steps of its optimizer before we knew it
         self._before = 0  # what the last of them gave gradients to
         self.by_hand = 0  # no backward gave them a gradient, and yet they had one at a step
+        self._arrived = self._handed = 0  # by a backward; by autograd.grad alone
+        self._still: dict[int, float] = {}  # the latter: had no `.grad` at a step, and this sum
         self.claims: list[Any] = []  # detectors.late.Claim: what a later gradient would refute
 
     # facts
@@ -157,12 +160,28 @@ class Ledger(Detector):
 
     def backward_ended(self, backward: Backward) -> None:
         self.received |= backward.received | backward.arrived
+        if backward.kind == "grad":
+            self._handed |= backward.received & ~self._arrived
+        else:
+            self._arrived |= backward.received | backward.arrived
+            self._handed &= ~self._arrived
         self.by_site[backward.site] = self.by_site.get(backward.site, 0) | backward.received
         for bit, fact in backward.gradients.items():
             if not fact.zero:
                 self.nonzero |= bit
         if backward.taint is not None:
-            self.reached |= backward.taint.live
+            self.reached |= self._within(backward)
+
+    def _within(self, backward: Backward) -> int:
+        """What the loss is alive in, of what it was asked for; autograd.grad leaves no gradient."""
+        assert backward.taint is not None
+        if backward.inputs is None:
+            return backward.taint.live
+        if backward.kind == "grad":
+            return 0
+        return backward.taint.live & self.session.registry.bits(
+            t for t in backward.inputs if t.is_leaf
+        )
 
     def backward_failed(self, backward: Backward, error: BaseException) -> None:
         if backward.taint is not None:
@@ -177,10 +196,29 @@ class Ledger(Detector):
         elif event.kind == "step" and self.session.record.checked:
             optimizer = event.data["optimizer"]
             self._stepped = True
+            self._note_still(event.data.get("update"))
             theirs = self.session.registry.bits(owned_by(optimizer)) if self._recent else 0
             for fact in self._recent:
                 fact.own |= fact.mask & theirs
             self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+
+    def _note_still(self, update: Any) -> None:
+        """What autograd.grad has handed out may be used by hand, or to no effect."""
+        registry = self.session.registry
+        for parameter in update.without_gradient if update is not None and self._handed else ():
+            bit = registry.bit(parameter)
+            if bit & self._handed:
+                self._still.setdefault(bit, checksum(parameter))
+                self._since.setdefault(bit, 0)
+
+    def _unmoved(self) -> int:
+        """Handed out by autograd.grad, never given to the optimizer, and nobody has moved them."""
+        registry = self.session.registry
+        unmoved = 0
+        for bit, value in self._still.items():
+            if bit & self._handed & ~self.by_hand:
+                unmoved |= bit if all(checksum(p) == value for p in registry.tensors(bit)) else 0
+        return unmoved
 
     def _written(self, optimizer: Any) -> int:
         """Gradients that the program has put there itself: evolution strategies, Reptile."""
@@ -243,7 +281,8 @@ class Ledger(Detector):
     def missing(self, at_end: bool, error: BaseException | None = None) -> int:
         """Those of them that have received nothing for long enough, and nobody has said why."""
         registry = self.session.registry
-        silent = self.should_train() & ~self.received & ~self.explained & ~self.attempted
+        received = self.received & ~(self._unmoved() if at_end else 0)
+        silent = self.should_train() & ~received & ~self.explained & ~self.attempted
         self.session.awaited |= silent
         if error is not None and _UNREDUCED in str(error):
             error = None  # DistributedDataParallel waits for the gradients of what is not used
@@ -271,7 +310,7 @@ class Ledger(Detector):
         """Received nothing but zeros, and a function without slope stands in the way."""
         flat = 0
         for fact in self.cuts.values():
-            if fact.kind == "zero":
+            if fact.kind == "zero" or fact.op == "normal":
                 flat |= fact.mask
         flat &= self.should_train() & self.received
         return flat & ~self.nonzero & ~self.reached & ~self.explained
@@ -375,6 +414,8 @@ def what_cuts(fact: CutFact) -> str:
         return f"`{fact.op}` at {at} is flat between its jumps: its derivative is zero"
     if fact.kind == "scalar":
         return f"`{fact.op}` at {at} turns the value into a Python number"
+    if fact.op == GRAD:
+        return f"{GRAD} at {at}, without create_graph=True, gives numbers that have no graph"
     if fact.kind == "function":
         return f"the custom Function {fact.op} at {at} returns a value without gradient"
     return f"`{fact.op}` at {at} takes the value out of the graph"
@@ -398,6 +439,8 @@ def how_to_mend(fact: CutFact) -> str:
         return "Use a differentiable stand-in (softmax, a straight-through or score estimator)."
     if fact.kind == "scalar":
         return f"Keep the tensor; use `{fact.op}` for what is printed only."
+    if fact.op == GRAD:
+        return "Pass create_graph=True there: then the gradient can be differentiated itself."
     if fact.kind == "function":
         return f"Let {fact.op}.forward return a differentiable output, with a backward for it."
     return f"Remove `{fact.op}` there, or take the parameters out of the optimizer if it is meant."

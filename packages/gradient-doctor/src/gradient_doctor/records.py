@@ -102,6 +102,7 @@ class Event:
     checkpoint, mode (module, training), schedule (scheduler, optimizer, by_user, metric),
     load_module (module: its weights have been loaded, from its `own` state?),
     no_grad_kept (tensor: no leaf, and its `.grad` is read),
+    named (names: the user's code goes over a module's named parameters),
     new_part (parent: a trained model has a new parameter or module).
     """
 

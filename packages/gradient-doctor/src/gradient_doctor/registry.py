@@ -63,6 +63,8 @@ class Registry:
         self.frozen_at: WeakIdKeyDictionary = (
             WeakIdKeyDictionary()
         )  # parameter -> where requires_grad went off
+        # the same parameters -> that line, and those of its callers
+        self.freezers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.converted_at: WeakIdKeyDictionary = (
             WeakIdKeyDictionary()
         )  # parameter -> where its dtype was changed
@@ -168,6 +170,11 @@ class Registry:
                 self.add_root(module)
                 return
             module = above
+
+    def parent(self, module: nn.Module) -> nn.Module | None:
+        """The module that it was given to last."""
+        ref = self._parents.get(module)
+        return None if ref is None else ref()
 
     def top_of(self, module: nn.Module) -> nn.Module:
         """The outermost module that holds this one: its parts may be called one by one."""

@@ -73,12 +73,30 @@ class Sentinels:
         self.blown: list[Blown] = []
         self.leaks: list[Leak] = []
         self._handles: list[Any] = []
+        self._functions: dict[Any, NodeOrigin | None] = {}  # custom Functions, seen from around
+        self._behind: dict[Any, list[Any]] = {}  # node -> the custom Functions before it
+        self._fed: set[Any] = set()
+        self._passed: set[Any] = set()
 
     def watch(self, root: Tensor) -> None:
-        for node, origin in _with_origins(root.grad_fn):
+        nodes = list(_with_origins(root.grad_fn))
+        for node, origin in nodes:
             # a Python node's hook runs in user code's way (checkpoints replay); leave it alone
+            if is_opaque(node):
+                self._functions[node] = origin
+                for child, _ in node.next_functions:
+                    if child is not None:
+                        self._behind.setdefault(child, []).append(node)
+        for node, origin in nodes:
             if not is_opaque(node):
                 self._handles.append(node.register_hook(self._guard(node, origin)))
+            else:
+                self._passed.update(self._behind.get(node, ()))  # nobody sees what it gets
+
+    def settle(self) -> None:
+        """After the backward: custom Functions that were given a gradient and gave zeros."""
+        for node in self._fed - self._passed:
+            self.vanished.append(Vanished(node, node.name(), self._functions[node]))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -105,6 +123,8 @@ class Sentinels:
     ) -> None:
         came = self._read(received)
         went = self._read(passed_on)
+        if self._functions:
+            self._look_around(node, came, went)
         if not came or not went:
             return
         self._look(node, origin, list(came.values()), list(went.values()))
@@ -115,6 +135,13 @@ class Sentinels:
         places = node.metadata.get(MARK + ".silent")
         if places is not None:
             self._look_at_places(node, next(iter(came.values())), places)
+
+    def _look_around(self, node: Any, came: dict[int, Tensor], went: dict[int, Tensor]) -> None:
+        if any(bool(g.any()) for g in came.values()):
+            self._passed.update(self._behind.get(node, ()))
+        for place, (child, _) in enumerate(node.next_functions):
+            if child in self._functions and place in went and bool(went[place].any()):
+                self._fed.add(child)
 
     def _read(self, gradients: tuple[Any, ...]) -> dict[int, Tensor]:
         """By place; nothing at all if one of them cannot be read, as it may be what differs."""

@@ -11,17 +11,18 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.findings import Culprit, Finding, Severity, Site, add_note
 from gradient_doctor.graph import node_of, walk
 from gradient_doctor.interruptions import is_the_programs
 from gradient_doctor.python_numbers import Numbers
-from gradient_doctor.readable import alone, unreadable, values_of
+from gradient_doctor.readable import address_of, alone, unreadable, values_of
 from gradient_doctor.records import Backward, Event, OpCall, StepRecord
 from gradient_doctor.registry import Registry
 from gradient_doctor.sites import here
@@ -174,6 +175,9 @@ class Session:
         # modules -> the line of their first call in a traced step
         self.called: weakref.WeakKeyDictionary[nn.Module, Site | None] = weakref.WeakKeyDictionary()
         self.arrays: dict[int | None, Taint] = {}  # numpy arrays by address
+        # by address, of this step: what `.data` and detach gave, and whether that memory is still
+        # theirs; `Variable(x.data)` is made unseen
+        self.severed: dict[int, tuple[StorageWeakRef, Taint]] = {}
         self.numbers: Numbers = Numbers()  # plain floats that left torch
         self._culprits: dict[Any, tuple[int, Culprit]] = {}  # and their place in `findings`
         self._reported: dict[Any, Finding] = {}  # since the last error
@@ -291,6 +295,7 @@ class Session:
     def remember(self, record: StepRecord) -> None:
         """Keep the last few records; events hold what they speak of, and end with their step."""
         record.events.clear()
+        self.severed.clear()
         self.history.append(record)
         del self.history[:-_KEPT]
 
@@ -303,6 +308,7 @@ class Session:
         self.module_stack.clear()
         self.cuts.clear()
         self.arrays.clear()
+        self.severed.clear()
         self.numbers.clear()
 
     def report(self, finding: Finding) -> Finding:
@@ -375,6 +381,13 @@ class Session:
         stored = self.taints.get(tensor)
         if stored is not None:
             return stored
+        if self.severed and not isinstance(tensor, nn.Parameter) and tensor.is_leaf:
+            memory, before = self.severed.get(address_of(tensor)) or (None, None)
+            if memory is not None and before is not None and not memory.expired():
+                bit = self.registry.bit(tensor) if tensor.requires_grad else 0
+                taint = replace(before, depends=before.depends | bit, live=bit)
+                self.taints[tensor] = taint
+                return taint
         if not tensor.requires_grad or node_of(tensor) is None:
             if not (isinstance(tensor, nn.Parameter) or tensor.requires_grad):
                 return None

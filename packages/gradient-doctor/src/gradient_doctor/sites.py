@@ -106,6 +106,17 @@ def constructors() -> list[tuple[nn.Module, tuple[Site, ...]]]:
     return list(running.values())
 
 
+def user_lines() -> tuple[Site, ...]:
+    """The lines of the user's code that are running, the innermost first."""
+    lines: list[Site] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(lines) < _CALLERS:
+        line = _line_of(frame)
+        lines += [] if line is None else [line]
+        frame = frame.f_back
+    return tuple(lines)
+
+
 def _line_of(frame: FrameType) -> Site | None:
     if _frame_kind(frame) != "user":
         return None

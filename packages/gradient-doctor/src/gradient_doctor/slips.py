@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from gradient_doctor.findings import Site
 from gradient_doctor.sites import is_user_file
 
+_COMPOUND = (ast.For, ast.While, ast.If, ast.With, ast.FunctionDef)
+
 
 def bare_attribute(files: Iterable[str], name: str) -> Site | None:
     """The first statement `something.name` that is nothing else: a call without parentheses."""
@@ -97,6 +99,85 @@ def filled_at(site: Site) -> Site | None:
         and node.func.value.id == name
     ]
     return Site(site.file, fills[0], site.function) if name and len(fills) == 1 else None
+
+
+def loop_at(site: Site) -> ast.For | None:
+    """The loop whose iterable stands at a line."""
+    for _, node in _statements([site.file]):
+        over = node.iter if isinstance(node, ast.For) else None
+        if over is not None and over.lineno <= site.line <= (over.end_lineno or over.lineno):
+            return node if isinstance(node, ast.For) else None
+    return None
+
+
+def kept_at(site: Site) -> Site | None:
+    """Where the variable that this line assigns is put into a list: `queue.append(k)`."""
+    made = statement_at(site)
+    if not isinstance(made, ast.Assign) or not isinstance(made.targets[0], ast.Name):
+        return None
+    name = made.targets[0].id
+    around = _function_around(site)
+    for file, node in _statements([site.file]):
+        inside = _function_around(Site(file, node.lineno)) is around
+        value = node.value if isinstance(node, (ast.Expr, ast.Assign)) else None
+        if value is None or not inside or node is made:
+            continue
+        put = isinstance(node, ast.Expr) and isinstance(value, ast.Call)
+        if put and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            put = value.func.attr in ("append", "appendleft", "put", "add", "push")
+            items: list[ast.expr] = value.args if put else []
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            # queue = [k] + queue: the list goes on under its name
+            own = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
+            lists = [n for n in ast.walk(value) if isinstance(n, ast.List)]
+            items = [e for n in lists for e in n.elts] if node.targets[0].id in own else []
+        else:
+            continue
+        if any(_id(item) == name for item in items):
+            return Site(file, node.lineno, site.function)
+    return None
+
+
+def calls_in(file: str) -> list[ast.Call]:
+    """All calls of a file."""
+    tree = _tree(file) if is_user_file(file) else None
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)] if tree else []
+
+
+def default_behind(site: Site) -> tuple[str, int] | None:
+    """The argument with a default that decides whether, or with what, this line is run.
+
+    And its position in a call: `self` is not counted.
+    """
+    function = _function_around(site)
+    statement = statement_at(site)
+    if function is None or statement is None:
+        return None
+    deciding: list[ast.AST] = [statement] if not isinstance(statement, _COMPOUND) else []
+    deciding += [
+        node.test
+        for node in ast.walk(function)
+        if isinstance(node, ast.If) and node.lineno <= site.line <= (node.end_lineno or node.lineno)
+    ]
+    read = {n.id for part in deciding for n in ast.walk(part) if isinstance(n, ast.Name)}
+    words = [*function.args.posonlyargs, *function.args.args]
+    shift = 1 if words and words[0].arg in ("self", "cls") else 0
+    first = len(words) - len(function.args.defaults)
+    places = {word.arg: k - shift for k, word in enumerate(words) if k >= first}
+    pairs = zip(function.args.kwonlyargs, function.args.kw_defaults)
+    places.update({word.arg: len(words) for word, default in pairs if default is not None})
+    return next(((name, place) for name, place in places.items() if name in read), None)
+
+
+def returns_of(head: Site) -> list[ast.Return]:
+    """The return statements of the function that begins at a line; decorators count."""
+    tree = _tree(head.file)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.FunctionDef) and node.name == head.function:
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if first == head.line:
+                return [n for n in ast.walk(node) if isinstance(n, ast.Return)]
+    return []
 
 
 def is_method(site: Site) -> bool:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from gradient_doctor.findings import Site
 
+GRAD = "autograd.grad"  # the operation of a cut: its results have a graph only on request
+
 
 @dataclass(eq=False)
 class Region:

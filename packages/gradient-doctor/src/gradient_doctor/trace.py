@@ -9,16 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from gradient_doctor.callers import call_from_caller
 from gradient_doctor.findings import Site
 from gradient_doctor.graph import NodeOrigin, is_dead_view, mark_origin, node_of
-from gradient_doctor.readable import LAZY, META, UNTOUCHABLE, is_recorded, shape_of, unreadable
+from gradient_doctor.readable import (
+    LAZY,
+    META,
+    UNTOUCHABLE,
+    address_of,
+    is_recorded,
+    shape_of,
+    unreadable,
+)
 from gradient_doctor.records import OpCall
 from gradient_doctor.replaced import Replaced
 from gradient_doctor.session import Session
-from gradient_doctor.sites import asked_by_user, here, within
+from gradient_doctor.sites import asked_by_user, here, user_lines, within
 from gradient_doctor.taint import (
     Cut,
     Region,
@@ -44,6 +53,7 @@ _GETTERS_THAT_COMPUTE = {"T", "mT", "H", "mH", "real", "imag", "data"}
 _resolve = getattr(resolve_name, "__wrapped__", resolve_name)
 _SCALARS = {"item", "__float__", "tolist"}
 _EXPLICIT = {"detach", "detach_", "data", "numpy", "__array__", "new_tensor", "tensor"}
+_SHARING = {"detach", "data"}  # the same memory
 _ZERO_DERIVATIVE = {
     *("round", "floor", "ceil", "trunc", "sign", "sgn", "round_", "floor_", "ceil_", "heaviside"),
     *("trunc_", "sign_", "fix", "floor_divide", "__floordiv__"),
@@ -303,6 +313,9 @@ class Trace(TorchFunctionMode):
                 # written through a view; a parameter stays one (nn.Embedding clears its padding)
                 if base is not None and short.endswith("_") and not isinstance(base, nn.Parameter):
                     session.taints[base] = taint
+            if cut is not None and short in _SHARING and address_of(output):
+                memory = StorageWeakRef(output.untyped_storage())
+                session.severed[address_of(output)] = (memory, taint)
             mark_origin(output, NodeOrigin(name, site, session.step))
             first = first or taint
         assert first is not None
@@ -317,6 +330,8 @@ class Trace(TorchFunctionMode):
         if output.requires_grad and not is_dead_view(output) and not _is_new_leaf(short, output):
             if short in _ZERO_DERIVATIVE:
                 kind, region = "zero", None
+            elif short == "normal":  # it needs gradient, and passes zeros to mean and std
+                kind, region = "sample", None
             else:
                 return None
         else:
@@ -400,6 +415,7 @@ def _switched(session: Session, args: Any) -> None:
             session.registry.frozen_at.pop(tensor, None)
         else:
             session.registry.frozen_at[tensor] = session.here()
+            session.registry.freezers[tensor] = user_lines()
 
 
 def _gradient_set(session: Session, args: Any) -> None:

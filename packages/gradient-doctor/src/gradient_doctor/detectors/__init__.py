@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradient_doctor.detectors.accumulated import Accumulated
 from gradient_doctor.detectors.activations import Activations
+from gradient_doctor.detectors.averages import Averages
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
@@ -14,7 +15,9 @@ from gradient_doctor.detectors.dropped import Dropped
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
 from gradient_doctor.detectors.frozen import Frozen
+from gradient_doctor.detectors.frozen_defaults import FrozenDefaults
 from gradient_doctor.detectors.frozen_layers import FrozenLayers
+from gradient_doctor.detectors.frozen_names import FrozenNames
 from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
@@ -36,11 +39,13 @@ from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.ranges import Ranges
 from gradient_doctor.detectors.rising import Rising
+from gradient_doctor.detectors.samples import Samples
 from gradient_doctor.detectors.scaler import Scaler
 from gradient_doctor.detectors.scales import Scales
 from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
+from gradient_doctor.detectors.silent_functions import SilentFunctions
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -56,6 +61,8 @@ DETECTORS: tuple[type[Detector], ...] = (
     Unread,  # before those who would call unseen parameters idle
     Frozen,
     FrozenLayers,
+    FrozenDefaults,
+    FrozenNames,
     Ownership,
     Leaves,
     Erased,
@@ -69,6 +76,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     GradCalls,
     Missing,
     Ceased,
+    Samples,
     Cosmetic,
     Dropped,
     Targets,
@@ -79,6 +87,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Lengths,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
+    SilentFunctions,
     Zeros,
     Ranges,
     NonFinite,
@@ -91,6 +100,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Signs,
     Divergences,
     Names,
+    Averages,
     Rising,
     Scales,  # what others have explained is not said again
     Swallowed,

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gradient_doctor.explain import CutFact, Ledger, what_cuts
+from gradient_doctor.explain import CutFact, Ledger, how_to_mend, what_cuts
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file
-from gradient_doctor.taint import Taint
+from gradient_doctor.taint import GRAD, Taint
 from gradient_doctor.terms import COPIES, Term
 
 # optimizers whose step does not grow with the gradient
@@ -173,25 +173,28 @@ class Cosmetic(Detector):
         if hidden & ~ledger.received:
             return
         value = f" (last value {idle.amounts[-1]:.4g})" if idle.amounts else ""
+        why, at = "It is computed from data alone", site
+        fix = (
+            "Give the term a gradient (remove the cut; for a reward, a score-function or"
+            " pathwise estimate), or drop it from the loss and log it on its own."
+        )
         if facts:
             best = max(facts, key=lambda fact: (fact.graph.bit_count(), fact.step, fact.order))
             if best.op in COPIES and best.kind == "explicit" and best.site is not None:
                 self._say_copied(best, site, hidden)
                 return
             why = f"It depends on {self.session.registry.many(hidden)}, but {what_cuts(best)}"
-            related = tuple(fact.site for fact in facts)
-        else:
-            why, related = "It is computed from data alone", ()
+            if best.op == GRAD:
+                at, fix = best.site or site, how_to_mend(best)
         self.report(
             23,
             Severity.WARNING,
             f"A term of the loss{value} has no gradient: it changes the number, not the update.",
             why=f"{why}; it enters the loss by addition.",
-            fix="Give the term a gradient (remove the cut; for a reward, a score-function or"
-            " pathwise estimate), or drop it from the loss and log it on its own.",
-            site=site,
+            fix=fix,
+            site=at,
             parameters=hidden,
-            related=related,
+            related=(*(fact.site for fact in facts), site),
         )
 
     def _say_copied(self, cut: CutFact, site: Site, hidden: int) -> None:

@@ -68,7 +68,8 @@ class Frozen(Detector):
         kept = self._kept_frozen(at_end)
         self._contract(kept)
         self._adapters(kept)
-        self._optimizers(kept)
+        groups = self._groups(kept, at_end)
+        self._optimizers(kept & ~groups)
         self._misspelt()
 
     def _kept_frozen(self, at_end: bool) -> int:
@@ -215,6 +216,37 @@ class Frozen(Detector):
                 self._all(name, optimizer, frozen)
             elif frozen:
                 self._some(name, optimizer, frozen, len(held))
+
+    def _groups(self, kept: int, at_end: bool) -> int:
+        """Parameters of groups that are frozen as a whole: nobody makes such a group on purpose.
+
+        They may wait for their turn, so nothing is said of them before the end.
+        """
+        registry = self.session.registry
+        grouped = 0
+        for name, optimizer in registry.optimizers.items():
+            groups = [group["params"] for group in optimizer.param_groups]
+            idle = [g for g in groups if g and not registry.bits(g) & ~kept]
+            if len(idle) == len(groups):
+                continue  # all of it: see _all
+            members = [p for g in idle for p in g]
+            grouped |= registry.bits(members)
+            sites = by_site(registry, self._new(members) if at_end else [], self._site)
+            for site, mask in sites.items():
+                finding = self.report(
+                    4,
+                    Severity.WARNING,
+                    f"A parameter group of the {called(name)} holds only frozen parameters.",
+                    why="They have a group of their own beside others that train, and "
+                    "requires_grad is False for all of them, to the end.",
+                    fix="Call requires_grad_(True) on them (Embedding.from_pretrained: "
+                    "freeze=False), or leave the group out.",
+                    site=site,
+                    parameters=mask,
+                    related=(birth_site(registry, optimizer),),
+                )
+                self._claim(finding, mask)
+        return grouped
 
     def _all(self, name: str, optimizer: Any, frozen: list[Tensor]) -> None:
         registry = self.session.registry

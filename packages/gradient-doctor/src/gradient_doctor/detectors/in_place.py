@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import nn
+
 from gradient_doctor.detectors.places import called
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.in_place_layers import is_in_place, made_at
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
 
@@ -29,6 +33,7 @@ class Write:
     shapes: tuple[tuple[int, ...], ...]
     version: int  # after it
     bits: int
+    layer: weakref.ref[nn.Module] | None = None  # of torch's, made with inplace=True
 
 
 @dataclass
@@ -64,7 +69,13 @@ class InPlace(Detector):
             base = target._base
             shapes = (tuple(target.shape), *([tuple(base.shape)] if base is not None else []))
             bits = call.taint.depends if call.taint is not None else 0
-            self._writes.append(Write(call.short, call.site, shapes, target._version, bits))
+            self._writes.append(
+                Write(call.short, call.site, shapes, target._version, bits, self._layer())
+            )
+
+    def _layer(self) -> weakref.ref[nn.Module] | None:
+        stack = self.session.module_stack
+        return weakref.ref(stack[-1]) if stack and is_in_place(stack[-1]) else None
 
     def event(self, event: Event) -> None:
         if event.kind == "step_starts" and self.session.record.traced:
@@ -154,6 +165,10 @@ class InPlace(Detector):
         if complaint.node:
             tensor += f" (made by {complaint.node})"
         by = "by an operation that was not traced" if write is None else f"by `{write.op}`"
+        layer = None if write is None or write.layer is None else write.layer()
+        made = None if layer is None else made_at(self.session.registry, layer)
+        if made is not None:
+            by = f"by a {type(layer).__name__} with inplace=True"
         self.report(
             13,
             Severity.ERROR,
@@ -162,7 +177,7 @@ class InPlace(Detector):
             f"version {complaint.version}.",
             fix="Write the result to a new tensor (x = x + 1 instead of x += 1, no `_` method, "
             "inplace=False), or clone() before the change.",
-            site=backward.site if write is None else write.site,
+            site=made or (backward.site if write is None else write.site),
             parameters=0 if write is None else write.bits,
-            related=(backward.site,),
+            related=(None if write is None else write.site, backward.site),
         )

@@ -21,6 +21,7 @@ from torch import nn
 
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file
 from gradient_doctor.slips import assigned_name
@@ -136,12 +137,17 @@ class Names(Detector):
             steps = self._taught.setdefault(name, set())
             steps.add(backward.step)
             if len(steps) == _ENOUGH:
-                self._say_taught(name, next(iter(pupils)), bits, backward.site)
+                self._say_taught(name, min(pupils), bits, backward.site)
 
     def _say_taught(self, teacher: str, pupil: str, bits: int, site: Site | None) -> None:
         registry = self.session.registry
-        owners = {o for p in registry.tensors(bits) for o in registry.owners(p)}
-        made = [birth_site(registry, registry.optimizers[name]) for name in owners]
+        owners = [
+            name
+            for name, optimizer in registry.optimizers.items()
+            if registry.bits(owned_by(optimizer)) & bits
+        ]
+        # the latest: an earlier one has trained the teacher on its own
+        made = [birth_site(registry, registry.optimizers[name]) for name in reversed(owners)]
         self.report(
             30,
             Severity.WARNING,

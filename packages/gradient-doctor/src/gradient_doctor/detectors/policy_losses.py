@@ -278,10 +278,11 @@ class PolicyLosses(Detector):
         if call.short in _PRODUCT:
             numbers = [a for a in call.args if type(a) is float and 0.5 <= a < 1.0]
             inherited = any(t in self._discounted for t in call.inputs)
-            if result.requires_grad and result.numel() > 1 and (numbers or inherited):
+            # also gamma * (1 - done), before it meets the value
+            if result.numel() > 1 and (numbers or inherited):
                 self._discounted[result] = True
         elif call.short in ("add", "__radd__") and len(call.inputs) == 2:
-            values = [t for t in call.inputs if t in self._discounted]
+            values = [t for t in call.inputs if t in self._discounted and t.requires_grad]
             rest = [t for t in call.inputs if not t.requires_grad and _is_per_sample(t)]
             if len(values) == 1 and len(rest) == 1:
                 self._bootstraps[result] = call.site

@@ -14,9 +14,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradient_doctor.detectors.common import argument, live_in, shape
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.functions import backward_line, function_of
 from gradient_doctor.graph import is_opaque, nodes_of
 from gradient_doctor.readable import values_of
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
+from gradient_doctor.sites import is_user_file
 from gradient_doctor.slips import filled_at
 
 _SOFTMAX = {"softmax", "log_softmax", "softmin", "gumbel_softmax"}
@@ -294,6 +296,10 @@ class Zeros(Detector):
                 cause = self._cause_of(stop) or _unknown(stop)
                 if cause is not None:
                     self._blame[bit] = cause
+        for bit in _single(zero):  # a gradient came as far as the parameter itself
+            cause = next(map(_hooked, self.session.registry.tensors(bit)), None)
+            if cause is not None:
+                self._blame.setdefault(bit, cause)
 
     def _cause_of(self, stop: Any) -> Cause | None:
         if stop.origin is None:
@@ -361,6 +367,26 @@ class Zeros(Detector):
         )
 
 
+def _hooked(parameter: Tensor) -> Cause | None:
+    """A hook of the user's on the parameter, which may turn its gradient to zeros."""
+    for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
+        code = getattr(hook, "__code__", None)
+        if code is not None and is_user_file(code.co_filename):
+            site = Site(code.co_filename, code.co_firstlineno, code.co_name)
+            wanted = (
+                "zero" in "".join(code.co_names) or 0 in code.co_consts or 0.0 in code.co_consts
+            )
+            return Cause(
+                site,
+                "A hook on the parameter turns its whole gradient to zeros.",
+                "What the hook returns takes the place of the gradient; no other operation was "
+                "seen to stop it.",
+                "Look at the mask in the hook; to freeze the parameter, use requires_grad_(False).",
+                deliberate=wanted,
+            )
+    return None
+
+
 def _per_group(call: OpCall, source: Tensor) -> int:
     groups = argument(call, 1, "num_groups", 1)
     return source[0].numel() // groups if source.dim() and len(source) else 0
@@ -409,6 +435,17 @@ def _single(mask: int) -> Iterator[int]:
 
 
 def _unknown(stop: Any) -> Cause | None:
+    if is_opaque(stop.node):
+        kind = function_of(stop.node)
+        site = backward_line(kind)
+        return Cause(
+            site,
+            f"{kind.__name__}.backward gives nothing but zeros.",
+            "A gradient arrives at this Function, and only zeros leave it.",
+            "Look at what it multiplies the gradient by: torch.autograd.gradcheck compares it with "
+            "the forward.",
+            deliberate=site is None,
+        )
     if stop.partial or stop.origin is None or stop.origin.site is None:
         return None
     return Cause(

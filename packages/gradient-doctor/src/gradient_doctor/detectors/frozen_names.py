@@ -1,0 +1,49 @@
+"""Class 4: parameters that should be frozen, or unfrozen, by a name that none of them has.
+
+`if name.startswith("backbone")` is never true where the part is called `encoder`: nothing raises,
+and everything stays as it was. Said where the names stand in the source and the loop has run.
+"""
+
+from __future__ import annotations
+
+import re
+
+from gradient_doctor.findings import Severity, Site
+from gradient_doctor.name_tests import Choice, choices
+from gradient_doctor.session import Detector, Event, Session
+
+# kinds of parameters that a model may or may not have; a rule for them is for any model
+_KINDS = re.compile(
+    r"^\W*(bias|(layer|batch|group)?_?norm\d*|bn\d*|ln\d*|gamma|beta|lora\w*)\W*$", re.I
+)
+
+
+class FrozenNames(Detector):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._asked: dict[Site, set[str]] = {}  # by line: names of all models that it went through
+
+    def event(self, event: Event) -> None:
+        if event.kind == "named" and event.site is not None:
+            self._asked.setdefault(event.site, set()).update(event.data["names"])
+
+    def finish(self, error: BaseException | None) -> None:
+        for site, names in self._asked.items():
+            for choice in choices(site) if names else ():
+                named = any(choice.fits(name) for name in names)
+                if not named and not all(map(_KINDS.search, choice.texts)):
+                    self._say(site, choice, names)
+
+    def _say(self, site: Site, choice: Choice, names: set[str]) -> None:
+        wanted = " or ".join(f"`{text}`" for text in choice.texts[:3])
+        parts = sorted({name.rsplit(".", 1)[0] for name in names})
+        shown = ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
+        self.report(
+            4,
+            Severity.WARNING,
+            f"No parameter is called {wanted}: nothing is {'un' * choice.switch}frozen here.",
+            why=f"The loop goes over {len(names)} parameters, of {shown}; the condition is true "
+            "for none of them, and all stay as they are.",
+            fix="Print the names of named_parameters() and use theirs.",
+            site=Site(site.file, choice.line, site.function),
+        )
