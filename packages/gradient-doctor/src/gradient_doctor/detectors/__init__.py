@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from gradient_doctor.detectors.accumulated import Accumulated
 from gradient_doctor.detectors.activations import Activations
+from gradient_doctor.detectors.averages import Averages
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.cosmetic import Cosmetic
+from gradient_doctor.detectors.divergences import Divergences
+from gradient_doctor.detectors.draws import Draws
 from gradient_doctor.detectors.dropped import Dropped
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
@@ -38,6 +41,7 @@ from gradient_doctor.detectors.scales import Scales
 from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
+from gradient_doctor.detectors.surrogates import Surrogates
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -79,10 +83,14 @@ DETECTORS: tuple[type[Detector], ...] = (
     Ranges,
     NonFinite,
     Unchanged,
+    Averages,
     Schedule,
     Magnitude,
     Estimators,
     PolicyLosses,
+    Surrogates,
+    Draws,
+    Divergences,
     Signs,
     Names,
     Rising,
