@@ -175,7 +175,7 @@ class Averages(Detector):
         registry = self.session.registry
         name, other = registry.module_name(slow), registry.module_name(trained)
         last = pair.kept[-_ENOUGH:]
-        if len(last) == _ENOUGH and _NONE < min(last) and max(last) < _FEW:
+        if len(last) == _ENOUGH and min(last) > _NONE and max(last) < _FEW:
             if max(last) - min(last) < _CLOSE:
                 self.report(
                     32,

@@ -1,8 +1,8 @@
 """Class 3: a draw that should carry gradients, and does not: `sample()` where `rsample()` is meant.
 
 An encoder whose latent is drawn by `sample()` trains by its divergence alone: the error of what is
-decoded from the draw cannot reach it. The same holds for `torch.normal(mean, std)`. Where the
-density of the draw is asked for, a score function takes the gradient's place: that is a policy.
+decoded from the draw cannot reach it. Where the density of the draw is asked for, a score function
+takes the gradient's place: that is a policy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
+from gradient_doctor.session import Backward, Detector, Session, StepRecord
 
 _ENOUGH = 2  # steps
 
@@ -51,10 +51,6 @@ class Draws(Detector):
     def density(self, distribution: Any, value: Any, result: Any, site: Site | None) -> None:
         if isinstance(result, Tensor):
             self._densities |= self._behind(result)
-
-    def op(self, call: OpCall) -> None:
-        if call.name == "torch.normal" and call.outputs and call.inputs:
-            self._note(call.outputs[0], call.site)
 
     def step_ended(self, record: StepRecord) -> None:
         self._drawn.clear()

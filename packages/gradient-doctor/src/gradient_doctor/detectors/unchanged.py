@@ -164,8 +164,8 @@ class Unchanged(Detector):
             Severity.WARNING,
             "A network's weights are copied onto themselves.",
             why="The state that is loaded here consists of the very tensors that it is loaded "
-            "into: nothing changes. state_dict() copies no numbers: a state that was kept moves with the "
-            "weights. Or the state of another network was meant.",
+            "into: nothing changes. state_dict() copies no numbers: a state that was kept moves "
+            "with the weights. Or the state of another network was meant.",
             fix="Keep copy.deepcopy(model.state_dict()); or pass the state_dict() of the network "
             "that learns. If both names mean one network, make the second with copy.deepcopy.",
             site=(loaded_state(event.site) if event.site is not None else None) or event.site,
