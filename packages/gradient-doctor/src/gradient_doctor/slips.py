@@ -36,6 +36,25 @@ def assigned_attribute(files: Iterable[str], names: Iterable[str]) -> Site | Non
     return None
 
 
+def assigned_item(files: Iterable[str], key: str) -> Site | None:
+    """The statement `something[key] = ...` (or `*=`), if there is only one."""
+    lines = [
+        Site(file, node.lineno)
+        for file, node in _statements(files)
+        for target in (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AugAssign)
+            else []
+        )
+        if isinstance(target, ast.Subscript)
+        and isinstance(target.slice, ast.Constant)
+        and target.slice.value == key
+    ]
+    return lines[0] if len(lines) == 1 else None
+
+
 def assigned_name(file: str, name: str) -> Site | None:
     """The first statement `name = ...` or `something.name = ...`."""
     for _, node in _statements([file]):

@@ -62,3 +62,20 @@ def test_followed_as_it_should_be(tmp_path, update):
 
 def test_weights_that_decay_by_hand(tmp_path):
     nothing(tmp_path, followed(SLOW, "shadow[name].mul_(0.99).add_(fast.data, alpha=-0.01)"))
+
+
+def test_a_state_that_was_kept_without_a_copy(tmp_path):
+    source = """
+net = nn.Linear(4, 3)
+adam = torch.optim.Adam(net.parameters())
+for step in range(6):
+    loss = F.cross_entropy(net(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+    adam.zero_grad()
+    loss.backward()
+    adam.step()
+    best = net.state_dict()  # FAULT
+net.load_state_dict(best)
+"""
+    only(tmp_path, source, 21)
+    copied = source.replace("net.state_dict()  # FAULT", "copy.deepcopy(net.state_dict())")
+    nothing(tmp_path, copied)

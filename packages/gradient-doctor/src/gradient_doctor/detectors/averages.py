@@ -175,20 +175,20 @@ class Averages(Detector):
         registry = self.session.registry
         name, other = registry.module_name(slow), registry.module_name(trained)
         last = pair.kept[-_ENOUGH:]
-        if len(last) == _ENOUGH and min(last) > _NONE and max(last) < _FEW:
-            if max(last) - min(last) < _CLOSE:
-                self.report(
-                    32,
-                    Severity.WARNING,
-                    f"{name} keeps {last[-1]:.1%} of itself in each average with {other}.",
-                    why=f"The slow network should keep nearly all of its weights, and takes "
-                    f"{1 - last[-1]:.1%} from the trained one in every update: it is a copy of it, "
-                    "one step late. The two factors are exchanged.",
-                    fix="slow = decay * slow + (1 - decay) * trained, with decay close to 1 "
-                    "(tau = 1 - decay is the factor of the trained weights).",
-                    site=self._site(slow),
-                    parameters=registry.bits(slow.parameters()),
-                )
+        least, most = min(last, default=0.0), max(last, default=1.0)
+        if len(last) == _ENOUGH and least > _NONE and most < _FEW and most - least < _CLOSE:
+            self.report(
+                32,
+                Severity.WARNING,
+                f"{name} keeps {last[-1]:.1%} of itself in each average with {other}.",
+                why=f"The slow network should keep nearly all of its weights, and takes "
+                f"{1 - last[-1]:.1%} from the trained one in every update: it is a copy of it, "
+                "one step late. The two factors are exchanged.",
+                fix="slow = decay * slow + (1 - decay) * trained, with decay close to 1 "
+                "(tau = 1 - decay is the factor of the trained weights).",
+                site=self._site(slow),
+                parameters=registry.bits(slow.parameters()),
+            )
         bits = registry.bits(slow.parameters())
         if pair.pulled == _ENOUGH - 1 and not pair.moved and bits & self._used:
             self.report(
@@ -235,7 +235,11 @@ def _numbers(pair: Pair) -> tuple[Tensor, Tensor] | None:
     right = None if second is None else values_of(second)
     if left is None or right is None or not left.is_floating_point():
         return None
-    return tuple(v.detach().flatten()[:_SOME].to(torch.float64, copy=True) for v in (left, right))
+    return _some(left), _some(right)
+
+
+def _some(values: Tensor) -> Tensor:
+    return values.detach().flatten()[:_SOME].to(torch.float64, copy=True)
 
 
 def _share(now: Tensor, before: Tensor, other: Tensor) -> float | None:

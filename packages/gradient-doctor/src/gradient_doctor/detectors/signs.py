@@ -61,7 +61,7 @@ class Signs(Detector):
         if not call.outputs or not call.inputs or not call.outputs[0].requires_grad:
             return
         result, source = call.outputs[0], call.inputs[0]
-        kind, scores = self._tables.get(source, ("", None))
+        kind, scores = self._table(source)
         if call.short in ("softmax", "log_softmax"):
             self._tables[result] = ("p" if call.short == "softmax" else "log", id(source))
         elif call.short == "log" and kind == "p":
@@ -71,13 +71,16 @@ class Signs(Detector):
         elif call.short in ("exp",) and kind == "log":
             self._tables[result] = ("p", scores)
         elif call.short == "mul" and len(call.inputs) == 2:
-            known = [self._tables.get(t, ("", None)) for t in call.inputs]
+            known = [self._table(t) for t in call.inputs]
             if {k for k, _ in known} == {"p", "log"} and known[0][1] == known[1][1]:
                 self._minus_entropies.append(self.session.ledger.terms.of(result))
         elif call.short in ("gather", "__getitem__") and kind and len(call.inputs) > 1:
             taint = self.session.taint_of(call.inputs[1])
             if taint is not None and any(_is_draw(cut) for cut in taint.cuts):
                 self._scored |= live_in(self.session, [result])
+
+    def _table(self, tensor: Tensor) -> tuple[str, int]:
+        return self._tables.get(tensor) or ("", 0)
 
     def step_ended(self, record: StepRecord) -> None:
         self._entropies.clear()
