@@ -96,7 +96,7 @@ def test_a_resumed_schedule_is_wound_forward(tmp_path):
 
 def test_a_plateau_for_an_accuracy_that_is_given_a_loss(tmp_path):
     make = "scheduler = lr_scheduler.ReduceLROnPlateau(sgd, 'max', patience=1)  # FAULT"
-    body = "loss = net.weight.square().mean()\nloss.backward()\nsgd.step()\n"
+    body = "loss = net(torch.ones(8, 4)).square().mean()\nloss.backward()\nsgd.step()\n"
     only(tmp_path, loop(make, body + "scheduler.step(loss.item())"), 31)
 
 

@@ -19,7 +19,7 @@ from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
 from gradient_doctor.taint import tensors_in
 
-_EARLY = 3  # steps whose clipping found no gradient
+_EARLY = 2  # steps whose clipping found no gradient
 _LOW = {torch.float16, torch.bfloat16}
 _SCALED = MARK + ".scaled"
 _ORDER = (

@@ -133,12 +133,14 @@ class Schedule(Detector):
     def finish(self, error: BaseException | None) -> None:
         for optimizer, rates in list(self._rates.items()):
             self._attribute(optimizer, rates)
+            if self._upside_down(optimizer, rates):
+                continue
             if rates.updates >= _ENOUGH and 2 * rates.low > rates.updates:
                 self._taken_away(optimizer, rates)
             # a warm-up that the run is too short for still rises
             elif rates.below == rates.updates >= _ENOUGH and 0 < rates.last <= rates.first:
                 self._factor_for_rate(optimizer, rates)
-            elif self._of_another(optimizer, rates) or self._upside_down(optimizer, rates):
+            elif self._of_another(optimizer, rates):
                 continue
             elif self.session.scaler is None:  # which may skip steps: that is torch's way
                 for scheduler in rates.kept:
