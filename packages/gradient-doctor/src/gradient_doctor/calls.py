@@ -48,6 +48,8 @@ class Calls:
         patch(torch.optim.Optimizer, "__init__", self._new_optimizer)
         patch(torch.optim.Optimizer, "load_state_dict", self._load_state)
         patch(torch.optim.lr_scheduler.LRScheduler, "__init__", self._new_scheduler)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau  # does not call the other's
+        patch(plateau, "__init__", self._new_scheduler)
         for scheduler in _schedulers():
             patch(scheduler, "step", self._schedule)
         patch(nn.Module, "named_parameters", self._named)

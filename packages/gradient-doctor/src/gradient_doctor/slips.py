@@ -38,6 +38,25 @@ def assigned_attribute(files: Iterable[str], names: Iterable[str]) -> Site | Non
     return None
 
 
+def assigned_item(files: Iterable[str], key: str) -> Site | None:
+    """The statement `something[key] = ...` (or `*=`), if there is only one."""
+    lines = [
+        Site(file, node.lineno)
+        for file, node in _statements(files)
+        for target in (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AugAssign)
+            else []
+        )
+        if isinstance(target, ast.Subscript)
+        and isinstance(target.slice, ast.Constant)
+        and target.slice.value == key
+    ]
+    return lines[0] if len(lines) == 1 else None
+
+
 def assigned_name(file: str, name: str) -> Site | None:
     """The first statement `name = ...` or `something.name = ...`."""
     for _, node in _statements([file]):
@@ -47,6 +66,34 @@ def assigned_name(file: str, name: str) -> Site | None:
                 if name == (part.attr if isinstance(part, ast.Attribute) else _id(part)):
                     return Site(file, node.lineno)
     return None
+
+
+def loaded_state(site: Site) -> Site | None:
+    """Where the state was kept that `load_state_dict(name)` at this line loads.
+
+    Only if the program has one plain assignment of a `state_dict()` to that name.
+    """
+    statement = statement_at(site)
+    for call in ast.walk(statement) if statement is not None else ():
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        if call.func.attr != "load_state_dict" or not call.args:
+            continue
+        name = _last(call.args[0])
+        kept = [
+            node.lineno
+            for _, node in _statements([site.file])
+            if isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and _last(node.value.func) == "state_dict"
+            and any(_last(target) == name for target in node.targets)
+        ]
+        return Site(site.file, kept[0]) if name and len(kept) == 1 else None
+    return None
+
+
+def _last(node: ast.expr) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else _id(node)
 
 
 def statement_at(site: Site) -> ast.stmt | None:

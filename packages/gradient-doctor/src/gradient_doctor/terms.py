@@ -28,6 +28,7 @@ _LINEAR = {
     *("unsqueeze", "reshape", "flatten", "clone", "contiguous", "expand", "expand_as", "pos"),
     *("stack", "cat", "concat", "masked_fill", "where", "transpose", "permute", "__getitem__"),
 }
+_PATHS = 4096  # ways through one loss
 COPIES = {"tensor", "as_tensor"}  # of a list of values: their numbers alone
 CUTS = {"detach", "detach_", "data", "item", "__float__", "numpy", "tolist", "new_tensor"}
 
@@ -74,6 +75,15 @@ class Term:
                 stack.extend(part for part, _ in term.parts)
                 if term.factor is not None:
                     stack.append(term.factor)
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way from a loss down to a term: its factor, and the sums on the way, the loss first."""
+
+    term: Term
+    factor: float
+    steps: tuple[tuple[Term, float], ...]
 
 
 class Terms:
@@ -254,3 +264,23 @@ def _amount(tensor: Tensor) -> float | None:
         return float(tensor)
     except (RuntimeError, NotImplementedError):
         return None  # no numbers behind it: a meta tensor, one of torch.func's
+
+
+def paths_down(root: Term, whole: set[int]) -> Iterator[Path]:
+    """All ways down the sums of a loss; what is in `whole` is not taken apart."""
+    stack = [Path(root, 1.0, ())]
+    for _ in range(_PATHS):
+        if not stack:
+            return
+        path = stack.pop()
+        term = path.term
+        if path.steps and id(term) in whole:
+            yield path
+            continue
+        if term.kind != "sum" or not term.live:
+            yield path
+            continue
+        for part, weight in term.parts:
+            if part.live:
+                steps = (*path.steps, (term, weight))
+                stack.append(Path(part, path.factor * weight, steps))

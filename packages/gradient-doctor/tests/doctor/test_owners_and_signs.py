@@ -167,3 +167,28 @@ def test_maximised(tmp_path):
     only(tmp_path, source.replace(f"{adam})", f"{adam}, maximize=True)  # FAULT"), 32)
     source = loop("loss = -F.cross_entropy(head(body(x)), y)")
     nothing(tmp_path, source.replace(adam, adam + ", maximize=True"))
+
+
+GAN = """
+maker, judge = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+making, judging = (torch.optim.Adam(net.parameters(), lr=1e-3) for net in (maker, judge))
+{before}
+for step in range(6):
+    made = maker(torch.randn(16, 4))
+    loss = F.softplus(-judge(torch.randn(16, 2))).mean() + F.softplus(judge(made)).mean()  {mark}
+    judging.zero_grad()
+    loss.backward()
+    judging.step()
+    {between}
+    F.softplus(-judge(maker(torch.randn(16, 4)))).mean().backward()
+    making.step()
+    {after}
+"""
+
+
+def test_generated_samples_that_nobody_detached(tmp_path):
+    """They reach the generator; that is a fault only where its optimizer takes what they leave."""
+    fault = GAN.format(before="", between="", after="making.zero_grad()", mark="# FAULT")
+    finding = only(tmp_path, fault, 30)
+    assert finding.parameters == ("maker.weight", "maker.bias")
+    nothing(tmp_path, GAN.format(before="", between="making.zero_grad()", after="", mark=""))

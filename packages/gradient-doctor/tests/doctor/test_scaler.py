@@ -179,3 +179,27 @@ def test_what_is_compiled_is_not_judged(tmp_path):
     make = "model = torch.compile(model, backend='eager')"
     forward = AUTOCAST.format("float16", "")
     nothing(tmp_path, plain(forward, make))
+
+
+EARLY_CLIP = """
+net = nn.LSTM(4, 8)
+sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(6):
+    {before}
+    loss = net(torch.randn(5, 3, 4))[0].square().mean()
+    loss.backward()
+    {after}
+    sgd.step()
+"""
+NET_CLIP = "nn.utils.clip_grad_norm_(net.parameters(), 1.0)"
+
+
+def test_clipping_before_there_are_gradients(tmp_path):
+    only(tmp_path, EARLY_CLIP.format(before=f"sgd.zero_grad(); {NET_CLIP}  # FAULT", after=""), 22)
+    nothing(tmp_path, EARLY_CLIP.format(before="sgd.zero_grad()", after=NET_CLIP))
+
+
+def test_a_step_at_the_beginning_of_the_next_round(tmp_path):
+    late = f"{NET_CLIP}; sgd.step(); sgd.zero_grad()"
+    source = EARLY_CLIP.format(before=late, after="").replace("    sgd.step()\n", "")
+    nothing(tmp_path, source)

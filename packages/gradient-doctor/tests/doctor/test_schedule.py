@@ -92,3 +92,17 @@ def test_a_resumed_schedule_is_wound_forward(tmp_path):
         "scheduler = lr_scheduler.CosineAnnealingLR(sgd, 40)\nfor _ in range(5): scheduler.step()"
     )
     nothing(tmp_path, loop(make))
+
+
+def test_a_plateau_for_an_accuracy_that_is_given_a_loss(tmp_path):
+    make = "scheduler = lr_scheduler.ReduceLROnPlateau(sgd, 'max', patience=1)  # FAULT"
+    body = "loss = net(torch.ones(8, 4)).square().mean()\nloss.backward()\nsgd.step()\n"
+    only(tmp_path, loop(make, body + "scheduler.step(loss.item())"), 31)
+
+
+@pytest.mark.parametrize("rate", ["group['lr'] * 0.1**step", "0.1 * (step // 20)"])
+def test_a_rate_that_is_set_by_hand(tmp_path, rate):
+    by_hand = f"for group in sgd.param_groups: group['lr'] = {rate}  # FAULT"
+    body = f"{by_hand}\nloss.backward()\nsgd.step()"
+    only(tmp_path, loop("", body), 31 if "**" in rate else 21)
+    nothing(tmp_path, loop("", body.replace(rate, "0.1 * 0.9**step").replace("  # FAULT", "")))

@@ -11,6 +11,7 @@ from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.clipping import Clipping
 from gradient_doctor.detectors.cosmetic import Cosmetic
 from gradient_doctor.detectors.divergences import Divergences
+from gradient_doctor.detectors.draws import Draws
 from gradient_doctor.detectors.dropped import Dropped
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
@@ -46,9 +47,11 @@ from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
+from gradient_doctor.detectors.surrogates import Surrogates
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
+from gradient_doctor.detectors.unkept import Unkept
 from gradient_doctor.detectors.unread import Unread
 from gradient_doctor.detectors.zeros import Zeros
 from gradient_doctor.explain import Ledger
@@ -92,15 +95,18 @@ DETECTORS: tuple[type[Detector], ...] = (
     Ranges,
     NonFinite,
     Unchanged,
+    Averages,
     Schedule,
     Magnitude,
     Clipping,
     Estimators,
     PolicyLosses,
-    Signs,
+    Surrogates,
+    Draws,
     Divergences,
+    Signs,
     Names,
-    Averages,
+    Unkept,
     Rising,
     Scales,  # what others have explained is not said again
     Swallowed,

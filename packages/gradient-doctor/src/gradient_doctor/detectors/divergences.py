@@ -1,124 +1,151 @@
-"""Class 32: a Kullback-Leibler term that is made large instead of small.
+"""Class 32: a divergence, or a likelihood, that enters the loss with the wrong sign.
 
-The term holds exp(a) - a, or a - log(a): convex in a, least where both distributions agree. With a
-minus before it nothing bounds it from below, and the loss falls for ever. No loss needs that: so it
-is known by its two halves, which enter with the signs of a maximum.
+The divergence of a Gaussian from the standard one is (exp(v) + mu^2 - 1 - v) / 2, with v the
+logarithm of the variance; other closed forms have x - log(x) in the same way. Both are bounded from
+below, and their negatives are not: where exp(v) enters a loss with a minus beside v itself, the
+steps drive it to infinity. So it is with the log-likelihood of data that is added to a loss.
+
+The line is that where the sign is turned, or the formula's own.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from gradient_doctor.detectors.common import live_in
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
-from gradient_doctor.terms import Term
+from gradient_doctor.terms import Path, Term, paths_down
 
 _ENOUGH = 2  # steps
-
-
-class Half(NamedTuple):
-    """A part of a loss: its factor, and the sums above it, the whole loss first."""
-
-    factor: float
-    path: tuple[Turn, ...]
-
-
-class Turn(NamedTuple):
-    """A sum on the way down, and the factor of what is below it."""
-
-    term: int
-    factor: float
-    site: Site | None
 
 
 class Divergences(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._pairs: list[tuple[Term, Term]] = []  # of this step: what grows faster, and slower
-        self._steps: dict[Site | None, set[int]] = {}
+        # terms of this step; kept, so that no other takes their ids
+        self._curved: list[tuple[Term, Term]] = []  # (exp(v), v) and (x, log(x))
+        self._likelihoods: list[Term] = []
+        self._drawn = WeakIdKeyDictionary()
+        self._steps: dict[tuple[str, Site | None], set[int]] = {}
+
+    def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
+        if isinstance(value, Tensor):
+            self._drawn[value] = True
+
+    def density(self, distribution: Any, value: Any, result: Any, site: Site | None) -> None:
+        if not isinstance(value, Tensor) or not isinstance(result, Tensor):
+            return
+        taint = self.session.taint_of(value)
+        data = value not in self._drawn and (taint is None or not taint.depends)
+        if data and value.is_floating_point() and live_in(self.session, [result]):
+            self._likelihoods.append(self.session.ledger.terms.of(result))
 
     def op(self, call: OpCall) -> None:
-        if call.short not in ("exp", "exp_", "log") or not call.outputs or not call.inputs:
-            return
-        source, result = call.inputs[0], call.outputs[0]
-        if isinstance(result, Tensor) and result.requires_grad and source is not result:
-            of = self.session.ledger.terms.of
-            pair = (of(source), of(result))
-            self._pairs.append(pair if call.short == "log" else pair[::-1])
+        if call.short in ("exp", "log") and call.outputs and call.outputs[0].requires_grad:
+            terms = self.session.ledger.terms
+            made, source = terms.of(call.outputs[0]), terms.of(call.inputs[0])
+            self._curved.append((made, source) if call.short == "exp" else (source, made))
 
     def step_ended(self, record: StepRecord) -> None:
-        self._pairs.clear()
+        self._curved.clear()
+        self._likelihoods.clear()
 
     def backward_starts(self, backward: Backward) -> None:
-        registry = self.session.registry
-        if not self._pairs or backward.taint is None or backward.kind != "backward":
+        if backward.taint is None or backward.kind != "backward" or self._maximised(backward):
             return
-        if len(registry.optimizers) != 1 or backward.taint.live & ~registry.owned:
-            return  # an adversary may mean it
-        optimizer = next(iter(registry.optimizers.values()))
-        if any(group.get("maximize") for group in optimizer.param_groups):
+        if not (self._curved or self._likelihoods):
             return
-        ends = {id(term) for pair in self._pairs for term in pair}
+        whole = {id(t) for pair in self._curved for t in pair} | {id(t) for t in self._likelihoods}
         for root in backward.roots:
-            halves = _halves(self.session.ledger.terms.of(root), ends)
-            for fast, slow in self._pairs:
-                high, low = halves.get(id(fast)), halves.get(id(slow))
-                if high is not None and low is not None and high.factor < 0 < low.factor:
-                    known = fast if fast.op in ("exp", "log") else slow
-                    self._count(_turned(high, low) or known.site, known, backward)
+            term = self.session.ledger.terms.of(root)
+            paths: dict[int, list[Path]] = {}
+            for path in paths_down(term, whole):
+                paths.setdefault(id(path.term), []).append(path)
+            if not self._likelihood(paths, backward):  # then it is the whole that is turned
+                self._divergence(paths, backward)
 
-    def _count(self, site: Site | None, term: Term, backward: Backward) -> None:
-        steps = self._steps.setdefault(site, set())
+    def _divergence(self, paths: dict[int, list[Path]], backward: Backward) -> None:
+        for curved, flat in self._curved:
+            if not (id(curved) in paths and id(flat) in paths):
+                continue
+            factor = sum(path.factor for path in paths[id(curved)])
+            if math.isnan(factor) or factor >= 0 or len(paths[id(curved)]) > 1:
+                continue
+            if not sum(path.factor for path in paths[id(flat)]) > 0:
+                continue  # both have a minus: the other half bounds it, or another term does
+            path = paths[id(curved)][0]
+            # the sum in which the two meet is the formula; what comes before it may turn the sign
+            meeting = {id(term) for term, _ in paths[id(flat)][0].steps}
+            above = [k for k, (term, _) in enumerate(path.steps) if id(term) in meeting]
+            formula = path.steps[above[-1]][0].site if above else curved.site
+            own, turned = 1.0, None
+            for term, weight in path.steps:
+                if term.site is not None and formula is not None and term.site.line == formula.line:
+                    own *= weight
+                elif weight < 0:
+                    turned = term.site
+            site = turned if own > 0 and turned is not None else formula
+            self._say("divergence", site, curved, backward, (formula,))
+
+    def _likelihood(self, paths: dict[int, list[Path]], backward: Backward) -> bool:
+        if len(self._likelihoods) != 1 or len(self.session.record.backwards) > 1:
+            return False
+        [term] = self._likelihoods
+        found = paths.get(id(term), [])
+        if len(found) != 1 or not found[0].factor > 0:
+            return False
+        path = found[0]
+        rivals = [p for many in paths.values() for p in many if p.term is not term]
+        if not rivals:
+            return False  # the whole loss: see policy_losses.py
+        turned = [t.site for t, weight in path.steps if weight < 0]
+        self._say("likelihood", turned[0] if turned else path.steps[0][0].site, term, backward, ())
+        return True
+
+    def _maximised(self, backward: Backward) -> bool:
+        live = backward.taint.live if backward.taint is not None else 0
+        registry = self.session.registry
+        return any(
+            group.get("maximize")
+            for optimizer in registry.optimizers.values()
+            if registry.bits(owned_by(optimizer)) & live
+            for group in optimizer.param_groups
+        )
+
+    def _say(
+        self,
+        kind: str,
+        site: Site | None,
+        term: Term,
+        backward: Backward,
+        related: tuple[Site | None, ...],
+    ) -> None:
+        steps = self._steps.setdefault((kind, site), set())
         steps.add(backward.step)
         if len(steps) != _ENOUGH:
             return
-        halves = "a - exp(a)" if term.op == "exp" else "log(a) - a"
+        divergence = kind == "divergence"
         self.report(
             32,
             Severity.WARNING,
-            "The loss makes a divergence large: minimising it has no end.",
-            why=f"It holds {halves}, with the values at {term.site}. A Kullback-Leibler divergence "
-            "is its negative; with this sign the distribution is driven away from its prior.",
-            fix="Turn the sign: for a Gaussian -0.5 * sum(1 + logvar - mu^2 - exp(logvar)) is "
-            "added to the loss.",
+            "A divergence enters the loss with a minus: the steps make it large."
+            if divergence
+            else "The log-likelihood of the data is added to the loss: the steps make it small.",
+            why="It has exp(v) beside v, or x beside log(x), as divergences in closed form have; "
+            f"the part that grows faster (made at {term.site}) has a negative factor in the loss, "
+            "which so has no lower bound."
+            if divergence
+            else "Minimising it makes what was seen less likely; nothing bounds it from below.",
+            fix="KL = -0.5 * (1 + logvar - mu^2 - exp(logvar)), added to the loss."
+            if divergence
+            else "Minimise minus the log-likelihood (minus the ELBO).",
             site=site,
             parameters=term.live,
-            related=(term.site, backward.site),
+            related=(*related, term.site, backward.site),
         )
-
-
-def _turned(high: Half, low: Half) -> Site | None:
-    """The outermost line above both halves that turns their sign, if one does."""
-    before = 1.0
-    for one, other in zip(high.path, low.path):
-        if one.term != other.term or one.factor * other.factor < 0:
-            break
-        if one.factor * before < 0:
-            return one.site
-        before = one.factor
-    return None
-
-
-def _halves(root: Term, ends: set[int]) -> dict[int, Half]:
-    """The values that a loss is a sum of; `ends` are not taken apart."""
-    out: dict[int, Half] = {}
-    stack: list[tuple[Term, float, tuple[Turn, ...]]] = [(root, 1.0, ())]
-    budget = 4096
-    while stack and budget:
-        budget -= 1
-        term, factor, path = stack.pop()
-        if id(term) in ends:
-            out[id(term)] = Half(factor, path)
-            continue
-        scale = term.kind == "scale"
-        for part, weight in term.parts if term.kind == "sum" or scale else ():
-            if not part.live:
-                continue
-            if scale and (term.factor is None or (term.factor.amount or 0.0) <= 0):
-                continue  # a weight of unknown sign
-            below = factor * (1.0 if math.isnan(weight) else weight)
-            stack.append((part, below, (*path, Turn(id(term), below, term.site))))
-    return out

@@ -5,6 +5,9 @@ other optimizer clears its gradients before its own backward. Here it does not. 
 has stepped on a backward, another backward follows that is for the other optimizer alone, and its
 step takes both. Or both losses go back before any step: then the loss of one network is known by
 being a plain score of the other one (`scores.py`), which has a loss of its own.
+
+A discriminator's loss of real and generated samples has such a score in it, and reaches the
+generator where nobody has detached it. That matters only if the generator's step takes it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gradient_doctor.detectors.common import live_in
 from gradient_doctor.detectors.places import called
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import node_of
@@ -19,6 +23,7 @@ from gradient_doctor.readable import gradient_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.scores import Addend, addends
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
+from gradient_doctor.taint import tensors_in
 
 _ENOUGH = 2  # steps
 
@@ -43,12 +48,33 @@ class Leftover:
     steps: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Shared:
+    """A loss of one optimizer's network with a score in it that reaches another's."""
+
+    done: Pass
+    name: str  # the optimizer whose loss it is, and what it took
+    left: int
+    owner: str  # the other optimizer, and its parameters
+    meant_for: int
+    step: Site | None
+
+
 class Leftovers(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._passes: list[Pass] = []
         self._leftovers: dict[tuple[Site | None, str], Leftover] = {}
         self._addends: tuple[Addend, ...] = ()  # of the backward that is running
+        self._shared: list[Shared] = []
+        # of this step: where a model was called, what its inputs can train, and what it has itself
+        self._entries: list[tuple[Site | None, int, int]] = []
+
+    def module_starts(self, module: Any, args: Any, kwargs: Any, site: Site | None) -> None:
+        live = live_in(self.session, tensors_in([args, kwargs]))
+        if live:
+            own = self.session.registry.bits(module.parameters())
+            self._entries.append((site, live, own))
 
     def backward_starts(self, backward: Backward) -> None:
         """What is None or zero by now was cleared, in whichever way."""
@@ -98,6 +124,7 @@ class Leftovers(Detector):
             if left and foreign and any(not p.received & done.taken for p in own):
                 self._note(done, name, left, own[-1], site)
         self._scores(owned, name, site)
+        self._take_shared(owned, name, site)
         for done in self._passes:
             if done.received & owned:
                 done.taken |= owned & done.received
@@ -119,12 +146,38 @@ class Leftovers(Detector):
                 for other, optimizer in registry.optimizers.items()
                 if registry.bits(owned_by(optimizer)) & meant_for
             ]
+            if own[-1] is done and not done.taken & meant_for:
+                # whose loss it is shows when the other one steps
+                left = done.left & owned
+                self._shared.append(Shared(done, name, left, theirs[0], meant_for, site))
+                continue
             self._note(replace(done, owner=theirs[0]), name, done.left & owned, own[-1], site)
+
+    def _take_shared(self, owned: int, name: str, site: Site | None) -> None:
+        for shared in [s for s in self._shared if s.owner == name]:
+            self._shared.remove(shared)
+            done, mine = shared.done, shared.meant_for & owned
+            if not done.left & mine:
+                continue
+            later = self._passes[self._passes.index(done) + 1 :] if done in self._passes else []
+            own = [p for p in later if p.left & mine]
+            if own:
+                self._note(replace(done, owner=shared.name), name, done.left & mine, own[-1], site)
+            else:
+                meant = replace(done, owner=shared.owner)
+                self._note(meant, shared.name, shared.left, done, shared.step)
+
+    def _entry(self, into: int, of: int) -> Site | None:
+        """The call that gave one network what another one has made, with its graph."""
+        found = (site for site, live, own in self._entries if live & of and own & into)
+        return next(found, None)
 
     def _note(self, done: Pass, name: str, left: int, own: Pass, step: Site | None) -> None:
         leftover = self._leftovers.setdefault((done.site, name), Leftover())
         leftover.mask |= left
         leftover.steps.add(self.session.step)
+        theirs = self.session.registry.bits(owned_by(self.session.registry.optimizers[done.owner]))
+        undetached = self._entry(theirs, left) if not own.received & ~done.received else None
         if len(leftover.steps) < _ENOUGH:
             return
         self.report(
@@ -138,10 +191,12 @@ class Leftovers(Detector):
             fix=f"Call {name}.zero_grad() right before its own backward, and step it before the "
             "other loss goes back; or keep this loss away with detach() or "
             "requires_grad_(False).",
-            site=done.site,
+            site=undetached or done.site,
             parameters=leftover.mask,
-            related=(own.site, step),
+            related=(done.site, own.site, step),
         )
 
     def step_ended(self, record: StepRecord) -> None:
+        self._shared.clear()
+        self._entries.clear()
         self._passes = [p for p in self._passes if p.left][-8:] if record.traced else []

@@ -296,7 +296,9 @@ class PolicyLosses(Detector):
         others = [t for t in call.inputs if t not in self._bootstraps]
         if len(targets) != 1 or len(others) != 1:
             return
-        shared = live_in(self.session, targets) & live_in(self.session, others)
+        # a target network that an optimizer holds learns to move the target, too
+        mine = live_in(self.session, others) | self.session.registry.owned
+        shared = live_in(self.session, targets) & mine
         if not shared or not self._is_network(shared):
             return
         site = self._bootstraps[targets[0]]
@@ -308,9 +310,9 @@ class PolicyLosses(Detector):
             30,
             Severity.WARNING,
             "The target has a gradient: the network is also trained to change its own target.",
-            why=f"Data plus a discounted value, made here, is compared at {call.site} with a value "
-            "of the same network, and both sides are in the graph: the loss falls as well when the "
-            "value of the next state moves, which is no learning from the reward.",
+            why=f"Data plus a discounted value, made here, is compared at {call.site} with another "
+            "value, and both sides are in the graph: the loss falls as well when the value of the "
+            "next state moves, which is no learning from the reward.",
             fix="Compute the target under no_grad, or detach() it.",
             site=site,
             parameters=shared,

@@ -18,7 +18,7 @@ from gradient_doctor.detectors.places import birth_site, called
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session
-from gradient_doctor.slips import assigned_attribute
+from gradient_doctor.slips import assigned_attribute, assigned_item
 
 _NOTHING = 1.001e-3  # of the highest rate so far; three decays by ten are rounded to either side
 _ENOUGH = 6  # updates before a share of them means something
@@ -133,12 +133,14 @@ class Schedule(Detector):
     def finish(self, error: BaseException | None) -> None:
         for optimizer, rates in list(self._rates.items()):
             self._attribute(optimizer, rates)
+            if self._upside_down(optimizer, rates):
+                continue
             if rates.updates >= _ENOUGH and 2 * rates.low > rates.updates:
                 self._taken_away(optimizer, rates)
             # a warm-up that the run is too short for still rises
             elif rates.below == rates.updates >= _ENOUGH and 0 < rates.last <= rates.first:
                 self._factor_for_rate(optimizer, rates)
-            elif self._of_another(optimizer, rates) or self._upside_down(optimizer, rates):
+            elif self._of_another(optimizer, rates):
                 continue
             elif self.session.scaler is None:  # which may skip steps: that is torch's way
                 for scheduler in rates.kept:
@@ -251,10 +253,15 @@ class Schedule(Detector):
             f"moved after that. {how}",
             fix="Step the scheduler in the unit that it counts (once per epoch), or count its "
             "step size and T_max in updates.",
-            site=stepped or made or rates.site,
+            site=stepped or made or self._by_hand(optimizer, rates) or rates.site,
             parameters=registry.bits(owned_by(optimizer)),
             related=(made, rates.site, birth_site(registry, optimizer)),
         )
+
+    def _by_hand(self, optimizer: Any, rates: Rates) -> Site | None:
+        """Where the program sets the rate in param_groups itself."""
+        made = birth_site(self.session.registry, optimizer)
+        return assigned_item([s.file for s in (rates.site, made) if s is not None], "lr")
 
     def _factor_for_rate(self, optimizer: Any, rates: Rates) -> None:
         registry = self.session.registry

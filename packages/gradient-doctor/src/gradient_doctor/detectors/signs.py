@@ -16,7 +16,8 @@ from gradient_doctor.detectors.common import live_in
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
-from gradient_doctor.terms import Term
+from gradient_doctor.taint import Cut
+from gradient_doctor.terms import Term, paths_down
 
 _SIZES = {"pow", "__pow__", "square", "abs"}
 _ENOUGH = 2  # steps
@@ -29,6 +30,8 @@ class Signs(Detector):
         # terms of this step; kept, so that no other takes their ids
         self._entropies: list[Term] = []
         self._errors: list[Term] = []
+        self._minus_entropies: list[Term] = []  # p * log(p), by hand
+        self._tables = WeakIdKeyDictionary()  # softmax ("p") and its logarithm ("log") -> scores
         self._scored = 0  # parameters that log-probabilities of this step depend on
         self._steps: dict[tuple[str, Site | None], set[int]] = {}
 
@@ -41,6 +44,7 @@ class Signs(Detector):
             self._scored |= live_in(self.session, [result])
 
     def op(self, call: OpCall) -> None:
+        self._by_hand(call)
         if call.short in ("sub", "__rsub__") and len(call.inputs) == 2 and call.outputs:
             left, right = call.inputs
             one_sided = left.requires_grad != right.requires_grad and left.shape == right.shape
@@ -52,19 +56,53 @@ class Signs(Detector):
         elif call.short in _SIZES and call.inputs and call.inputs[0] in self._gaps:
             self._errors.append(self.session.ledger.terms.of(call.outputs[0]))
 
+    def _by_hand(self, call: OpCall) -> None:
+        """`p * log(p)` of the same scores, and log-probabilities of actions that were drawn."""
+        if not call.outputs or not call.inputs or not call.outputs[0].requires_grad:
+            return
+        result, source = call.outputs[0], call.inputs[0]
+        kind, scores = self._table(source)
+        if call.short in ("softmax", "log_softmax"):
+            self._tables[result] = ("p" if call.short == "softmax" else "log", id(source))
+        elif call.short == "log" and kind == "p":
+            self._tables[result] = ("log", scores)
+        elif call.short in ("add", "clamp", "clamp_min", "clip") and kind == "p":
+            self._tables[result] = (kind, scores)  # a floor under the logarithm
+        elif call.short in ("exp",) and kind == "log":
+            self._tables[result] = ("p", scores)
+        elif call.short == "mul" and len(call.inputs) == 2:
+            known = [self._table(t) for t in call.inputs]
+            if {k for k, _ in known} == {"p", "log"} and known[0][1] == known[1][1]:
+                self._minus_entropies.append(self.session.ledger.terms.of(result))
+        elif call.short in ("gather", "__getitem__") and kind and len(call.inputs) > 1:
+            taint = self.session.taint_of(call.inputs[1])
+            if taint is not None and any(_is_draw(cut) for cut in taint.cuts):
+                self._scored |= live_in(self.session, [result])
+
+    def _table(self, tensor: Tensor) -> tuple[str, int]:
+        return self._tables.get(tensor) or ("", 0)
+
     def step_ended(self, record: StepRecord) -> None:
         self._entropies.clear()
+        self._minus_entropies.clear()
         self._errors.clear()
         self._scored = 0
 
     def backward_starts(self, backward: Backward) -> None:
         if backward.taint is None or backward.kind != "backward":
             return
-        if not (self._entropies or self._errors) or self._maximised(backward):
+        negative = {id(term) for term in self._minus_entropies}
+        known = (*self._entropies, *self._errors, *self._minus_entropies)
+        if not known or self._maximised(backward):
             return
         for root in backward.roots:
-            whole = {id(term) for term in (*self._entropies, *self._errors)}
-            for term, factor, site, alone in _parts(self.session.ledger.terms.of(root), whole):
+            whole = {id(term) for term in known}
+            root_term = self.session.ledger.terms.of(root)
+            for term, factor, site, alone in _parts(root_term, whole):
+                if id(term) in negative:
+                    if factor < 0 and not alone and self._scored & term.live:
+                        self._say("entropy", _joined_at(root_term, term) or site, term, backward)
+                    continue
                 if any(term is known for known in self._entropies):
                     if factor > 0 and not alone and self._scored & term.live:
                         self._say("entropy", site or term.site, term, backward)
@@ -112,6 +150,17 @@ class Signs(Detector):
             parameters=term.live,
             related=(term.site, backward.site),
         )
+
+
+def _joined_at(root: Term, term: Term) -> Site | None:
+    """The line of the last sum, on the way from a loss down to a term, with others in it."""
+    path = next((p for p in paths_down(root, {id(term)}) if p.term is term), None)
+    sums = [] if path is None else [t for t, _ in path.steps if len(t.parts) > 1]
+    return sums[-1].site if sums else None
+
+
+def _is_draw(cut: Cut) -> bool:
+    return cut.kind == "sample" or (cut.region is not None and cut.region.kind == "sample")
 
 
 def _parts(root: Term, whole: set[int]) -> list[tuple[Term, float, Site | None, bool]]:

@@ -15,7 +15,7 @@ from gradient_doctor.findings import Finding, Severity, Site
 from gradient_doctor.readable import checksum
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
-from gradient_doctor.slips import bare_attribute, calls_of
+from gradient_doctor.slips import assigned_item, bare_attribute, calls_of, loaded_state
 from gradient_doctor.steps import StepFacts
 
 _LITTLE = 0.5  # share of elements that must move for a parameter to count as trained
@@ -164,11 +164,13 @@ class Unchanged(Detector):
             Severity.WARNING,
             "A network's weights are copied onto themselves.",
             why="The state that is loaded here consists of the very tensors that it is loaded "
-            "into: nothing changes. What should have been copied is the state of another network.",
-            fix="Pass the state_dict() of the network that learns; if both names mean one network, "
-            "make the second with copy.deepcopy.",
-            site=event.site,
+            "into: nothing changes. state_dict() copies no numbers: a state that was kept moves "
+            "with the weights. Or the state of another network was meant.",
+            fix="Keep copy.deepcopy(model.state_dict()); or pass the state_dict() of the network "
+            "that learns. If both names mean one network, make the second with copy.deepcopy.",
+            site=(loaded_state(event.site) if event.site is not None else None) or event.site,
             parameters=self.session.registry.bits(module.parameters()),
+            related=(event.site,),
         )
 
     def _moved(self, history: History, facts: StepFacts) -> None:
@@ -261,7 +263,9 @@ class Unchanged(Detector):
         self._said.add(id(optimizer))
         from_start = 0.0 in (registry.first_rates.get(optimizer) or ())
         birth = birth_site(registry, optimizer)
-        site = birth if from_start else registry.scheduled_at.get(optimizer)
+        files = [s.file for s in (history.site, birth) if s is not None]
+        scheduled = registry.scheduled_at.get(optimizer)
+        site = birth if from_start else scheduled or assigned_item(files, "lr")
         steps = min(m.steps for m in idle.values())
         finding = self.report(
             21,
