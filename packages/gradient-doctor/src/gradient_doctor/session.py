@@ -147,6 +147,9 @@ class Session:
     module_stack: list[nn.Module] = field(default_factory=list)
     region: Region | None = None
     grad_off_at: Site | None = None  # where set_grad_enabled(False) was called last
+    grad_off_by: str = ""  # "no_grad" if a region has called it
+    inference_at: Site | None = None  # where inference_mode was entered last, or made
+    entering: Site | None = None  # the line that made the region which is just being entered
     opaque_depth: int = 0
     paused: int = 0
     started: bool = False

@@ -388,7 +388,7 @@ def _is_new_leaf(short: str, output: Tensor) -> bool:
 def _grad_off(session: Session, args: Any) -> None:
     # torch's distributions draw without gradients: that is a sample, not a mistake
     kind = "sample" if within("distributions") else "no_grad"
-    session.region = Region(kind, session.here())
+    session.region = Region(kind, session.entering or session.here())
 
 
 def _switched(session: Session, args: Any) -> None:

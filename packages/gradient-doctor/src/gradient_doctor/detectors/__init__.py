@@ -17,6 +17,7 @@ from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
+from gradient_doctor.detectors.indices import Indices
 from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
 from gradient_doctor.detectors.leftovers import Leftovers
@@ -69,6 +70,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Cosmetic,
     Dropped,
     Targets,
+    Indices,
     Shifts,
     Axes,
     Activations,

@@ -182,16 +182,17 @@ class Cosmetic(Detector):
             related = tuple(fact.site for fact in facts)
         else:
             why, related = "It is computed from data alone", ()
+        at = _where_to_change(facts) or site
         self.report(
             23,
             Severity.WARNING,
             f"A term of the loss{value} has no gradient: it changes the number, not the update.",
-            why=f"{why}; it enters the loss by addition.",
+            why=f"{why}; it enters the loss by addition at {site}.",
             fix="Give the term a gradient (remove the cut; for a reward, a score-function or"
             " pathwise estimate), or drop it from the loss and log it on its own.",
-            site=site,
+            site=at,
             parameters=hidden,
-            related=related,
+            related=(site, *related),
         )
 
     def _say_copied(self, cut: CutFact, site: Site, hidden: int) -> None:
@@ -241,6 +242,15 @@ class Cosmetic(Detector):
         if self._clipped and all(self._clipped):
             return sorted(owners), "clip_grad_norm_ cuts every gradient to one length"
         return sorted(owners), ""
+
+
+def _where_to_change(facts: list[CutFact]) -> Site | None:
+    """The one line that takes the whole term out of the graph by a call that is made for that."""
+    lines = {fact.site for fact in facts if fact.graph}
+    if len(lines) != 1 or any(fact.kind not in ("explicit", "scalar") for fact in facts):
+        return None
+    site = lines.pop()
+    return site if site is not None and is_user_file(site.file) else None
 
 
 def _linear(term: Term) -> Iterator[Term]:
