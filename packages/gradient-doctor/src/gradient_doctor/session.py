@@ -164,6 +164,7 @@ class Session:
     ledger: Any = None  # explain.Ledger: what each parameter received, and why it did not
     awaited: int = 0  # parameters whose first gradient matters, also in steps that are not checked
     look_again: bool = False  # a detector asks for a closer look at the next step
+    new_phase: bool = False  # a detector has seen a phase begin that has no optimizer
     compiled: set[Site | None] = field(default_factory=set)  # calls that torch.compile made opaque
     compiling: bool = False  # inside of such a call
     # why values could not be read, and where that was first seen; see readable.py

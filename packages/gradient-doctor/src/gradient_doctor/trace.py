@@ -395,6 +395,11 @@ def _switched(session: Session, args: Any) -> None:
     tensor = args[0]
     if tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter):
         session.registry.made(tensor, session.here(), session.step)
+        stored = session.taints.get(tensor)
+        if stored is not None and not stored.live:
+            # what it was made from stays cut off; what is made of it has a gradient for it
+            bit = session.registry.bit(tensor)
+            session.taints[tensor] = replace(stored, depends=stored.depends | bit, live=bit)
     if isinstance(tensor, torch.nn.Parameter):
         if tensor.requires_grad:
             session.registry.frozen_at.pop(tensor, None)

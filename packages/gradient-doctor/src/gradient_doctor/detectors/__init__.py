@@ -24,6 +24,7 @@ from gradient_doctor.detectors.leftovers import Leftovers
 from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.missing import Missing
+from gradient_doctor.detectors.moved_inputs import MovedInputs
 from gradient_doctor.detectors.names import Names
 from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.ownership import Ownership
@@ -65,6 +66,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Precision,
     Scaler,
     GradCalls,
+    MovedInputs,
     Missing,
     Ceased,
     Cosmetic,

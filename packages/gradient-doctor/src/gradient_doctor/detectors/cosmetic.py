@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from gradient_doctor.explain import CutFact, Ledger, what_cuts
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
@@ -27,6 +29,7 @@ class Idle:
     kind: str  # "addend" or "factor"
     taint: Taint | None
     loss: int  # parameters that the loss around it is alive in
+    wanted: int = 0  # those that the term should train, and depends on
     amounts: list[float] = field(default_factory=list)
     steps: set[int] = field(default_factory=set)
 
@@ -40,6 +43,7 @@ class Cosmetic(Detector):
         self._scaling: set[Site | None] = set()  # lines that call GradScaler.scale
         self._clipped: list[bool] = []
         self._sampled = False
+        self._moved = 0  # by the backward that is looked at
         self._calls: dict[tuple[int, Site | None], int] = {}  # backwards per step and line
 
     @property
@@ -69,10 +73,26 @@ class Cosmetic(Detector):
             return
         key = (backward.step, backward.site)
         self._calls[key] = self._calls.get(key, 0) + 1
+        self._moved = self._moved_by(backward)
         for root in backward.roots:
             term = self.ledger.terms.of(root)
             if term.live:
                 self._walk(term, backward)
+
+    def _moved_by(self, backward: Backward) -> int:
+        """Inputs that this gradient is for: of an attack, a style, a latent code."""
+        registry = self.session.registry
+        owned, live = registry.owned, backward.taint.live if backward.taint is not None else 0
+        if backward.kind == "grad":
+            if backward.retain_graph:
+                return 0  # a part of some other loss, most likely
+            wanted = [t for t in backward.inputs or () if t.is_leaf]
+        elif not live & self.ledger.should_train() and backward.graph is not None:
+            wanted = backward.graph.leaves
+        else:
+            return 0
+        inputs = [t for t in wanted if t.requires_grad and not isinstance(t, nn.Parameter)]
+        return registry.bits(inputs) & ~owned
 
     def _walk(self, root: Term, backward: Backward) -> None:
         """Down the sums; `whole` while everything alive in the loss is below."""
@@ -103,7 +123,7 @@ class Cosmetic(Detector):
         below = {id(inner) for inner in part.inside()}
         if any(id(inner) in below for term in alive for inner in _linear(term)):
             return
-        trained = part.depends & self.ledger.should_train()
+        trained = part.depends & (self.ledger.should_train() | self._moved)
         if total.scalar:
             compared = next((t for t in part.inside() if t.op in _COMPARISONS), None)
             cuts = part.taint.cuts if part.taint is not None else ()
@@ -137,6 +157,7 @@ class Cosmetic(Detector):
         idle = self._found.setdefault((kind, site), Idle(kind, term.taint, 0))
         idle.loss |= root.live
         idle.taint = term.taint
+        idle.wanted |= term.depends & (self.ledger.should_train() | self._moved)
         idle.steps.add(self.session.step)
         if term.amount is not None:
             idle.amounts.append(term.amount)
@@ -178,11 +199,12 @@ class Cosmetic(Detector):
             if best.op in COPIES and best.kind == "explicit" and best.site is not None:
                 self._say_copied(best, site, hidden)
                 return
-            why = f"It depends on {self.session.registry.many(hidden)}, but {what_cuts(best)}"
+            on = self.session.registry.many(hidden) if hidden else "the input that it should move"
+            why = f"It depends on {on}, but {what_cuts(best)}"
             related = tuple(fact.site for fact in facts)
         else:
             why, related = "It is computed from data alone", ()
-        at = _where_to_change(facts) or site
+        at = _where_to_change(facts, idle.wanted) or site
         self.report(
             23,
             Severity.WARNING,
@@ -244,9 +266,10 @@ class Cosmetic(Detector):
         return sorted(owners), ""
 
 
-def _where_to_change(facts: list[CutFact]) -> Site | None:
-    """The one line that takes the whole term out of the graph by a call that is made for that."""
-    lines = {fact.site for fact in facts if fact.graph}
+def _where_to_change(facts: list[CutFact], wanted: int) -> Site | None:
+    """The one line that takes the term out of the graph, by a call that is made for that."""
+    facts = [fact for fact in facts if fact.mask & wanted]
+    lines = {fact.site for fact in facts if fact.graph & wanted}
     if len(lines) != 1 or any(fact.kind not in ("explicit", "scalar") for fact in facts):
         return None
     site = lines.pop()

@@ -124,9 +124,7 @@ class Missing(Detector):
         )
         return True
 
-    def _inside(
-        self, region: str, site: Site, backward: Backward, wanted: int, fate: str
-    ) -> None:
+    def _inside(self, region: str, site: Site, backward: Backward, wanted: int, fate: str) -> None:
         within = " (enable_grad() inside of it is not enough)" if region != "no_grad" else ""
         self.report(
             2,
