@@ -23,6 +23,7 @@ from gradient_doctor.detectors.leaves import Leaves
 from gradient_doctor.detectors.leftovers import Leftovers
 from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
+from gradient_doctor.detectors.misdirected import Misdirected
 from gradient_doctor.detectors.missing import Missing
 from gradient_doctor.detectors.moved_inputs import MovedInputs
 from gradient_doctor.detectors.names import Names
@@ -40,6 +41,7 @@ from gradient_doctor.detectors.scales import Scales
 from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
+from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -69,7 +71,9 @@ DETECTORS: tuple[type[Detector], ...] = (
     MovedInputs,
     Missing,
     Ceased,
+    States,
     Cosmetic,
+    Misdirected,
     Dropped,
     Targets,
     Indices,

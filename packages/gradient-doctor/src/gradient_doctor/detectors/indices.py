@@ -64,10 +64,10 @@ class Indices(Detector):
             if index.is_floating_point():
                 self._say_type(call, index, error)
                 return
-            if index.dtype not in _WHOLE or (index.dtype != torch.int64 and _refuses(call, error)):
-                if call.short not in _PICKS:
-                    self._say_type(call, index, error)
-                    return
+            narrow = index.dtype != torch.int64 and _refuses(call, error)
+            if call.short not in _PICKS and (index.dtype not in _WHOLE or narrow):
+                self._say_type(call, index, error)
+                return
 
     def _say_type(self, call: OpCall, index: Tensor, error: BaseException) -> None:
         made: Site | None = self._typed.get(index)
