@@ -65,10 +65,8 @@ class Misdirected(Detector):
         super().__init__(session)
         self._all: list[Waiting] = []  # of this step
         self._calls: dict[int, Site] = {}  # since the last backward
-        self._idle: dict[tuple[Site | None, Site | None], Idle] = {}
-        self._good: set[tuple[Site | None, Site | None]] = (
-            set()
-        )  # terms that have trained something
+        self._idle: dict[Any, Idle] = {}
+        self._good: set[Any] = set()  # terms that have trained something
         self._used = 0
 
     # facts
@@ -84,18 +82,16 @@ class Misdirected(Detector):
         self._calls[bits] = self._chosen_at(given[0], bits) or site
 
     def _chosen_at(self, given: Tensor, own: int) -> Site | None:
-        """The line of the call, or further out where a result to score instead is at hand."""
+        """The outermost line that hands these data on where a result to score is at hand, too."""
         frame, at = user_frame(), None
         for _ in range(_HEIGHT):
             if frame is None or not is_user_code(frame.f_code):
-                return at
-            site = Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-            at = at or site
+                break
             values = Values(frame)
-            if self._has_other(values, given, own):
-                return site
+            if at is None or self._has_other(values, given, own):
+                at = Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
             if not any(values.named(name) is given for name in values.parameters):
-                return at
+                break
             frame = _caller(frame)
         return at
 
@@ -152,7 +148,8 @@ class Misdirected(Detector):
             if reach & backward.waiting:
                 # the next step may clear them, or use them
                 late.extend([backward] if backward.step == record.number else [])
-                self._good.update((site, at) for at in own if backward.step != record.number)
+                if backward.step != record.number:
+                    self._good.update(_key(backward, part) for part in backward.parts)
                 continue
             # the same loss at another line, for another part of the model: they take turns
             alternates = any(line != site and own <= theirs for line, theirs in terms)
@@ -168,7 +165,7 @@ class Misdirected(Detector):
             self._verdicts()
 
     def _judge(self, part: Part, backward: Waiting, alternates: bool) -> None:
-        key = (backward.site, part.term.site)
+        key = _key(backward, part)
         if part.live & backward.used:
             self._good.add(key)
         elif not alternates and self._trains_nothing(part, backward):
@@ -204,6 +201,11 @@ class Misdirected(Detector):
                 parameters=idle.mask,
                 related=(key[1], key[0]),
             )
+
+
+def _key(backward: Waiting, part: Part) -> tuple[Site | None, Site | None, int]:
+    """The same term in another step; one line may make those of several networks."""
+    return backward.site, part.term.site, part.depends
 
 
 def _addends(root: Term) -> Iterator[Term]:

@@ -9,6 +9,7 @@ with a target itself), and one beside another state that keeps its gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -167,7 +168,7 @@ def _takes_many(call: OpCall) -> bool:
     """Whether a recurrent layer runs over more than one step by itself."""
     if call.short not in _WHOLE:
         return False
-    data = call.args[0] if call.args else None
+    data: Any = call.args[0] if call.args else None
     if not isinstance(data, Tensor) or data.dim() != 3 or not isinstance(call.args[-1], bool):
         return True
     return data.shape[1 if call.args[-1] else 0] > 1
