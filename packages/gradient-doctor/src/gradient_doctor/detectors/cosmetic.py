@@ -29,7 +29,7 @@ class Idle:
     kind: str  # "addend" or "factor"
     taint: Taint | None
     loss: int  # parameters that the loss around it is alive in
-    wanted: int = 0  # those that the term should train, and depends on
+    wanted: int = 0  # those that a scalar term should train, and depends on
     amounts: list[float] = field(default_factory=list)
     steps: set[int] = field(default_factory=set)
 
@@ -140,7 +140,8 @@ class Cosmetic(Detector):
             kinds = {cut.kind for cut in cuts if cut.graph & trained}
             wanted = kinds & {"explicit", "zero"} or (kinds and _weighted(part))
         if wanted:
-            self._note("addend", total.site, part, root)
+            # a value per element may be cut off for something else, too: then the sum is the fault
+            self._note("addend", total.site, part, root, trained if total.scalar else 0)
 
     def _factor(self, product: Term, factor: Term, root: Term) -> None:
         amount = factor.amount
@@ -151,13 +152,13 @@ class Cosmetic(Detector):
         if factor.data or factor.depends:
             self._note("factor", product.site, factor, root)
 
-    def _note(self, kind: str, site: Site | None, term: Term, root: Term) -> None:
+    def _note(self, kind: str, site: Site | None, term: Term, root: Term, wanted: int = 0) -> None:
         if site is None or not is_user_file(site.file):
             return  # libraries know what they add
         idle = self._found.setdefault((kind, site), Idle(kind, term.taint, 0))
         idle.loss |= root.live
         idle.taint = term.taint
-        idle.wanted |= term.depends & (self.ledger.should_train() | self._moved)
+        idle.wanted |= wanted
         idle.steps.add(self.session.step)
         if term.amount is not None:
             idle.amounts.append(term.amount)
