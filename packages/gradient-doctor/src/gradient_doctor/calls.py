@@ -94,13 +94,16 @@ class Calls:
 
     def _inference(self, region: Any) -> Iterator[Any]:
         if region.mode and not self.session.paused:
-            self.session.region = Region("inference_mode", self.session.here())
+            site = self.session.entering or self.session.here()
+            self.session.region = Region("inference_mode", site)
+            self.session.inference_at = site
         yield
 
     def _grad_enabled(self, region: Any, mode: bool) -> Iterator[Any]:
         """As a function it stays; between two looks nobody else sees it."""
         if not mode and not self.session.paused:
-            self.session.grad_off_at = self.session.here()
+            self.session.grad_off_at = self.session.entering or self.session.here()
+            self.session.grad_off_by = "no_grad" if self.session.entering is not None else ""
         yield
 
     # custom Functions

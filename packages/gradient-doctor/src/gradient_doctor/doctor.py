@@ -100,6 +100,7 @@ class Doctor:
         self._look_closer = False
         self._pushed = False
         self._by_hand = False  # every backward is a step: weights are moved without an optimizer
+        self._in_phase = False  # of moved inputs, with a closer look at it
         self._depth = 0  # our place among function modes of the user's
 
     # life
@@ -213,6 +214,7 @@ class Doctor:
     # steps of scripts
 
     def _stepped(self, optimizer: Any) -> None:
+        self._in_phase = False
         if self._find_steps and self._boundaries.stepped(optimizer, self.session.step):
             self.step()
 
@@ -226,6 +228,16 @@ class Doctor:
             return
         record, registry = self.session.record, self.session.registry
         by_hand = not registry.optimizers and not registry.unnamed and not self.session.age
+        if self.session.new_phase:
+            # the first of its backwards are one step, and the next are another, which is traced
+            self.session.new_phase = False
+            self.session.look_again = self._in_phase = True
+            self.step()
+            return
+        if self._in_phase and len(record.backwards) >= _BY_HAND:
+            self._in_phase = False
+            self.step()
+            return
         if record.traced and len(record.backwards) < (_BY_HAND if by_hand else _MICRO_BATCHES):
             return
         if by_hand or self._by_hand:

@@ -304,7 +304,7 @@ class _Trail:
         self.numbers, self.source = numbers, source
         self._place, self._callers = place, callers
         self._here = source.scope(place.line)
-        self._values = _Values(place.frame)
+        self._values = Values(place.frame)
         self._seen: set[tuple[int, str]] = set()
 
     def of_number(self, number: float, expression: ast.AST) -> list[Taint]:
@@ -413,7 +413,7 @@ def _is_constant(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant)
 
 
-class _Values:
+class Values:
     """What the names of a frame hold.
 
     Before Python 3.13 `f_locals` is a copy that the frame holds on to, tensors included: it is
@@ -428,6 +428,14 @@ class _Values:
         copied = code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13)
         if copied and isinstance(here, dict) and sys.getrefcount(here) <= 3:
             here.clear()
+
+    def named(self, name: str) -> Any:
+        return self._names.get(name)
+
+    def everything(self) -> list[Any]:
+        """The values of the names, and of the attributes of an instance whose method it is."""
+        own = getattr(self._names.get("self"), "__dict__", {})
+        return [*self._names.values(), *own.values()]
 
     def of(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Name):

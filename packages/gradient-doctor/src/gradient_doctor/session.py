@@ -148,6 +148,9 @@ class Session:
     module_stack: list[nn.Module] = field(default_factory=list)
     region: Region | None = None
     grad_off_at: Site | None = None  # where set_grad_enabled(False) was called last
+    grad_off_by: str = ""  # "no_grad" if a region has called it
+    inference_at: Site | None = None  # where inference_mode was entered last, or made
+    entering: Site | None = None  # the line that made the region which is just being entered
     opaque_depth: int = 0
     paused: int = 0
     started: bool = False
@@ -162,6 +165,7 @@ class Session:
     ledger: Any = None  # explain.Ledger: what each parameter received, and why it did not
     awaited: int = 0  # parameters whose first gradient matters, also in steps that are not checked
     look_again: bool = False  # a detector asks for a closer look at the next step
+    new_phase: bool = False  # a detector has seen a phase begin that has no optimizer
     compiled: set[Site | None] = field(default_factory=set)  # calls that torch.compile made opaque
     compiling: bool = False  # inside of such a call
     # why values could not be read, and where that was first seen; see readable.py

@@ -403,13 +403,18 @@ def _is_new_leaf(short: str, output: Tensor) -> bool:
 def _grad_off(session: Session, args: Any) -> None:
     # torch's distributions draw without gradients: that is a sample, not a mistake
     kind = "sample" if within("distributions") else "no_grad"
-    session.region = Region(kind, session.here())
+    session.region = Region(kind, session.entering or session.here())
 
 
 def _switched(session: Session, args: Any) -> None:
     tensor = args[0]
     if tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter):
         session.registry.made(tensor, session.here(), session.step)
+        stored = session.taints.get(tensor)
+        if stored is not None and not stored.live:
+            # what it was made from stays cut off; what is made of it has a gradient for it
+            bit = session.registry.bit(tensor)
+            session.taints[tensor] = replace(stored, depends=stored.depends | bit, live=bit)
     if isinstance(tensor, torch.nn.Parameter):
         if tensor.requires_grad:
             session.registry.frozen_at.pop(tensor, None)

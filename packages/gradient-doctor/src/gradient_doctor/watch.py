@@ -22,6 +22,7 @@ from gradient_doctor import modes, steps
 from gradient_doctor.backwards import Backwards
 from gradient_doctor.calls import Calls
 from gradient_doctor.compiled import Compiled
+from gradient_doctor.contexts import Contexts
 from gradient_doctor.distribution_calls import DistributionCalls
 from gradient_doctor.guards import guarded, observed
 from gradient_doctor.patches import Patches
@@ -82,6 +83,7 @@ class Watch:
         for region in (torch.no_grad, torch.inference_mode):
             for name, look in (("__enter__", self._peek_starts), ("__exit__", self._peek_ends)):
                 self._patches.replace(region, name, observed(self.session, self, look))
+        Contexts(self.session).install(self._patches)
         hooks, keep = nn.modules.module, self._handles.append
         keep(register_optimizer_step_pre_hook(self._step_starts))
         keep(register_optimizer_step_post_hook(self._step_ended))

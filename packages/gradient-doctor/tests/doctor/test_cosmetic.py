@@ -176,3 +176,8 @@ def test_a_detached_draw_that_takes_the_only_gradient_away(tmp_path):
     assert set(finding.parameters) == BODY
     assert "`detach`" in finding.why
     assert "rsample" not in finding.fix
+
+
+def test_a_cut_elsewhere_is_the_line_to_change(tmp_path):
+    source = loop(*START[:2], "kept = f.detach()  # FAULT", "loss = main + 0.1 * kept.abs().mean()")
+    only(tmp_path, source, 23)

@@ -23,12 +23,15 @@ from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
+from gradient_doctor.detectors.indices import Indices
 from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
 from gradient_doctor.detectors.leftovers import Leftovers
 from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
+from gradient_doctor.detectors.misdirected import Misdirected
 from gradient_doctor.detectors.missing import Missing
+from gradient_doctor.detectors.moved_inputs import MovedInputs
 from gradient_doctor.detectors.names import Names
 from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.normalised import RowSoftmax
@@ -48,6 +51,7 @@ from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
 from gradient_doctor.detectors.surrogates import Surrogates
+from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -77,12 +81,16 @@ DETECTORS: tuple[type[Detector], ...] = (
     Precision,
     Scaler,
     GradCalls,
+    MovedInputs,
     Missing,
     Ceased,
     Samples,
+    States,
     Cosmetic,
+    Misdirected,
     Dropped,
     Targets,
+    Indices,
     Shifts,
     Axes,
     RowSoftmax,

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from gradient_doctor.explain import CutFact, Ledger, how_to_mend, what_cuts
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
@@ -27,6 +29,7 @@ class Idle:
     kind: str  # "addend" or "factor"
     taint: Taint | None
     loss: int  # parameters that the loss around it is alive in
+    wanted: int = 0  # those that a scalar term should train, and depends on
     amounts: list[float] = field(default_factory=list)
     steps: set[int] = field(default_factory=set)
 
@@ -40,6 +43,7 @@ class Cosmetic(Detector):
         self._scaling: set[Site | None] = set()  # lines that call GradScaler.scale
         self._clipped: list[bool] = []
         self._sampled = False
+        self._moved = 0  # by the backward that is looked at
         self._calls: dict[tuple[int, Site | None], int] = {}  # backwards per step and line
 
     @property
@@ -69,10 +73,26 @@ class Cosmetic(Detector):
             return
         key = (backward.step, backward.site)
         self._calls[key] = self._calls.get(key, 0) + 1
+        self._moved = self._moved_by(backward)
         for root in backward.roots:
             term = self.ledger.terms.of(root)
             if term.live:
                 self._walk(term, backward)
+
+    def _moved_by(self, backward: Backward) -> int:
+        """Inputs that this gradient is for: of an attack, a style, a latent code."""
+        registry = self.session.registry
+        owned, live = registry.owned, backward.taint.live if backward.taint is not None else 0
+        if backward.kind == "grad":
+            if backward.retain_graph:
+                return 0  # a part of some other loss, most likely
+            wanted = [t for t in backward.inputs or () if t.is_leaf]
+        elif not live & self.ledger.should_train() and backward.graph is not None:
+            wanted = backward.graph.leaves
+        else:
+            return 0
+        inputs = [t for t in wanted if t.requires_grad and not isinstance(t, nn.Parameter)]
+        return registry.bits(inputs) & ~owned
 
     def _walk(self, root: Term, backward: Backward) -> None:
         """Down the sums; `whole` while everything alive in the loss is below."""
@@ -103,7 +123,7 @@ class Cosmetic(Detector):
         below = {id(inner) for inner in part.inside()}
         if any(id(inner) in below for term in alive for inner in _linear(term)):
             return
-        trained = part.depends & self.ledger.should_train()
+        trained = part.depends & (self.ledger.should_train() | self._moved)
         if total.scalar:
             compared = next((t for t in part.inside() if t.op in _COMPARISONS), None)
             cuts = part.taint.cuts if part.taint is not None else ()
@@ -120,7 +140,8 @@ class Cosmetic(Detector):
             kinds = {cut.kind for cut in cuts if cut.graph & trained}
             wanted = kinds & {"explicit", "zero"} or (kinds and _weighted(part))
         if wanted:
-            self._note("addend", total.site, part, root)
+            # a value per element may be cut off for something else, too: then the sum is the fault
+            self._note("addend", total.site, part, root, trained if total.scalar else 0)
 
     def _factor(self, product: Term, factor: Term, root: Term) -> None:
         amount = factor.amount
@@ -131,12 +152,13 @@ class Cosmetic(Detector):
         if factor.data or factor.depends:
             self._note("factor", product.site, factor, root)
 
-    def _note(self, kind: str, site: Site | None, term: Term, root: Term) -> None:
+    def _note(self, kind: str, site: Site | None, term: Term, root: Term, wanted: int = 0) -> None:
         if site is None or not is_user_file(site.file):
             return  # libraries know what they add
         idle = self._found.setdefault((kind, site), Idle(kind, term.taint, 0))
         idle.loss |= root.live
         idle.taint = term.taint
+        idle.wanted |= wanted
         idle.steps.add(self.session.step)
         if term.amount is not None:
             idle.amounts.append(term.amount)
@@ -183,18 +205,21 @@ class Cosmetic(Detector):
             if best.op in COPIES and best.kind == "explicit" and best.site is not None:
                 self._say_copied(best, site, hidden)
                 return
-            why = f"It depends on {self.session.registry.many(hidden)}, but {what_cuts(best)}"
+            on = self.session.registry.many(hidden) if hidden else "the input that it should move"
+            why = f"It depends on {on}, but {what_cuts(best)}"
             if best.op == GRAD:
                 at, fix = best.site or site, how_to_mend(best)
+            else:
+                at = _where_to_change(facts, idle.wanted) or site
         self.report(
             23,
             Severity.WARNING,
             f"A term of the loss{value} has no gradient: it changes the number, not the update.",
-            why=f"{why}; it enters the loss by addition.",
+            why=f"{why}; it enters the loss by addition at {site}.",
             fix=fix,
             site=at,
             parameters=hidden,
-            related=(*(fact.site for fact in facts), site),
+            related=(site, *(fact.site for fact in facts)),
         )
 
     def _say_copied(self, cut: CutFact, site: Site, hidden: int) -> None:
@@ -244,6 +269,16 @@ class Cosmetic(Detector):
         if self._clipped and all(self._clipped):
             return sorted(owners), "clip_grad_norm_ cuts every gradient to one length"
         return sorted(owners), ""
+
+
+def _where_to_change(facts: list[CutFact], wanted: int) -> Site | None:
+    """The one line that takes the term out of the graph, by a call that is made for that."""
+    facts = [fact for fact in facts if fact.mask & wanted]
+    lines = {fact.site for fact in facts if fact.graph & wanted}
+    if len(lines) != 1 or any(fact.kind not in ("explicit", "scalar") for fact in facts):
+        return None
+    site = lines.pop()
+    return site if site is not None and is_user_file(site.file) else None
 
 
 def _linear(term: Term) -> Iterator[Term]:

@@ -100,11 +100,17 @@ class Missing(Detector):
 
     def _switched_off(self, backward: Backward, fate: str) -> bool:
         """Gradients are off everywhere, since a line that was not traced."""
-        site = self.session.grad_off_at
+        session = self.session
+        inference = torch.is_inference_mode_enabled()
+        site = session.inference_at if inference else session.grad_off_at
+        region = "inference_mode" if inference else session.grad_off_by
         if torch.is_grad_enabled() or site is None:
             return False
         wanted = self.ledger.should_train()
         self.ledger.explained |= wanted
+        if region:
+            self._inside(region, site, backward, wanted, fate)
+            return True
         self.report(
             2,
             Severity.ERROR,
@@ -117,6 +123,19 @@ class Missing(Detector):
             related=(backward.site,),
         )
         return True
+
+    def _inside(self, region: str, site: Site, backward: Backward, wanted: int, fate: str) -> None:
+        within = " (enable_grad() inside of it is not enough)" if region != "no_grad" else ""
+        self.report(
+            2,
+            Severity.ERROR,
+            f"A derivative is asked for inside of {region}.",
+            why=f"The region begins here; nothing that runs inside of it has a graph, so {fate}.",
+            fix=f"Run this part outside of the {region}{within}.",
+            site=site,
+            parameters=wanted,
+            related=(backward.site,),
+        )
 
     def _made_constant(self, backward: Backward, root: Tensor, fate: str) -> None:
         ledger = self.ledger
