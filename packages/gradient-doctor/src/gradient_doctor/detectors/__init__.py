@@ -6,6 +6,7 @@ from gradient_doctor.detectors.accumulated import Accumulated
 from gradient_doctor.detectors.activations import Activations
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
+from gradient_doctor.detectors.branches import Branches
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.cosmetic import Cosmetic
 from gradient_doctor.detectors.dropped import Dropped
@@ -17,6 +18,7 @@ from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
+from gradient_doctor.detectors.labels import Labels
 from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
 from gradient_doctor.detectors.leftovers import Leftovers
@@ -27,6 +29,7 @@ from gradient_doctor.detectors.names import Names
 from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
+from gradient_doctor.detectors.penalties import Penalties
 from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
@@ -38,6 +41,7 @@ from gradient_doctor.detectors.scales import Scales
 from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
+from gradient_doctor.detectors.statistics import Statistics
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -71,8 +75,10 @@ DETECTORS: tuple[type[Detector], ...] = (
     Targets,
     Shifts,
     Axes,
+    Penalties,
     Activations,
     Lengths,
+    Labels,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
     Zeros,
@@ -80,6 +86,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     NonFinite,
     Unchanged,
     Schedule,
+    Branches,
     Magnitude,
     Estimators,
     PolicyLosses,
@@ -89,6 +96,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Scales,  # what others have explained is not said again
     Swallowed,
     Phases,
+    Statistics,
     Blind,
 )
 
