@@ -93,10 +93,10 @@ DETECTORS: tuple[type[Detector], ...] = (
     Signs,
     Names,
     Rising,
+    Statistics,
     Scales,  # what others have explained is not said again
     Swallowed,
     Phases,
-    Statistics,
     Blind,
 )
 

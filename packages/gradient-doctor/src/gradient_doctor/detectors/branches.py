@@ -127,8 +127,9 @@ def _bound(test: ast.expr) -> tuple[str, type[ast.cmpop], str, float] | None:
 
 
 def _amount(value: ast.expr) -> tuple[str, float] | None:
-    if isinstance(value, ast.Constant) and type(value.value) in (int, float):
-        return "", float(value.value)
+    number = value.value if isinstance(value, ast.Constant) else None
+    if isinstance(number, (int, float)) and not isinstance(number, bool):
+        return "", float(number)
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):  # 0.5 * epochs
         for share, whole in ((value.left, value.right), (value.right, value.left)):
             amount = _amount(share)

@@ -57,7 +57,7 @@ class Penalties(Detector):
             return
         scores = backward.roots[0]
         scored = self._sums.get(scores, tuple(scores.shape))
-        for tensor, gradient in zip(backward.inputs or (), backward.results):
+        for tensor, gradient in zip(backward.inputs or [], backward.results):
             several = sum(n > 1 for n in tensor.shape[1:]) > 1
             batch = tensor.shape[0] if tensor.dim() else 0
             # one score for each sample; a gradient that can be learnt from
