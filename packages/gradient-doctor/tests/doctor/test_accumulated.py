@@ -90,6 +90,29 @@ def test_used_again(tmp_path, body):
     assert "sgd.zero_grad()" in finding.fix
 
 
+RARELY = """
+net = nn.Linear(4, 3)
+sgd = torch.optim.SGD(net.parameters(), lr=0.01)
+for epoch in range(3):
+    {before}
+    for step in range(5):
+        x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+        F.cross_entropy(net(x), y).backward()
+        sgd.step()
+    {after}
+"""
+
+
+@pytest.mark.parametrize("call", ["sgd.zero_grad()", "net.zero_grad(set_to_none=True)"])
+def test_cleared_once_an_epoch_that_line_is_named(tmp_path, call):
+    finding = only(tmp_path, RARELY.format(before=f"{call}  # FAULT", after=""), 28)
+    assert "too rarely" in finding.fix
+
+
+def test_cleared_at_the_end_of_an_epoch(tmp_path):
+    only(tmp_path, RARELY.format(before="", after="sgd.zero_grad()  # FAULT"), 28)
+
+
 @pytest.mark.parametrize("body", CLEAN.values(), ids=CLEAN)
 def test_cleared(tmp_path, body):
     source = loop(body)

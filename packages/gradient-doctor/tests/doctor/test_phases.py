@@ -130,11 +130,30 @@ def test_functional_dropout_does_not_know_the_mode(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
+        "h = F.dropout(h, 0.2) + F.dropout(h, 0.2, self.training)  # FAULT",
+        "h = F.dropout(F.batch_norm(h, None, None, training=True), 0.2)  # FAULT",
+        "h = F.scaled_dot_product_attention(h, h, h, dropout_p=0.2)  # FAULT",
+    ],
+)
+def test_the_mode_that_another_call_is_told(tmp_path, line):
+    only(tmp_path, FUNCTIONAL.format(line=line), 26)
+
+
+def test_evaluation_of_a_part_that_does_not_drop(tmp_path):
+    source = FUNCTIONAL.format(line="h = F.dropout(h, 0.2)")
+    nothing(tmp_path, source.replace("        model(torch", "        model.body(torch"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
         "h = F.dropout(h, 0.2, training=self.training)",
         "h = F.dropout(h, 0.2, self.training)",
         "h = F.dropout(h, 0.2, training=True)",
         "h = F.dropout(h, 0.0)",
         "h = nn.Dropout(0.2).train(self.training)(h)",
+        "h = F.dropout(h, 0.2) if self.training else h",
+        "p = 0.2 if self.training else 0.0; h = F.dropout(h, p)",
     ],
 )
 def test_dropout_that_knows_it(tmp_path, line):

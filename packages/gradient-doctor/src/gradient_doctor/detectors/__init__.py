@@ -7,6 +7,7 @@ from gradient_doctor.detectors.activations import Activations
 from gradient_doctor.detectors.averages import Averages
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
+from gradient_doctor.detectors.branches import Branches
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.clipping import Clipping
 from gradient_doctor.detectors.cosmetic import Cosmetic
@@ -24,6 +25,7 @@ from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.indices import Indices
+from gradient_doctor.detectors.labels import Labels
 from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
 from gradient_doctor.detectors.leftovers import Leftovers
@@ -37,6 +39,7 @@ from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.normalised import RowSoftmax
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
+from gradient_doctor.detectors.penalties import Penalties
 from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
@@ -52,6 +55,7 @@ from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
 from gradient_doctor.detectors.surrogates import Surrogates
 from gradient_doctor.detectors.states import States
+from gradient_doctor.detectors.statistics import Statistics
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged
@@ -94,8 +98,10 @@ DETECTORS: tuple[type[Detector], ...] = (
     Shifts,
     Axes,
     RowSoftmax,
+    Penalties,
     Activations,
     Lengths,
+    Labels,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
     SilentFunctions,
@@ -105,6 +111,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Unchanged,
     Averages,
     Schedule,
+    Branches,
     Magnitude,
     Clipping,
     Estimators,
@@ -116,6 +123,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Names,
     Unkept,
     Rising,
+    Statistics,
     Scales,  # what others have explained is not said again
     Swallowed,
     Phases,

@@ -15,12 +15,14 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from gradient_doctor.detectors.places import birth_site, called, count
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.readable import checksum, gradient_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session
-from gradient_doctor.slips import bare_attribute
+from gradient_doctor.slips import bare_attribute, calls_of
 from gradient_doctor.steps import StepFacts, norm_of
 
 _ENOUGH = 2  # steps of one optimizer that used such gradients
@@ -43,6 +45,8 @@ class Accumulated(Detector):
         self._added: dict[int, Site | None] = {}  # the last backward that added to it
         self._by_hand: dict[int, tuple[float, float]] = {}  # by bit: checksum and gradient's norm
         self._hand_repeats: dict[Site | None, Repeats] = {}
+        # by optimizer or module: where its gradients are cleared, if only too rarely
+        self._cleared: weakref.WeakKeyDictionary[Any, Site | None] = weakref.WeakKeyDictionary()
         self._repeats: weakref.WeakKeyDictionary[Any, Repeats] = weakref.WeakKeyDictionary()
 
     def backward_starts(self, backward: Backward) -> None:
@@ -116,6 +120,8 @@ class Accumulated(Detector):
             mask &= mask - 1
 
     def event(self, event: Event) -> None:
+        if event.kind == "zero_grad":
+            self._cleared[event.data["owner"]] = event.site
         if not (self._used or self._kept) and event.kind != "step":
             return
         registry = self.session.registry
@@ -156,16 +162,36 @@ class Accumulated(Detector):
         name = registry.optimizer_name(optimizer)
         sites = [site for bit, site in self._added.items() if bit & added]
         bare = bare_attribute([site.file for site in sites if site is not None], "zero_grad")
+        rarely = None if bare is not None else self._cleared_rarely(optimizer, added)
+        if bare is None and rarely is None:  # or it comes later, at the end of an epoch
+            lines = calls_of([s.file for s in sites if s is not None], name, "zero_grad")
+            rarely = lines[0] if len(lines) == 1 else None
         self.report(
             28,
             Severity.WARNING,
             f"The gradients of {self.session.registry.many(repeats.mask)} are not cleared "
             f"between the steps of the {called(name)}.",
-            why=f"When this backward begins, their .grad still holds what the last step of {name} "
+            why=f"When the backward begins, their .grad still holds what the last step of {name} "
             f"used, and the backward adds to it: in {count(len(repeats.steps), 'step')} the "
             "optimizer stepped on the sum of old and new gradients.",
-            fix=f"Call {name}.zero_grad() before this backward, or right after {name}.step().",
-            site=bare or (sites[-1] if sites else step),
+            fix=f"Call {name}.zero_grad() before "
+            + ("this" if rarely is None else "each")
+            + f" backward, or right after {name}.step()"
+            + ("." if rarely is None else ": this line runs too rarely, and belongs there."),
+            site=bare or rarely or (sites[-1] if sites else step),
             parameters=repeats.mask,
-            related=(step, birth_site(registry, optimizer)),
+            related=(
+                sites[-1] if rarely and sites else None,
+                step,
+                birth_site(registry, optimizer),
+            ),
         )
+
+    def _cleared_rarely(self, optimizer: Any, mask: int) -> Site | None:
+        """The line that clears these gradients, but not in every step."""
+        registry = self.session.registry
+        for owner, site in self._cleared.items():
+            theirs = owner.parameters() if isinstance(owner, nn.Module) else owned_by(owner)
+            if site is not None and not mask & ~registry.bits(theirs):
+                return site
+        return None

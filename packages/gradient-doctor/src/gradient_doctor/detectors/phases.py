@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 import weakref
 from collections.abc import Callable
@@ -14,11 +13,11 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import argument
+from gradient_doctor.dropout_calls import passes_mode
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
-from gradient_doctor.sites import is_user_file
-from gradient_doctor.slips import source_of_function, surroundings
+from gradient_doctor.slips import surroundings
 from gradient_doctor.taint import tensors_in
 
 _EVALUATION = re.compile(
@@ -29,8 +28,6 @@ _HELD_OUT = re.compile(
     r"(?<![a-z_])(val|valid|validation|test|eval)_?(loader|set|data|ds|batch|x|inputs)(?![a-z])"
     r"|(?<![a-z])(xs?|inputs|data|loader|batch)_(val|valid|validation|test|eval)(?![a-z])"
 )
-# `F.dropout(x, 0.1, True)`: also in eval(), to sample from a posterior
-_MEANT = re.compile(r"dropout\w*\(.*,\s*True")
 
 
 def _drops(call: OpCall) -> bool:
@@ -73,6 +70,7 @@ class Phases(Detector):
         self._guesses = WeakIdKeyDictionary()  # classes made of such outputs
         # calls of functional dropout that do not pass the mode on, by line: the model they are of
         self._always: dict[Site, Any] = {}
+        self._in_eval: dict[Site, Any] = {}  # those whose model was switched to eval() since
 
     def op(self, call: OpCall) -> None:
         """`F.dropout(x)` drops in eval() as well: its `training` is True unless it is passed."""
@@ -85,9 +83,9 @@ class Phases(Detector):
         if type(stack[-1]).__module__.startswith("torch.nn"):
             # a layer knows its own mode; one that is made in forward is not told that of the model
             strange = all(part is not stack[-1] for part in stack[0].modules())
-            ignores = strange and not _passes_mode(call.site)
+            ignores = strange and not passes_mode(call.site)
         else:
-            ignores = not _passes_mode(call.site)
+            ignores = not passes_mode(call.site)
         if ignores:
             self._always[call.site] = weakref.ref(stack[0])
             if not stack[0].training:
@@ -145,8 +143,8 @@ class Phases(Detector):
         module = event.data["module"]()
         if module is not None and not event.data["training"]:
             for site, model in self._always.items():
-                if model() is module or any(model() is part for part in module.modules()):
-                    self._drops_in_eval(site)
+                if any(model() is part for part in module.modules()):
+                    self._in_eval[site] = model
         for part in module.modules() if module is not None else ():
             if event.data["training"]:
                 self._switches.pop(id(part), None)
@@ -156,7 +154,28 @@ class Phases(Detector):
     def step_ended(self, record: StepRecord) -> None:
         self._suspects.clear()
 
+    def backward_starts(self, backward: Backward) -> None:
+        self._evaluation_ended()
+
+    def finish(self, error: BaseException | None) -> None:
+        self._evaluation_ended()
+
+    def _evaluation_ended(self) -> None:
+        for site in self._in_eval:
+            self._drops_in_eval(site)
+        self._in_eval.clear()
+
+    def _evaluates_parts(self, module: nn.Module) -> None:
+        """A denoiser's forward corrupts its input, and evaluation asks its encoder alone."""
+        for site, model in list(self._in_eval.items()):
+            whole = model()
+            parts = () if whole is None or whole is module else whole.modules()
+            if whole is None or any(part is module for part in parts):
+                del self._in_eval[site]
+
     def module_starts(self, module: nn.Module, args: Any, kwargs: Any, site: Site | None) -> None:
+        if self._in_eval:
+            self._evaluates_parts(module)
         name = self._root(module)
         if name is None:
             return
@@ -304,16 +323,6 @@ def _kind_of(part: nn.Module) -> str | None:
     # attention modules of common libraries keep the rate as a number
     rates = (getattr(part, name, 0.0) for name in ("attention_dropout", "dropout_p"))
     return "dropout" if max(map(_number, rates)) > 0 else None
-
-
-def _passes_mode(site: Site) -> bool:
-    """Whether the call says in which mode it is; torch hands us the same arguments either way."""
-    if not is_user_file(site.file):
-        return True
-    lines = [linecache.getline(site.file, site.line + k) for k in range(3)]
-    if any("training" in line or _MEANT.search(line) for line in lines) or not lines[0]:
-        return True
-    return "training" in source_of_function(site)
 
 
 def _is_evaluation(site: Site) -> bool:
