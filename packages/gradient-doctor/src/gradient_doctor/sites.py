@@ -53,7 +53,7 @@ def _frame_kind(frame: FrameType) -> str:
     return _kind(frame.f_code.co_filename)
 
 
-def _decorated(frame: FrameType) -> CodeType | None:
+def decorated(frame: FrameType) -> CodeType | None:
     """The function under `@torch.no_grad()`, seen from torch's wrapper around it."""
     if frame.f_code.co_name != "decorate_context":
         return None
@@ -74,7 +74,7 @@ def here(module: str = "") -> Site | None:
         if kind == "user":
             return Site(code.co_filename, frame.f_lineno, code.co_name, module)
         if kind == "torch":
-            inner = _decorated(frame)
+            inner = decorated(frame)
             # we came through the wrapper's `with`, else the function itself had been met first:
             # its caller did not switch gradients off, its decorator did
             if inner is not None and _kind(inner.co_filename) == "user":

@@ -82,6 +82,7 @@ class Trace(TorchFunctionMode):
         self.on = True
         self._names: dict[Any, tuple[str, bool]] = {}
         self._replaced = Replaced()
+        self.rounds: Any = None  # rounds.Rounds, of the watch
         _resolve(torch.add)  # its table is made now, not in the middle of the program
 
     def __torch_function__(
@@ -94,6 +95,10 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         if is_recorded():
             return call_from_caller(func, args, kwargs)
+        if session.drowsy and (call := self.rounds.known(func)) is not None:
+            return call(func, args, kwargs)
+        if session.noting:
+            self.rounds.note()
         name, looks = self._name(func)
         if looks:
             if name in _BEFORE:
@@ -281,6 +286,8 @@ class Trace(TorchFunctionMode):
         session = self.session
         depends, live, cuts, opaque = merged(taints)
         graph = in_graphs(taints) if live else 0
+        if live and torch.is_grad_enabled():
+            session.alive += 1
         drawn = len(taints) == 1 and taints[0].drawn and short in _OF_ACTIONS
         first: Taint | None = None
         for output in outputs:
@@ -351,10 +358,12 @@ class Trace(TorchFunctionMode):
     def from_numpy(self, array: Any, tensor: Tensor) -> None:
         """`torch.from_numpy` passes by the mode; the watch tells us of it."""
         taints = self._of_array(array)
-        if taints and self.on and not self.session.paused:
+        if not self.on or self.session.paused or self.session.drowsy or self.session.asleep:
+            return
+        if taints:
             site = here(self.session.module_path)
             self._spread("torch.from_numpy", "from_numpy", site, taints, [tensor])
-        elif self.on and not self.session.paused and self.session.wants("op"):
+        elif self.session.wants("op"):
             site = here(self.session.module_path)
             call = OpCall("torch.from_numpy", site, (array,), {}, [], [], [tensor], None, tensor)
             self.session.tell("op", call)
