@@ -30,9 +30,9 @@ def observed(
     def make(original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if session.over or is_recorded() or get_ident() in session.strangers:
-                return original(*args, **kwargs)
             if rests and (session.asleep or session.drowsy):
+                return original(*args, **kwargs)
+            if session.over or is_recorded() or get_ident() in session.strangers:
                 return original(*args, **kwargs)
             # the original is called outside of all `except`: its errors have no context of ours
             observer: Any = None

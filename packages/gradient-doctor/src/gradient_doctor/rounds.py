@@ -181,9 +181,10 @@ class Rounds:
         self._frame, self._held = None, {}
         taints = self.session.taints
         for name, value in names_in(frame).items() if frame is not None and held else ():
-            if name in held and isinstance(value, Tensor) and not value.requires_grad:
-                if value not in taints:
-                    taints[value] = held[name]
+            if name not in held or not isinstance(value, Tensor) or value.requires_grad:
+                continue
+            if value not in taints:
+                taints[value] = held[name]
 
     def wake(self) -> None:
         if (self.session.asleep or self.session.drowsy) and get_ident() == self._home:
@@ -224,7 +225,7 @@ class Rounds:
 
 
 def _rounds(region: Entered) -> int:
-    """How many forwards are looked at; of a library's own loop (`generate`) users see the result."""
+    """How many forwards are looked at; a library's own loop (`generate`) gives but its result."""
     return _ROUNDS if region.line or is_user_code(region.code) else 1
 
 

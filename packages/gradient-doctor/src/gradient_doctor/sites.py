@@ -46,11 +46,23 @@ def _frame_kind(frame: FrameType) -> str:
 
     The mark is looked for in the code: `f_locals` would keep the frame's tensors alive.
     """
-    if HIDDEN in frame.f_code.co_varnames:
+    code = frame.f_code
+    known = _kinds.get(id(code))
+    if known is None:
+        known = _kinds[id(code)] = (code, _code_kind(code))
+    return known[1]
+
+
+# by id: to hash a code object takes longer than to ask all that is asked here
+_kinds: dict[int, tuple[CodeType, str]] = {}
+
+
+def _code_kind(code: CodeType) -> str:
+    if HIDDEN in code.co_varnames:
         return "library"
-    if is_stand_in(frame.f_code):
+    if is_stand_in(code):
         return "doctor"
-    return _kind(frame.f_code.co_filename)
+    return _kind(code.co_filename)
 
 
 def decorated(frame: FrameType) -> CodeType | None:
