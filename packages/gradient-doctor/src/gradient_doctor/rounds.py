@@ -82,6 +82,11 @@ class Rounds:
         session.learns = self.learns
         trace.rounds = self
 
+    @property
+    def dozes(self) -> bool:
+        """Whether the end of this region is but the end of a round."""
+        return self._several and self.session.asleep
+
     # regions
 
     def enters(self, manager: Any) -> None:
@@ -115,7 +120,7 @@ class Rounds:
         for place, entered in enumerate(self._entered):
             if entered.manager is manager:
                 del self._entered[place:]
-                return
+                break
 
     # forwards
 

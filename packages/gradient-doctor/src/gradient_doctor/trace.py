@@ -69,6 +69,7 @@ _OUTWARD = _SCALARS | _ARRAYS
 # calls of one name in one region without gradients, in one step, that detectors hear of: a rollout
 # does the same thing a thousand times
 _HEARD = 48
+_MANY = 16  # inputs of one call that detectors see without any taint
 _COPIES = {"tensor", "new_tensor", "as_tensor", "asarray"}
 _FROM_ARRAYS = {"tensor", "as_tensor", "from_numpy", "asarray"}
 
@@ -228,7 +229,10 @@ class Trace(TorchFunctionMode):
         site = here(session.module_path)
         inputs, numbers = session.numbers.among(args, kwargs)
         # taken before the call: an operation in place changes what its input is
-        taints = [t for t in map(session.taint_of, inputs) if t is not None]
+        of_inputs = list(map(session.taint_of, inputs))
+        taints = [t for t in of_inputs if t is not None]
+        if len(inputs) > _MANY:  # rounds of a rollout are put together: data says nothing new
+            inputs = [t for k, t in enumerate(inputs) if k < _MANY or of_inputs[k] is not None]
         short = name.rsplit(".", 1)[-1]
         if short in _SHAPE_ONLY:
             taints = []

@@ -179,8 +179,12 @@ class Watch:
             self.modules(True)
 
     def _peek_ends(self, region: Any, *error: Any) -> Iterator[Any]:
-        self.rounds.exits(region)
-        yield
+        if self.rounds.dozes:
+            yield
+            self.rounds.exits(region)
+        else:
+            self.rounds.exits(region)
+            yield
         if self._peek is region:
             self._peek = None
             if not self.session.record.traced:
