@@ -387,6 +387,8 @@ class Session:
         if stored is not None:
             return stored
         if not tensor.requires_grad or node_of(tensor) is None:
+            if type(tensor) is Tensor and not tensor.requires_grad:
+                return None
             if not (isinstance(tensor, nn.Parameter) or tensor.requires_grad):
                 return None
             bit = self.registry.bit(tensor)
