@@ -8,6 +8,11 @@ cost of a kind is the median over rounds of its CPU time over that of a plain st
 round, so that other work on the machine, which lasts longer than a round, meets both. Light mode
 that looks at every n-th step is n - 1 of the one and one of the other. One thread: threads that
 wait for each other spend CPU time, too.
+
+Sampling in traced steps is measured by itself, in the same way: `generate` of a tiny Llama and of
+SmolLM2-135M, and 256 steps of a cart and pole (plain Python) with a categorical policy under
+no_grad, in one region and in one of its own for each step. The first traced step follows a round of
+the loop and is told apart from the others.
 """
 
 from __future__ import annotations
@@ -15,13 +20,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from gradient_doctor import Doctor
 
@@ -121,6 +129,143 @@ def measure(rounds: int) -> dict[str, Any]:
     }
 
 
+class CartPole:
+    """The usual environment, in plain Python."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def reset(self) -> list[float]:
+        self.state, self.steps = [self.generator.uniform(-0.05, 0.05) for _ in range(4)], 0
+        return self.state
+
+    def step(self, right: int) -> tuple[list[float], float, bool]:
+        x, speed, angle, turn = self.state
+        sine, cosine = math.sin(angle), math.cos(angle)
+        push = ((10.0 if right else -10.0) + 0.05 * turn**2 * sine) / 1.1
+        bend = (9.8 * sine - cosine * push) / (0.5 * (4 / 3 - 0.1 * cosine**2 / 1.1))
+        speed, turn = speed + 0.02 * (push - 0.05 * bend * cosine / 1.1), turn + 0.02 * bend
+        self.state = [x + 0.02 * speed, speed, angle + 0.02 * turn, turn]
+        self.steps += 1
+        return self.state, 1.0, abs(x) > 2.4 or abs(angle) > 0.21 or self.steps >= 200
+
+
+class Rollout:
+    """A categorical policy that acts, and learns from what it did."""
+
+    def __init__(self, *, regions: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+        )
+        self.environment = CartPole()
+        self.sample = self._regions if regions else self._region
+
+    def _act(self, state: list[float], kept: list[tuple[Tensor, ...]]) -> list[float]:
+        observation = torch.tensor(state)
+        law = Categorical(logits=self.model(observation))
+        action = law.sample()
+        kept.append((observation, action, law.log_prob(action)))
+        state, _, done = self.environment.step(int(action.item()))
+        return self.environment.reset() if done else state
+
+    def _region(self) -> list[Tensor]:
+        state, kept = self.environment.reset(), []
+        with torch.no_grad():
+            for _ in range(256):
+                state = self._act(state, kept)
+        return [torch.stack(column) for column in zip(*kept)]
+
+    def _regions(self) -> list[Tensor]:
+        state, kept = self.environment.reset(), []
+        for _ in range(256):
+            with torch.no_grad():
+                state = self._act(state, kept)
+        return [torch.stack(column) for column in zip(*kept)]
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        observations, actions, before = batch
+        log_prob = Categorical(logits=self.model(observations)).log_prob(actions)
+        weight = torch.linspace(1, -1, len(actions))
+        return -((log_prob - before).exp() * weight).mean()
+
+
+class Generation:
+    """`generate` of a language model, and REINFORCE on the response."""
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        torch.manual_seed(0)
+        self.model, self.tokens = model, tokens
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+
+    def sample(self) -> Tensor:
+        ids = torch.randint(1, self.model.config.vocab_size, (4, 8))
+        mask = torch.ones_like(ids)
+        return self.model.generate(
+            ids, attention_mask=mask, max_new_tokens=self.tokens, do_sample=True, top_k=50
+        )
+
+    def loss(self, ids: Tensor) -> Tensor:
+        log_prob = self.model(ids).logits[:, :-1].log_softmax(-1)
+        log_prob = log_prob.gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return -(log_prob[:, 7:] * torch.tensor([[1.0], [-1.0], [0.5], [-0.5]])).mean()
+
+
+def tiny_llama() -> Generation:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=512, num_attention_heads=4, num_key_value_heads=4, **sizes)
+    return Generation(LlamaForCausalLM(config), tokens=64)
+
+
+def smollm2() -> Generation:
+    from entropy_experiments.checkpoints.base import from_gguf, load_causal_lm, smollm2_gguf
+
+    model, _ = load_causal_lm(from_gguf(smollm2_gguf()), dtype=torch.float32)
+    return Generation(model, tokens=16)
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "rollout in one region": lambda: Rollout(regions=False),
+    "rollout, a region a step": lambda: Rollout(regions=True),
+    "generate, tiny Llama": tiny_llama,
+    "generate, SmolLM2-135M": smollm2,
+}
+
+
+def sampling(rounds: int, make: Callable[[], Any]) -> dict[str, Any]:
+    """How many times the CPU time of a plain rollout one in a traced step takes."""
+    sampler = make()
+    optimizer = torch.optim.SGD(sampler.model.parameters(), lr=1e-3)
+
+    def seconds(mode: str) -> list[float]:
+        times = []
+        with Doctor({"model": sampler.model}, {"optimizer": optimizer}, mode=mode) as doctor:
+            for _ in range(3):
+                start = time.process_time()
+                batch = sampler.sample()
+                times.append(time.process_time() - start)
+                optimizer.zero_grad()
+                sampler.loss(batch).backward()
+                optimizer.step()
+                doctor.step()
+        return times
+
+    seconds("off")
+    pairs = []
+    for number in range(rounds):
+        modes = ("off", "auto") if number % 2 else ("auto", "off")
+        times = {mode: seconds(mode) for mode in modes}
+        pairs.append((statistics.median(times["off"]), times["auto"]))
+    return {
+        "cpu_ms_plain": round(1e3 * statistics.median(plain for plain, _ in pairs), 1),
+        "first_traced_step": _cost([traced[0] / plain for plain, traced in pairs]),
+        "later_traced_steps": _cost([sum(traced[1:]) / 2 / plain for plain, traced in pairs]),
+    }
+
+
 def _cost(values: list[float]) -> dict[str, Any]:
     """The median over rounds, and its 95 % interval, which order statistics give without a law."""
     ordered = sorted(values)
@@ -138,6 +283,9 @@ def table(found: dict[str, Any]) -> str:
     for name, cost in found["overhead"].items():
         low, high = cost["interval_95"]
         rows.append(f"{name:20} {cost['median']:9.1%}   {low:.1%} to {high:.1%}")
+    for name, cost in found.get("sampling", {}).items():
+        first, later = cost["first_traced_step"]["median"], cost["later_traced_steps"]["median"]
+        rows.append(f"{name:26} {later:5.2f} times plain; the first traced step {first:.2f}")
     return "\n".join(rows)
 
 
@@ -145,9 +293,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--json", type=Path, default=OUT)
+    parser.add_argument("--only-sampling", action="store_true", help="keep the rest of the json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure(arguments.rounds)
+    found = json.loads(arguments.json.read_text()) if arguments.only_sampling else {}
+    found = found or measure(arguments.rounds)
+    found["sampling"] = {
+        name: sampling(min(arguments.rounds, 5 if "SmolLM2" in name else 41), make)
+        for name, make in SAMPLERS.items()
+    }
     print(f"{found['parameters'] / 1e6:.1f}M parameters, batch {ROWS} x {LENGTH}")
     print(table(found))
     light = found["overhead"]["light, every=50"]["median"]

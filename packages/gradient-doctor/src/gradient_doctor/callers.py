@@ -30,15 +30,25 @@ def call_from_caller(func: Any, args: Any, kwargs: dict[str, Any], depth: int = 
 
     `depth` is how many frames above this one torch's `__torch_function__` was entered.
     """
-    frame: FrameType | None = sys._getframe(depth + 1)
-    if frame is not None and frame.f_code.co_filename.endswith(_OVERRIDES):
-        # a function of Python that has asked `handle_torch_function`: its own caller
-        first = frame.f_back
-        frame = None if first is None else first.f_back
+    frame = calling_for(sys._getframe(depth + 1))
     if frame is None:
         return func(*args, **kwargs)
+    return stand_in(frame)(func, args, kwargs)
+
+
+def calling_for(frame: FrameType) -> FrameType | None:
+    """The frame that called torch, from the one that entered `__torch_function__`."""
+    if frame.f_code.co_filename.endswith(_OVERRIDES):
+        # a function of Python that has asked `handle_torch_function`: its own caller
+        first = frame.f_back
+        return None if first is None else first.f_back
+    return frame
+
+
+def stand_in(frame: FrameType) -> FunctionType:
+    """A function that makes a call as if on the running line of a frame."""
     code = _code(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-    return FunctionType(code, frame.f_globals)(func, args, kwargs)
+    return FunctionType(code, frame.f_globals)
 
 
 @functools.lru_cache(maxsize=4096)

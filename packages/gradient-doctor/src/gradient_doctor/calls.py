@@ -37,13 +37,15 @@ class Calls:
         self._listing = False
 
     def install(self, patches: Patches) -> None:
-        def patch(owner: Any, name: str, observe: Callable[..., Iterator[Any]]) -> None:
-            patches.replace(owner, name, observed(self.session, self, observe))
+        def patch(
+            owner: Any, name: str, observe: Callable[..., Iterator[Any]], rests: bool = False
+        ) -> None:
+            patches.replace(owner, name, observed(self.session, self, observe, rests=rests))
 
         patch(nn.Module, "train", self._mode)
         patch(torch.inference_mode, "__enter__", self._inference)
-        patch(torch.set_grad_enabled, "__init__", self._grad_enabled)
-        patch(torch, "from_numpy", self._from_numpy)
+        patch(torch.set_grad_enabled, "__init__", self._grad_enabled, rests=True)
+        patch(torch, "from_numpy", self._from_numpy, rests=True)
         patch(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         patch(torch.optim.Optimizer, "__init__", self._new_optimizer)
         patch(torch.optim.Optimizer, "load_state_dict", self._load_state)
@@ -113,7 +115,7 @@ class Calls:
 
     def _applied(self, cls: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         session = self.session
-        if session.paused or not self.trace.on or not session.record.traced:
+        if session.paused or not self.trace.on or not session.record.traced or session.asleep:
             return
         session.opaque_depth += 1
         try:

@@ -27,7 +27,7 @@ class DistributionCalls:
             for name in ("sample", "rsample", "log_prob", "entropy"):
                 if name in vars(cls):
                     observe = functools.partial(self._called, name)
-                    patches.replace(cls, name, observed(self.session, self, observe))
+                    patches.replace(cls, name, observed(self.session, self, observe, rests=True))
 
     def _called(self, name: str, distribution: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         session = self.session

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -21,13 +20,18 @@ from gradient_doctor.session import Session
 
 
 def observed(
-    session: Session, part: Any, observe: Callable[..., Iterator[Any]]
+    session: Session, part: Any, observe: Callable[..., Iterator[Any]], *, rests: bool = False
 ) -> Callable[[Any], Any]:
-    """Makes the wrapper of a function, for `Patches.replace`."""
+    """Makes the wrapper of a function, for `Patches.replace`.
+
+    One that `rests` lets calls pass in rollouts that are known; see rounds.py.
+    """
 
     def make(original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if rests and (session.asleep or session.drowsy):
+                return original(*args, **kwargs)
             if session.over or is_recorded() or get_ident() in session.strangers:
                 return original(*args, **kwargs)
             # the original is called outside of all `except`: its errors have no context of ours
@@ -76,19 +80,25 @@ def guarded(method: Any) -> Any:
 _PASS = object()
 
 
-@contextmanager
-def _ours(session: Session, part: Any, theirs: BaseException | None = None) -> Iterator[None]:
+class _ours:  # noqa: N801  (a generator would cost more than what most observers do)
     """What fails inside is ours, unless it is the error that was handed in."""
-    try:
-        yield
-    except StopIteration:
-        return
-    except Exception as error:
-        if error is not theirs and not _is_wrapped(error, theirs):
-            session.broke(part, error)
-    except BaseException as error:
-        if error is not theirs:
-            raise
+
+    __slots__ = ("part", "session", "theirs")
+
+    def __init__(self, session: Session, part: Any, theirs: BaseException | None = None) -> None:
+        self.session, self.part, self.theirs = session, part, theirs
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if error is None or error is self.theirs or isinstance(error, StopIteration):
+            return True
+        if not isinstance(error, Exception):
+            return False
+        if not _is_wrapped(error, self.theirs):
+            self.session.broke(self.part, error)
+        return True
 
 
 def _is_wrapped(error: BaseException, theirs: BaseException | None) -> bool:

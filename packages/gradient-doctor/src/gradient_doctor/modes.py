@@ -39,12 +39,19 @@ def insert(mode: TorchFunctionMode, at: int) -> None:
     """Put a mode above `at` others."""
     others = _get_current_function_mode_stack()
     place = min(at + _has_default_device(others), len(others))
+    if place == len(others):
+        _push_mode(mode)
+        return
     _become([*others[:place], mode, *others[place:]])
 
 
 def remove(mode: TorchFunctionMode) -> None:
     """Take a mode out, wherever it is."""
-    _become([active for active in _get_current_function_mode_stack() if active is not mode])
+    stack = _get_current_function_mode_stack()
+    if stack and stack[-1] is mode:
+        _pop_mode()
+    else:
+        _become([active for active in stack if active is not mode])
 
 
 def _has_default_device(stack: list[TorchFunctionMode]) -> bool:

@@ -413,21 +413,28 @@ def _is_constant(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant)
 
 
-class Values:
-    """What the names of a frame hold.
+def names_in(frame: FrameType) -> dict[str, Any]:
+    """The names of a frame and what they hold; not to be changed.
 
     Before Python 3.13 `f_locals` is a copy that the frame holds on to, tensors included: it is
     emptied again, unless the user's code has asked for it too.
     """
+    here = frame.f_locals
+    names = here if here is frame.f_globals else dict(here)
+    copied = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13)
+    if copied and isinstance(here, dict) and sys.getrefcount(here) <= 3:
+        here.clear()
+    return names
+
+
+class Values:
+    """What the names of a frame hold."""
 
     def __init__(self, frame: FrameType) -> None:
-        code, here = frame.f_code, frame.f_locals
-        self._names = here if here is frame.f_globals else dict(here)
+        code = frame.f_code
+        self._names = names_in(frame)
         self._globals = frame.f_globals
         self.parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        copied = code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13)
-        if copied and isinstance(here, dict) and sys.getrefcount(here) <= 3:
-            here.clear()
 
     def named(self, name: str) -> Any:
         return self._names.get(name)

@@ -32,6 +32,10 @@ STRICT = "GRADIENT_DOCTOR_STRICT"  # set in our own tests: a detector's error is
 _KEPT = 32  # step records
 
 
+def _nothing() -> None:
+    pass
+
+
 class Detector:
     """Override what you need; call `self.report`. Methods left alone cost nothing."""
 
@@ -171,6 +175,11 @@ class Session:
     # why values could not be read, and where that was first seen; see readable.py
     unread: dict[str, Site | None] = field(default_factory=dict)
     over: bool = False  # nothing is watched any more
+    asleep: bool = False  # in a loop that samples; see rounds.py
+    drowsy: bool = False  # the same, between two rounds of it
+    noting: bool = False  # rounds of such a loop are followed
+    alive: int = 0  # calls with a gradient
+    learns: Callable[[], None] = _nothing  # told of what is no part of such a loop
     strangers: set[int] = field(default_factory=set)  # threads that train beside the examined one
 
     def __post_init__(self) -> None:
@@ -373,6 +382,8 @@ class Session:
         return here(self.module_path)
 
     def add_event(self, kind: str, **data: Any) -> Event:
+        if kind != "mode":  # policies that act are switched to eval() and back
+            self.learns()
         event = Event(kind, self.step, self.here(), next(self._order), data)
         self.record.events.append(event)
         self.tell("event", event)
@@ -393,6 +404,8 @@ class Session:
                 self.taints[tensor] = taint
                 return taint
         if not tensor.requires_grad or node_of(tensor) is None:
+            if type(tensor) is Tensor and not tensor.requires_grad:
+                return None
             if not (isinstance(tensor, nn.Parameter) or tensor.requires_grad):
                 return None
             bit = self.registry.bit(tensor)

@@ -46,14 +46,26 @@ def _frame_kind(frame: FrameType) -> str:
 
     The mark is looked for in the code: `f_locals` would keep the frame's tensors alive.
     """
-    if HIDDEN in frame.f_code.co_varnames:
+    code = frame.f_code
+    known = _kinds.get(id(code))
+    if known is None:
+        known = _kinds[id(code)] = (code, _code_kind(code))
+    return known[1]
+
+
+# by id: to hash a code object takes longer than to ask all that is asked here
+_kinds: dict[int, tuple[CodeType, str]] = {}
+
+
+def _code_kind(code: CodeType) -> str:
+    if HIDDEN in code.co_varnames:
         return "library"
-    if is_stand_in(frame.f_code):
+    if is_stand_in(code):
         return "doctor"
-    return _kind(frame.f_code.co_filename)
+    return _kind(code.co_filename)
 
 
-def _decorated(frame: FrameType) -> CodeType | None:
+def decorated(frame: FrameType) -> CodeType | None:
     """The function under `@torch.no_grad()`, seen from torch's wrapper around it."""
     if frame.f_code.co_name != "decorate_context":
         return None
@@ -74,7 +86,7 @@ def here(module: str = "") -> Site | None:
         if kind == "user":
             return Site(code.co_filename, frame.f_lineno, code.co_name, module)
         if kind == "torch":
-            inner = _decorated(frame)
+            inner = decorated(frame)
             # we came through the wrapper's `with`, else the function itself had been met first:
             # its caller did not switch gradients off, its decorator did
             if inner is not None and _kind(inner.co_filename) == "user":

@@ -268,12 +268,17 @@ def _call_at(function: ast.AST, line: int) -> ast.Call | None:
 
 def surroundings(site: Site) -> str:
     """The line itself and the heads of the loops, conditions and `with`s that it stands in."""
-    tree = _tree(site.file) if is_user_file(site.file) else None
-    heads = [linecache.getline(site.file, site.line)]
+    return _surroundings(site.file, site.line)
+
+
+@functools.lru_cache(maxsize=4096)
+def _surroundings(file: str, line: int) -> str:
+    tree = _tree(file) if is_user_file(file) else None
+    heads = [linecache.getline(file, line)]
     for node in ast.walk(tree) if tree is not None else ():
         compound = isinstance(node, (ast.For, ast.While, ast.If, ast.With))
-        if compound and node.lineno < site.line <= (node.end_lineno or node.lineno):
-            heads.append(linecache.getline(site.file, node.lineno))
+        if compound and node.lineno < line <= (node.end_lineno or node.lineno):
+            heads.append(linecache.getline(file, node.lineno))
     return "".join(heads)
 
 
@@ -283,6 +288,11 @@ def _statements(files: Iterable[str]) -> Iterator[tuple[str, ast.stmt]]:
         for node in ast.walk(tree) if tree is not None else ():
             if isinstance(node, ast.stmt):
                 yield file, node
+
+
+def tree_of(file: str) -> ast.Module | None:
+    """The source of a file of the user's."""
+    return _tree(file) if is_user_file(file) else None
 
 
 @functools.lru_cache(maxsize=32)

@@ -79,6 +79,7 @@ _OUTWARD = _SCALARS | _ARRAYS
 # calls of one name in one region without gradients, in one step, that detectors hear of: a rollout
 # does the same thing a thousand times
 _HEARD = 48
+_MANY = 16  # inputs of one call that detectors see without any taint
 _COPIES = {"tensor", "new_tensor", "as_tensor", "asarray"}
 _FROM_ARRAYS = {"tensor", "as_tensor", "from_numpy", "asarray"}
 
@@ -92,6 +93,7 @@ class Trace(TorchFunctionMode):
         self.on = True
         self._names: dict[Any, tuple[str, bool]] = {}
         self._replaced = Replaced()
+        self.rounds: Any = None  # rounds.Rounds, of the watch
         _resolve(torch.add)  # its table is made now, not in the middle of the program
 
     def __torch_function__(
@@ -104,6 +106,10 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         if is_recorded():
             return call_from_caller(func, args, kwargs)
+        if session.drowsy and (call := self.rounds.known(func)) is not None:
+            return call(func, args, kwargs)
+        if session.noting:
+            self.rounds.note()
         name, looks = self._name(func)
         if looks:
             if name in _BEFORE:
@@ -233,7 +239,10 @@ class Trace(TorchFunctionMode):
         site = here(session.module_path)
         inputs, numbers = session.numbers.among(args, kwargs)
         # taken before the call: an operation in place changes what its input is
-        taints = [t for t in map(session.taint_of, inputs) if t is not None]
+        of_inputs = list(map(session.taint_of, inputs))
+        taints = [t for t in of_inputs if t is not None]
+        if len(inputs) > _MANY:  # rounds of a rollout are put together: data says nothing new
+            inputs = [t for k, t in enumerate(inputs) if k < _MANY or of_inputs[k] is not None]
         short = name.rsplit(".", 1)[-1]
         if short in _SHAPE_ONLY:
             taints = []
@@ -291,6 +300,8 @@ class Trace(TorchFunctionMode):
         session = self.session
         depends, live, cuts, opaque = merged(taints)
         graph = in_graphs(taints) if live else 0
+        if live and torch.is_grad_enabled():
+            session.alive += 1
         drawn = len(taints) == 1 and taints[0].drawn and short in _OF_ACTIONS
         first: Taint | None = None
         for output in outputs:
@@ -366,10 +377,12 @@ class Trace(TorchFunctionMode):
     def from_numpy(self, array: Any, tensor: Tensor) -> None:
         """`torch.from_numpy` passes by the mode; the watch tells us of it."""
         taints = self._of_array(array)
-        if taints and self.on and not self.session.paused:
+        if not self.on or self.session.paused or self.session.drowsy or self.session.asleep:
+            return
+        if taints:
             site = here(self.session.module_path)
             self._spread("torch.from_numpy", "from_numpy", site, taints, [tensor])
-        elif self.on and not self.session.paused and self.session.wants("op"):
+        elif self.session.wants("op"):
             site = here(self.session.module_path)
             call = OpCall("torch.from_numpy", site, (array,), {}, [], [], [tensor], None, tensor)
             self.session.tell("op", call)

@@ -28,6 +28,7 @@ from gradient_doctor.guards import guarded, observed
 from gradient_doctor.patches import Patches
 from gradient_doctor.readable import alone
 from gradient_doctor.rollouts import Rollouts
+from gradient_doctor.rounds import Rounds
 from gradient_doctor.session import Session
 from gradient_doctor.sites import constructors
 from gradient_doctor.trace import Trace
@@ -55,6 +56,7 @@ class Watch:
         self.trace = trace
         self.backwards = Backwards(session, went_back)
         self.rollouts = Rollouts(session, trace)
+        self.rounds = Rounds(session, trace, self._hook)
         self._stepped = stepped  # told after each optimizer step: scripts find their steps by it
         self._patches = Patches()
         self._handles: list[Any] = []
@@ -102,11 +104,15 @@ class Watch:
 
     def modules(self, on: bool) -> None:
         """Follow which module's forward is running; and in scripts, find the models."""
+        self.rounds.learns()
+        self.rollouts.forget()
+        self.session.module_stack.clear()
+        self._hook(on)
+
+    def _hook(self, on: bool) -> None:
         for handle in self._module_handles:
             handle.remove()
         self._module_handles.clear()
-        self.rollouts.forget()
-        self.session.module_stack.clear()
         if on:
             hooks, keep = nn.modules.module, self._module_handles.append
             keep(hooks.register_module_forward_pre_hook(self._enter_module))
@@ -125,6 +131,8 @@ class Watch:
         if session.record.traced and module not in session.called:
             session.called[module] = session.here()
             session.kinds.add(type(module))
+        if not stack and torch.is_grad_enabled():
+            self.rounds.learns()
         outermost = not stack and not session.paused  # not what a checkpoint computes again
         if outermost and (session.record.traced or self._peek is not None):
             # torch keeps keyword arguments from hooks of all modules: they are the caller's local
@@ -147,6 +155,7 @@ class Watch:
             pass  # a forward that raised left its children behind
         if not stack and self.session.record.traced and not self.session.paused:
             self.session.tell("module_ends", module, result)
+            self.rounds.forward_ended(module)
 
     # evaluations between two looks
 
@@ -154,9 +163,16 @@ class Watch:
 
     def _peek_starts(self, region: Any) -> Iterator[Any]:
         """Which mode an evaluation runs in is seen in its first calls, also in untraced steps."""
+        self.rounds.enters(region)
         yield
         session = self.session
-        if self._peek is not None or self._module_handles or session.paused or self.light:
+        if (
+            self._peek is not None
+            or session.asleep
+            or self._module_handles
+            or session.paused
+            or self.light
+        ):
             return
         site = session.here()
         self._peeks[site] = self._peeks.get(site, 0) + 1
@@ -165,7 +181,12 @@ class Watch:
             self.modules(True)
 
     def _peek_ends(self, region: Any, *error: Any) -> Iterator[Any]:
-        yield
+        if self.rounds.dozes:
+            yield
+            self.rounds.exits(region)
+        else:
+            self.rounds.exits(region)
+            yield
         if self._peek is region:
             self._peek = None
             if not self.session.record.traced:

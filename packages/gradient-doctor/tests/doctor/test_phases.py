@@ -178,6 +178,43 @@ for epoch in range(3):
 """
 
 
+LIBRARYS = """
+import sys
+sys.path.append({folder!r})
+from drops_by_its_own_mode import drop
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+    def forward(self, x):
+        return drop(self, self.layer(x))
+
+model = Model()
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(3):
+    model.train()
+    loss = F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(8, 4))
+"""
+
+
+def test_a_librarys_dropout_below_a_users_line(tmp_path):
+    """Graph libraries call their layers from code that they write themselves."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "drops_by_its_own_mode.py").write_text(
+        "import torch.nn.functional as F\n"
+        "def drop(module, x):\n    return F.dropout(x, p=0.5, training=module.training)\n"
+    )
+    nothing(tmp_path, LIBRARYS.format(folder=str(folder)))
+
+
 def test_held_out_data_in_train_mode_between_two_looks(tmp_path):
     only(tmp_path, HELD_OUT.format(switch="", data="val_loader"), 26)
 

@@ -133,7 +133,7 @@ def test_draws_inside_of_a_forward_are_always_traced(tmp_path):
     for step in range(4):
         x = torch.randn(16, 4)
         with torch.no_grad():
-            for _ in range(3):
+            for _ in range(2):
                 _, action = actor(x)
         law, _ = actor(x)
         loss = -(law.log_prob(action).sum(-1) * torch.randn(16)).mean()  # FAULT
@@ -212,3 +212,161 @@ for step in range(4):
     assert examination.error is None, examination.error
     notes = [f for f in examination.findings if f.number == 0]
     assert any("ChunkedLogProbFunction" in note.what for note in notes), notes
+
+
+# loops that sample: the first round is followed, then the doctor sleeps
+
+
+class Rollout:
+    """A policy, and how many calls of torch the doctor sees in a loop of it."""
+
+    def __init__(self):
+        self.policy = nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.policy.parameters(), lr=0.1)
+        self.seen = 0
+
+    def examine(self, loop, steps=1):
+        with Doctor({"policy": self.policy}, {"sgd": self.optimizer}) as doctor:
+            trace = doctor._trace
+            call = trace._call
+            trace._call = lambda *facts: (setattr(self, "seen", self.seen + 1), call(*facts))[1]
+            for _ in range(steps):
+                self.seen = 0
+                loop()
+                sampling = self.seen
+                self.optimizer.zero_grad()
+                self.policy(torch.randn(4, 3)).square().mean().backward()
+                self.optimizer.step()
+                doctor.step()
+            assert self.seen > sampling  # awake when something is learnt
+            assert not doctor.session.findings
+        return sampling
+
+
+def draw(policy, state):
+    law = torch.distributions.Categorical(logits=policy(state))
+    return law.log_prob(law.sample())
+
+
+def one_region(rounds):
+    rollout = Rollout()
+
+    def loop():
+        with torch.no_grad():
+            kept = [draw(rollout.policy, torch.randn(3)) for _ in range(rounds)]
+        return torch.stack(kept)
+
+    return rollout.examine(loop)
+
+
+def region_a_round(rounds):
+    rollout = Rollout()
+
+    def loop():
+        kept = torch.zeros(rounds)
+        for k in range(rounds):
+            state = torch.randn(3) + 1
+            with torch.no_grad():
+                value = draw(rollout.policy, state)
+            kept[k] = value * 2
+        return kept
+
+    return rollout.examine(loop)
+
+
+def what_follows(rounds):
+    """The returns are computed in the region, after its loop."""
+    rollout = Rollout()
+
+    def loop():
+        with torch.no_grad():
+            kept = []
+            for _ in range(rounds):
+                kept.append(draw(rollout.policy, torch.randn(3)))
+            returns = torch.stack(kept).cumsum(0)
+            for _ in range(5):
+                returns = returns / returns.std()
+        return returns
+
+    return rollout.examine(loop)
+
+
+@pytest.mark.parametrize("loop", [one_region, region_a_round, what_follows])
+def test_more_rounds_are_not_more_calls(loop):
+    assert loop(40) == loop(12) < 60
+
+
+def test_what_follows_the_loop_is_seen(tmp_path):
+    assert what_follows(12) >= one_region(12) + 5
+
+
+LAST = """
+policy, head = nn.Linear(3, 3), nn.Linear(3, 1)
+optimizer = torch.optim.SGD([*policy.parameters(), *head.parameters()], lr=0.1)
+{function}
+for step in range(4):
+    state = torch.randn(5, 3)
+    loss = head(unrolled(state)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+REGION = """
+def unrolled(state):
+    with torch.no_grad():  # FAULT
+        for _ in range(30):
+            state = policy(state)
+        return state
+"""
+DECORATED = """
+@torch.no_grad()  # FAULT
+def unrolled(state):
+    for _ in range(30):
+        state = policy(state)
+    return state
+"""
+
+
+@pytest.mark.parametrize("function", [REGION, DECORATED])
+def test_a_variable_of_a_sleeping_loop_keeps_its_cut(tmp_path, function):
+    finding = only(tmp_path, LAST.format(function=function), 2)
+    assert set(finding.parameters) == {"policy.weight", "policy.bias"}
+
+
+def test_a_squashed_sample_of_a_long_rollout_is_found(tmp_path):
+    """The first round speaks for all that are stacked."""
+    source = """
+    mean = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(mean.parameters())
+    for step in range(4):
+        xs, actions = [], []
+        for _ in range(30):
+            x = torch.randn(4)
+            with torch.no_grad():
+                action = torch.tanh(Normal(mean(x), 0.5).sample())
+            xs.append(x)
+            actions.append(action)
+        law = Normal(mean(torch.stack(xs)), 0.5)
+        loss = -(law.log_prob(torch.stack(actions)).sum(-1) * torch.randn(30)).mean()  # FAULT
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    """
+    only(tmp_path, "\n".join(line[4:] for line in source.splitlines()), 24)
+
+
+def test_modes_of_the_users_keep_their_place_around_a_sleep():
+    from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
+
+    rollout = Rollout()
+    stacks = []
+
+    def loop():
+        with BaseTorchFunctionMode(), torch.no_grad():
+            for _ in range(6):
+                draw(rollout.policy, torch.randn(3))
+                stacks.append(len(_get_current_function_mode_stack()))
+        stacks.append(len(_get_current_function_mode_stack()))
+
+    rollout.examine(loop)
+    assert stacks == [2, 1, 1, 1, 1, 1, 1]

@@ -53,9 +53,9 @@ from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
-from gradient_doctor.detectors.surrogates import Surrogates
 from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.statistics import Statistics
+from gradient_doctor.detectors.surrogates import Surrogates
 from gradient_doctor.detectors.swallowed import Swallowed
 from gradient_doctor.detectors.targets import Targets
 from gradient_doctor.detectors.unchanged import Unchanged

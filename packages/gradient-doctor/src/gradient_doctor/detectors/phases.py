@@ -17,7 +17,8 @@ from gradient_doctor.dropout_calls import passes_mode
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
-from gradient_doctor.slips import surroundings
+from gradient_doctor.sites import calling_frame, is_user_file
+from gradient_doctor.slips import source_of_function, surroundings
 from gradient_doctor.taint import tensors_in
 
 _EVALUATION = re.compile(
@@ -84,8 +85,8 @@ class Phases(Detector):
             # a layer knows its own mode; one that is made in forward is not told that of the model
             strange = all(part is not stack[-1] for part in stack[0].modules())
             ignores = strange and not passes_mode(call.site)
-        else:
-            ignores = not passes_mode(call.site)
+        else:  # of a library's layer the line is not the call's, as in code that it has made
+            ignores = calling_frame() is not None and not passes_mode(call.site)
         if ignores:
             self._always[call.site] = weakref.ref(stack[0])
             if not stack[0].training:
