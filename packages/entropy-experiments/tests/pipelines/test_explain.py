@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shutil
@@ -64,11 +65,58 @@ def explained(folder: Path, out: Path, **options):
     return explain(settings(folder), folder / "run", asked, out=out)
 
 
+def live_tensors() -> tuple[int, int]:
+    """How many tensors there are, and the bytes that they hold together."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+    return len(tensors), sum(storage.nbytes() for storage in storages.values())
+
+
 @pytest.fixture(scope="module")
-def ledger(run, tmp_path_factory) -> Path:
+def held() -> dict[int, tuple[int, int]]:
+    """Live tensors after each visit of `ledger`, by checkpoint."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def ledger(run, tmp_path_factory, held) -> Path:
+    visit = Walk._visit
+
+    def measured(self, step):
+        facts = visit(self, step)
+        held[step] = live_tensors()
+        return facts
+
     out = tmp_path_factory.mktemp("ledger") / "dense"
-    explained(run, out, tangent=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Walk, "_visit", measured)
+        explained(run, out, tangent=True)
     return out
+
+
+@pytest.mark.invariant
+def test_every_visit_leaves_as_much_in_memory(ledger, held):
+    """Two neighbouring states between visits, however many there were; one at the end."""
+    assert list(held) == [6, 5, 4, 3, 2]
+    assert held[5] == held[4] == held[3]
+    assert held[2] < held[3]
+
+
+@pytest.mark.invariant
+def test_a_walk_that_keeps_states_would_be_seen(run, tmp_path, monkeypatch):
+    kept, seen = [], []
+    visit = Walk._visit
+
+    def measured(self, step):
+        kept.append(self.states.at(step))
+        facts = visit(self, step)
+        seen.append(live_tensors())
+        return facts
+
+    monkeypatch.setattr(Walk, "_visit", measured)
+    explained(run, tmp_path / "kept", tangent=True)
+    assert seen[1] < seen[2] < seen[3]
 
 
 def test_lines_and_tables_add_up_to_the_path(ledger):

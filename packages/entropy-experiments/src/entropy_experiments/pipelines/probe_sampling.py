@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.checkpoints.load import Checkpoint, load_checkpoint
@@ -50,6 +50,16 @@ from entropy_experiments.types import OptimizerState, Rollouts, UpdateBatch
 from entropy_experiments.types.direction import AdamGroup
 
 PromptIds = tuple[int, ...]
+
+
+class AvoidedPrompts(Protocol):
+    """Prompts that must not be drawn; a set of `PromptIds` is one."""
+
+    def __contains__(self, prompt: object, /) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+
 SAME_RATE = 1e-6
 """Relative difference up to which a recorded learning rate is the checkpoint's: fp32 rounding."""
 MIN_RECORDED = 2
@@ -318,7 +328,7 @@ class Sampler:
         role: str,
         split: str | None,
         least: int,
-        avoid: set[PromptIds],
+        avoid: AvoidedPrompts,
         *,
         most: int | None = None,
         leave: int = 0,

@@ -542,9 +542,7 @@ def token_views(view: RunLedgerView, *, most: int = MOST_TOKENS) -> dict[str, An
             break
         kept.append(rollout)
         tokens += length
-    columns = [
-        {name: np.asarray(one["columns"][name]).astype(float) for name in _NUMBERS} for one in kept
-    ]
+    columns = [rollout["columns"] for rollout in kept]
     influence = np.concatenate([one["dH"] for one in columns]) if columns else np.zeros(0)
     size = float(np.abs(influence).max(initial=0.0))
     unit = size / 1e5 if size else 1.0
@@ -555,7 +553,7 @@ def token_views(view: RunLedgerView, *, most: int = MOST_TOKENS) -> dict[str, An
         units["reward"] = largest / 1e5 if largest else 1.0
     rows = []
     for i, (rollout, one) in enumerate(zip(kept, columns, strict=True)):
-        texts = rollout["columns"]["text"].to_pylist()
+        texts = rollout["texts"]
         prompt = prompts.setdefault(rollout["prompt"], len(prompts))
         agree = np.sign(one["dH_a"]) == np.sign(one["dH_b"])
         reward = float(one["reward"][0])
@@ -593,9 +591,6 @@ def token_views(view: RunLedgerView, *, most: int = MOST_TOKENS) -> dict[str, An
         "tokens": tokens,
         "left_out": len(view["rollouts"]) - len(kept),
     }
-
-
-_NUMBERS = (*("dH", "dH_a", "dH_b", "dR", "logprob", "entropy", "advantage", "reward"),)
 
 
 def _whole(x_T: np.ndarray, unit: float) -> list[int]:
