@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
+from entropy_experiments.checkpoints.recorded_run import RecordedRun
 from entropy_experiments.cli import app
 from entropy_experiments.config import load_config
 from entropy_experiments.distributed import Ranks, across
@@ -21,6 +22,7 @@ from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.pipelines.explain import ExplainOptions, explain
 from entropy_experiments.pipelines.influence.store import StageStore
 from entropy_experiments.pipelines.run_ledger.folder import bind
+from entropy_experiments.pipelines.run_ledger.replay import certify_arrival
 from entropy_experiments.pipelines.run_ledger.walk import Walk
 from entropy_experiments.results.run_ledger import (
     LAYER_TABLE,
@@ -323,9 +325,38 @@ def test_a_replay_that_does_not_arrive_is_refused_and_names_the_step(run, tmp_pa
     asked = ExplainOptions(start=2, training_prompts=True)
     with pytest.raises(
         ValueError,
-        match=r"does not arrive at checkpoint 6 .* The gradient of step 3 is the first that is not",
+        match=r"does not arrive at checkpoint 6 .* The gradient of step 3 is the first that is not"
+        r".* recorded or given",
     ):
         explain(settings(run), sparse, asked, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "assumed", "words"),
+    [
+        (
+            ["top_entropy_quantile = 0.2"],
+            {},
+            r"Not followed: top_entropy_quantile = 0\.2\. Or choose",
+        ),
+        (
+            [],
+            {"loss": "dapo", "beta": 0.0},
+            r"says: loss = dapo, beta = 0\.0\. If training had others",
+        ),
+        (
+            [],
+            {},
+            r"Every option of the step is recorded or given, .* may be recorded wrongly\. Or ch",
+        ),
+    ],
+)
+def test_a_replay_that_does_not_arrive_names_what_was_assumed(options, assumed, words):
+    run = RecordedRun(folder=Path("run"), checkpoints={}, record=None)
+    zero, one = ({"w": torch.full((2,), value)} for value in (0.0, 1.0))
+    with pytest.raises(ValueError, match=words):
+        certify_arrival(run, 2, 6, zero, zero, one, [], reasons=lambda: options, assumed=assumed)
+    assert certify_arrival(run, 2, 6, zero, one, one, [], assumed=assumed) == 0
 
 
 def _describe_again(batch: Path) -> None:
