@@ -103,6 +103,13 @@ def open_checkpoint(
     if settings.optimizer is None and checkpoint.optimizer_count > (checkpoint.step or 0):
         _refuse_later_optimizer(checkpoint)
     own_lr, recorded = config.update.lr, recorded_rate(checkpoint)
+    if own_lr is None and recorded == 0:
+        raise ValueError(
+            f"Training made the step from {checkpoint.path} at learning rate 0, as recorded (the "
+            f"first step of a warm-up, for instance); the checkpoint's optimizer holds "
+            f"{checkpoint.optimizer.lr:.6g}. Expected a step that moved something: take another "
+            "checkpoint, or set update.lr to analyse a hypothetical step."
+        )
     lr = own_lr if own_lr is not None else recorded or checkpoint.optimizer.lr
     refuse_zero_lr(lr, checkpoint.path)
     if not isinstance(checkpoint.optimizer.groups[0], AdamGroup):
@@ -138,7 +145,7 @@ def recorded_rate(checkpoint: Checkpoint) -> float | None:
     if checkpoint.recorded is None:
         return None
     made = read_recorded_step(checkpoint.recorded.parent / MADE_STEP)
-    if made is None or not made.lr > 0 or checkpoint.step not in (None, made.step):
+    if made is None or not made.lr >= 0 or checkpoint.step not in (None, made.step):
         return None  # a record of another step is refused where its batch is read
     same = math.isclose(made.lr, checkpoint.optimizer.lr, rel_tol=SAME_RATE)
     return None if same else made.lr
