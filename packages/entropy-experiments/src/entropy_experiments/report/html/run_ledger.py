@@ -201,7 +201,11 @@ def how_sure(summary: RunLedgerResult) -> str:
         closing = f"the ledger does not close, {percent(share)} of the change is unexplained"
     count = len(summary["why_not"])
     doubts = f"{count} reason{'s' if count > 1 else ''} for doubt below"
-    return f"{closing}; {doubts if count else 'no check found a reason for doubt'}"
+    fine = (
+        "no check found a reason for doubt (the total was measured, no single step was: errors of "
+        "steps that cancel are not seen)"
+    )
+    return f"{closing}; {doubts if count else fine}"
 
 
 def what_next(view: RunLedgerView) -> str:
