@@ -443,19 +443,47 @@ def test_a_run_ledger_without_checkpoints_is_refused(tmp_path, changes):
             trainer.train()
 
 
-def studied(run: Path, folder: Path, checkpoint: Path, **options):
+def studied(
+    run: Path,
+    folder: Path,
+    checkpoint: Path,
+    *,
+    dataset: str | None = "countdown",
+    prompts: int = 12,
+    update_rollouts: str | None = None,
+    rate: float | None = None,
+    **options,
+):
     """A study of a step of the run, drawn with few rollouts."""
     from entropy_experiments import EntropyInfluencePlan, EntropyInfluenceRunner
 
     config = {
         "checkpoint": {"base": str(run / "base")},
-        "data": {"evaluation_prompts": 12, "dataset": "countdown"},
+        "data": {"evaluation_prompts": prompts, "dataset": dataset},
         "memory": {"microbatch_size": 16},
+        "update": {"lr": rate},
         "sampling": {"save": str(folder / "rollouts"), "max_new_tokens": 4},
     }
+    if update_rollouts is not None:
+        config["data"]["update_rollouts"] = update_rollouts
     plan = EntropyInfluencePlan(measured_rollouts=1, plots=False, run_directory=folder / "study")
     runner = EntropyInfluenceRunner(config, quiet=True)
     return runner.run(plan, checkpoint_path=checkpoint, **options)
+
+
+def test_the_newest_checkpoint_has_no_step_yet(run, tmp_path):
+    """What is wrong is that no step was recorded after it, not how many prompts there are."""
+    newest = run / "run" / f"checkpoint-{STEPS}"
+    words = (
+        rf"No step is recorded after .*checkpoint-{STEPS}: .*prompts are too few \(.* problems "
+        r"left for the (evaluation|update) batch.*give a checkpoint with a record, such as "
+        rf".*-{STEPS - 1}"
+    )
+    asked = {"dataset": None, "prompts": 400, "rate": 1e-3}  # the schedule ended at 0
+    with pytest.raises(ValueError, match=words):
+        studied(run, tmp_path, newest, **asked)
+    with pytest.raises(ValueError, match=r"problems left .* Lower data\.evaluation_prompts or"):
+        studied(run, tmp_path, newest, **asked, update_rollouts="drawn")
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,10 @@ from entropy_experiments.types.direction import AdamGroup
 PromptIds = tuple[int, ...]
 
 
+class TooFewPromptsError(ValueError):
+    """There are fewer prompts than were asked for."""
+
+
 class AvoidedPrompts(Protocol):
     """Prompts that must not be drawn; a set of `PromptIds` is one."""
 
@@ -375,7 +379,7 @@ class Sampler:
             )
             return fresh
         if len(fresh) < least:
-            raise ValueError(
+            raise TooFewPromptsError(
                 f"{self.facts['dataset_name']} has {len(fresh)} problems left for the {role} "
                 f"batch; {least} are needed, none of them shared by the two batches. Lower "
                 "data.evaluation_prompts or data.update_prompts, or give a larger data.file."
