@@ -18,8 +18,7 @@ are; timed is CPU time, the ways in turn: the median over rounds with the smalle
     smollm2   SmolLM2-135M with LoRA, 2 prompts x 8 as E and 2 others as U
 
 Memory is the peak of a process `entropy-probe explain` on the shipped run, page included, for
-windows of 5, 10, 20 and 40 steps: once as it is, and once with an allocator that returns what is
-freed at once, which shows what is held without the gaps that glibc keeps between the held pieces.
+windows of 5, 10, 20 and 40 steps.
 """
 
 from __future__ import annotations
@@ -62,8 +61,6 @@ WINDOWS = (5, 10, 20, 40)
 STEP = 13
 EVALUATION_PROMPTS, RESPONSES = 64, 2
 MICROBATCH = 32
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "0"}
-"""Environment in which glibc returns freed memory at once."""
 
 
 class Step:
@@ -244,15 +241,8 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def memory(window: int) -> dict[str, float]:
-    """Of a process that explains so many steps of the shipped run."""
-    returned, _ = peak(window, RETURNED)
-    mib, seconds = peak(window, {})
-    return {"peak_mib": mib, "peak_mib_returned": returned, "cpu_seconds": seconds}
-
-
-def peak(window: int, environment: Mapping[str, str]) -> tuple[float, float]:
-    """(MiB, CPU seconds)."""
+def peak(window: int) -> dict[str, float]:
+    """Of a process that explains so many steps of the shipped run, and draws the page."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["explain", "--from", "0", "--to", str(window), "--out", f"{folder}/out", "--quiet"]
         settings = {"data.evaluation_prompts": 8, "memory.microbatch_size": 32}
@@ -260,12 +250,12 @@ def peak(window: int, environment: Mapping[str, str]) -> tuple[float, float]:
         process = subprocess.Popen(
             [sys.executable, "-m", "entropy_experiments.cli", *words, "--threads", "1"],
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"explain of {window} steps ended with status {status}")
-    return usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime
+    return {"peak_mib": usage.ru_maxrss / 1024, "cpu_seconds": usage.ru_utime + usage.ru_stime}
 
 
 def table(content: Mapping[str, Any]) -> list[str]:
@@ -281,9 +271,7 @@ def table(content: Mapping[str, Any]) -> list[str]:
             )
     for window, one in content.get("windows", {}).items():
         lines.append(
-            f"{window:>4} steps: peak {one['peak_mib']:.0f} MiB, "
-            f"{one['peak_mib_returned']:.0f} where freed memory is returned at once, "
-            f"{one['cpu_seconds']:.0f} CPU s"
+            f"{window:>4} steps: peak {one['peak_mib']:.0f} MiB, {one['cpu_seconds']:.0f} CPU s"
         )
     return lines
 
@@ -304,7 +292,7 @@ def main() -> None:
         content["models"][name] = measure(name, chosen.rounds)
         write(chosen.json, content)
     for window in chosen.windows:
-        content["windows"][str(window)] = memory(window)
+        content["windows"][str(window)] = peak(window)
         write(chosen.json, content)
     print("\n".join(table(content)))
 
