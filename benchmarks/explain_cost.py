@@ -17,8 +17,8 @@ are; timed is CPU time, the ways in turn: the median over rounds with the smalle
     embedded  step 13 of the shipped run: 64 prompts x 2 as E, its own 384 rollouts as U
     smollm2   SmolLM2-135M with LoRA, 2 prompts x 8 as E and 2 others as U
 
-Memory is the peak of a process `entropy-probe explain` on the shipped run, for windows of 5, 10, 20
-and 40 steps, and the resident part of it that the last visits hold.
+Memory is the peak of a process `entropy-probe explain` on the shipped run, page included, for
+windows of 5, 10, 20 and 40 steps.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 def peak(window: int) -> dict[str, float]:
-    """Of a process that explains so many steps of the shipped run."""
+    """Of a process that explains so many steps of the shipped run, and draws the page."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["explain", "--from", "0", "--to", str(window), "--out", f"{folder}/out", "--quiet"]
         settings = {"data.evaluation_prompts": 8, "memory.microbatch_size": 32}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shutil
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
+from entropy_experiments.checkpoints.recorded_run import RecordedRun
 from entropy_experiments.cli import app
 from entropy_experiments.config import load_config
 from entropy_experiments.distributed import Ranks, across
@@ -20,6 +22,7 @@ from entropy_experiments.online.trl import EntropyProbeCallback
 from entropy_experiments.pipelines.explain import ExplainOptions, explain
 from entropy_experiments.pipelines.influence.store import StageStore
 from entropy_experiments.pipelines.run_ledger.folder import bind
+from entropy_experiments.pipelines.run_ledger.replay import certify_arrival
 from entropy_experiments.pipelines.run_ledger.walk import Walk
 from entropy_experiments.results.run_ledger import (
     LAYER_TABLE,
@@ -64,11 +67,58 @@ def explained(folder: Path, out: Path, **options):
     return explain(settings(folder), folder / "run", asked, out=out)
 
 
+def live_tensors() -> tuple[int, int]:
+    """How many tensors there are, and the bytes that they hold together."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+    return len(tensors), sum(storage.nbytes() for storage in storages.values())
+
+
 @pytest.fixture(scope="module")
-def ledger(run, tmp_path_factory) -> Path:
+def held() -> dict[int, tuple[int, int]]:
+    """Live tensors after each visit of `ledger`, by checkpoint."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def ledger(run, tmp_path_factory, held) -> Path:
+    visit = Walk._visit
+
+    def measured(self, step):
+        facts = visit(self, step)
+        held[step] = live_tensors()
+        return facts
+
     out = tmp_path_factory.mktemp("ledger") / "dense"
-    explained(run, out, tangent=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Walk, "_visit", measured)
+        explained(run, out, tangent=True)
     return out
+
+
+@pytest.mark.invariant
+def test_every_visit_leaves_as_much_in_memory(ledger, held):
+    """Two neighbouring states between visits, however many there were; one at the end."""
+    assert list(held) == [6, 5, 4, 3, 2]
+    assert held[5] == held[4] == held[3]
+    assert held[2] < held[3]
+
+
+@pytest.mark.invariant
+def test_a_walk_that_keeps_states_would_be_seen(run, tmp_path, monkeypatch):
+    kept, seen = [], []
+    visit = Walk._visit
+
+    def measured(self, step):
+        kept.append(self.states.at(step))
+        facts = visit(self, step)
+        seen.append(live_tensors())
+        return facts
+
+    monkeypatch.setattr(Walk, "_visit", measured)
+    explained(run, tmp_path / "kept", tangent=True)
+    assert seen[1] < seen[2] < seen[3]
 
 
 def test_lines_and_tables_add_up_to_the_path(ledger):
@@ -275,9 +325,38 @@ def test_a_replay_that_does_not_arrive_is_refused_and_names_the_step(run, tmp_pa
     asked = ExplainOptions(start=2, training_prompts=True)
     with pytest.raises(
         ValueError,
-        match=r"does not arrive at checkpoint 6 .* The gradient of step 3 is the first that is not",
+        match=r"does not arrive at checkpoint 6 .* The gradient of step 3 is the first that is not"
+        r".* recorded or given",
     ):
         explain(settings(run), sparse, asked, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "assumed", "words"),
+    [
+        (
+            ["top_entropy_quantile = 0.2"],
+            {},
+            r"Not followed: top_entropy_quantile = 0\.2\. Or choose",
+        ),
+        (
+            [],
+            {"loss": "dapo", "beta": 0.0},
+            r"says: loss = dapo, beta = 0\.0\. If training had others",
+        ),
+        (
+            [],
+            {},
+            r"Every option of the step is recorded or given, .* may be recorded wrongly\. Or ch",
+        ),
+    ],
+)
+def test_a_replay_that_does_not_arrive_names_what_was_assumed(options, assumed, words):
+    run = RecordedRun(folder=Path("run"), checkpoints={}, record=None)
+    zero, one = ({"w": torch.full((2,), value)} for value in (0.0, 1.0))
+    with pytest.raises(ValueError, match=words):
+        certify_arrival(run, 2, 6, zero, zero, one, [], reasons=lambda: options, assumed=assumed)
+    assert certify_arrival(run, 2, 6, zero, one, one, [], assumed=assumed) == 0
 
 
 def _describe_again(batch: Path) -> None:
@@ -364,19 +443,47 @@ def test_a_run_ledger_without_checkpoints_is_refused(tmp_path, changes):
             trainer.train()
 
 
-def studied(run: Path, folder: Path, checkpoint: Path, **options):
+def studied(
+    run: Path,
+    folder: Path,
+    checkpoint: Path,
+    *,
+    dataset: str | None = "countdown",
+    prompts: int = 12,
+    update_rollouts: str | None = None,
+    rate: float | None = None,
+    **options,
+):
     """A study of a step of the run, drawn with few rollouts."""
     from entropy_experiments import EntropyInfluencePlan, EntropyInfluenceRunner
 
     config = {
         "checkpoint": {"base": str(run / "base")},
-        "data": {"evaluation_prompts": 12, "dataset": "countdown"},
+        "data": {"evaluation_prompts": prompts, "dataset": dataset},
         "memory": {"microbatch_size": 16},
+        "update": {"lr": rate},
         "sampling": {"save": str(folder / "rollouts"), "max_new_tokens": 4},
     }
+    if update_rollouts is not None:
+        config["data"]["update_rollouts"] = update_rollouts
     plan = EntropyInfluencePlan(measured_rollouts=1, plots=False, run_directory=folder / "study")
     runner = EntropyInfluenceRunner(config, quiet=True)
     return runner.run(plan, checkpoint_path=checkpoint, **options)
+
+
+def test_the_newest_checkpoint_has_no_step_yet(run, tmp_path):
+    """What is wrong is that no step was recorded after it, not how many prompts there are."""
+    newest = run / "run" / f"checkpoint-{STEPS}"
+    words = (
+        rf"No step is recorded after .*checkpoint-{STEPS}: .*prompts are too few \(.* problems "
+        r"left for the (evaluation|update) batch.*give a checkpoint with a record, such as "
+        rf".*-{STEPS - 1}"
+    )
+    asked = {"dataset": None, "prompts": 400, "rate": 1e-3}  # the schedule ended at 0
+    with pytest.raises(ValueError, match=words):
+        studied(run, tmp_path, newest, **asked)
+    with pytest.raises(ValueError, match=r"problems left .* Lower data\.evaluation_prompts or"):
+        studied(run, tmp_path, newest, **asked, update_rollouts="drawn")
 
 
 @pytest.fixture(scope="module")

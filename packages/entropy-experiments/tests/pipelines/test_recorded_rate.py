@@ -23,7 +23,12 @@ SAVED = 2
 @pytest.fixture(scope="module", params=[0.9, 0.97], ids=["tenth", "hair"])
 def checkpoint(request, tmp_path_factory) -> tuple[Path, float]:
     """A loop whose schedule moves on after the checkpoint was saved, and before the next step."""
-    folder, rate = tmp_path_factory.mktemp("schedule"), LR * request.param
+    rate = LR * request.param
+    return recorded_at(tmp_path_factory.mktemp("schedule"), rate), rate
+
+
+def recorded_at(folder: Path, rate: float) -> Path:
+    """A checkpoint that holds LR, with the record of a step at another rate."""
     torch.manual_seed(0)
     loop = Loop.begin()
     rows = [{"prompt": prompt, "number": i} for i, prompt in enumerate(PROMPTS)]
@@ -48,7 +53,7 @@ def checkpoint(request, tmp_path_factory) -> tuple[Path, float]:
 
     loop.run(SAVED + 2, step=step, after=after)
     assert recorder.off is None
-    return saved, rate
+    return saved
 
 
 def probe_of(folder: Path, **update: Any) -> ProbeInputs:
@@ -79,6 +84,25 @@ def test_a_rate_in_the_config_is_used_and_the_certificate_is_at_training_s(check
     certificate, _ = certificate_of(probe, probe.step()[0])
     assert certificate is not None
     assert certificate.relative_error < 1e-6
+
+
+@pytest.fixture(scope="module")
+def unmoved(tmp_path_factory) -> Path:
+    """A checkpoint whose optimizer holds LR, and from which training made a step at rate 0."""
+    return recorded_at(tmp_path_factory.mktemp("unmoved"), 0.0)
+
+
+@pytest.mark.faults
+def test_a_recorded_rate_of_zero_is_followed(unmoved):
+    """`explain` follows it; `run` analysed a step at the checkpoint's rate, which nobody made."""
+    words = rf"at learning rate 0, as recorded .* holds {LR:.6g}\. Expected a step that moved"
+    with pytest.raises(ValueError, match=words):
+        probe_of(unmoved)
+    probe = probe_of(unmoved, lr=1e-3)
+    assert probe.lr == 1e-3
+    certificate, absent = certificate_of(probe, probe.step()[0])
+    assert certificate is None
+    assert absent == "training made its step at learning rate 0, as recorded: nothing moved"
 
 
 @pytest.mark.parametrize(

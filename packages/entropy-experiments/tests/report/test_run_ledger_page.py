@@ -249,6 +249,7 @@ def test_the_sentence_says_what_how_sure_and_what_next(view):
     assert text.startswith("Entropy fell by ")
     assert "(95 % " in text
     assert "the ledger closes" in text
+    assert "the total was measured, no single step was" in text
     assert "Next: " in text
 
 
@@ -296,6 +297,8 @@ def test_the_two_kinds_of_standard_errors_are_told_apart(view, page):
     assert "of the lines from two halves of the evaluation prompts" in page
     assert "over all evaluation prompts" in page
     lines = text_lines(view["summary"])
+    (trust,) = (line for line in lines if line.startswith("trusted"))
+    assert "no single step's change is measured" in trust
     (first,) = [at for at, line in enumerate(lines) if line.rstrip().endswith("+- (1)      reward")]
     (second,) = [at for at, line in enumerate(lines) if line.endswith("+- (2)")]
     (path,) = [at for at, line in enumerate(lines) if line.startswith("along the path")]

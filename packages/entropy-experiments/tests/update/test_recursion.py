@@ -105,6 +105,33 @@ def test_a_rate_of_zero_moves_nothing_and_is_remembered():
     assert all(moment.any() for moment in step.moment_after.values())
 
 
+@pytest.mark.parametrize("made", [1, 3, 10])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum", "nesterov"])
+def test_what_the_moment_does_later_is_torchs_own_coasting(kind, made):
+    """The steps that torch makes without gradients; eps holds the denominator."""
+    leaf = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    torch_class, options = KINDS[kind]
+    held = {"eps": 1e8} if kind == "adamw" else {}
+    optimizer = torch_class([leaf], lr=0.01, **{**options, "weight_decay": 0.0}, **held)
+    generator = torch.Generator().manual_seed(3)
+    step = None
+    for _ in range(made):
+        leaf.grad = torch.randn(3, generator=generator, dtype=torch.float64)
+        state = read_state(optimizer, {"w": leaf})
+        step = step_recursion({"w": leaf}, {"w": leaf.grad}, state)
+        optimizer.step()
+    assert step is not None
+    one, arrived = step.parameters["w"], leaf.detach().clone()
+    for _ in range(400):
+        leaf.grad = torch.zeros(3, dtype=torch.float64)
+        optimizer.step()
+    coasted = leaf.detach() - arrived
+    expected = -one.later * one.gain * one.after
+    torch.testing.assert_close(coasted, expected, rtol=1e-6, atol=0)
+    if kind == "adamw":  # teeth: all of the gain held
+        assert one.later < 0.85 * one.rho / (1 - one.rho)
+
+
 def test_momentum_without_end_and_other_optimizers_are_refused():
     leaves = leaves_of(torch.float64)
     gradient = {name: torch.ones_like(leaf) for name, leaf in leaves.items()}

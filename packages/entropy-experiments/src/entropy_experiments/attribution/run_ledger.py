@@ -17,8 +17,9 @@ is H_T - H_0 up to an error of third order in the learning rate.
 
 It is the *direct* effect through the optimizer. That a batch changed theta, and thereby what later
 batches were and did, belongs to those later batches; what leaving a batch out would do is another
-question, and costs a run. What the last batches will still do after the window,
--rho / (1 - rho) K g(T).m with the last step's K held, is a memo and no part of the sum.
+question, and costs a run. What the last batches will still do after the window is a memo and no
+part of the sum: -sum_j rho^j K_{T+j} g(T).m, with slope, rate and den held and Adam's bias
+correction going on.
 
 Each quantity is kept in columns: the two halves of E's prompts (dH_a + dH_b = dH), the same of the
 reward, and the tangent. The walk needs one step's states and the costate, whatever the number of
@@ -593,7 +594,7 @@ def _gradient_distance(rebuilt: StepRecursion, clipped: Params, missed: Params) 
 
 def _unfinished(rebuilt: StepRecursion, slope: Params, params: Params) -> float:
     return -sum(
-        one.rho / (1 - one.rho) * float((one.gain * slope[key].detach().double() * one.after).sum())
+        one.later * float((one.gain * slope[key].detach().double() * one.after).sum())
         for key, one in rebuilt.parameters.items()
     )
 

@@ -37,6 +37,10 @@ EXAMPLES = (
     "  entropy-probe explain --set data.evaluation_prompts=256\n"
     "  torchrun --nproc-per-node 4 -m entropy_experiments.cli explain runs/grpo"
 )
+CHECKED = (
+    "steps and gradients are training's, and the path's total is what fresh rollouts measured; no "
+    "single step's change is measured, so errors of steps that cancel are not seen"
+)
 WORDS = {
     "batches": "the recorded batches",
     "decay": "weight decay",
@@ -196,7 +200,9 @@ def text_lines(summary: RunLedgerResult) -> list[str]:
         named = ", ".join(f"{name} = {value}" for name, value in summary["assumed"].items())
         lines.append(f"ASSUMED, neither read nor given: {named}")
     lines.append(
-        "trusted" if summary["trusted"] else f"not trusted: {'; '.join(summary['why_not'])}"
+        f"trusted: {CHECKED}"
+        if summary["trusted"]
+        else f"not trusted: {'; '.join(summary['why_not'])}"
     )
     if (folder := summary.get("run_directory")) is not None:
         lines.append(f"Files: {folder}")

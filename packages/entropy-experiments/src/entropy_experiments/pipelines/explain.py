@@ -95,7 +95,7 @@ def explain(
             )
             walk.go()
             summary = ledger_summary(
-                [walk.facts(step) for step in window.checkpoints],
+                map(walk.facts, window.checkpoints),
                 walk.replays(),
                 window,
                 options,

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from entropy_experiments.checkpoints.layout import UPDATE_BATCH
 from entropy_experiments.checkpoints.load import Checkpoint
 from entropy_experiments.checkpoints.recorded_step import (
     MADE_STEP,
     RecordedStep,
     read_recorded_step,
 )
+from entropy_experiments.checkpoints.runs import checkpoints_by_count
 from entropy_experiments.config import Config
 from entropy_experiments.estimate.modes import Used, used_mode
 from entropy_experiments.estimate.options import EstimatorOptions
@@ -28,6 +30,7 @@ from entropy_experiments.pipelines.probe_sampling import (
     OpenCheckpoint,
     PromptIds,
     Sampler,
+    TooFewPromptsError,
     open_checkpoint,
     prompts_of,
     recorded_rate,
@@ -277,15 +280,16 @@ def gather(
         taken = set() if made is None else prompts_of(made[0].rollouts)
         again = recorded_evaluation(config, checkpoint)
         # E before U: prompts that U tries and drops for equal rewards must not fill E.
-        if again is None:
-            leave = sampler.room if made is None else 0
-            evaluation = sampler.evaluation(taken.union(avoid), leave=leave)
-        else:
-            evaluation = again
-        prompts = prompts_of(evaluation)
-        if made is None:
-            drawn, said = sampler.update(prompts)
-            made = (drawn, False, said)
+        with drawn_for_want_of_a_record(config, checkpoint) if made is None else nullcontext():
+            if again is None:
+                leave = sampler.room if made is None else 0
+                evaluation = sampler.evaluation(taken.union(avoid), leave=leave)
+            else:
+                evaluation = again
+            prompts = prompts_of(evaluation)
+            if made is None:
+                drawn, said = sampler.update(prompts)
+                made = (drawn, False, said)
         update, real, notes = made
         notes = [*notes, *evaluation_notes(config, evaluation), *sampler.notes]
         shared = prompts & prompts_of(update.rollouts)
@@ -474,6 +478,36 @@ def made_already(
     )
     # How rewards were scaled is not in the files of a drawn batch.
     return batch, False, notes + update_without_effect(config, fixed, {}, used)
+
+
+@contextmanager
+def drawn_for_want_of_a_record(config: Config, checkpoint: Checkpoint) -> Iterator[None]:
+    """Where prompts run out for a batch that is drawn only since no step was recorded: says so.
+
+    Raises:
+        ValueError: In place of the one about prompts.
+    """
+    try:
+        yield
+    except TooFewPromptsError as error:
+        if checkpoint.recorded is not None or config.data.update_rollouts == "drawn":
+            raise
+        raise ValueError(
+            f"No step is recorded after {checkpoint.path}: there is no update_batch/ beside it, as "
+            "beside the newest checkpoint of a run. To draw a batch in place of it prompts are too "
+            f"few ({error}) To analyse a step that training made, give a checkpoint with a record"
+            f"{_recorded_sibling(checkpoint.path)}."
+        ) from error
+
+
+def _recorded_sibling(path: Path) -> str:
+    """The last checkpoint beside this one whose step is recorded, in words."""
+    try:
+        others = checkpoints_by_count(path.parent)
+    except (OSError, ValueError):
+        return ""
+    found = [place for _, place in sorted(others.items()) if (place / UPDATE_BATCH).is_dir()]
+    return f", such as {found[-1]}" if found else ""
 
 
 def evaluation_notes(config: Config, evaluation: Rollouts) -> list[str]:

@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from entropy_experiments.attribution.eventual import momentum_of
 from entropy_experiments.checkpoints.load import Checkpoint, load_checkpoint
@@ -50,6 +50,20 @@ from entropy_experiments.types import OptimizerState, Rollouts, UpdateBatch
 from entropy_experiments.types.direction import AdamGroup
 
 PromptIds = tuple[int, ...]
+
+
+class TooFewPromptsError(ValueError):
+    """There are fewer prompts than were asked for."""
+
+
+class AvoidedPrompts(Protocol):
+    """Prompts that must not be drawn; a set of `PromptIds` is one."""
+
+    def __contains__(self, prompt: object, /) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+
 SAME_RATE = 1e-6
 """Relative difference up to which a recorded learning rate is the checkpoint's: fp32 rounding."""
 MIN_RECORDED = 2
@@ -93,6 +107,13 @@ def open_checkpoint(
     if settings.optimizer is None and checkpoint.optimizer_count > (checkpoint.step or 0):
         _refuse_later_optimizer(checkpoint)
     own_lr, recorded = config.update.lr, recorded_rate(checkpoint)
+    if own_lr is None and recorded == 0:
+        raise ValueError(
+            f"Training made the step from {checkpoint.path} at learning rate 0, as recorded (the "
+            f"first step of a warm-up, for instance); the checkpoint's optimizer holds "
+            f"{checkpoint.optimizer.lr:.6g}. Expected a step that moved something: take another "
+            "checkpoint, or set update.lr to analyse a hypothetical step."
+        )
     lr = own_lr if own_lr is not None else recorded or checkpoint.optimizer.lr
     refuse_zero_lr(lr, checkpoint.path)
     if not isinstance(checkpoint.optimizer.groups[0], AdamGroup):
@@ -128,7 +149,7 @@ def recorded_rate(checkpoint: Checkpoint) -> float | None:
     if checkpoint.recorded is None:
         return None
     made = read_recorded_step(checkpoint.recorded.parent / MADE_STEP)
-    if made is None or not made.lr > 0 or checkpoint.step not in (None, made.step):
+    if made is None or not made.lr >= 0 or checkpoint.step not in (None, made.step):
         return None  # a record of another step is refused where its batch is read
     same = math.isclose(made.lr, checkpoint.optimizer.lr, rel_tol=SAME_RATE)
     return None if same else made.lr
@@ -318,7 +339,7 @@ class Sampler:
         role: str,
         split: str | None,
         least: int,
-        avoid: set[PromptIds],
+        avoid: AvoidedPrompts,
         *,
         most: int | None = None,
         leave: int = 0,
@@ -358,7 +379,7 @@ class Sampler:
             )
             return fresh
         if len(fresh) < least:
-            raise ValueError(
+            raise TooFewPromptsError(
                 f"{self.facts['dataset_name']} has {len(fresh)} problems left for the {role} "
                 f"batch; {least} are needed, none of them shared by the two batches. Lower "
                 "data.evaluation_prompts or data.update_prompts, or give a larger data.file."

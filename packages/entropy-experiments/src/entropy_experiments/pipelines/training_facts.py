@@ -35,6 +35,7 @@ ASSUMED: dict[str, Any] = {
 }
 """TRL's GRPO defaults, but for amp_dtype: the probe computes in the precision it says."""
 REWARDS = ("reward_functions", "reward_weights")
+STEP_FACTS = (*LOSS_SETTINGS, "max_grad_norm", "temperature")
 OPTIONAL = tuple(name for name in LOSS_SETTINGS if name not in ASSUMED)
 """Options of the loss that are off, or at the loss's own default, unless set."""
 
@@ -57,6 +58,11 @@ class TrainingFacts:
     @property
     def assumed(self) -> dict[str, Any]:
         return {name: self.values[name] for name, source in self.sources.items() if not source}
+
+    @property
+    def assumed_of_step(self) -> dict[str, Any]:
+        """Those that decide how a recorded batch becomes a step."""
+        return {name: x for name, x in self.assumed.items() if name in STEP_FACTS}
 
     def of_rewarded_batch(self) -> TrainingFacts:
         """The same without assumed rewards: the batch has its own, and none is computed."""

@@ -17,14 +17,16 @@ prompts chosen by one half of E and added up by the other, both ways,
 
     sum over the lowest by a of dH_b + sum over the lowest by b of dH_a
 
-The token table is read one row group (step) at a time: what is held does not grow with the run.
+Tables with a row group a step are read one step at a time, and what is shown of a step is copied
+out of it: what is held does not grow with the run.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -62,6 +64,8 @@ SOLVED = ("never solved", "solved up to 1/3", "solved 1/3 to 2/3", "solved above
 ALWAYS, UNKNOWN, REST = "always solved", "not known", "all others"
 SIGNS = ("below 0", "0", "above 0")
 COLUMNS = ("dH", "dH_a", "dH_b", "dR", "dR_a", "dR_b")
+ROLLOUT_COLUMNS = (*COLUMNS, "logprob", "entropy", "advantage", "reward")
+"""Of a rollout that the page shows."""
 SURE = 2.0
 """Standard errors of dR above which a rate is shown."""
 OF_HALVES = 12.7
@@ -148,7 +152,9 @@ class LedgerRollout(TypedDict):
     uid: str
     step: int
     prompt: str
-    columns: Mapping[str, Any]
+    columns: Mapping[str, np.ndarray]
+    """`ROLLOUT_COLUMNS`, copied: a slice would keep its whole step in memory."""
+    texts: list[str]
 
 
 class RunLedgerView(TypedDict):
@@ -221,7 +227,7 @@ def run_ledger_view(folder: str | Path) -> RunLedgerView:
         _add_halves(halves["text"], text_T, values)
         _remember(columns, values["dH"], prompt_T, text_T, best_rollouts, best_places)
     groupings = [_grouping(name, one, named) for name, one in sums.items()]
-    groupings.append(_layers(read_ledger_table(folder, LAYER_TABLE).to_pylist(), bin_of, len(bins)))
+    groupings.append(_layers(step_tables(folder, LAYER_TABLE), bin_of, len(bins)))
     absent = {}
     if all(value is None for value in solved.values()):
         groupings = [one for one in groupings if one["key"] != "difficulty"]
@@ -256,14 +262,14 @@ def run_ledger_view(folder: str | Path) -> RunLedgerView:
     }
 
 
-def step_tables(folder: Path) -> Iterator[Any]:
-    """The token table one step at a time, after its bytes were checked against the manifest."""
+def step_tables(folder: Path, name: str = TOKEN_TABLE) -> Iterator[Any]:
+    """A table one step at a time, after its bytes were checked against the manifest."""
     import json
 
     import pyarrow.parquet
 
-    path = folder / TOKEN_TABLE
-    listed = json.loads((folder / MANIFEST_FILE).read_bytes())["files"].get(TOKEN_TABLE)
+    path = folder / name
+    listed = json.loads((folder / MANIFEST_FILE).read_bytes())["files"].get(name)
     if listed is None or not path.is_file():
         raise FileNotFoundError(f"No file {path}; expected it in a finished run directory. {AGAIN}")
     if sha256(path) != listed["sha256"]:
@@ -353,8 +359,8 @@ class _Sums:
 
 
 def _values(column: Any) -> np.ndarray:
-    """NaN where the table has null."""
-    return column.to_numpy().astype(float)
+    """A copy; NaN where the table has null."""
+    return column.to_numpy().astype(float, copy=True)
 
 
 def _mapped(x_T: np.ndarray, label: Any) -> np.ndarray:
@@ -412,12 +418,13 @@ def _remember(
     def rollout(place: int) -> LedgerRollout:
         if place not in cache:
             part = slice(int(start_R[place]), int(start_R[place] + length_R[place]))
-            picked = {name: column[part] for name, column in columns.items()}
+            first = part.start
             cache[place] = {
-                "uid": picked["uid"][0].as_py(),
-                "step": picked["step"][0].as_py(),
-                "prompt": picked["prompt"][0].as_py(),
-                "columns": picked,
+                "uid": columns["uid"][first].as_py(),
+                "step": columns["step"][first].as_py(),
+                "prompt": columns["prompt"][first].as_py(),
+                "columns": {name: _values(columns[name][part]) for name in ROLLOUT_COLUMNS},
+                "texts": columns["text"][part].to_pylist(),
             }
         return cache[place]
 
@@ -485,10 +492,10 @@ def _order(name: str, named: Sequence[str]) -> Any:
     return lambda group: (group["dH"], group["name"])
 
 
-def _layers(rows: Sequence[Mapping[str, Any]], bin_of: Mapping[int, int], bins: int) -> Grouping:
+def _layers(tables: Iterable[Any], bin_of: Mapping[int, int], bins: int) -> Grouping:
     """From by_layer.parquet; its standard errors are sizes, added as if all had one sign."""
     sums: dict[str, np.ndarray] = {}
-    for row in rows:
+    for row in chain.from_iterable(table.to_pylist() for table in tables):
         here = sums.setdefault(row["layer"], np.zeros((len(COLUMNS), bins)))
         absent = row["dR"] is None
         dR, spread = (np.nan, np.nan) if absent else (row["dR"], row["dR_stderr"])

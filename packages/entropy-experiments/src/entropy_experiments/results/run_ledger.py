@@ -141,7 +141,8 @@ class RunLine(TypedDict):
 class Unfinished(TypedDict):
     """What the last batches will still do after the window, through momentum: no line of the sum.
 
-    With the last step's slope and denominator held.
+    With the last step's slope, learning rate and denominator held and no gradient entering; Adam's
+    bias correction goes on.
     """
 
     dH: float

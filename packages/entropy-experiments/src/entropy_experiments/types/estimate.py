@@ -316,38 +316,88 @@ class Estimate:
         return f"{self.value:.4g}  {bar}{doubt}"
 
 
-def combine(terms: Iterable[tuple[float, Estimate]]) -> Estimate:
-    """A linear combination; estimates of the same sample are paired, others independent."""
-    terms = list(terms)
-    for (_, a), (_, b) in combinations(terms, 2):
-        if not a.estimand.matches(b.estimand):
-            raise ValueError(
-                f"These estimates mean different things: {a.estimand} against {b.estimand}. "
-                "Compare a slope with the measurement it differentiates."
-            )
-    blocks: dict[str, Influence] = {}
-    for factor, estimate in terms:
+class LinearCombination:
+    """A sum of factor x estimate, one term at a time: what is held does not grow with the terms.
+
+    Estimates of the same sample are paired entry by entry, others are independent.
+
+    Examples:
+        >>> from entropy_experiments.toy import BigramPolicy
+        >>> policy = BigramPolicy()
+        >>> total, level = LinearCombination(), entropy_level(policy, policy.draw(seed=2))
+        >>> for _ in range(3):
+        ...     total.add(-1.0, level)
+        >>> total.estimate().value == -3 * level.value
+        True
+    """
+
+    def __init__(self) -> None:
+        self._values: list[float] = []  # added up at the end, as sum() does it
+        self._floors: list[float] = []
+        self._estimands: dict[Estimand, None] = {}
+        self._blocks: dict[str, Influence] = {}
+        self._reasons: dict[str, None] = {}
+        self._barred = True
+        self._first: tuple[float, Estimate] | None = None
+
+    def add(self, factor: float, estimate: Estimate) -> None:
+        """One more term.
+
+        Raises:
+            ValueError: If it means something else than a term before.
+        """
+        for other in self._estimands:
+            if not other.matches(estimate.estimand):
+                raise ValueError(
+                    f"These estimates mean different things: {other} against {estimate.estimand}. "
+                    "Compare a slope with the measurement it differentiates."
+                )
+        self._estimands[estimate.estimand] = None
         for influence in estimate.influences:
             key, scaled_C = influence.key, factor * influence.value_C
-            if key in blocks:
-                scaled_C = blocks[key].value_C + scaled_C
-            blocks[key] = replace(influence, value_C=scaled_C)
-    if not all(estimate.influences for _, estimate in terms):
-        blocks = {}  # a term without an error bar leaves the combination without one
-    first = terms[0][1]
-    if first.estimand.prompts == "population":
-        _refuse_overlap(tuple(blocks.values()))
-    floors = [abs(c) * e.noise_floor for c, e in terms if e.noise_floor is not None]
-    forms = [e.estimand.form for _, e in terms if e.estimand.form != "resampled"]
-    return Estimate.build(
-        value=sum(c * e.value for c, e in terms),
-        estimand=replace(first.estimand, form=forms[0] if forms else "resampled"),
-        influences=blocks.values(),
-        noise_floor=hypot(*floors) if floors else None,
-        diagnostics=_scaled(terms[0][0], first.diagnostics) if len(terms) == 1 else {},
-        why_not=[reason for _, e in terms for reason in e.given_reasons],
-        may_be_zero=len(terms) > 1,
-    )
+            if key in self._blocks:
+                scaled_C = self._blocks[key].value_C + scaled_C
+            self._blocks[key] = replace(influence, value_C=scaled_C)
+        self._barred = self._barred and bool(estimate.influences)
+        self._values.append(factor * estimate.value)
+        if estimate.noise_floor is not None:
+            self._floors.append(abs(factor) * estimate.noise_floor)
+        self._reasons |= dict.fromkeys(estimate.given_reasons)
+        if self._first is None:
+            self._first = factor, estimate
+
+    def estimate(self) -> Estimate:
+        """The sum so far.
+
+        Raises:
+            ValueError: If there is no term yet, or two samples share prompts.
+        """
+        if self._first is None:
+            raise ValueError("Got no estimates; expected one or more to combine.")
+        factor, first = self._first
+        # A term without an error bar leaves the combination without one.
+        blocks = tuple(self._blocks.values()) if self._barred else ()
+        if first.estimand.prompts == "population":
+            _refuse_overlap(blocks)
+        forms = [one.form for one in self._estimands if one.form != "resampled"]
+        alone = len(self._values) == 1
+        return Estimate.build(
+            value=sum(self._values),
+            estimand=replace(first.estimand, form=forms[0] if forms else "resampled"),
+            influences=blocks,
+            noise_floor=hypot(*self._floors) if self._floors else None,
+            diagnostics=_scaled(factor, first.diagnostics) if alone else {},
+            why_not=self._reasons,
+            may_be_zero=not alone,
+        )
+
+
+def combine(terms: Iterable[tuple[float, Estimate]]) -> Estimate:
+    """A linear combination; estimates of the same sample are paired, others independent."""
+    total = LinearCombination()
+    for factor, estimate in terms:
+        total.add(factor, estimate)
+    return total.estimate()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from entropy_experiments.types import AdamGroup, OptimizerState, Params, SGDGrou
 from entropy_experiments.update.adamw import moment_of
 from entropy_experiments.update.gradient import clip_factor
 from entropy_experiments.update.optimizer import groups_by_name
+
+TINY_SHARE = 1e-17
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,6 +42,9 @@ class ParameterRecursion:
     """K."""
     direct: float
     """N."""
+    later: float
+    """What the moment after the step does in all later ones together, over what it does in this
+    one, with learning rate and denominator held and no gradient entering."""
     sign: float
     """-1 where the optimizer ascends."""
     coupled: float
@@ -193,6 +199,7 @@ def _adam(
         alpha=1 - b1,
         gain=gain,
         direct=0.0,
+        later=_later_of_adam(b1, count),
         sign=sign,
         coupled=coupled,
         decoupled=decoupled,
@@ -229,6 +236,7 @@ def _sgd(
         alpha=alpha,
         gain=torch.full_like(theta, gain),
         direct=direct,
+        later=rho / (1 - rho),
         sign=sign,
         coupled=group.weight_decay,
         decoupled=0.0,
@@ -237,6 +245,17 @@ def _sgd(
         state={"momentum_buffer": after.to(kind)} if rho else {},
         change=-gain * after - direct * d,
     )
+
+
+@lru_cache(maxsize=64)
+def _later_of_adam(b1: float, count: float) -> float:
+    """(1 - b1^n) sum_{j>0} b1^j / (1 - b1^(n+j)): b1 / (1 - b1) late in a training, and less while
+    the bias correction fades out (of b1 = 0.9: 2.0 in place of 9 at n = 1, 4.1 at n = 3)."""
+    total, decayed = 0.0, b1
+    while decayed > TINY_SHARE:
+        total += decayed / (1 - b1**count * decayed)
+        decayed *= b1
+    return (1 - b1**count) * total
 
 
 _RECURSIONS: dict[type, Any] = {AdamGroup: _adam, SGDGroup: _sgd}

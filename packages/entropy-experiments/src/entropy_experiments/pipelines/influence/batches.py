@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -179,14 +180,18 @@ class _Maker:
         taken = set[PromptIds]() if made is None else prompts_of(made.batch.rollouts)
         evaluations: dict[int, EvaluationBatch] = {}
         drawn = set[PromptIds]()
-        for i, request in enumerate(influence.evaluation_batches):
-            if request.kind != "update":
-                evaluations[i] = self._evaluation(i, request, taken | drawn)
-                drawn |= prompts_of(evaluations[i].rollouts)
-        if made is None:
-            batch, notes = self.sampler.update(drawn)
-            made = Made(batch=batch, notes=tuple(notes))
-            probe_inputs.refuse_shared(drawn & prompts_of(batch.rollouts))
+        checkpoint = self.probed.checkpoint
+        for_want = probe_inputs.drawn_for_want_of_a_record(self.config, checkpoint)
+        asked = isinstance(workspace_params(influence.update_batch), WorkspaceUpdate)
+        with for_want if made is None and asked else nullcontext():
+            for i, request in enumerate(influence.evaluation_batches):
+                if request.kind != "update":
+                    evaluations[i] = self._evaluation(i, request, taken | drawn)
+                    drawn |= prompts_of(evaluations[i].rollouts)
+            if made is None:
+                batch, notes = self.sampler.update(drawn)
+                made = Made(batch=batch, notes=tuple(notes))
+                probe_inputs.refuse_shared(drawn & prompts_of(batch.rollouts))
         if not rewards_fit(made.batch):
             unscored = replace(made.batch, reward_N=None)
             made = replace(made, batch=unscored, notes=(*made.notes, FOREIGN_REWARDS))

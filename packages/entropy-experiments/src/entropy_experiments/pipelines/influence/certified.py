@@ -106,6 +106,8 @@ def certificate_of(
         return None, "the model is cut over the processes, and so is the rebuilt step"
     if probe.other_start:
         return None, f"another step was made: {probe.other_start}"
+    if probe.made is not None and probe.made.lr == 0:
+        return None, "training made its step at learning rate 0, as recorded: nothing moved"
     if probe.lr_stored > 0:
         direction = replace(direction, lr=probe.lr_stored)
     later = next_checkpoint(probe.checkpoint.path)

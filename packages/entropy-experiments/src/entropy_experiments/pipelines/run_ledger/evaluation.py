@@ -7,8 +7,9 @@ prompts, by which the change is measured.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from entropy_experiments.pipelines.probe_sampling import (
     prompts_of,
     response_ids,
 )
+from entropy_experiments.pipelines.run_ledger.files import prompt_id
 from entropy_experiments.pipelines.run_ledger.states import RunState
 from entropy_experiments.pipelines.run_ledger.stored_estimates import pack
 from entropy_experiments.pipelines.run_ledger.window import ExplainOptions, Window
@@ -39,6 +41,33 @@ from entropy_experiments.types import Estimate, Rollouts
 
 FRESH = 4
 """Responses to each prompt at both ends, by which the change is measured."""
+
+
+class PromptDigests:
+    """Prompts by a hash of their tokens: a run has many, and each may be long.
+
+    Examples:
+        >>> prompts = PromptDigests()
+        >>> prompts.update([(1, 2), (1, 2), (3,)])
+        >>> len(prompts), (1, 2) in prompts, (1,) in prompts
+        (2, True, False)
+    """
+
+    def __init__(self) -> None:
+        self._digests: set[int] = set()
+
+    def update(self, prompts: Iterable[PromptIds]) -> None:
+        self._digests.update(map(_digest, prompts))
+
+    def __contains__(self, prompt: object, /) -> bool:
+        return _digest(cast(PromptIds, prompt)) in self._digests
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+
+def _digest(prompt: PromptIds) -> int:
+    return int(prompt_id(prompt), 16)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,7 +101,9 @@ class Evaluations:
     def _evaluation_prompts(self, sampler: Sampler) -> list[Problem]:
         """The evaluation prompts: the same at every checkpoint, and none of the run's."""
         if self._problems is None:
-            avoid = set() if self.options.training_prompts else self._run_prompts()
+            avoid = PromptDigests()
+            if not self.options.training_prompts:
+                self._add_run_prompts(avoid)
             data = self.config.data
             try:
                 self._problems = sampler.problems(
@@ -88,13 +119,11 @@ class Evaluations:
             self.notes = tuple(sampler.notes)
         return self._problems
 
-    def _run_prompts(self) -> set[PromptIds]:
-        out: set[PromptIds] = set()
+    def _add_run_prompts(self, avoid: PromptDigests) -> None:
         for step in self.window.steps:
             folder = self.run.batch(step)
             assert folder is not None  # find_window looked
-            out |= prompts_of(load_update_batch(folder)[0].rollouts)
-        return out
+            avoid.update(prompts_of(load_update_batch(folder)[0].rollouts))
 
     def rewards(self, state: RunState, rollouts: Rollouts, responses: int) -> Tensor | None:
         """By the run's reward functions; None where they cannot be called here."""

@@ -27,7 +27,7 @@ from entropy_experiments.results.run_ledger import MANIFEST_FILE
 from entropy_experiments.study_files import PAGE
 
 IDENTITY = "explain.json"
-VERSION = 3
+VERSION = 4
 """Raise it when a stage changes its meaning: earlier ones are then computed again."""
 NOT_RESULTS = ("detailed_logging", "output", "training", "experiment", "influence", "rollouts")
 """Sections of the configuration that change no number."""

@@ -124,6 +124,7 @@ def certify_arrival(
     gradient_distances: Sequence[float | None],
     *,
     reasons: Callable[[], Sequence[str]] = tuple,
+    assumed: Mapping[str, object] | None = None,
 ) -> float:
     """How far a replay is from the checkpoint where it should be; refused beyond ARRIVED.
 
@@ -136,6 +137,7 @@ def certify_arrival(
         stored: Parameters at `end`.
         gradient_distances: Of each step's gradient from its fingerprint; None: not recorded.
         reasons: What of training is not followed here.
+        assumed: Facts of the step that neither a file nor the config says.
 
     Returns:
         |arrived - stored| / |stored - before|.
@@ -148,11 +150,23 @@ def certify_arrival(
     missed = apart(arrived, stored) / way if way else apart(arrived, stored)
     if missed <= ARRIVED:
         return missed
-    because = "; ".join(reasons()) or "no reason is known"
+    options = list(reasons())
+    because = [f"Not followed: {'; '.join(options)}."] if options else []
+    if assumed:
+        named = ", ".join(f"{name} = {value}" for name, value in assumed.items())
+        because.append(
+            f"Assumed, since neither a file nor the config says: {named}. If training had others, "
+            "give them (--set update.NAME=VALUE, --set sampling.temperature=VALUE)."
+        )
+    if not because:
+        because.append(
+            "Every option of the step is recorded or given, and none is known not to be followed: "
+            "one may be recorded wrongly."
+        )
     raise ValueError(
         f"The replay from checkpoint {start} does not arrive at checkpoint {end} of {run.folder}: "
         f"it is {missed:.1%} of the way between them off, and at most {ARRIVED:.0%} is accepted. "
-        f"{_astray(start, gradient_distances)} Not followed: {because}. Choose a window whose "
+        f"{_astray(start, gradient_distances)} {' '.join(because)} Or choose a window whose "
         "checkpoints are consecutive (--from, --to), where nothing has to be replayed."
     )
 

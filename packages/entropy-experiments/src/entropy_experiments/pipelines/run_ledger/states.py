@@ -190,6 +190,7 @@ class RunStates:
                 *state.probed.facts.unfollowed,
                 *limits_of(state.probed.checkpoint.model, state.probed.facts, real=True),
             ],
+            assumed=state.probed.facts.assumed_of_step,
         )
         arrival: Arrival = {"start": start, "end": end, "distance": distance}
         self.stages.put(f"replay_{end}", Stage(facts={**arrival}))

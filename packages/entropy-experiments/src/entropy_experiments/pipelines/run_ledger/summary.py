@@ -1,9 +1,13 @@
-"""summary.json of a run's ledger: totals and lines, each with its standard error."""
+"""summary.json of a run's ledger: totals and lines, each with its standard error.
+
+Visits are read one at a time. Of each, its estimates are added to the totals and a row of numbers
+is kept; influence values and texts, which grow with the evaluation prompts, are not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from entropy_experiments.attribution.run_ledger import ENTROPY, REWARD, TANGENT
@@ -16,11 +20,67 @@ from entropy_experiments.pipelines.run_ledger.window import ExplainOptions, Wind
 from entropy_experiments.results import RUN_LEDGER, JSONObject, RunLedgerResult, numbers
 from entropy_experiments.results.run_ledger import LINES, Arrival, RunLine, RunStep
 from entropy_experiments.types import Estimate
-from entropy_experiments.types.estimate import combine
+from entropy_experiments.types.estimate import LinearCombination
+
+TOTALS = ("path", "tangent", "reward_path")
+STEP_NUMBERS = (
+    *("path_by_column", "batch", "decay", "uncovered", "momentum_before", "unfinished"),
+    *("batch_reward", "rollouts", "tokens", "replayed", "lr"),
+    *("step_distance", "gradient_distance", "clip_factor"),
+)
+"""Of a visit with a step."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Visits:
+    """What the summary needs of all visits together."""
+
+    totals: dict[str, LinearCombination] = field(
+        default_factory=lambda: {name: LinearCombination() for name in TOTALS}
+    )
+    rows: list[JSONObject] = field(default_factory=list)
+    """Numbers of each visit."""
+    ends: list[JSONObject] = field(default_factory=list)
+    """Fresh estimates of the first and the last."""
+    step_notes: dict[str, None] = field(default_factory=dict)
+    evaluation_notes: dict[str, None] = field(default_factory=dict)
+    evaluation: JSONObject = field(default_factory=dict)
+    """Of the first."""
+    assumed: JSONObject = field(default_factory=dict)
+
+    def add(self, facts: JSONObject) -> None:
+        for name, total in self.totals.items():
+            if (estimate := unpack(facts[name])) is not None:
+                # Judged as a whole: a tail of one checkpoint is averaged out.
+                total.add(1.0, replace(estimate, given_reasons=()))
+        if not self.rows:
+            self.evaluation, self.assumed = facts["evaluation"], facts["assumed"]
+        if "fresh" in facts:
+            self.ends.append(facts["fresh"])
+        self.step_notes |= dict.fromkeys(facts.get("notes", ()))
+        self.evaluation_notes |= dict.fromkeys(facts["evaluation_notes"])
+        self.rows.append(
+            {
+                **{name: facts[name] for name in STEP_NUMBERS if name in facts},
+                **{name: _level(facts[name]) for name in ("level", "reward")},
+            }
+        )
+
+    def total(self, name: str) -> Estimate:
+        total = self.totals[name].estimate()
+        for influence in total.influences:
+            for reason in tail_check(influence):
+                total = total.doubted(reason)
+        return total
+
+
+def _level(packed: JSONObject | None) -> JSONObject | None:
+    estimate = unpack(packed)
+    return None if estimate is None else {"value": estimate.value, "stderr": estimate.stderr}
 
 
 def ledger_summary(
-    visits: Sequence[JSONObject],
+    visits: Iterable[JSONObject],
     replays: Sequence[Arrival],
     window: Window,
     options: ExplainOptions,
@@ -38,17 +98,20 @@ def ledger_summary(
         key: What decides the numbers.
         run: Name of the run.
     """
-    steps, first, last = visits[:-1], visits[0], visits[-1]
-    rewarded = first["reward"] is not None
-    start, end = (unpack(x["fresh"]["level"]) for x in (first, last))
+    seen = _Visits()
+    for facts in visits:
+        seen.add(facts)
+    steps, (first, last) = seen.rows[:-1], seen.ends
+    rewarded = seen.rows[0]["reward"] is not None
+    start, end = (unpack(x["level"]) for x in (first, last))
     assert start is not None and end is not None  # both ends have fresh rollouts
-    path = _total(visits, "path")
+    path = seen.total("path")
     measured = end - start
     unexplained = measured - path
-    tangent = _total(steps, "tangent") if options.tangent else None
+    tangent = seen.total("tangent") if options.tangent else None
     lines = {name: _line(name, steps, rewarded=rewarded) for name in LINES}
-    reward_path = _total(visits, "reward_path") if rewarded else None
-    reward_ends = [unpack(x["fresh"]["reward"]) for x in (first, last)]
+    reward_path = seen.total("reward_path") if rewarded else None
+    reward_ends = [unpack(x["reward"]) for x in (first, last)]
     earned = missed = None
     if reward_path is not None and reward_ends[0] is not None and reward_ends[1] is not None:
         earned = reward_ends[1] - reward_ends[0]
@@ -62,8 +125,7 @@ def ledger_summary(
             "more than chance"
         )
     unfinished = steps[-1]["unfinished"]
-    notes = dict.fromkeys(note for one in steps for note in one["notes"])
-    notes |= dict.fromkeys(note for one in visits for note in one["evaluation_notes"])
+    notes = seen.step_notes | seen.evaluation_notes
     if options.training_prompts:
         notes["evaluated on the run's own prompts, with fresh responses"] = None
     if not rewarded:
@@ -110,24 +172,14 @@ def ledger_summary(
             for step, facts in zip(window.steps, steps, strict=True)
         ],
         "replays": list(replays),
-        "evaluation": {**first["evaluation"], "fresh_responses": FRESH},
+        "evaluation": {**seen.evaluation, "fresh_responses": FRESH},
         "trusted": not why_not,
         "why_not": why_not,
         "notes": list(notes),
-        "assumed": steps[0]["assumed"],
+        "assumed": seen.assumed,
         "provenance": provenance(),
     }
     return cast(RunLedgerResult, summary)
-
-
-def _total(visits: Sequence[JSONObject], name: str) -> Estimate:
-    """The sum over checkpoints, judged as a whole: a tail of one of them is averaged out."""
-    estimates = [x for visit in visits if (x := unpack(visit[name])) is not None]
-    total = combine([(1.0, replace(estimate, given_reasons=())) for estimate in estimates])
-    for influence in total.influences:
-        for reason in tail_check(influence):
-            total = total.doubted(reason)
-    return total
 
 
 def _line(name: str, steps: Sequence[JSONObject], *, rewarded: bool) -> RunLine:
@@ -152,13 +204,12 @@ def _step_row(step: int, facts: JSONObject, *, rewarded: bool, tangent: bool) ->
     def of(name: str, columns: Sequence[str]) -> float:
         return sum(facts[name][column] for column in columns)
 
-    level, reward = unpack(facts["level"]), unpack(facts["reward"])
-    assert level is not None  # every checkpoint has rollouts
+    level, reward = facts["level"], facts["reward"]
     return {
         "step": step,
-        "entropy": level.value,
-        "entropy_stderr": level.stderr,
-        "reward": None if reward is None else reward.value,
+        "entropy": level["value"],
+        "entropy_stderr": level["stderr"],
+        "reward": None if reward is None else reward["value"],
         "batch_reward": facts["batch_reward"],
         "rollouts": facts["rollouts"],
         "tokens": facts["tokens"],

@@ -201,7 +201,11 @@ def how_sure(summary: RunLedgerResult) -> str:
         closing = f"the ledger does not close, {percent(share)} of the change is unexplained"
     count = len(summary["why_not"])
     doubts = f"{count} reason{'s' if count > 1 else ''} for doubt below"
-    return f"{closing}; {doubts if count else 'no check found a reason for doubt'}"
+    fine = (
+        "no check found a reason for doubt (the total was measured, no single step was: errors of "
+        "steps that cancel are not seen)"
+    )
+    return f"{closing}; {doubts if count else fine}"
 
 
 def what_next(view: RunLedgerView) -> str:
@@ -542,9 +546,7 @@ def token_views(view: RunLedgerView, *, most: int = MOST_TOKENS) -> dict[str, An
             break
         kept.append(rollout)
         tokens += length
-    columns = [
-        {name: np.asarray(one["columns"][name]).astype(float) for name in _NUMBERS} for one in kept
-    ]
+    columns = [rollout["columns"] for rollout in kept]
     influence = np.concatenate([one["dH"] for one in columns]) if columns else np.zeros(0)
     size = float(np.abs(influence).max(initial=0.0))
     unit = size / 1e5 if size else 1.0
@@ -555,7 +557,7 @@ def token_views(view: RunLedgerView, *, most: int = MOST_TOKENS) -> dict[str, An
         units["reward"] = largest / 1e5 if largest else 1.0
     rows = []
     for i, (rollout, one) in enumerate(zip(kept, columns, strict=True)):
-        texts = rollout["columns"]["text"].to_pylist()
+        texts = rollout["texts"]
         prompt = prompts.setdefault(rollout["prompt"], len(prompts))
         agree = np.sign(one["dH_a"]) == np.sign(one["dH_b"])
         reward = float(one["reward"][0])
@@ -593,9 +595,6 @@ def token_views(view: RunLedgerView, *, most: int = MOST_TOKENS) -> dict[str, An
         "tokens": tokens,
         "left_out": len(view["rollouts"]) - len(kept),
     }
-
-
-_NUMBERS = (*("dH", "dH_a", "dH_b", "dR", "logprob", "entropy", "advantage", "reward"),)
 
 
 def _whole(x_T: np.ndarray, unit: float) -> list[int]:
