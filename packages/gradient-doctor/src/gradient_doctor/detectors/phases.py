@@ -17,8 +17,8 @@ from gradient_doctor.dropout_calls import passes_mode
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
-from gradient_doctor.sites import calling_frame, is_user_file
-from gradient_doctor.slips import source_of_function, surroundings
+from gradient_doctor.sites import calling_frame
+from gradient_doctor.slips import surroundings
 from gradient_doctor.taint import tensors_in
 
 _EVALUATION = re.compile(
