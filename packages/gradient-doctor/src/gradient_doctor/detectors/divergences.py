@@ -3,7 +3,7 @@
 The divergence of a Gaussian from the standard one is (exp(v) + mu^2 - 1 - v) / 2, with v the
 logarithm of the variance; other closed forms have x - log(x) in the same way. Both are bounded from
 below, and their negatives are not: where exp(v) enters a loss with a minus beside v itself, the
-steps drive it to infinity. Where the log-likelihood of data is added beside it, the whole is turned:
+steps drive it to infinity. Where the log-likelihood of data is added beside it, all is turned:
 an evidence bound that is minimised.
 
 The line is that where the sign is turned, or the formula's own.
