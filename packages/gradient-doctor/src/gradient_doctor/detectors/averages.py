@@ -32,6 +32,7 @@ _ENOUGH = 3  # updates
 _FEW = 0.1  # a share of the old weights that forgets them at once
 _NONE = 1e-4  # a copy, up to rounding
 _CLOSE = 0.02
+_PAIRS = 64
 _MODULES = 2000  # larger models are not searched for networks inside of them
 
 
@@ -144,14 +145,14 @@ class Averages(Detector):
         pairs = self._pairs.setdefault(id(optimizer), [])
         known = {(id(p.trained()), id(p.slow())) for p in pairs}
         taken: set[int] = set()
-        forms = [(module, _form(module)) for module in _outermost(trained)]
+        forms: dict[tuple[Any, ...], list[nn.Module]] = {}
+        for module in _outermost(trained):
+            forms.setdefault(_form(module), []).append(module)
         for module in slow:
-            if id(module) in taken:
-                continue
-            mine = [t for t, form in forms if form == _form(module)]
+            mine = [] if id(module) in taken else forms.get(_form(module), [])
             taken |= {id(part) for part in module.modules()} if mine else set()
             for other in mine:
-                if (id(other), id(module)) not in known:
+                if (id(other), id(module)) not in known and len(pairs) < _PAIRS:
                     pairs.append(Pair(weakref.ref(other), weakref.ref(module)))
 
     def _compare(self, optimizer: Any) -> None:

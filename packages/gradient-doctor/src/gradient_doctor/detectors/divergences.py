@@ -3,7 +3,8 @@
 The divergence of a Gaussian from the standard one is (exp(v) + mu^2 - 1 - v) / 2, with v the
 logarithm of the variance; other closed forms have x - log(x) in the same way. Both are bounded from
 below, and their negatives are not: where exp(v) enters a loss with a minus beside v itself, the
-steps drive it to infinity. So it is with the log-likelihood of data that is added to a loss.
+steps drive it to infinity. Where the log-likelihood of data is added beside it, all is turned:
+an evidence bound that is minimised.
 
 The line is that where the sign is turned, or the formula's own.
 """
@@ -101,9 +102,10 @@ class Divergences(Detector):
         if len(found) != 1 or not found[0].factor > 0:
             return False
         path = found[0]
-        rivals = [p for many in paths.values() for p in many if p.term is not term]
-        if not rivals:
-            return False  # the whole loss: see policy_losses.py
+        # beside a divergence that is turned as well: an entropy may be estimated by densities
+        divergences = [p for curved, _ in self._curved for p in paths.get(id(curved), [])]
+        if not any(p.factor < 0 for p in divergences):
+            return False
         turned = [t.site for t, weight in path.steps if weight < 0]
         self._say("likelihood", turned[0] if turned else path.steps[0][0].site, term, backward, ())
         return True

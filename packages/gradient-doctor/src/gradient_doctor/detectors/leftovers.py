@@ -176,7 +176,8 @@ class Leftovers(Detector):
         leftover = self._leftovers.setdefault((done.site, name), Leftover())
         leftover.mask |= left
         leftover.steps.add(self.session.step)
-        theirs = self.session.registry.bits(owned_by(self.session.registry.optimizers[done.owner]))
+        other = self.session.registry.optimizers.get(done.owner)
+        theirs = 0 if other is None else self.session.registry.bits(owned_by(other))
         undetached = self._entry(theirs, left) if not own.received & ~done.received else None
         if len(leftover.steps) < _ENOUGH:
             return

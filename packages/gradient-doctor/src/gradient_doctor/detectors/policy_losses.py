@@ -296,9 +296,11 @@ class PolicyLosses(Detector):
         others = [t for t in call.inputs if t not in self._bootstraps]
         if len(targets) != 1 or len(others) != 1:
             return
-        # a target network that an optimizer holds learns to move the target, too
-        mine = live_in(self.session, others) | self.session.registry.owned
-        shared = live_in(self.session, targets) & mine
+        moved, mine = live_in(self.session, targets), live_in(self.session, others)
+        shared = moved & mine
+        if not shared and self._forms(moved) == self._forms(mine):
+            # a target network that an optimizer holds learns to move the target, too
+            shared = moved & self.session.registry.owned
         if not shared or not self._is_network(shared):
             return
         site = self._bootstraps[targets[0]]
@@ -318,6 +320,9 @@ class PolicyLosses(Detector):
             parameters=shared,
             related=(call.site,),
         )
+
+    def _forms(self, mask: int) -> list[tuple[int, ...]]:
+        return sorted(tuple(p.shape) for p in self.session.registry.tensors(mask))
 
     # the sign of the whole
 
