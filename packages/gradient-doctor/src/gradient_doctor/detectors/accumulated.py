@@ -22,7 +22,7 @@ from gradient_doctor.findings import Severity, Site
 from gradient_doctor.readable import checksum, gradient_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session
-from gradient_doctor.slips import bare_attribute, calls_of
+from gradient_doctor.slips import bare_attribute, calls_of, source_of_function
 from gradient_doctor.steps import StepFacts, norm_of
 
 _ENOUGH = 2  # steps of one optimizer that used such gradients
@@ -163,9 +163,8 @@ class Accumulated(Detector):
         sites = [site for bit, site in self._added.items() if bit & added]
         bare = bare_attribute([site.file for site in sites if site is not None], "zero_grad")
         rarely = None if bare is not None else self._cleared_rarely(optimizer, added)
-        if bare is None and rarely is None:  # or it comes later, at the end of an epoch
-            lines = calls_of([s.file for s in sites if s is not None], name, "zero_grad")
-            rarely = lines[0] if len(lines) == 1 else None
+        if bare is None and rarely is None and sites and sites[-1] is not None:
+            rarely = _cleared_later(sites[-1], name)
         self.report(
             28,
             Severity.WARNING,
@@ -195,3 +194,11 @@ class Accumulated(Detector):
             if site is not None and not mask & ~registry.bits(theirs):
                 return site
         return None
+
+
+def _cleared_later(backward: Site, optimizer: str) -> Site | None:
+    """The line of the same function that clears them at the end of an epoch."""
+    lines = calls_of([backward.file], optimizer, "zero_grad")
+    around = source_of_function(backward)
+    same = [line for line in lines if source_of_function(line) == around]
+    return same[0] if len(lines) == len(same) == 1 else None

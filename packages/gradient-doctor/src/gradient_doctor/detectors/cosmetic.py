@@ -207,7 +207,7 @@ class Cosmetic(Detector):
                 return
             on = self.session.registry.many(hidden) if hidden else "the input that it should move"
             why = f"It depends on {on}, but {what_cuts(best)}"
-            if best.op == GRAD:
+            if best.op == GRAD and best.graph & idle.wanted:
                 at, fix = best.site or site, how_to_mend(best)
             else:
                 at = _where_to_change(facts, idle.wanted) or site
@@ -275,7 +275,7 @@ def _where_to_change(facts: list[CutFact], wanted: int) -> Site | None:
     """The one line that takes the term out of the graph, by a call that is made for that."""
     facts = [fact for fact in facts if fact.mask & wanted]
     lines = {fact.site for fact in facts if fact.graph & wanted}
-    if len(lines) != 1 or any(fact.kind not in ("explicit", "scalar") for fact in facts):
+    if len(lines) != 1 or any(fact.kind != "explicit" for fact in facts):
         return None
     site = lines.pop()
     return site if site is not None and is_user_file(site.file) else None

@@ -78,8 +78,6 @@ class Divergences(Detector):
             factor = sum(path.factor for path in paths[id(curved)])
             if math.isnan(factor) or factor >= 0 or len(paths[id(curved)]) > 1:
                 continue
-            if not sum(path.factor for path in paths[id(flat)]) > 0:
-                continue  # both have a minus: the other half bounds it, or another term does
             path = paths[id(curved)][0]
             # the sum in which the two meet is the formula; what comes before it may turn the sign
             meeting = {id(term) for term, _ in paths[id(flat)][0].steps}

@@ -56,7 +56,7 @@ class Penalties(Detector):
         if backward.kind != "grad" or not self.session.record.traced or not backward.results:
             return
         scores = backward.roots[0]
-        scored = self._sums.get(scores, tuple(scores.shape))
+        scored = self._sums[scores] if scores in self._sums else tuple(scores.shape)
         for tensor, gradient in zip(backward.inputs or [], backward.results):
             several = sum(n > 1 for n in tensor.shape[1:]) > 1
             batch = tensor.shape[0] if tensor.dim() else 0

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import MARK, node_of, nodes_of
@@ -19,7 +18,6 @@ from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session
 from gradient_doctor.taint import tensors_in
 
-_EARLY = 2  # steps whose clipping found no gradient
 _LOW = {torch.float16, torch.bfloat16}
 _SCALED = MARK + ".scaled"
 _ORDER = (
@@ -56,9 +54,6 @@ class Scaler(Detector):
         self._first: Site | None = None  # where a loss was scaled first
         self._low: set[torch.dtype] = set()  # precisions below fp32 that something ran in
         self._traced = 0
-        self._empty_clips: dict[Site | None, int] = {}  # since the last backward
-        self._real_clips: set[Site | None] = set()  # lines that have found a gradient
-        self._clipped_early: dict[Site | None, set[int]] = {}
 
     def _stage(self, optimizer: Any) -> Stage:
         return self._stages.setdefault(id(optimizer), Stage())
@@ -117,7 +112,6 @@ class Scaler(Detector):
                 stage.backward_since, stage.updated_early = True, None
             return
         self._traced += self.session.record.traced
-        self._clipped_nothing(backward)
         dtypes = {fact.dtype for fact in backward.gradients.values()}
         self._low |= dtypes & _LOW
         received = backward.received
@@ -246,7 +240,6 @@ class Scaler(Detector):
         if math.isinf(limit):
             return  # only measures
         parameters = [p for p in event.data["parameters"] if p.grad is not None]
-        self._clip_nothing(event, parameters)
         bits = self.session.registry.bits(parameters)
         # without an optimizer nobody could unscale them: that is class 7
         scaled = bits & self._scaled & self.session.registry.owned
@@ -269,38 +262,6 @@ class Scaler(Detector):
                 event.site,
                 bits,
             )
-
-    def _clip_nothing(self, event: Event, parameters: list[Tensor]) -> None:
-        """Class 22: clipping that comes before backward finds no gradients, or only zeros."""
-        registry = self.session.registry
-        norm = event.data["total_norm"]
-        empty = not parameters or (norm is not None and float(norm) == 0.0)
-        owned = registry.bits(event.data["parameters"]) & registry.owned
-        if not empty:
-            self._real_clips.add(event.site)
-        elif owned and event.site not in self._real_clips:
-            self._empty_clips[event.site] = owned
-
-    def _clipped_nothing(self, backward: Backward) -> None:
-        """The gradients that an earlier call was to clip come now."""
-        for site, owned in self._empty_clips.items():
-            if not owned & backward.received or site in self._real_clips:
-                continue
-            steps = self._clipped_early.setdefault(site, set())
-            steps.add(backward.step)
-            if len(steps) == _EARLY:
-                self.report(
-                    22,
-                    Severity.WARNING,
-                    "Gradients are clipped before there are any.",
-                    why=f"In {_EARLY} of {_EARLY} steps there was no gradient here: it comes with "
-                    f"the backward at {backward.site}, and the step uses it unclipped.",
-                    fix="Clip after backward (and after scaler.unscale_), right before the step.",
-                    site=site,
-                    parameters=owned,
-                    related=(backward.site,),
-                )
-        self._empty_clips.clear()
 
     def _direct_step(self, event: Event) -> None:
         if self._inside or self._scaler is None:

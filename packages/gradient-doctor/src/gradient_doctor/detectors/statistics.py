@@ -57,7 +57,8 @@ class Statistics(Detector):
         for parameter in parameters:
             others = sources & ~self.session.registry.bit(parameter)
             if others:
-                write = self._writes.setdefault(parameter, Followed())
+                write = self._writes.get(parameter) or Followed()
+                self._writes[parameter] = write
                 write.site = call.site
                 write.leaders |= others
                 write.steps.add(self.session.step)
