@@ -181,3 +181,22 @@ def test_a_detached_draw_that_takes_the_only_gradient_away(tmp_path):
 def test_a_cut_elsewhere_is_the_line_to_change(tmp_path):
     source = loop(*START[:2], "kept = f.detach()  # FAULT", "loss = main + 0.1 * kept.abs().mean()")
     only(tmp_path, source, 23)
+
+
+def test_the_factor_of_a_multiplier_says_which_way_it_moves(tmp_path):
+    source = """
+model, multiplier = nn.Linear(4, 1), nn.Parameter(torch.zeros(()))
+one, two = torch.optim.Adam(model.parameters()), torch.optim.Adam([multiplier])
+for step in range(4):
+    x = torch.randn(8, 4)
+    cost = model(x).square().mean()
+    loss = F.mse_loss(model(x), x[:, :1]) + multiplier.exp().detach() * cost
+    one.zero_grad()
+    loss.backward()
+    one.step()
+    dual = -multiplier.exp() * (cost.detach() - 0.1)
+    two.zero_grad()
+    dual.backward()
+    two.step()
+"""
+    nothing(tmp_path, source)

@@ -149,6 +149,8 @@ class Cosmetic(Detector):
             return
         if factor.ratio or float(amount).is_integer():
             return  # a normaliser, a count or a switch
+        if all(p.numel() == 1 for p in self.session.registry.tensors(root.live)):
+            return  # a multiplier, a temperature: the factor's sign says which way it moves
         if factor.data or factor.depends:
             self._note("factor", product.site, factor, root)
 
