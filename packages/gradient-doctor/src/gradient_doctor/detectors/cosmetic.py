@@ -209,7 +209,7 @@ class Cosmetic(Detector):
                 return
             on = self.session.registry.many(hidden) if hidden else "the input that it should move"
             why = f"It depends on {on}, but {what_cuts(best)}"
-            if best.op == GRAD and best.graph & idle.wanted:
+            if all(fact.op == GRAD for fact in facts):
                 at, fix = best.site or site, how_to_mend(best)
             else:
                 at = _where_to_change(facts, idle.wanted) or site
