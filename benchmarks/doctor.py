@@ -215,8 +215,14 @@ class Generation:
 def tiny_llama() -> Generation:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    config = LlamaConfig(vocab_size=512, num_attention_heads=4, num_key_value_heads=4, **sizes)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
     return Generation(LlamaForCausalLM(config), tokens=64)
 
 

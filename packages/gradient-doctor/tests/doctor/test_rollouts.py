@@ -225,19 +225,21 @@ class Rollout:
         self.optimizer = torch.optim.SGD(self.policy.parameters(), lr=0.1)
         self.seen = 0
 
-    def examine(self, loop, steps=1):
+    def examine(self, loop):
         with Doctor({"policy": self.policy}, {"sgd": self.optimizer}) as doctor:
             trace = doctor._trace
             call = trace._call
-            trace._call = lambda *facts: (setattr(self, "seen", self.seen + 1), call(*facts))[1]
-            for _ in range(steps):
-                self.seen = 0
-                loop()
-                sampling = self.seen
-                self.optimizer.zero_grad()
-                self.policy(torch.randn(4, 3)).square().mean().backward()
-                self.optimizer.step()
-                doctor.step()
+            vars(trace)["_call"] = lambda *facts: (
+                vars(self).update(seen=self.seen + 1),
+                call(*facts),
+            )[1]
+            self.seen = 0
+            loop()
+            sampling = self.seen
+            self.optimizer.zero_grad()
+            self.policy(torch.randn(4, 3)).square().mean().backward()
+            self.optimizer.step()
+            doctor.step()
             assert self.seen > sampling  # awake when something is learnt
             assert not doctor.session.findings
         return sampling

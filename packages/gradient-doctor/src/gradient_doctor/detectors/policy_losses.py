@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradient_doctor.detectors.common import live_in
 from gradient_doctor.detectors.places import birth_site, called
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.graph import MARK, node_of, nodes_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, OpCall, Session
 from gradient_doctor.slips import surroundings
@@ -69,6 +70,18 @@ class Weighted:
     site: Site | None
 
 
+@dataclass(frozen=True)
+class Chase:
+    """A value and its target are compared, both with gradients of one network."""
+
+    site: Site | None  # where the target was made
+    at: Site | None
+    shared: int
+
+
+_CHASES = MARK + ".chases"
+
+
 class PolicyLosses(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -82,6 +95,7 @@ class PolicyLosses(Detector):
         self._reduced = WeakIdKeyDictionary()  # a mean of log-probabilities -> how many, and where
         self._credits: dict[Site | None, set[int]] = {}
         self._own_ratios: dict[Site | None, set[int]] = {}
+        self._compared = False  # a target that has a gradient, with what it is the target of
         self._chases: dict[Site | None, set[int]] = {}
         self._live_weights: dict[Site | None, set[int]] = {}
         self._rising: dict[Site | None, set[int]] = {}
@@ -301,24 +315,35 @@ class PolicyLosses(Detector):
         if not shared and self._forms(moved) == self._forms(mine):
             # a target network that an optimizer holds learns to move the target, too
             shared = moved & self.session.registry.owned
-        if not shared or not self._is_network(shared):
+        node = node_of(call.outputs[0])
+        if node is None or not shared or not self._is_network(shared):
             return
-        site = self._bootstraps[targets[0]]
-        steps = self._chases.setdefault(site, set())
-        steps.add(self.session.step)
-        if len(steps) < _ENOUGH:
-            return
+        chase = Chase(self._bootstraps[targets[0]], call.site, shared)
+        cast(dict[str, Any], node.metadata)[_CHASES] = chase
+        self._compared = True
+
+    def _chased(self, root: Tensor) -> None:
+        """Of the comparisons those that are learnt from: an advantage may be detached later."""
+        for node in nodes_of(node_of(root)):
+            chase = node.metadata.get(_CHASES)
+            if chase is not None:
+                steps = self._chases.setdefault(chase.site, set())
+                steps.add(self.session.step)
+                if len(steps) >= _ENOUGH:
+                    self._say_chase(chase)
+
+    def _say_chase(self, chase: Chase) -> None:
         self.report(
             30,
             Severity.WARNING,
             "The target has a gradient: the network is also trained to change its own target.",
-            why=f"Data plus a discounted value, made here, is compared at {call.site} with another "
+            why=f"Data plus a discounted value, made here, is compared at {chase.at} with another "
             "value, and both sides are in the graph: the loss falls as well when the value of the "
             "next state moves, which is no learning from the reward.",
             fix="Compute the target under no_grad, or detach() it.",
-            site=site,
-            parameters=shared,
-            related=(call.site,),
+            site=chase.site,
+            parameters=chase.shared,
+            related=(chase.at,),
         )
 
     def _forms(self, mask: int) -> list[tuple[int, ...]]:
@@ -330,6 +355,8 @@ class PolicyLosses(Detector):
         if backward.taint is None or backward.kind != "backward":
             return
         for root in backward.roots:
+            if self._compared and root.requires_grad:
+                self._chased(root)
             plain: LogProb | None = self._log_probs.get(root)
             if plain is not None and plain.sign > 0 and not self._maximised(backward):
                 self._rises(Weighted(1, 1.0, 1.0, plain.site), backward)

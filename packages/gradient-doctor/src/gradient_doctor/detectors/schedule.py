@@ -100,7 +100,7 @@ class Schedule(Detector):
             scheduler.since_update = 0
 
     def _scheduled(self, event: Event) -> None:
-        scheduler, optimizer = event.data["scheduler"], event.data["optimizer"]
+        scheduler, optimizer = event.data["scheduler"], _inner(event.data["optimizer"])
         rates = self._rates.setdefault(optimizer, Rates())
         known = rates.schedulers.get(scheduler)
         if known is None:
@@ -315,3 +315,13 @@ class Schedule(Detector):
                 parameters=registry.bits(owned_by(optimizer)),
                 related=(rates.site, made),
             )
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that steps, behind wrappers (accelerate's) with the very same groups."""
+    inner = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, torch.optim.Optimizer):
+        if not any(a is b for a in optimizer.param_groups for b in inner.param_groups):
+            break
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer
