@@ -60,3 +60,30 @@ for step in range(6):
 def test_a_scheduler_of_an_optimizer_in_a_wrapper(tmp_path):
     """transformers' Trainer: the scheduler is given accelerate's wrapper, the wrapped one steps."""
     nothing(tmp_path, WRAPPED)
+
+
+CRITIC = """
+generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+critic = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+generators = torch.optim.Adam(generator.parameters())
+critics = torch.optim.Adam(critic.parameters())
+for step in range(6):
+    real, noise = torch.randn(8, 4), torch.randn(8, 4)
+    critics.zero_grad()
+    fake = generator(noise)
+    between = (0.5 * real + 0.5 * fake.detach()).requires_grad_()
+    slope, = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+    penalty = (slope.norm(dim=1) - 1).square().mean()
+    loss = critic(fake).mean() - critic(real).mean() + 10 * penalty
+    loss.backward()
+    critics.step()
+    generators.zero_grad()
+    if step % 2 == 0:
+        (-critic(generator(noise)).mean()).backward()
+        generators.step()
+"""
+
+
+def test_a_wasserstein_critic_whose_fakes_are_not_detached(tmp_path):
+    """PyTorch-GAN's wgan_gp: the generator's gradients of the critic's loss are erased."""
+    nothing(tmp_path, CRITIC)
