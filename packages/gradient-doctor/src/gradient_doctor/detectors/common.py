@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradient_doctor.session import OpCall, Session
+from gradient_doctor.registry import owned_by
+from gradient_doctor.session import Backward, OpCall, Session
 
 
 def live_in(session: Session, tensors: Iterable[Any]) -> int:
@@ -17,6 +18,17 @@ def live_in(session: Session, tensors: Iterable[Any]) -> int:
         taint = session.taint_of(tensor) if isinstance(tensor, Tensor) else None
         mask |= 0 if taint is None else taint.live
     return mask
+
+
+def maximised(session: Session, backward: Backward) -> bool:
+    """Whether an optimizer of what this backward reaches climbs instead of descending."""
+    live = backward.taint.live if backward.taint is not None else 0
+    return any(
+        group.get("maximize")
+        for optimizer in session.registry.optimizers.values()
+        if session.registry.bits(owned_by(optimizer)) & live
+        for group in optimizer.param_groups
+    )
 
 
 def argument(call: OpCall, position: int, name: str, default: Any = None) -> Any:

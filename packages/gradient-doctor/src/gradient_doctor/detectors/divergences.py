@@ -17,9 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.detectors.common import live_in
+from gradient_doctor.detectors.common import live_in, maximised
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 from gradient_doctor.terms import Path, Term, paths_down
 
@@ -58,7 +57,11 @@ class Divergences(Detector):
         self._likelihoods.clear()
 
     def backward_starts(self, backward: Backward) -> None:
-        if backward.taint is None or backward.kind != "backward" or self._maximised(backward):
+        if (
+            backward.taint is None
+            or backward.kind != "backward"
+            or maximised(self.session, backward)
+        ):
             return
         if not (self._curved or self._likelihoods):
             return
@@ -107,16 +110,6 @@ class Divergences(Detector):
         turned = [t.site for t, weight in path.steps if weight < 0]
         self._say("likelihood", turned[0] if turned else path.steps[0][0].site, term, backward, ())
         return True
-
-    def _maximised(self, backward: Backward) -> bool:
-        live = backward.taint.live if backward.taint is not None else 0
-        registry = self.session.registry
-        return any(
-            group.get("maximize")
-            for optimizer in registry.optimizers.values()
-            if registry.bits(owned_by(optimizer)) & live
-            for group in optimizer.param_groups
-        )
 
     def _say(
         self,

@@ -136,15 +136,9 @@ class Leftovers(Detector):
         registry = self.session.registry
         others = registry.owned & ~owned
         held = [(p, a) for p in self._passes if p.left & owned for a in p.addends]
-        alone = [(p, a) for p, a in held if a.leaves & owned and not a.leaves & others]
-        own = [p for p, _ in alone]
+        own = [p for p, a in held if a.leaves & owned and not a.leaves & others]
         for done, addend in held:
             meant_for = addend.leaves & others
-            # a critic compares two scores, of data and of what is generated: the second may well
-            # reach the generator, where nobody takes it (WGAN-GP as it is often written)
-            scores = [a for p, a in alone if p is done and a.scored & owned]
-            if all(p is done for p in own) and len(scores) < 2:
-                continue
             if not (own and meant_for and addend.scored & owned and not addend.scored & others):
                 continue
             theirs = [

@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.detectors.common import live_in
+from gradient_doctor.detectors.common import live_in, maximised
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 from gradient_doctor.taint import Cut
 from gradient_doctor.terms import Term, paths_down
@@ -93,7 +92,7 @@ class Signs(Detector):
             return
         negative = {id(term) for term in self._minus_entropies}
         known = (*self._entropies, *self._errors, *self._minus_entropies)
-        if not known or self._maximised(backward):
+        if not known or maximised(self.session, backward):
             return
         for root in backward.roots:
             whole = {id(term) for term in known}
@@ -117,16 +116,6 @@ class Signs(Detector):
         live = backward.taint.live if backward.taint is not None else 0
         lines = {b.site for b in self.session.record.backwards}
         return len(registry.optimizers) == 1 and not live & ~registry.owned and len(lines) == 1
-
-    def _maximised(self, backward: Backward) -> bool:
-        live = backward.taint.live if backward.taint is not None else 0
-        registry = self.session.registry
-        return any(
-            group.get("maximize")
-            for optimizer in registry.optimizers.values()
-            if registry.bits(owned_by(optimizer)) & live
-            for group in optimizer.param_groups
-        )
 
     def _say(self, kind: str, site: Site | None, term: Term, backward: Backward) -> None:
         steps = self._steps.setdefault((kind, site), set())
