@@ -78,7 +78,7 @@ class Findings:
     lr: float
     lr_stored: float
     """Of the step that training made: recorded, or what the optimizer holds; `lr` is another one
-    only if the config says so. 0: no step follows."""
+    only if the config says so. 0: no step follows, or the recorded one moved nothing."""
     momentum_decay: float
     """b1: a batch's gradient acts on 1 / (1 - b1) steps' worth in the end."""
     coupled_decay: bool
@@ -133,7 +133,8 @@ class Findings:
     @property
     def lr_changed(self) -> bool:
         """The step asked about is longer or shorter than the one training made."""
-        return self.lr_stored > 0 and self.lr != self.lr_stored
+        followed = self.lr_stored > 0 or self.real  # a recorded step may have moved nothing
+        return followed and self.lr != self.lr_stored
 
     @property
     def form(self) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from entropy_experiments.config import parse_config
+from entropy_experiments.findings import Findings
 from entropy_experiments.online.step_recorder import StepRecorder
 from entropy_experiments.pipelines.influence.certified import certificate_of
 from entropy_experiments.pipelines.probe_inputs import ProbeInputs, gather
@@ -57,7 +59,11 @@ def recorded_at(folder: Path, rate: float) -> Path:
 
 
 def probe_of(folder: Path, **update: Any) -> ProbeInputs:
-    document = {"checkpoint": {"dtype": "float64"}, "data": {"evaluation_prompts": 3}}
+    document = {
+        "checkpoint": {"dtype": "float64"},
+        "data": {"evaluation_prompts": 3},
+        "sampling": {"save": str(folder.parent / "rollouts")},
+    }
     return gather(parse_config({**document, "update": update}), folder)
 
 
@@ -116,3 +122,10 @@ def test_a_recorded_rate_of_zero_is_followed(unmoved):
 def test_a_fingerprint_s_words(distance, words):
     certificate = FingerprintCertificate(relative_error=distance, cosine=1.0)
     assert str(certificate).startswith(words)
+
+
+@pytest.mark.parametrize(("stored", "real", "changed"), [(0.0, True, True), (0.0, False, False)])
+def test_another_rate_than_a_recorded_zero_is_told(stored, real, changed):
+    """The headline said that training made the step at the rate that was asked about."""
+    findings = SimpleNamespace(lr=1e-3, lr_stored=stored, real=real)
+    assert Findings.lr_changed.fget(findings) is changed

@@ -249,7 +249,7 @@ def test_the_sentence_says_what_how_sure_and_what_next(view):
     assert text.startswith("Entropy fell by ")
     assert "(95 % " in text
     assert "the ledger closes" in text
-    assert "the total was measured, no single step was" in text
+    assert "no single step's change is measured" in text
     assert "Next: " in text
 
 

@@ -322,9 +322,7 @@ def step_shares(
             )
             for name in slopes
         },
-        unfinished={
-            name: _unfinished(rebuilt, there.get(name, here[name]), params) for name in slopes
-        },
+        unfinished={name: _unfinished(rebuilt, there.get(name, here[name])) for name in slopes},
         by_parameter=by_parameter,
         carried={
             name: {key: one.rho * costates[name][key] for key, one in rebuilt.parameters.items()}
@@ -592,7 +590,7 @@ def _gradient_distance(rebuilt: StepRecursion, clipped: Params, missed: Params) 
     return norm(missed) / entered if entered else norm(missed)
 
 
-def _unfinished(rebuilt: StepRecursion, slope: Params, params: Params) -> float:
+def _unfinished(rebuilt: StepRecursion, slope: Params) -> float:
     return -sum(
         one.later * float((one.gain * slope[key].detach().double() * one.after).sum())
         for key, one in rebuilt.parameters.items()

@@ -23,6 +23,7 @@ from entropy_experiments.cli.options import (
     print_results,
     try_to_write,
 )
+from entropy_experiments.results.run_ledger import CHECKED
 
 if TYPE_CHECKING:
     from entropy_experiments.config import Config
@@ -36,10 +37,6 @@ EXAMPLES = (
     "  entropy-probe explain runs/grpo --every 10  sparse checkpoints, steps replayed\n"
     "  entropy-probe explain --set data.evaluation_prompts=256\n"
     "  torchrun --nproc-per-node 4 -m entropy_experiments.cli explain runs/grpo"
-)
-CHECKED = (
-    "steps and gradients are training's, and the path's total is what fresh rollouts measured; no "
-    "single step's change is measured, so errors of steps that cancel are not seen"
 )
 WORDS = {
     "batches": "the recorded batches",

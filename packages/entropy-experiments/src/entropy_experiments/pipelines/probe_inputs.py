@@ -490,24 +490,26 @@ def drawn_for_want_of_a_record(config: Config, checkpoint: Checkpoint) -> Iterat
     try:
         yield
     except TooFewPromptsError as error:
-        if checkpoint.recorded is not None or config.data.update_rollouts == "drawn":
+        sibling = _recorded_sibling(checkpoint.path)
+        drawn = checkpoint.recorded is not None or config.data.update_rollouts == "drawn"
+        if drawn or not sibling:  # nothing is missing beside it: prompts are what is wrong
             raise
         raise ValueError(
             f"No step is recorded after {checkpoint.path}: there is no update_batch/ beside it, as "
             "beside the newest checkpoint of a run. To draw a batch in place of it prompts are too "
             f"few ({error}) To analyse a step that training made, give a checkpoint with a record"
-            f"{_recorded_sibling(checkpoint.path)}."
+            f", such as {sibling}."
         ) from error
 
 
 def _recorded_sibling(path: Path) -> str:
-    """The last checkpoint beside this one whose step is recorded, in words."""
+    """The last checkpoint beside this one whose step is recorded; empty: there is none."""
     try:
         others = checkpoints_by_count(path.parent)
     except (OSError, ValueError):
         return ""
     found = [place for _, place in sorted(others.items()) if (place / UPDATE_BATCH).is_dir()]
-    return f", such as {found[-1]}" if found else ""
+    return str(found[-1]) if found else ""
 
 
 def evaluation_notes(config: Config, evaluation: Rollouts) -> list[str]:

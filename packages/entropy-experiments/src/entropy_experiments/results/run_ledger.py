@@ -35,6 +35,12 @@ AGAIN = "Run the same `entropy-probe explain` command again: finished steps are 
 
 LINES = ("batches", "decay", "momentum_before_record", "uncovered")
 """Of the ledger, in this order; they add up to `total.path`."""
+CHECKED = (
+    "no check found another step or gradient than training's, and the total agrees with fresh "
+    "rollouts within their error; no single step's change is measured, so errors of steps that "
+    "cancel are not seen"
+)
+"""What a ledger without doubts stands for."""
 TOKEN_CLASSES = ("number", "operator", "connective", "format", "end", "space", "word", "other")
 
 Kind = Literal["int64", "double", "string"]

@@ -317,7 +317,10 @@ class Estimate:
 
 
 class LinearCombination:
-    """A sum of factor x estimate, one term at a time: what is held does not grow with the terms.
+    """A sum of factor x estimate, one term at a time.
+
+    What is held grows by a number for each term, and by a block for each sample that is independent
+    of those before it.
 
     Estimates of the same sample are paired entry by entry, others are independent.
 

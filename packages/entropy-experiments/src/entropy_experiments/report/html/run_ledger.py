@@ -35,7 +35,7 @@ from entropy_experiments.report.run_ledger import (
     stands_out,
 )
 from entropy_experiments.report.words import contains_zero
-from entropy_experiments.results.run_ledger import LINES, RunLedgerResult
+from entropy_experiments.results.run_ledger import CHECKED, LINES, RunLedgerResult
 from entropy_experiments.study_files import PAGE
 
 LINE_NAMES = {
@@ -201,11 +201,7 @@ def how_sure(summary: RunLedgerResult) -> str:
         closing = f"the ledger does not close, {percent(share)} of the change is unexplained"
     count = len(summary["why_not"])
     doubts = f"{count} reason{'s' if count > 1 else ''} for doubt below"
-    fine = (
-        "no check found a reason for doubt (the total was measured, no single step was: errors of "
-        "steps that cancel are not seen)"
-    )
-    return f"{closing}; {doubts if count else fine}"
+    return f"{closing}; {doubts if count else CHECKED}"
 
 
 def what_next(view: RunLedgerView) -> str:
