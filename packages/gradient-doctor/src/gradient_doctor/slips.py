@@ -282,6 +282,19 @@ def _surroundings(file: str, line: int) -> str:
     return "".join(heads)
 
 
+def stands_after_loop(site: Site, inside: Site) -> bool:
+    """Whether a line follows the innermost loop around another, in the same function."""
+    tree = _tree(inside.file) if is_user_file(inside.file) else None
+    ends = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in (ast.walk(tree) if tree is not None else ())
+        if isinstance(node, (ast.For, ast.While))
+        and node.lineno <= inside.line <= (node.end_lineno or node.lineno)
+    ]
+    same = _function_around(site) is _function_around(inside)
+    return same and bool(ends) and site.line > max(ends)[1]
+
+
 def _statements(files: Iterable[str]) -> Iterator[tuple[str, ast.stmt]]:
     for file in dict.fromkeys(files):
         tree = _tree(file) if is_user_file(file) else None

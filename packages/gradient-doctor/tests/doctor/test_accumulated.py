@@ -42,6 +42,22 @@ for part in x.chunk(2):
     net(part).square().mean().backward()  # FAULT
 sgd.step()
 """,
+    "the-second-loss": """
+sgd.zero_grad()
+net(x).square().mean().backward()
+sgd.step()
+F.cross_entropy(net(x), y).backward()  # FAULT
+sgd.step()
+""",
+    "one-of-two-branches": """
+if step < 9:
+    net(x).square().mean().backward()  # FAULT
+    sgd.step()
+else:
+    sgd.zero_grad()
+    net(x).square().mean().backward()
+    sgd.step()
+""",
 }
 CLEAN = {
     "after": """

@@ -22,7 +22,7 @@ from gradient_doctor.findings import Severity, Site
 from gradient_doctor.readable import checksum, gradient_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session
-from gradient_doctor.slips import bare_attribute, calls_of, source_of_function
+from gradient_doctor.slips import bare_attribute, calls_of, stands_after_loop
 from gradient_doctor.steps import StepFacts, norm_of
 
 _ENOUGH = 2  # steps of one optimizer that used such gradients
@@ -34,6 +34,7 @@ class Repeats:
 
     mask: int = 0
     steps: set[int] = field(default_factory=set)
+    since: int = 0  # when the first of them was
     said: bool = False
 
 
@@ -45,8 +46,9 @@ class Accumulated(Detector):
         self._added: dict[int, Site | None] = {}  # the last backward that added to it
         self._by_hand: dict[int, tuple[float, float]] = {}  # by bit: checksum and gradient's norm
         self._hand_repeats: dict[Site | None, Repeats] = {}
-        # by optimizer or module: where its gradients are cleared, if only too rarely
-        self._cleared: weakref.WeakKeyDictionary[Any, Site | None] = weakref.WeakKeyDictionary()
+        # by optimizer or module: where and when its gradients were cleared last
+        self._cleared: weakref.WeakKeyDictionary[Any, tuple[Site | None, int]]
+        self._cleared = weakref.WeakKeyDictionary()
         self._repeats: weakref.WeakKeyDictionary[Any, Repeats] = weakref.WeakKeyDictionary()
 
     def backward_starts(self, backward: Backward) -> None:
@@ -121,7 +123,7 @@ class Accumulated(Detector):
 
     def event(self, event: Event) -> None:
         if event.kind == "zero_grad":
-            self._cleared[event.data["owner"]] = event.site
+            self._cleared[event.data["owner"]] = (event.site, event.order)
         if not (self._used or self._kept) and event.kind != "step":
             return
         registry = self.session.registry
@@ -140,7 +142,7 @@ class Accumulated(Detector):
         owned = registry.bits(owned_by(optimizer))
         added = owned & self._kept & sum(self._added)
         if added:
-            repeats = self._repeats.setdefault(optimizer, Repeats())
+            repeats = self._repeats.setdefault(optimizer, Repeats(since=event.order))
             repeats.mask |= added
             repeats.steps.add(event.step)
             if len(repeats.steps) >= _ENOUGH and not repeats.said:
@@ -162,7 +164,7 @@ class Accumulated(Detector):
         name = registry.optimizer_name(optimizer)
         sites = [site for bit, site in self._added.items() if bit & added]
         bare = bare_attribute([site.file for site in sites if site is not None], "zero_grad")
-        rarely = None if bare is not None else self._cleared_rarely(optimizer, added)
+        rarely = None if bare is not None else self._cleared_before(repeats)
         if bare is None and rarely is None and sites and sites[-1] is not None:
             rarely = _cleared_later(sites[-1], name)
         self.report(
@@ -186,12 +188,16 @@ class Accumulated(Detector):
             ),
         )
 
-    def _cleared_rarely(self, optimizer: Any, mask: int) -> Site | None:
-        """The line that clears these gradients, but not in every step."""
+    def _cleared_before(self, repeats: Repeats) -> Site | None:
+        """The line that has cleared these gradients, but in none of the steps that used them again.
+
+        One that runs in between is right: another is missing.
+        """
         registry = self.session.registry
-        for owner, site in self._cleared.items():
+        for owner, (site, order) in self._cleared.items():
             theirs = owner.parameters() if isinstance(owner, nn.Module) else owned_by(owner)
-            if site is not None and not mask & ~registry.bits(theirs):
+            whole = not repeats.mask & ~registry.bits(theirs)
+            if site is not None and whole and order < repeats.since:
                 return site
         return None
 
@@ -199,6 +205,4 @@ class Accumulated(Detector):
 def _cleared_later(backward: Site, optimizer: str) -> Site | None:
     """The line of the same function that clears them at the end of an epoch."""
     lines = calls_of([backward.file], optimizer, "zero_grad")
-    around = source_of_function(backward)
-    same = [line for line in lines if source_of_function(line) == around]
-    return same[0] if len(lines) == len(same) == 1 else None
+    return lines[0] if len(lines) == 1 and stands_after_loop(lines[0], backward) else None
