@@ -278,6 +278,31 @@ def test_target_networks_are_nobodys(tmp_path):
     nothing(tmp_path, source)
 
 
+LIVE_TARGET = """
+body = nn.Linear(4, 3)
+target = nn.Linear(4, 3)
+target.load_state_dict(body.state_dict())
+optimizer = torch.optim.SGD(body.parameters(), lr=0.1)  # FAULT
+for step in range(8):
+    x = torch.randn(8, 4)
+    loss = (body(x)[:, 0] - (1 + 0.9 * target(x).max(1)[0])).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 5 == 4:
+        SYNC
+"""
+
+
+def test_a_target_that_stays_in_the_graph_and_is_refreshed_later(tmp_path):
+    nothing(tmp_path, LIVE_TARGET.replace("SYNC", "target.load_state_dict(body.state_dict())"))
+
+
+def test_a_copy_that_nobody_refreshes(tmp_path):
+    finding = only(tmp_path, LIVE_TARGET.replace("SYNC", "pass"), 7)
+    assert names(finding) == {"target.weight", "target.bias"}
+
+
 def test_a_replaced_weight_stays_in_the_optimizer(tmp_path):
     """Tied after the optimizer was made: it keeps stepping a tensor that no model has."""
     make = "last = nn.Linear(8, 8)\nend = nn.Linear(8, 8)"

@@ -35,6 +35,7 @@ class Ownership(Detector):
         self._received = self._again = 0  # by any backward; by two or more
         self._lately = 0  # by a backward since the model last got a new part
         self._sums: dict[int, float] = {}  # of parameters in no optimizer: do they change?
+        self._copies = 0  # that began as copies of what an optimizer trains: targets, teachers
         self._fresh: dict[Site, dict[int, int]] = {}  # birth line -> step -> parameters
         self._born_in_loop: set[Site] = set()
         self._was_frozen = 0  # when training began, and in no optimizer
@@ -68,7 +69,9 @@ class Ownership(Detector):
             if unreadable(parameter) in (META, FAKE):
                 continue  # no weights: somebody counts operations, or plans
             bit = registry.bit(parameter)
-            self._sums.setdefault(bit, checksum(parameter))
+            if bit not in self._sums:
+                self._sums[bit] = checksum(parameter)
+                self._note_copy(parameter, backward)
             birth = registry.birth(parameter)
             if birth is not None and birth.site is not None:
                 per_step = self._fresh.setdefault(birth.site, {})
@@ -82,6 +85,16 @@ class Ownership(Detector):
                 # the first step of a script includes the making of its models
                 if self.session.first < birth.step == backward.step:
                     self._born_in_loop.add(birth.site)
+
+    def _note_copy(self, orphan: Tensor, backward: Backward) -> None:
+        """A target network is refreshed every so often; only the end tells whether it was."""
+        registry = self.session.registry
+        value = self._sums[registry.bit(orphan)]
+        if any(
+            p.shape == orphan.shape and checksum(p) == value
+            for p in registry.tensors(backward.received & registry.owned)
+        ):
+            self._copies |= registry.bit(orphan)
 
     def start(self) -> None:
         registry = self.session.registry
@@ -130,7 +143,7 @@ class Ownership(Detector):
         if any(unreadable(p) == SHARDED for o in registry.optimizers.values() for p in owned_by(o)):
             return  # forwards take other tensors than the optimizer holds, by design; see unread.py
         # optimizers that are made one by one when they first step share the first backward
-        received = self._received if final else self._again
+        received = self._received if final else self._again & ~self._copies
         orphans: list[Tensor] = [
             p
             for p in registry.tensors(received & ~registry.owned & ~self._said & ~thrown)
