@@ -30,9 +30,15 @@ def followed(update, extra="pass", mark=""):
     return FOLLOWED.format(update=update, extra=extra, mark=mark)
 
 
-def test_the_factors_exchanged(tmp_path):
-    source = followed("slow.data.copy_(0.01 * slow.data + 0.99 * fast.data)  # FAULT")
-    assert "1.0%" in only(tmp_path, source, 32).what
+@pytest.mark.parametrize(
+    "update",
+    [
+        "slow.data.copy_(0.01 * slow.data + 0.99 * fast.data)  # FAULT",
+        "slow.data = 0.01 * slow.data + 0.99 * fast.data  # FAULT",  # at a new address each time
+    ],
+)
+def test_the_factors_exchanged(tmp_path, update):
+    assert "1.0%" in only(tmp_path, followed(update), 32).what
 
 
 def test_the_networks_exchanged(tmp_path):

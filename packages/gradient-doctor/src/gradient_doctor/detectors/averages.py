@@ -55,6 +55,7 @@ class Averages(Detector):
         self._steps: dict[int, int] = {}
         self._used = 0  # parameters that some loss depends on, through cuts as well
         self._written: dict[int, Site | None] = {}  # address of a parameter -> its last writing
+        self._assigned = WeakIdKeyDictionary()  # `p.data = ...` moves p to another address
         self._shares = WeakIdKeyDictionary()  # a tensor on a parameter's memory -> its line
         self._scaled: dict[int, float] = {}  # address -> the factor that it was just multiplied by
         self._onto_itself: dict[Site | None, int] = {}
@@ -65,6 +66,8 @@ class Averages(Detector):
         if call.short in ("data", "detach") and isinstance(call.inputs[0], nn.Parameter):
             self._shares[call.outputs[0]] = call.site
         for target in call.targets or (call.args[:1] if call.short == "__set__" else ()):
+            if call.short == "__set__" and isinstance(target, nn.Parameter):
+                self._assigned[target] = call.site
             address = _address(target)
             if address is not None:
                 self._written[address] = call.site
@@ -206,7 +209,10 @@ class Averages(Detector):
             )
 
     def _site(self, module: nn.Module) -> Site | None:
-        sites = [self._written.get(_address(p) or 0) for p in module.parameters()]
+        sites = [
+            self._assigned.get(p) or self._written.get(_address(p) or 0)
+            for p in module.parameters()
+        ]
         return next((site for site in sites if site is not None), None)
 
 
