@@ -194,7 +194,12 @@ class Calls:
 
     def _parameter(self, cls: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         parameter = yield
-        self.session.registry.made(parameter, self.session.here(), self.session.step)
+        registry = self.session.registry
+        registry.made(parameter, self.session.here(), self.session.step)
+        data = args[0] if args else kwargs.get("data")
+        # before there is an optimizer, values are taken over to begin with
+        if isinstance(data, Tensor) and (registry.optimizers or registry.unnamed):
+            self.trace.remade(parameter, data)
 
     def _copied(self, original: Any, memo: Any) -> Iterator[Any]:
         parameter = yield

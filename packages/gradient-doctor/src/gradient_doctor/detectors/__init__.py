@@ -8,6 +8,7 @@ from gradient_doctor.detectors.averages import Averages
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.branches import Branches
+from gradient_doctor.detectors.cancellations import Cancellations
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.clipping import Clipping
 from gradient_doctor.detectors.cosmetic import Cosmetic
@@ -91,6 +92,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Samples,
     States,
     Cosmetic,
+    Cancellations,
     Misdirected,
     Dropped,
     Targets,

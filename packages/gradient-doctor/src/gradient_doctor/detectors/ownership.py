@@ -43,6 +43,7 @@ class Ownership(Detector):
         self._originals: dict[
             Site, list[Any]
         ] = {}  # birth line of copies -> what they are copies of
+        self._behind: dict[Any, int] = {}  # birth line -> what the values were computed from
         self._built: dict[Site, Site | None] = {}  # birth line -> that of the module around it
         self._steps: dict[int, Site | None] = {}  # optimizers that have stepped, and where
         self._loaded: dict[int, Site | None] = {}
@@ -80,6 +81,10 @@ class Ownership(Detector):
                 original = registry.copy_of.get(parameter)
                 if original is not None and original() is not None:
                     self._originals.setdefault(birth.site, []).append(original)
+                taint = self.session.taints.get(parameter)
+                if taint is not None:
+                    place, before = birth.site.place, taint.depends & ~taint.live
+                    self._behind[place] = self._behind.get(place, 0) | before
                 if home is not None and birth.site not in self._built:
                     self._built[birth.site] = registry.construction(registry.top_of(home))
                 # the first step of a script includes the making of its models
@@ -192,7 +197,7 @@ class Ownership(Detector):
                 registry.leaves[k] for k in range(masks[-1].bit_length()) if masks[-1] >> k & 1
             ]
             registry.thrown_away[site] = leaves[0]
-            if self._copied(site, union):
+            if self._copied(site, union) or self._remade(site):
                 continue
             shapes = ", ".join(str(list(leaf.shape or ())) for leaf in leaves[:4])
             number = count(len(leaves), "parameter")
@@ -231,6 +236,27 @@ class Ownership(Detector):
             "done to their .data leaves no trace either: the optimizer's parameters get nothing.",
             fix="Compute with the parameters themselves: torch.func.functional_call(model, "
             "{name: p - rate * g}, inputs).",
+            site=site,
+            parameters=hidden,
+        )
+        return True
+
+    def _remade(self, site: Site) -> bool:
+        """Class 3: a computed value is made a parameter, which is a new leaf in every step."""
+        ledger = self.session.ledger
+        hidden = self._behind.get(site.place, 0) & ledger.should_train()
+        if not hidden:
+            return False
+        ledger.explained |= hidden & ~ledger.received
+        self.report(
+            3,
+            Severity.ERROR,
+            "`nn.Parameter` makes a new leaf of a computed value: its gradient ends there.",
+            why=f"The value was computed from {self.session.registry.many(hidden)}. A parameter "
+            "has no history, and this one is made again in every step: its gradient is used by "
+            "nobody, and nothing reaches what it was computed from.",
+            fix="Use the computed tensor as it is: pass it on as an argument, or with "
+            "torch.func.functional_call. A module that must hold it keeps it as a plain attribute.",
             site=site,
             parameters=hidden,
         )
