@@ -15,7 +15,7 @@ from gradient_doctor.graph import NodeOrigin, mark_origin
 from gradient_doctor.guards import observed
 from gradient_doctor.patches import Patches
 from gradient_doctor.session import Session
-from gradient_doctor.sites import called_by_torch, called_by_user
+from gradient_doctor.sites import called_by_torch, called_by_user, user_lines
 from gradient_doctor.taint import Cut, Region, Taint, merged, tensors_in
 from gradient_doctor.trace import Trace
 
@@ -55,6 +55,7 @@ class Calls:
         for scheduler in _schedulers():
             patch(scheduler, "step", self._schedule)
         patch(nn.Module, "named_parameters", self._named)
+        patch(torch.Tensor, "requires_grad_", self._switched, rests=True)
         patch(nn.Module, "zero_grad", self._zero_grad)
         patch(nn.Module, "load_state_dict", self._load_module)
         # the helper behind clip_grad_norm_: found also when the user imported that name before
@@ -82,6 +83,15 @@ class Calls:
             yield
         finally:
             self._switching = False
+
+    def _switched(self, tensor: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Between two looks: a parameter is frozen, or thawed, by this call."""
+        if self.session.record.traced or self.session.paused:
+            return
+        if not isinstance(tensor, nn.Parameter):
+            return
+        yield
+        self.session.registry.switched(tensor, self.session.here(), user_lines)
 
     def _named(self, module: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """A loop of the user's over names; torch and we ask for them far more often."""

@@ -20,6 +20,7 @@ from gradient_doctor.detectors.estimators import Estimators
 from gradient_doctor.detectors.frozen import Frozen
 from gradient_doctor.detectors.frozen_defaults import FrozenDefaults
 from gradient_doctor.detectors.frozen_layers import FrozenLayers
+from gradient_doctor.detectors.frozen_moves import FrozenMoves
 from gradient_doctor.detectors.frozen_names import FrozenNames
 from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
@@ -36,6 +37,7 @@ from gradient_doctor.detectors.misdirected import Misdirected
 from gradient_doctor.detectors.missing import Missing
 from gradient_doctor.detectors.moved_inputs import MovedInputs
 from gradient_doctor.detectors.names import Names
+from gradient_doctor.detectors.nobody import Nobody
 from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.normalised import RowSoftmax
 from gradient_doctor.detectors.ownership import Ownership
@@ -75,7 +77,9 @@ DETECTORS: tuple[type[Detector], ...] = (
     FrozenLayers,
     FrozenDefaults,
     FrozenNames,
+    FrozenMoves,
     Ownership,
+    Nobody,
     Leaves,
     Erased,
     Accumulated,
