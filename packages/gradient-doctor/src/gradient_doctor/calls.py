@@ -15,7 +15,7 @@ from gradient_doctor.graph import NodeOrigin, mark_origin
 from gradient_doctor.guards import observed
 from gradient_doctor.patches import Patches
 from gradient_doctor.session import Session
-from gradient_doctor.sites import called_by_torch, called_by_user, user_lines
+from gradient_doctor.sites import called_by_torch, called_by_user, constructors, user_lines
 from gradient_doctor.taint import Cut, Region, Taint, merged, tensors_in
 from gradient_doctor.trace import Trace
 
@@ -49,6 +49,7 @@ class Calls:
         patch(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         patch(torch.optim.Optimizer, "__init__", self._new_optimizer)
         patch(torch.optim.Optimizer, "load_state_dict", self._load_state)
+        patch(torch.nn.modules.loss._Loss, "__init__", self._new_loss)
         patch(torch.optim.lr_scheduler.LRScheduler, "__init__", self._new_scheduler)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau  # does not call the other's
         patch(plateau, "__init__", self._new_scheduler)
@@ -176,6 +177,14 @@ class Calls:
         registry.first_rates[optimizer] = [g.get("lr") for g in optimizer.param_groups]
         if registry.discover and type(optimizer).__module__ != "accelerate.optimizer":
             registry.unnamed.append(optimizer)  # named later, when its variable exists
+
+    def _new_loss(self, loss: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """A loss has no parameters: nothing else would tell where its options are written."""
+        running = constructors()
+        if all(module is not loss for module, _ in running):  # it has no constructor of its own
+            running = [(loss, user_lines()), *running]
+        self.session.registry.constructed(running, self.session.step)
+        yield
 
     def _new_scheduler(
         self, scheduler: Any, optimizer: Any, *args: Any, **kwargs: Any

@@ -9,6 +9,7 @@ from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.branches import Branches
 from gradient_doctor.detectors.cancellations import Cancellations
+from gradient_doctor.detectors.cancelling import Cancelling
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.clipping import Clipping
 from gradient_doctor.detectors.cosmetic import Cosmetic
@@ -56,6 +57,7 @@ from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
+from gradient_doctor.detectors.spread import Spreads
 from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.statistics import Statistics
 from gradient_doctor.detectors.surrogates import Surrogates
@@ -111,6 +113,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
     SilentFunctions,
+    Cancelling,
     Zeros,
     Ranges,
     NonFinite,
@@ -119,6 +122,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Schedule,
     Branches,
     Magnitude,
+    Spreads,
     Clipping,
     Estimators,
     PolicyLosses,
