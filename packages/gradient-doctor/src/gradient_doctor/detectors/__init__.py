@@ -10,12 +10,15 @@ from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.branches import Branches
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.clipping import Clipping
+from gradient_doctor.detectors.contractions import Contractions
 from gradient_doctor.detectors.cosmetic import Cosmetic
 from gradient_doctor.detectors.divergences import Divergences
 from gradient_doctor.detectors.draws import Draws
 from gradient_doctor.detectors.dropped import Dropped
+from gradient_doctor.detectors.ends import Ends
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
+from gradient_doctor.detectors.first_ratios import FirstRatios
 from gradient_doctor.detectors.frozen import Frozen
 from gradient_doctor.detectors.frozen_defaults import FrozenDefaults
 from gradient_doctor.detectors.frozen_layers import FrozenLayers
@@ -25,6 +28,7 @@ from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.indices import Indices
+from gradient_doctor.detectors.kept import Kept
 from gradient_doctor.detectors.labels import Labels
 from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
@@ -98,10 +102,13 @@ DETECTORS: tuple[type[Detector], ...] = (
     Shifts,
     Axes,
     RowSoftmax,
+    Contractions,
     Penalties,
     Activations,
     Lengths,
     Labels,
+    Kept,
+    Ends,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
     SilentFunctions,
@@ -117,6 +124,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Estimators,
     PolicyLosses,
     Surrogates,
+    FirstRatios,
     Draws,
     Divergences,
     Signs,
