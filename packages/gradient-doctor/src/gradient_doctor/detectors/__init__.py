@@ -43,12 +43,14 @@ from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.normalised import RowSoftmax
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
+from gradient_doctor.detectors.pairs import Pairs
 from gradient_doctor.detectors.penalties import Penalties
 from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.ranges import Ranges
+from gradient_doctor.detectors.recursions import Recursions
 from gradient_doctor.detectors.rising import Rising
 from gradient_doctor.detectors.samples import Samples
 from gradient_doctor.detectors.scaler import Scaler
@@ -57,6 +59,7 @@ from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
+from gradient_doctor.detectors.soft_masks import SoftMasks
 from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.statistics import Statistics
 from gradient_doctor.detectors.surrogates import Surrogates
@@ -103,12 +106,14 @@ DETECTORS: tuple[type[Detector], ...] = (
     Axes,
     RowSoftmax,
     Contractions,
+    Pairs,
     Penalties,
     Activations,
     Lengths,
     Labels,
     Kept,
     Ends,
+    SoftMasks,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
     SilentFunctions,
@@ -125,6 +130,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     PolicyLosses,
     Surrogates,
     FirstRatios,
+    Recursions,
     Draws,
     Divergences,
     Signs,
