@@ -139,6 +139,10 @@ class Sentinels:
         places = node.metadata.get(MARK + ".silent")
         if places is not None:
             self._look_at_places(node, next(iter(came.values())), places)
+        for key in (MARK + ".kept", MARK + ".ends"):
+            observe = node.metadata.get(key)
+            if observe is not None:
+                observe(next(iter(came.values())))
 
     def _look_around(self, node: Any, came: dict[int, Tensor], went: dict[int, Tensor]) -> None:
         if any(bool(g.any()) for g in came.values()):

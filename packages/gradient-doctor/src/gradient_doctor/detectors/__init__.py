@@ -12,12 +12,15 @@ from gradient_doctor.detectors.cancellations import Cancellations
 from gradient_doctor.detectors.cancelling import Cancelling
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.clipping import Clipping
+from gradient_doctor.detectors.contractions import Contractions
 from gradient_doctor.detectors.cosmetic import Cosmetic
 from gradient_doctor.detectors.divergences import Divergences
 from gradient_doctor.detectors.draws import Draws
 from gradient_doctor.detectors.dropped import Dropped
+from gradient_doctor.detectors.ends import Ends
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
+from gradient_doctor.detectors.first_ratios import FirstRatios
 from gradient_doctor.detectors.frozen import Frozen
 from gradient_doctor.detectors.frozen_defaults import FrozenDefaults
 from gradient_doctor.detectors.frozen_layers import FrozenLayers
@@ -28,6 +31,7 @@ from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.indices import Indices
+from gradient_doctor.detectors.kept import Kept
 from gradient_doctor.detectors.labels import Labels
 from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
@@ -43,12 +47,14 @@ from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.normalised import RowSoftmax
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
+from gradient_doctor.detectors.pairs import Pairs
 from gradient_doctor.detectors.penalties import Penalties
 from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.ranges import Ranges
+from gradient_doctor.detectors.recursions import Recursions
 from gradient_doctor.detectors.rising import Rising
 from gradient_doctor.detectors.samples import Samples
 from gradient_doctor.detectors.scaler import Scaler
@@ -58,6 +64,7 @@ from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
 from gradient_doctor.detectors.spread import Spreads
+from gradient_doctor.detectors.soft_masks import SoftMasks
 from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.statistics import Statistics
 from gradient_doctor.detectors.surrogates import Surrogates
@@ -106,10 +113,15 @@ DETECTORS: tuple[type[Detector], ...] = (
     Shifts,
     Axes,
     RowSoftmax,
+    Contractions,
+    Pairs,
     Penalties,
     Activations,
     Lengths,
     Labels,
+    Kept,
+    Ends,
+    SoftMasks,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
     SilentFunctions,
@@ -127,6 +139,8 @@ DETECTORS: tuple[type[Detector], ...] = (
     Estimators,
     PolicyLosses,
     Surrogates,
+    FirstRatios,
+    Recursions,
     Draws,
     Divergences,
     Signs,
