@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gradient_doctor.ends import Ends
 from gradient_doctor.findings import Site, joined
 from gradient_doctor.graph import node_of
 from gradient_doctor.readable import checksum
@@ -27,6 +28,7 @@ from gradient_doctor.terms import CUTS, Term, Terms
 _MOVES = {"to", "cpu", "cuda", "float", "half", "bfloat16", "double", "type", "pin_memory", "copy_"}
 _NO_USE = CUTS | _MOVES
 _NUMBERS = {"item", "__int__", "tolist"}
+_COMPARISONS = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity"}
 _FLOORS = {"clamp", "clamp_min", "clip", "maximum", "relu"}
 # a parameter that one of these takes is applied to something, outside of modules, too
 _LAYERS = {"linear", "matmul", "mm", "bmm", "addmm", "embedding", "einsum", "conv1d", "conv2d"}
@@ -49,6 +51,7 @@ class CutFact:
     order: int = -1
     ops: int = 0
     size: int = 1
+    target: bool = False  # what a live value is compared with: meant to be without gradient
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -60,7 +63,7 @@ class CutFact:
         """The class of the fault, if this is its cause."""
         return {"region": 2, "checkpoint": 11}.get(self.kind, 3)
 
-    def rank(self, bit: int) -> tuple[bool, bool, bool, int, int]:
+    def rank(self, bit: int) -> tuple[bool, bool, bool, bool, int, int]:
         """The likeliest culprit is greatest.
 
         A cut in the loss that the parameter's own optimizer steps on says more than one in another
@@ -68,7 +71,8 @@ class CutFact:
         parameter without gradients (a rollout, a target); the nearer to the loss, the more.
         """
         graph = bool(self.graph & bit)
-        return bool(self.own & bit), graph, self.kind != "sample", self.step, self.order
+        meant = self.kind == "sample", self.target
+        return bool(self.own & bit), graph, not meant[0], not meant[1], self.step, self.order
 
 
 class Ledger(Detector):
@@ -78,6 +82,7 @@ class Ledger(Detector):
         super().__init__(session)
         session.ledger = self
         self.terms = Terms(session)
+        self.ends = Ends(session)
         self.received = 0  # ever, in checked steps
         self.nonzero = 0  # ever something else than zeros
         self.lost = 0  # some loss depends on them, and its gradient does not reach them
@@ -94,6 +99,7 @@ class Ledger(Detector):
         self.by_site: dict[Site | None, int] = {}  # what backwards of this line gave gradients to
         self.empty: list[tuple[int, str, Site | None]] = []  # (step, operation, line)
         # lines of this step that took a number, or cut whole numbers off at some value
+        self.targets: set[Site | None] = set()  # lines that detach what is compared with
         self.counted: dict[tuple[Site | None, bool], None] = {}
         self.numpy: dict[Site | None, int] = {}  # left for numpy before an array came back
         self.sometimes = 0  # received in one checked step, and not in another
@@ -127,7 +133,10 @@ class Ledger(Detector):
                 if call.outputs and node_of(call.outputs[0]) is not None:
                     loads = self.loads.setdefault(bit, {})
                     loads.setdefault(self.session.step, []).append(_rows(call))
+        if call.short in _COMPARISONS and len(call.inputs) > 1:
+            self._note_target(*call.inputs[:2])
         self.terms.made(call)
+        self.ends.made(call)
         if call.short in _NUMBERS:
             self.counted[call.site, True] = None
         elif call.short in _FLOORS and not (call.outputs and call.outputs[0].is_floating_point()):
@@ -139,11 +148,19 @@ class Ledger(Detector):
         ):
             self.empty.append((self.session.step, call.short, call.site))
 
+    def _note_target(self, left: Tensor, right: Tensor) -> None:
+        """`mse_loss(a, b.detach())`: b is read only, on purpose."""
+        if left.requires_grad != right.requires_grad:
+            taint = self.session.taint_of(right if left.requires_grad else left)
+            if taint is not None and taint.op.endswith((".detach", ".data")):
+                self.targets.add(taint.site)
+
     def backward_starts(self, backward: Backward) -> None:
         self.backwards += 1
         for root in backward.roots:
             if backward.taint is not None:
                 self.terms.of(root).used = True
+                self.ends.used(root)
         if self._stepped:
             self._recent.clear()
             self._stepped = False
@@ -154,6 +171,7 @@ class Ledger(Detector):
                 earlier = self.cuts.setdefault(fact.key, fact)
                 earlier.mask |= fact.mask
                 earlier.graph |= fact.graph
+                earlier.target |= fact.target
                 earlier.step, earlier.order = fact.step, fact.order
                 earlier.ops = max(earlier.ops, fact.ops)
                 self._recent.append(earlier)
@@ -247,6 +265,7 @@ class Ledger(Detector):
                 mask = self.orphans.get(term.site, 0)
                 self.orphans[term.site] = mask | term.live
         self.terms.step_ended()
+        self.ends.step_ended()
         self._root_cuts.clear()
         del self.empty[:-3]
         self.counted.clear()
@@ -266,6 +285,7 @@ class Ledger(Detector):
                 fact.mask |= mask
                 fact.graph |= cut.graph & mask
                 fact.step, fact.order = cut.step, order.get(id(cut), -1)
+                fact.target = fact.site in self.targets
                 fact.ops = max(fact.ops, fresh.ops)
         return list(facts.values())
 

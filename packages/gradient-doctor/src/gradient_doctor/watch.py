@@ -148,7 +148,10 @@ class Watch:
         stack = self.session.module_stack
         while stack and stack.pop() is not module:
             pass  # a forward that raised left its children behind
-        if not stack and self.session.record.traced and not self.session.paused:
+        traced = self.session.record.traced and not self.session.paused
+        if traced and self.session.ledger is not None:
+            self.session.ledger.ends.returned(module, result)
+        if not stack and traced:
             self.session.tell("module_ends", module, result)
             self.rounds.forward_ended(module)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from doctor.snippets import nothing, only
+from doctor.snippets import look, nothing, only, serious
 
 LOOP = """
 net, other = nn.Linear(4, 3), nn.Linear(3, 1)
@@ -135,3 +135,32 @@ def test_cleared(tmp_path, body):
     if "second" not in body:
         source = source.replace("second = torch.optim.Adam(other.parameters())\n", "")
     nothing(tmp_path, source)
+
+
+CLOSURE = """
+net = nn.Linear(4, 3)
+optimizer = torch.optim.{kind}(net.parameters(), lr=0.01)
+x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+def closure():
+{clear}
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()  # FAULT
+    return loss
+for step in range(5):
+    optimizer.step(closure)
+"""
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_a_closure_that_clears_nothing(kind, tmp_path):
+    only(tmp_path, CLOSURE.format(kind=kind, clear="    pass"), 28)
+
+
+def test_a_closure_of_lbfgs_that_clears_nothing(tmp_path):
+    examination, lines = look(tmp_path, CLOSURE.format(kind="LBFGS", clear="    pass"))
+    assert 28 in [f.number for f in serious(examination) if f.site.line in lines]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "LBFGS"])
+def test_a_closure_that_clears_its_gradients(kind, tmp_path):
+    nothing(tmp_path, CLOSURE.format(kind=kind, clear="    optimizer.zero_grad()"))

@@ -495,3 +495,63 @@ for step in range(4):
     optimizer.step()
 """
     assert set(only(tmp_path, source, 5).parameters) == {"net.side.weight", "net.side.bias"}
+
+
+COUPLING = """
+class Coupling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        left, right = x.chunk(2, 1)
+        right = right * self.scale(left).tanh().exp() + self.shift(left)
+        {joined}
+        return x
+
+
+class Flow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.ModuleList(Coupling() for _ in range(2))
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+flow, head = Flow(), nn.Linear(8, 3)
+optimizer = torch.optim.Adam([*flow.parameters(), *head.parameters()])
+for step in range(4):
+    x, y = torch.randn(8, 8), torch.randint(0, 3, (8,))
+    loss = F.cross_entropy(head(flow(x)), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_what_a_module_computes_and_does_not_return(tmp_path):
+    lost = "joined = torch.cat([left, right], 1)  # FAULT"
+    finding = only(tmp_path, COUPLING.format(joined=lost), 5)
+    assert len(finding.parameters) == 8
+    nothing(tmp_path, COUPLING.format(joined="x = torch.cat([left, right], 1)"))
+
+
+def test_a_detached_target_is_not_the_cut_that_matters(tmp_path):
+    source = """
+body, book, back = nn.Linear(4, 6), nn.Embedding(8, 6), nn.Linear(6, 4)
+optimizer = torch.optim.Adam([*body.parameters(), *book.parameters(), *back.parameters()])
+for step in range(4):
+    x = torch.randn(16, 4)
+    z = body(x)
+    near = book(torch.cdist(z, book.weight).argmin(1))
+    q = z + (near - z).detach()  # FAULT
+    loss = F.mse_loss(back(q), x) + F.mse_loss(q, z.detach())
+    loss = loss + 0.25 * F.mse_loss(z, near.detach())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    assert only(tmp_path, source, 3).parameters == ("book.weight",)

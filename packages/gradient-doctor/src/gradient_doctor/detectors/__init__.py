@@ -31,6 +31,7 @@ from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.indices import Indices
+from gradient_doctor.detectors.inner_updates import InnerUpdates
 from gradient_doctor.detectors.kept import Kept
 from gradient_doctor.detectors.labels import Labels
 from gradient_doctor.detectors.late import Late
@@ -100,6 +101,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Scaler,
     GradCalls,
     MovedInputs,
+    InnerUpdates,
     Missing,
     Ceased,
     Samples,

@@ -15,7 +15,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradient_doctor.detectors.places import birth_site, called, count
 from gradient_doctor.findings import Severity, Site
@@ -50,6 +50,8 @@ class Accumulated(Detector):
         self._cleared: weakref.WeakKeyDictionary[Any, tuple[Site | None, int]]
         self._cleared = weakref.WeakKeyDictionary()
         self._repeats: weakref.WeakKeyDictionary[Any, Repeats] = weakref.WeakKeyDictionary()
+        # optimizers whose running step has had its gradients from a closure
+        self._fed: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def backward_starts(self, backward: Backward) -> None:
         if self._by_hand and backward.kind == "backward":
@@ -62,9 +64,7 @@ class Accumulated(Detector):
             watched |= bit
         for parameter in self.session.registry.tensors(watched):
             bit = self.session.registry.bit(parameter)
-            kept = gradient_of(parameter)
-            values = None if kept is None else self.session.values(kept)
-            norm = 0.0 if values is None else norm_of(values)
+            norm = self._norm(parameter)
             if norm == 0.0:
                 self._forget(bit)
             elif self._used.pop(bit, None) == norm:
@@ -124,20 +124,32 @@ class Accumulated(Detector):
     def event(self, event: Event) -> None:
         if event.kind == "zero_grad":
             self._cleared[event.data["owner"]] = (event.site, event.order)
-        if not (self._used or self._kept) and event.kind != "step":
+        if not (self._used or self._kept) and event.kind not in ("step", "closure"):
             return
         registry = self.session.registry
         if event.kind == "zero_grad":
             self._forget(registry.bits(event.data["parameters"]))
         elif event.kind == "grad_set":
             self._forget(registry.bit(event.data["parameter"]))
+        elif event.kind == "closure" and self.session.record.checked:
+            optimizer = event.data["optimizer"]
+            self._fed.add(optimizer)
+            self._take(event, [(p, self._norm(p)) for p in owned_by(optimizer)])
         elif event.kind == "step":
-            self._stepped(event)
+            facts: StepFacts | None = event.data.get("update")
+            # what was there before a closure ran is not what the step took
+            if event.data["optimizer"] in self._fed:
+                self._fed.discard(event.data["optimizer"])
+            elif facts is not None:
+                self._take(event, [(u.parameter, u.gradient_norm) for u in facts.updates])
 
-    def _stepped(self, event: Event) -> None:
-        facts: StepFacts | None = event.data.get("update")
-        if facts is None:
-            return
+    def _norm(self, parameter: Tensor) -> float:
+        kept = gradient_of(parameter)
+        values = None if kept is None else self.session.values(kept)
+        return 0.0 if values is None else norm_of(values)
+
+    def _take(self, event: Event, norms: list[tuple[Tensor, float]]) -> None:
+        """An optimizer takes its gradients, which have these norms."""
         registry, optimizer = self.session.registry, event.data["optimizer"]
         owned = registry.bits(owned_by(optimizer))
         added = owned & self._kept & sum(self._added)
@@ -149,9 +161,9 @@ class Accumulated(Detector):
                 repeats.said = True
                 self._say(optimizer, repeats, added, event.site)
         self._forget(owned)
-        for update in facts.updates:
-            if update.gradient_norm > 0.0:
-                self._used[registry.bit(update.parameter)] = update.gradient_norm
+        for parameter, norm in norms:
+            if norm > 0.0:
+                self._used[registry.bit(parameter)] = norm
 
     def _forget(self, mask: int) -> None:
         self._kept &= ~mask

@@ -127,7 +127,8 @@ class Cosmetic(Detector):
         if total.scalar:
             compared = next((t for t in part.inside() if t.op in _COMPARISONS), None)
             cuts = part.taint.cuts if part.taint is not None else ()
-            if compared is not None and all(cut.kind == "region" for cut in cuts):
+            only_read = not trained & root.live  # a teacher, and not the network of this loss
+            if compared is not None and only_read and all(cut.kind == "region" for cut in cuts):
                 # neither side of the comparison learns: the fault is what it was given
                 self._note("addend", compared.site, part, root)
                 return
@@ -275,10 +276,10 @@ class Cosmetic(Detector):
 
 
 def _where_to_change(facts: list[CutFact], wanted: int) -> Site | None:
-    """The one line that takes the term out of the graph, by a call that is made for that."""
+    """The one line that takes the term out of the graph; None where several lines do."""
     facts = [fact for fact in facts if fact.mask & wanted]
-    lines = {fact.site for fact in facts if fact.graph & wanted}
-    if len(lines) != 1 or any(fact.kind != "explicit" for fact in facts):
+    lines = {fact.site for fact in facts if fact.graph & wanted} or {fact.site for fact in facts}
+    if len(lines) != 1 or any(fact.kind in ("sample", "checkpoint") for fact in facts):
         return None
     site = lines.pop()
     return site if site is not None and is_user_file(site.file) else None

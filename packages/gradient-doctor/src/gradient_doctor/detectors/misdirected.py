@@ -2,8 +2,9 @@
 
 A generator's adversarial term is computed from the real sample: its gradient goes into the
 discriminator alone, whose own step clears it. The number is in the loss, and trains nothing.
-A term whose network also stands in another, useful term is left alone: the Wasserstein distance is
-often written whole, `D(real) - D(fake)`, for the generator too.
+So is a term of the generated sample that was detached before it was scored. A term whose networks
+all stand in another, useful term is left alone: the Wasserstein distance is often written whole,
+`D(real) - D(fake)`, for the generator too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gradient_doctor.python_numbers import Values
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
 from gradient_doctor.sites import is_user_code, user_frame
-from gradient_doctor.taint import tensors_in
+from gradient_doctor.taint import Cut, tensors_in
 from gradient_doctor.terms import Term
 
 _ENOUGH = 2  # steps
@@ -54,7 +55,9 @@ class Idle:
     """A term of one line of backward, as its steps show it."""
 
     mask: int
+    live: int
     at: Site
+    cut: bool = False
     steps: set[int] = field(default_factory=set)
 
 
@@ -169,18 +172,24 @@ class Misdirected(Detector):
         if part.live & backward.used:
             self._good.add(key)
         elif not alternates and self._trains_nothing(part, backward):
-            at = _last_call(part, backward.calls) or part.term.site
+            cut = _stops(part, backward.used)
+            at = cut.site if cut is not None else _last_call(part, backward.calls)
+            at = at or part.term.site
             if at is not None:
-                idle = self._idle.setdefault(key, Idle(part.depends, at))
+                idle = self._idle.setdefault(
+                    key, Idle(part.depends, part.live, at, cut is not None)
+                )
                 idle.steps.add(backward.step)
 
     def _trains_nothing(self, part: Part, backward: Waiting) -> bool:
         others = [p for p in backward.parts if p is not part]
         taint = part.term.taint
-        if not part.depends or not part.live or (taint is not None and taint.cuts):
-            return False
         useful = any(p.live & backward.used for p in others)
-        return useful and not any(p.depends & part.depends for p in others)
+        if not part.depends or not part.live or not useful:
+            return False
+        if taint is not None and taint.cuts:
+            return _stops(part, backward.used) is not None
+        return not any(not part.depends & ~p.depends for p in others)
 
     def _verdicts(self) -> None:
         pending, self._idle = self._idle, {}
@@ -192,10 +201,13 @@ class Misdirected(Detector):
                 Severity.WARNING,
                 "A term of the loss trains nothing: it reaches only parameters that do not step "
                 "with this loss.",
-                why=f"It depends on {self.session.registry.many(idle.mask)} alone, and their "
+                why=f"It can move {self.session.registry.many(idle.live)} alone, and their "
                 f"gradients of the backward at {key[0]} are cleared before their own optimizer "
-                "steps. What this loss should train takes no part in the term.",
-                fix="Compute the term from what should learn by it: score the generated sample, "
+                "steps. What this loss should train takes no part in the term"
+                + (", because it is cut off from it here." if idle.cut else "."),
+                fix="Remove the detach there: it belongs into the loss of the other network."
+                if idle.cut
+                else "Compute the term from what should learn by it: score the generated sample, "
                 "not the real one.",
                 site=idle.at,
                 parameters=idle.mask,
@@ -203,9 +215,20 @@ class Misdirected(Detector):
             )
 
 
-def _key(backward: Waiting, part: Part) -> tuple[Site | None, Site | None, int]:
+def _key(backward: Waiting, part: Part) -> tuple[Site | None, Site | None, int, int]:
     """The same term in another step; one line may make those of several networks."""
-    return backward.site, part.term.site, part.depends
+    return backward.site, part.term.site, part.depends, part.live
+
+
+def _stops(part: Part, used: int) -> Cut | None:
+    """The one line that detaches what this loss trains from a term that is left without effect."""
+    taint = part.term.taint
+    hidden = part.depends & ~part.live & used
+    cuts = [] if taint is None else taint.cutting(hidden)
+    lines = {cut.site for cut in cuts}
+    if not hidden or len(lines) != 1 or any(cut.kind != "explicit" for cut in cuts):
+        return None
+    return cuts[0]
 
 
 def _addends(root: Term) -> Iterator[Term]:
@@ -223,7 +246,7 @@ def _addends(root: Term) -> Iterator[Term]:
 
 
 def _last_call(part: Part, calls: dict[int, Site]) -> Site | None:
-    sites = [site for bits, site in calls.items() if bits & part.depends]
+    sites = [site for bits, site in calls.items() if not part.depends & ~bits]
     return sites[-1] if sites else None
 
 

@@ -359,7 +359,7 @@ class Missing(Detector):
         born = self._birth(names[0], tensors)
         used = use if any(bit in ledger.loads for bit in bits_of(mask)) else None
         if used is not None:
-            used = self._called(names[0]) or used
+            used = self._lost_inside(names[0], mask) or self._called(names[0]) or used
         # a trainer's one line does everything: it says less than the line that made the part
         trainers = {site.place for site in ledger.by_site if site is not None}
         lines = [s for s in (orphan, used) if s is not None and s.place not in trainers]
@@ -443,6 +443,15 @@ class Missing(Detector):
         for module in _all_modules(registry):
             if registry.module_name(module) == where:
                 return self.session.called.get(module)
+        return None
+
+    def _lost_inside(self, where: str, mask: int) -> Site | None:
+        """The line of the value that a module computed and did not return."""
+        registry, ends = self.session.registry, self.ledger.ends
+        for module in _all_modules(registry):
+            if registry.module_name(module) == where:
+                own = registry.bits(module.parameters())
+                return ends.of(mask) if ends.keeps_to_itself(module, own) else None
         return None
 
     def _modules(self, mask: int) -> dict[str, int]:
