@@ -55,6 +55,7 @@ from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
+from gradient_doctor.detectors.standing import Standing
 from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.statistics import Statistics
 from gradient_doctor.detectors.surrogates import Surrogates
@@ -114,6 +115,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     NonFinite,
     Unchanged,
     Averages,
+    Standing,
     Schedule,
     Branches,
     Magnitude,
