@@ -88,3 +88,38 @@ def test_an_average_that_nobody_updates(tmp_path):
     body = KEPT.replace("class Shadow", "class EMAShadow").replace("= Shadow", "= EMAShadow")
     look(tmp_path, body.format(then="pass")).one(21)
     look(tmp_path, body.format(then="shadow.absorb()")).clean()
+
+
+PARTS = """\
+import copy
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.slow_body = copy.deepcopy(self.body).requires_grad_(False)
+        self.slow_head = copy.deepcopy(self.head).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            goal = self.slow_head(self.slow_body(x).tanh())
+        return (self.head(self.body(x).tanh()) - goal - 1).square().mean()
+
+net = Net()
+optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], 0.01)
+pairs = [(net.body, net.slow_body), (net.head, net.slow_head)]
+for step in range(10):
+    loss = net(torch.randn(8, 4))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    for fast, slow in pairs{which}:
+        for p, q in zip(fast.parameters(), slow.parameters()):
+            q.data = 0.9 * q.data + 0.1 * p.data  # HERE
+"""
+
+
+def test_one_copy_follows_and_the_other_does_not(tmp_path):
+    assert "do not follow" in look(tmp_path, PARTS.format(which="[:1]")).one(21).what
+    look(tmp_path, PARTS.format(which="")).clean()
+    look(tmp_path, PARTS.format(which="[:0]")).clean()  # all of it is a reference

@@ -30,11 +30,20 @@ class Standing(Detector):
         self._sums: dict[int, float] = {}  # of copies of parameters, at the first backward
         self._used = self._received = 0
         self._steps = 0
-        self._aliases = WeakIdKeyDictionary()  # `p.detach()` -> bit of p
+        self._aliases = WeakIdKeyDictionary()  # `p.detach()` -> True
+        self._data_of = WeakIdKeyDictionary()  # `p.data` -> weakref of p
+        self._written = WeakIdKeyDictionary()  # parameters -> the line that wrote them last
         self._clones: list[tuple[weakref.ref[Tensor], Site | None, int]] = []  # and their version
         self._unmoved: dict[Site, int] = {}  # lines of clones that lived on, unchanged: how many
 
     def op(self, call: OpCall) -> None:
+        for target in call.targets or (call.args[:1] if call.short == "__set__" else ()):
+            parameter = self._parameter(target)
+            if parameter is not None:
+                self._written[parameter] = call.site
+        if call.short in ("data", "detach") and isinstance(call.inputs[0], nn.Parameter):
+            for output in call.outputs:
+                self._data_of[output] = weakref.ref(call.inputs[0])
         if self.session.age or not call.inputs or not call.outputs:
             return
         source = call.inputs[0]
@@ -45,6 +54,12 @@ class Standing(Detector):
         elif call.short in _COPIES and len(self._clones) < _MOST:
             copy = call.outputs[0]
             self._clones.append((weakref.ref(copy), call.site, copy._version))
+
+    def _parameter(self, target: object) -> Tensor | None:
+        if isinstance(target, nn.Parameter):
+            return target
+        ref = self._data_of.get(target) if isinstance(target, Tensor) else None
+        return None if ref is None else ref()
 
     def start(self) -> None:
         registry = self.session.registry
@@ -82,6 +97,7 @@ class Standing(Detector):
         still = self._still()
         if not still and not self._unmoved:
             return
+        still &= ~self._left_behind(still)
         things = [*registry.optimizers.values(), *registry.tensors(still)]
         sites = [birth_site(registry, thing) for thing in things]
         updaters = uncalled_updaters(s.file for s in [*sites, *self._unmoved] if s is not None)
@@ -92,6 +108,37 @@ class Standing(Detector):
             elif still:
                 self._say(updater, count(still.bit_count(), "copy") + " of trained weights", still)
                 still = 0
+
+    def _left_behind(self, still: int) -> int:
+        """Copies that stand still beside others, in one model, that follow their originals."""
+        registry = self.session.registry
+        moved: dict[str, Site] = {}
+        for bit, first in self._sums.items():
+            for parameter in registry.tensors(bit & ~self._received):
+                written = self._written.get(parameter)
+                if written is not None and checksum(parameter) != first:
+                    moved.setdefault(registry.name(parameter).split(".")[0], written)
+        groups: dict[str, int] = {}
+        for parameter in registry.tensors(still):
+            root = registry.name(parameter).split(".")[0]
+            groups[root] = groups.get(root, 0) | registry.bit(parameter)
+        behind = 0
+        for root in groups.keys() & moved.keys():
+            behind |= groups[root]
+            names = registry.names(groups[root])
+            self.report(
+                21,
+                Severity.WARNING,
+                f"{count(len(names), 'parameter')} of a copy do not follow the trained network, "
+                "and others do.",
+                why=f"This line moves copies of {root}'s trained weights after them. {names[0]} "
+                f"and the like are such copies as well, are used for the loss, and did not change "
+                f"in {self._steps} steps.",
+                fix="Go over all parts that are copied, not over one of them.",
+                site=moved[root],
+                parameters=groups[root],
+            )
+        return behind
 
     def _still(self) -> int:
         """Copies of weights that have moved, used for a loss, which have not."""
