@@ -110,3 +110,35 @@ fit(noise, optimizer, lambda x: x.prod(1, keepdim=True))
 def test_a_second_optimizer_of_the_first_network(tmp_path):
     look(tmp_path, COPIED.format(net="speed")).one(8)
     look(tmp_path, COPIED.format(net="noise")).clean()
+
+
+ROUNDS = """\
+import io
+
+class Client:
+    optimizer = None
+
+    def fit(self, net):
+        if self.optimizer is None{or_new}:
+            self.optimizer = torch.optim.SGD(net.parameters(), 0.1)  # HERE
+        for _ in range(20):
+            self.optimizer.zero_grad()
+            net(torch.randn(8, 4)).square().mean().backward()
+            self.optimizer.step()
+        return net
+
+def sent(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+client, net = Client(), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+for _ in range(5):
+    net = client.fit(sent(net))
+"""
+
+
+def test_an_optimizer_of_the_first_round_only(tmp_path):
+    look(tmp_path, ROUNDS.format(or_new="")).one(8)
+    look(tmp_path, ROUNDS.format(or_new=" or True")).clean()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from doctor.look import look
 from doctor.snippets import nothing, only
 
 TARGET = """
@@ -48,3 +49,22 @@ def test_statistics_that_come_along_or_are_its_own(tmp_path, rest):
 def test_without_statistics(tmp_path):
     source = TARGET.format(update=UPDATES[0], rest="")
     nothing(tmp_path, source.replace("1d(8)", "1d(8, track_running_stats=False)"))
+
+
+def test_batch_norm_that_was_to_be_frozen_by_its_momentum(tmp_path):
+    body = """\
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+    for part in net:
+        if isinstance(part, nn.BatchNorm1d):
+            part.requires_grad_(False)
+            {freeze}  # HERE
+    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])
+    for _ in range(4):
+        loss = net(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    """
+    look(tmp_path, body.format(freeze="part.momentum = 0.0")).one(26)
+    look(tmp_path, body.format(freeze="part.eval()")).clean()
+    look(tmp_path, body.format(freeze="part.momentum = 0.01")).clean()

@@ -66,6 +66,7 @@ from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
 from gradient_doctor.detectors.soft_masks import SoftMasks
 from gradient_doctor.detectors.spread import Spreads
+from gradient_doctor.detectors.standing import Standing
 from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.statistics import Statistics
 from gradient_doctor.detectors.surrogates import Surrogates
@@ -133,6 +134,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     NonFinite,
     Unchanged,
     Averages,
+    Standing,
     Schedule,
     Branches,
     Magnitude,

@@ -25,6 +25,8 @@ _LIKE_PARAMETER = (
     *("acc_delta", "exp_inf", "ax", "prev"),
 )
 _ANEW = 4  # optimizers of one line that stepped once
+_WINDOWS = 3  # steps of an optimizer
+_LOOKS = 3  # that parameters in no optimizer ask for
 _LASTS = 3  # backwards that reach a plain tensor
 _PRODUCTS = {"matmul", "mm", "bmm", "einsum", "linear", "conv1d", "conv2d", "embedding", "addmm"}
 
@@ -35,8 +37,11 @@ class Ownership(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._received = self._again = 0  # by any backward; by two or more
-        # by the optimizer's id: by a backward since it was made, and the model got its last part
-        self._lately: dict[int, int] = {}
+        # by the optimizer's id: by a backward since its last step, and before the last few ones
+        self._since: dict[int, int] = {}
+        self._windows: dict[int, list[int]] = {}
+        self._looks = _LOOKS
+        self._outlives: set[Site] = set()  # birth lines of what was made before the step
         self._sums: dict[int, float] = {}  # of parameters in no optimizer: do they change?
         self._copies = 0  # that began as copies of what an optimizer trains: targets, teachers
         self._fresh: dict[Site, dict[int, int]] = {}  # birth line -> step -> parameters
@@ -90,6 +95,9 @@ class Ownership(Detector):
                 continue  # no weights: somebody counts operations, or plans
             bit = registry.bit(parameter)
             if bit not in self._sums:
+                if not self.session.record.traced and self._looks:
+                    self._looks -= 1  # will it be there in the next step, too?
+                    self.session.look_again = True
                 self._sums[bit] = checksum(parameter)
                 self._note_copy(parameter, backward)
             birth = registry.birth(parameter)
@@ -106,6 +114,8 @@ class Ownership(Detector):
                     self._behind[place] = self._behind.get(place, 0) | before
                 if home is not None and birth.site not in self._built:
                     self._built[birth.site] = registry.construction(registry.top_of(home))
+                if birth.step < backward.step:
+                    self._outlives.add(birth.site)
                 # the first step of a script includes the making of its models
                 if self.session.first < birth.step == backward.step:
                     self._born_in_loop.add(birth.site)
@@ -133,12 +143,14 @@ class Ownership(Detector):
         if event.kind == "grad_set" and not event.data["empty"]:
             self._receive(self.session.registry.bit(event.data["parameter"]))
         elif event.kind == "new_part":
-            self._lately.clear()
+            self._since.clear()
+            self._windows.clear()
         elif event.kind == "step_starts":
             if self.session.record.checked:
                 self._check_state(event.data["optimizer"], event.site)
         elif event.kind == "step":
             self._steps[id(event.data["optimizer"])] = event.site
+            self._close_window(event.data["optimizer"])
             self._begins_anew(event.data["optimizer"])
         elif event.kind == "load_state":
             self._loaded[id(event.data["optimizer"])] = event.site
@@ -149,7 +161,20 @@ class Ownership(Detector):
         self._again |= self._received & parameters
         self._received |= parameters
         for optimizer in self.session.registry.optimizers.values():
-            self._lately[id(optimizer)] = self._lately.get(id(optimizer), 0) | parameters
+            self._since[id(optimizer)] = self._since.get(id(optimizer), 0) | parameters
+
+    def _lately(self, optimizer: Any) -> int:
+        """What received gradients around the last steps of an optimizer that were looked at."""
+        mask = self._since.get(id(optimizer), 0)
+        for window in self._windows.get(id(optimizer), ()):
+            mask |= window
+        return mask
+
+    def _close_window(self, optimizer: Any) -> None:
+        if self.session.record.checked:
+            windows = self._windows.setdefault(id(optimizer), [])
+            windows.append(self._since.pop(id(optimizer), 0))
+            del windows[:-_WINDOWS]
 
     def step_ended(self, record: StepRecord) -> None:
         if record.checked and self.session.age + 1 >= self.session.trace_steps:
@@ -205,6 +230,8 @@ class Ownership(Detector):
         registry = self.session.registry
         thrown = 0
         for site, per_step in self._fresh.items():
+            if site in self._outlives:
+                continue  # made now and then, for many steps: a model of each round
             masks = list(per_step.values())
             anew = len(masks) > 1 and not any(
                 a & b for i, a in enumerate(masks) for b in masks[i + 1 :]
@@ -295,7 +322,7 @@ class Ownership(Detector):
         left = orphans
         for name, optimizer in registry.optimizers.items():
             held = list(owned_by(optimizer))
-            lately = self._lately.get(id(optimizer), 0)
+            lately = self._lately(optimizer)
             idle = [p for p in held if p.requires_grad and not registry.bit(p) & lately]
             theirs, mine = Counter(map(_form, idle)), Counter(map(_form, left))
             if not idle or not left:
@@ -325,10 +352,11 @@ class Ownership(Detector):
         born = most_common(registry.entered(p, optimizer) for p in trained)
         at = None if birth is None else birth.site
         if len(later) == len(trained):
-            site, when = born, f" They were made after {name}."
+            loaded = all(self._is_unpickled(p) for p in trained)
+            site, when = (at if loaded else born), f" They were made after {name}."
         else:
             site, when = at or self._steps.get(id(optimizer)) or born, ""
-        lately = self._lately.get(id(optimizer), 0)
+        lately = self._lately(optimizer)
         gets = sum(bool(registry.bit(p) & lately) for p in held)
         self.report(
             8,
@@ -345,6 +373,12 @@ class Ownership(Detector):
             parameters=registry.bits(trained),
             related=(at, born),
         )
+
+    def _is_unpickled(self, parameter: Tensor) -> bool:
+        """Its module came whole out of a file: neither constructed nor copied in this run."""
+        registry = self.session.registry
+        # torch tells of parameters that are given to a module, not of those that come with it
+        return registry.home(parameter) is None and parameter not in registry.copy_of
 
     def _strangers(self) -> None:
         """Class 8: held by an optimizer, but no model has them and no operation ever took them."""

@@ -5,6 +5,9 @@ A target network, or an average of the weights, often follows another network by
 in eval mode the copy divides by 1 what the original divides by the spread of its data.
 
 Said at the end, so that buffers which are copied later, or estimated anew, count.
+
+And batch norm that was to be frozen by `momentum = 0`: its running statistics stay what they are,
+but in train mode it normalises with those of the batch all the same.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site, count
 from gradient_doctor.session import Detector, OpCall, Session
+from gradient_doctor.slips import assigned_attribute
 
 _ENOUGH = 2  # steps in which parameters were written
 _SET = "torch.Tensor.data.__set__"
@@ -38,10 +44,15 @@ class Statistics(Detector):
         super().__init__(session)
         self._writes = WeakIdKeyDictionary()  # parameters -> Followed
         self._aliases = WeakIdKeyDictionary()  # `p.data` -> p
+        self._without_momentum: weakref.WeakKeyDictionary[nn.Module, bool] = (
+            weakref.WeakKeyDictionary()
+        )
         self._used: weakref.WeakKeyDictionary[nn.Module, Site | None] = weakref.WeakKeyDictionary()
 
     def op(self, call: OpCall) -> None:
         """Writes to parameters from values that depend on other parameters."""
+        if call.short == "batch_norm":
+            self._normalises()
         if call.short in _ALIASES and isinstance(call.inputs[0], nn.Parameter):
             for output in call.outputs:
                 self._aliases[output] = weakref.ref(call.inputs[0])
@@ -62,6 +73,32 @@ class Statistics(Detector):
                 write.site = call.site
                 write.leaders |= others
                 write.steps.add(self.session.step)
+
+    def _normalises(self) -> None:
+        stack = self.session.module_stack
+        part = stack[-1] if stack else None
+        if not isinstance(part, nn.modules.batchnorm._BatchNorm) or part in self._without_momentum:
+            return
+        if part.momentum != 0 or not part.training or not part.track_running_stats:
+            return
+        if not torch.is_grad_enabled():
+            return
+        self._without_momentum[part] = True
+        registry = self.session.registry
+        born = birth_site(registry, part)
+        files = [site.file for site in (born, self.session.here()) if site is not None]
+        self.report(
+            26,
+            Severity.WARNING,
+            "Batch norm with momentum 0 is in train() mode.",
+            why="Its running statistics never change, and in train mode it does not use them: it "
+            "normalises each batch with that batch's own. What eval() uses later has nothing to do "
+            "with it.",
+            fix="To freeze batch norm, put these layers into eval() (after every model.train()); "
+            "else give it a momentum.",
+            site=assigned_attribute(files, {"momentum"}) or born,
+            parameters=registry.bits(part.parameters()),
+        )
 
     def _parameter(self, target: Tensor) -> Tensor | None:
         if isinstance(target, nn.Parameter):
