@@ -17,6 +17,7 @@ from gradient_doctor.detectors.draws import Draws
 from gradient_doctor.detectors.dropped import Dropped
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
+from gradient_doctor.detectors.floors import Floors
 from gradient_doctor.detectors.frozen import Frozen
 from gradient_doctor.detectors.frozen_defaults import FrozenDefaults
 from gradient_doctor.detectors.frozen_layers import FrozenLayers
@@ -31,7 +32,9 @@ from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
 from gradient_doctor.detectors.leftovers import Leftovers
 from gradient_doctor.detectors.lengths import Lengths
+from gradient_doctor.detectors.linear_nets import LinearNets
 from gradient_doctor.detectors.magnitude import Magnitude
+from gradient_doctor.detectors.masked_rows import MaskedRows
 from gradient_doctor.detectors.misdirected import Misdirected
 from gradient_doctor.detectors.missing import Missing
 from gradient_doctor.detectors.moved_inputs import MovedInputs
@@ -106,9 +109,11 @@ DETECTORS: tuple[type[Detector], ...] = (
     Labels,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
+    MaskedRows,
     SilentFunctions,
     Cancelling,
     Zeros,
+    Floors,
     Ranges,
     NonFinite,
     Unchanged,
@@ -131,6 +136,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Scales,  # what others have explained is not said again
     Swallowed,
     Phases,
+    LinearNets,
     Blind,
 )
 
