@@ -45,6 +45,7 @@ from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
 from gradient_doctor.detectors.penalties import Penalties
 from gradient_doctor.detectors.phases import Phases
+from gradient_doctor.detectors.picked import Picked
 from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
@@ -114,6 +115,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Cancelling,
     Zeros,
     Floors,
+    Picked,
     Ranges,
     NonFinite,
     Unchanged,
