@@ -40,7 +40,10 @@ CLASSES: dict[int, FaultClass] = {
     26: FaultClass("train-eval-mode", "train() or eval() mode does not fit the phase"),
     27: FaultClass("non-finite", "the loss or its gradient is not finite"),
     28: FaultClass("accumulated-gradient", "a step uses gradients that an earlier step has used"),
-    29: FaultClass("activation-twice", "softmax or sigmoid is applied again by the loss"),
+    29: FaultClass(
+        "activation-twice",
+        "softmax or sigmoid is applied again by the loss; or no activation at all",
+    ),
     30: FaultClass("wrong-owner", "a loss trains a network that it should not"),
     31: FaultClass("schedule", "the learning rate is scheduled too often, too early or to nothing"),
     32: FaultClass("wrong-sign", "the steps drive the loss the wrong way"),

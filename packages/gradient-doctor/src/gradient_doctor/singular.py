@@ -61,6 +61,7 @@ class Singular:
         self._chosen = WeakIdKeyDictionary()  # what a mask has taken out: there may be nothing
         self._exposed: dict[tuple[str, Site], Exposed] = {}
         self._bounds = Bounds()
+        self._counts: dict[Site, set[float]] = {}  # numbers that a line has divided by
         self._growing: dict[Site, Exposed] = {}  # exponentials of what nothing bounds from above
 
     def op(self, call: OpCall) -> None:
@@ -71,6 +72,8 @@ class Singular:
         if call.short in _OVERFLOWS:
             self._exponential(call)
         short, value = _operand(call)
+        if value is None and short == "div" and call.outputs[0].requires_grad:
+            self._count(call)
         if value is None or call.site is None or not call.outputs[0].is_floating_point():
             return
         if short in ("mean", "std", "var"):
@@ -84,6 +87,16 @@ class Singular:
         earlier = self._exposed.get((short, call.site))
         if earlier is None or distance < earlier.nearest:
             self._exposed[short, call.site] = Exposed(short, call.site, distance)
+
+    def _count(self, call: OpCall) -> None:
+        """A division by a plain number that differs between steps: a count, one day of nothing."""
+        number = call.args[1] if len(call.args) > 1 else None
+        if type(number) not in (int, float) or call.site is None or number <= 0:
+            return
+        seen = self._counts.setdefault(call.site, set())
+        seen.add(float(number))
+        if len(seen) > 1:
+            self._exposed["div", call.site] = Exposed("div", call.site, min(seen) / max(seen))
 
     def _follow(self, call: OpCall) -> None:
         result, short = call.outputs[0], call.short

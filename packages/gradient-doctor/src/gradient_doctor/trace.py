@@ -327,7 +327,7 @@ class Trace(TorchFunctionMode):
                 base = output._base
                 # written through a view; a parameter stays one (nn.Embedding clears its padding)
                 if base is not None and short.endswith("_") and not isinstance(base, nn.Parameter):
-                    session.taints[base] = taint
+                    session.taints[base] = self._with_the_rest(base, output, taint)
             if cut is not None and short in _SHARING and address_of(output):
                 memory = StorageWeakRef(output.untyped_storage())
                 session.severed[address_of(output)] = (memory, taint)
@@ -335,6 +335,14 @@ class Trace(TorchFunctionMode):
             first = first or taint
         assert first is not None
         return first
+
+    def _with_the_rest(self, base: Tensor, part: Tensor, taint: Taint) -> Taint:
+        """What a tensor depends on after a part of it was written: the rest stays what it was."""
+        before = self.session.taints.get(base)
+        if before is None or part.numel() >= base.numel():
+            return taint
+        depends, live, cuts, opaque = merged([before, taint])
+        return replace(taint, depends=depends, live=live, cuts=cuts, opaque=opaque)
 
     def _cut(
         self, short: str, site: Site | None, live: int, output: Tensor, drawn: bool

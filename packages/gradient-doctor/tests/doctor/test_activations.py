@@ -94,3 +94,21 @@ def test_softmax_over_another_axis_is_not_this(tmp_path):
     source = loop("loss = F.cross_entropy(head(body(x)).softmax(0), y)")
     examination, _ = look(tmp_path, source)
     assert 29 not in [f.number for f in examination.findings]
+
+
+VOTES = """\
+query, labels = nn.Linear(4, 6), F.one_hot(torch.arange(6) % 3, 3).float()
+optimizer = torch.optim.Adam(query.parameters())
+for step in range(4):
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    votes = query(x).softmax(-1) @ labels
+    {loss}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_votes_of_attention_are_probabilities(tmp_path):
+    only(tmp_path, VOTES.format(loss="loss = F.cross_entropy(votes, y)  # FAULT"), 29)
+    nothing(tmp_path, VOTES.format(loss="loss = F.nll_loss((votes + 1e-8).log(), y)"))

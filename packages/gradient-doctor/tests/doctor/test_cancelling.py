@@ -83,3 +83,25 @@ for step in range(5):
 
 def test_attention_to_values_that_are_all_the_same_is_left_in_peace(tmp_path):
     look(tmp_path, ATTENTION).clean()
+
+
+PENALTY = """\
+body, head = nn.Linear(4, 8), nn.Linear(8, 3)
+optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()])
+for step in range(4):
+    z = body(torch.randn(6, 4)).tanh()
+    label = torch.arange(6) % 3
+    p = head(z).softmax(-1)
+    {chosen}
+    [slope] = torch.autograd.grad(chosen, [z], create_graph=True)
+    loss = F.nll_loss((p + 1e-6).log(), label) + slope.square().sum(-1).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_penalty_on_the_slope_of_a_constant(tmp_path):
+    found = look(tmp_path, PENALTY.format(chosen="chosen = p[:, label].sum()  # HERE"))
+    assert "what autograd.grad returns" in found.one(20).why
+    look(tmp_path, PENALTY.format(chosen="chosen = p[torch.arange(6), label].sum()")).clean()

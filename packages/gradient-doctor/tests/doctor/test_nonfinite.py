@@ -262,3 +262,14 @@ for step in range(20):
 def test_a_loss_that_is_a_number_again_was_the_mean_of_nothing(tmp_path):
     found = look(tmp_path, SELECTED.format(loss="loss = error[label == 0].mean()  # HERE"))
     assert "in step 11" in found.one(27).what
+
+
+def test_a_count_that_a_later_batch_has_none_of(tmp_path):
+    lines = """wide = F.relu(error - 1)
+    count = int((wide > 0).sum())
+    loss = wide.sum() / {count}"""
+    body = SELECTED.replace("if step == 11:", "if step == 11: x = x * 1e-3")
+    body = body.replace("        label = torch.ones(6)\n", "").replace("/ scale", "")
+    found = look(tmp_path, body.format(loss=lines.format(count="count  # HERE")))
+    assert "a division by zero" in found.one(27).why
+    look(tmp_path, body.format(loss=lines.format(count="max(count, 1)"))).clean()

@@ -43,7 +43,17 @@ def test_weights_of_samples_meet_one_number(tmp_path):
     loop(tmp_path, *lines, here="  # HERE").one(23)
 
 
+def test_a_sum_over_the_samples_is_added_to_each(tmp_path):
+    each = "each = (out - y).square().mean(-1)"
+    total = "loss = (each + 0.5 * out.square().sum()).mean()  # HERE"
+    loop(tmp_path, each, total).one(22)
+    loop(tmp_path, each, "loss = (each - sum(out.square().sum(-1))).mean()  # HERE").one(22)
+
+
 MEANT = {
+    "each-and-a-mean": "loss = ((out - y).square().mean(-1) + out.square().mean()).mean()",
+    "divided": "loss = ((out - y).square().mean(-1) + out.square().sum() / 8).mean()",
+    "weights": "loss = (criterion(out, y).mean(-1) + model.temperature.square().sum()).mean()",
     "each": "loss = (criterion(out, y).mean(-1) * weight).mean()",
     "one-factor": "loss = (out - y).square().sum() * torch.tensor(0.01)",
     "equal": "loss = ((out - y).square().mean() * torch.full((8,), 0.5)).mean()",

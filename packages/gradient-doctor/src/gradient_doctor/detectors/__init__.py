@@ -21,6 +21,7 @@ from gradient_doctor.detectors.ends import Ends
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
 from gradient_doctor.detectors.first_ratios import FirstRatios
+from gradient_doctor.detectors.floors import Floors
 from gradient_doctor.detectors.frozen import Frozen
 from gradient_doctor.detectors.frozen_defaults import FrozenDefaults
 from gradient_doctor.detectors.frozen_layers import FrozenLayers
@@ -38,7 +39,9 @@ from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
 from gradient_doctor.detectors.leftovers import Leftovers
 from gradient_doctor.detectors.lengths import Lengths
+from gradient_doctor.detectors.linear_nets import LinearNets
 from gradient_doctor.detectors.magnitude import Magnitude
+from gradient_doctor.detectors.masked_rows import MaskedRows
 from gradient_doctor.detectors.misdirected import Misdirected
 from gradient_doctor.detectors.missing import Missing
 from gradient_doctor.detectors.moved_inputs import MovedInputs
@@ -51,6 +54,7 @@ from gradient_doctor.detectors.padding import Padding
 from gradient_doctor.detectors.pairs import Pairs
 from gradient_doctor.detectors.penalties import Penalties
 from gradient_doctor.detectors.phases import Phases
+from gradient_doctor.detectors.picked import Picked
 from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
@@ -127,9 +131,12 @@ DETECTORS: tuple[type[Detector], ...] = (
     SoftMasks,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
+    MaskedRows,
     SilentFunctions,
     Cancelling,
     Zeros,
+    Floors,
+    Picked,
     Ranges,
     NonFinite,
     Unchanged,
@@ -155,6 +162,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Scales,  # what others have explained is not said again
     Swallowed,
     Phases,
+    LinearNets,
     Blind,
 )
 

@@ -30,6 +30,7 @@ _SIGMOID = {"sigmoid", "sigmoid_", "expit"}
 _SAME = {
     *("view", "reshape", "squeeze", "unsqueeze", "flatten", "transpose", "permute", "contiguous"),
     *("float", "double", "to", "type_as", "clone", "__getitem__", "T", "mT", "stack", "cat"),
+    *("clamp", "clip", "clamp_", "clamp_min", "masked_select", "gather", "index_select"),
 }
 _OF_SCORES = {"cross_entropy", "log_softmax", "softmax", "gumbel_softmax", "logsumexp"}
 _OF_LOGITS = {"binary_cross_entropy_with_logits", "multilabel_soft_margin_loss"}
@@ -52,6 +53,7 @@ class Activations(Detector):
         self._made = WeakIdKeyDictionary()
         self._cut_off = WeakIdKeyDictionary()  # output of a ReLU -> its line
         self._dead: dict[Site | None, set[int]] = {}
+        self._votes: dict[Site | None, set[int]] = {}
 
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
@@ -113,8 +115,11 @@ class Activations(Detector):
         if not isinstance(scores, Tensor):
             return
         made = self._made.get(scores)
-        live = live_in(self.session, [scores]) if made is not None else 0
-        if made is None or not live:
+        if made is None:
+            self._check_values(call, scores)
+            return
+        live = live_in(self.session, [scores])
+        if not live:
             return
         if call.short == "logsumexp" and not within("distributions"):
             return  # only where torch takes the values for logits
@@ -131,6 +136,34 @@ class Activations(Detector):
             twice = call.short in _OF_LOGITS | {"cross_entropy", "log_softmax"}
         if twice and bool((values >= 0).all()):
             self._say(call, made, values, live)
+
+    def _check_values(self, call: OpCall, scores: Tensor) -> None:
+        """Rows that sum to 1 are probabilities, whatever made them: averaged votes, say."""
+        if call.short not in ("cross_entropy", "log_softmax") or scores.dim() < 2:
+            return
+        axis, values = _axis(call, scores), self.session.values(scores)
+        if axis is None or values is None or scores.shape[axis] < 2 or len(values) < 2:
+            return
+        if not values.is_floating_point() or not bool((values >= 0).all()):
+            return
+        live = live_in(self.session, [scores])
+        if not live or not bool(((values.sum(axis) - 1).abs() < _CLOSE).all()):
+            return
+        steps = self._votes.setdefault(call.site, set())
+        steps.add(self.session.step)
+        if len(steps) < 2:
+            return
+        self.report(
+            29,
+            Severity.WARNING,
+            f"{call.short} takes probabilities for raw scores.",
+            why=f"All {values.numel() // scores.shape[axis]} rows of its input are positive and "
+            "sum to 1. It applies a softmax itself: with a second one no prediction can be sure, "
+            "so the loss stays far from 0 and its gradient small.",
+            fix="Use nll_loss on the logarithm of the probabilities, or pass the scores before.",
+            site=call.site,
+            parameters=live,
+        )
 
     def _say(self, call: OpCall, made: Activation, values: Tensor, live: int) -> None:
         taker = "Categorical(logits=...)" if call.short == "logsumexp" else call.short

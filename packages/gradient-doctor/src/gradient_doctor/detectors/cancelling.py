@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradient_doctor.cancelled import Cancelled, mark_normalised
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.graph import is_opaque, nodes_of
+from gradient_doctor.graph import is_opaque, node_of, nodes_of
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 
 _ENOUGH = 2  # steps
@@ -32,6 +32,7 @@ class Constant:
     made: Site | None
     mask: int
     steps: set[int] = field(default_factory=set)
+    handed_out: bool = False  # by autograd.grad
 
 
 class Cancelling(Detector):
@@ -46,6 +47,9 @@ class Cancelling(Detector):
     def backward_ended(self, backward: Backward) -> None:
         if not backward.cancelled:
             self._alive |= backward.received if self.session.record.traced else 0
+            return
+        if backward.kind == "grad":
+            self._handed_out(backward)
             return
         constant = 0
         nodes = {one.node for one in backward.cancelled}
@@ -69,6 +73,24 @@ class Cancelling(Detector):
         for seen in self._seen.values():
             seen.one.node = None  # no graph is kept
 
+    def _handed_out(self, backward: Backward) -> None:
+        """A gradient that is asked for itself, as penalties do, and is rounding."""
+        nodes = {one.node for one in backward.cancelled}
+        wanted = {id(t) if node_of(t) is None else id(node_of(t)) for t in backward.inputs or ()}
+        reached = {id(node) for node in _nodes_around(backward, nodes)}
+        reached |= {id(leaf) for leaf in _leaves_around(backward, nodes)}
+        one = backward.cancelled[0]
+        use = one.use or one.origin
+        if wanted & reached or use is None or use.site is None or backward.taint is None:
+            return
+        if one.kind == "softmax" and _short(use.op) in _WEIGHS:
+            return
+        made = one.origin.site if one.origin is not None else None
+        fresh = Constant(one, made, backward.taint.live, handed_out=True)
+        seen = self._seen.setdefault((use.site, one.kind), fresh)
+        seen.steps.add(backward.step)
+        one.node = None
+
     def step_ended(self, record: StepRecord) -> None:
         for (site, _), seen in list(self._seen.items()):
             if len(seen.steps) >= _ENOUGH:
@@ -78,11 +100,12 @@ class Cancelling(Detector):
 
     def _say(self, site: Site, seen: Constant) -> None:
         one, ledger, registry = seen.one, self.session.ledger, self.session.registry
-        bits = seen.mask & ~self._alive & ~ledger.explained
-        bits &= registry.owned | registry.registered
+        bits = seen.mask & (registry.owned | registry.registered)
+        if not seen.handed_out:
+            bits &= ~self._alive & ~ledger.explained
+            ledger.explained |= bits
         if not bits:
             return
-        ledger.explained |= bits
         made = _short(one.origin.op) if one.origin is not None else "a call"
         what, why, fix = _WORDS[one.kind]
         self.report(
@@ -90,7 +113,12 @@ class Cancelling(Detector):
             Severity.ERROR,
             what.format(made),
             why=f"{why} The gradients that arrive there (up to {one.before:.2g}) cancel, and "
-            f"rounding is left ({one.after:.2g}): the parameters behind it do not learn from it.",
+            f"rounding is left ({one.after:.2g}): "
+            + (
+                "what autograd.grad returns is nothing else."
+                if seen.handed_out
+                else "the parameters behind it do not learn from it."
+            ),
             fix=fix,
             site=site,
             parameters=bits,
@@ -129,12 +157,17 @@ def _leaves_of(top: Any) -> Iterator[Tensor]:
 
 def _leaves_around(backward: Backward, without: set[Any]) -> Iterator[Tensor]:
     """Leaves that the loss reaches on a way past these nodes."""
+    for node in _nodes_around(backward, without):
+        yield from _leaf(node)
+
+
+def _nodes_around(backward: Backward, without: set[Any]) -> Iterator[Any]:
     stack = [root.grad_fn for root in backward.roots if root.grad_fn is not None]
     seen = {*without, *stack}
     stack = [node for node in stack if node not in without]
     while stack:
         node = stack.pop()
-        yield from _leaf(node)
+        yield node
         for child, _ in node.next_functions:
             if child is not None and child not in seen:
                 seen.add(child)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from gradient_doctor.findings import Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, OpCall, Session
 
@@ -29,6 +30,14 @@ def maximised(session: Session, backward: Backward) -> bool:
         if session.registry.bits(owned_by(optimizer)) & live
         for group in optimizer.param_groups
     )
+
+
+def loss_line(session: Session, call: OpCall) -> Site | None:
+    """Where a loss is reduced: of its module the line with the options, else that of the call."""
+    stack = session.module_stack
+    if stack and isinstance(stack[-1], nn.modules.loss._Loss):
+        return session.registry.construction(stack[-1]) or call.site
+    return call.site
 
 
 def argument(call: OpCall, position: int, name: str, default: Any = None) -> Any:

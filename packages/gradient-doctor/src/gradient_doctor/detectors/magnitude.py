@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.detectors.common import live_in
+from gradient_doctor.detectors.common import live_in, loss_line
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.readable import as_real, values_of
 from gradient_doctor.registry import owned_by
@@ -82,7 +82,7 @@ class Magnitude(Detector):
         plain = call.short == "sum" and result.dim() == 0
         if (plain or call.kwargs.get("reduction") == "sum") and source.numel() >= _ENOUGH:
             rows = source.shape[0] if source.dim() > 1 else 0
-            self._sums[result] = Summed(source.numel(), call.site, rows)
+            self._sums[result] = Summed(source.numel(), loss_line(self.session, call), rows)
         elif call.short in _MEANS and result.dim() == 0 and source.dim():
             self._means[result] = Averaged(source.shape[0], call.site)
         elif call.short == "add" and len(call.inputs) == 2 and self._mixes(call):

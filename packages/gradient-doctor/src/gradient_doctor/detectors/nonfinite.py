@@ -307,7 +307,7 @@ class NonFinite(Detector):
             if values is None or not values.numel() or bool(values.isfinite().all()):
                 continue
             kind = "nan" if bool(values.isnan().any()) else "inf"
-            birth = self._births.get(root) or Birth("backward", backward.site, kind)
+            birth = self._births.get(root) or self._likely(kind, backward)
             self._losses[backward.step] = (birth, backward.site, backward.received)
             if len(self._losses) > 1 and not self._scaled():
                 self._say_loss()
@@ -329,7 +329,11 @@ class NonFinite(Detector):
             Severity.ERROR,
             f"The loss is {numbers} in {steps} of {len(self._steps)} examined steps, although its "
             "gradient is finite.",
-            why=f"The first {numbers} values come from {birth.op}{birth.inputs}"
+            why=(
+                f"The likeliest source is {birth.op}, which nothing keeps off its singular point"
+                if birth.likely
+                else f"The first {numbers} values come from {birth.op}{birth.inputs}"
+            )
             + (f" ({cause}, or of less)" if cause else "")
             + ". Its slope is a number there, so the weights move, by a rule that is not the "
             "derivative of any loss.",
@@ -364,10 +368,17 @@ class NonFinite(Detector):
             if blown.origin is not None:
                 short = blown.origin.op.rsplit(".", 1)[-1]
                 return Birth(short, blown.origin.site, blown.kind), not blown.singular
-        if self._suspects:
-            first = self._suspects[0]
-            return Birth(first.op, first.site, "nan", likely=True), False
-        return Birth("backward", backward.site, "nan"), True
+        birth = self._likely("nan", backward)
+        return birth, not birth.likely
+
+    def _likely(self, kind: str, backward: Backward) -> Birth:
+        """Of a step that was not traced: one of the operations of those that were."""
+        suspects = self._suspects
+        if not suspects and not self.session.record.traced and not self._grew():
+            suspects = self._singular.suspects(slope=False)
+        if not suspects:
+            return Birth("backward", backward.site, kind)
+        return Birth(suspects[0].op, suspects[0].site, kind, likely=True)
 
     def event(self, event: Event) -> None:
         if event.kind == "scale" and self.session.record.checked:

@@ -83,6 +83,11 @@ class Zeros(Detector):
         weights = [t for t in call.inputs if isinstance(t, nn.Parameter) and t.dim() > 1]
         if weights and not any(map(_any, weights)):
             self._from_zeros[result] = self._zeroed_at(weights[0])
+        elif self._from_zeros and call.short not in _RELU and not _any(result):
+            # a message that is added up, a bias of zeros, another shape
+            before = next((t for t in call.inputs if t in self._from_zeros), None)
+            if before is not None:
+                self._from_zeros[result] = self._from_zeros[before]
         cause = self._cause(call, result)
         if cause is not None:
             key = (call.site, call.name)
