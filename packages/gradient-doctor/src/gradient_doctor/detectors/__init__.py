@@ -60,6 +60,7 @@ from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
 from gradient_doctor.detectors.soft_masks import SoftMasks
+from gradient_doctor.detectors.squashes import Squashes
 from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.statistics import Statistics
 from gradient_doctor.detectors.surrogates import Surrogates
@@ -127,6 +128,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Magnitude,
     Clipping,
     Estimators,
+    Squashes,
     PolicyLosses,
     Surrogates,
     FirstRatios,
