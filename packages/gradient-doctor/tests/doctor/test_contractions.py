@@ -75,3 +75,32 @@ for step in range(4):
     optimizer.step()
 """,
     )
+
+
+STATES = """
+rnn, encode, head = nn.GRU(3, 8, num_layers=2), nn.Linear(5, 16), nn.Linear(8, 1)
+parts = nn.ModuleList([rnn, encode, head])
+optimizer = torch.optim.Adam(parts.parameters(), lr=1e-3)
+for step in range(4):
+    start = encode(torch.randn(4, 5))
+    {body}
+    out, _ = rnn(torch.randn(6, 4, 3), torch.tanh(state))
+    loss = (head(out[-1]) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_the_state_of_a_recurrent_layer(tmp_path):
+    """[batch, layers * width] is no [layers, batch, width], also where the batch is even."""
+    assert (
+        "exchange"
+        in only(tmp_path, STATES.format(body="state = start.view(2, 4, 8)  # FAULT"), 33).what
+    )
+    fault = "state = start.view(4, 2, 8).reshape(2, 4, 8)  # FAULT"
+    assert "exchange" in only(tmp_path, STATES.format(body=fault), 33).what
+    nothing(
+        tmp_path, STATES.format(body="state = start.view(4, 2, 8).transpose(0, 1).contiguous()")
+    )
+    nothing(tmp_path, STATES.format(body="state = torch.cat(start.chunk(2, 1)).view(2, 4, 8)"))

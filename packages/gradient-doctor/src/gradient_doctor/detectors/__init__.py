@@ -70,6 +70,7 @@ from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
 from gradient_doctor.detectors.soft_masks import SoftMasks
 from gradient_doctor.detectors.spread import Spreads
+from gradient_doctor.detectors.squashes import Squashes
 from gradient_doctor.detectors.standing import Standing
 from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.statistics import Statistics
@@ -148,6 +149,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Spreads,
     Clipping,
     Estimators,
+    Squashes,
     PolicyLosses,
     Surrogates,
     FirstRatios,

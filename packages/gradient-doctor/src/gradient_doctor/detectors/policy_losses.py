@@ -49,7 +49,8 @@ _POSITIVE = {"softmax", "sigmoid", "exp", "softplus", "relu", "square", "abs", "
 _REARRANGES = _SAME | _TAKES
 _KEEPS_POSITIVE = _REARRANGES | _PRODUCT | {"div", "clamp"}
 _KEEPS_CENTRED = _REARRANGES | _PRODUCT | {"div", "detach"}
-_COST = re.compile(r"cost|length|loss_|penalt|dist(?!r)|time|error|energy|regret|delay")
+# a distribution is often called dist: dist.log_prob(a) is no cost
+_COST = re.compile(r"cost|length|loss_|penalt|dist(?!r|[.])|time|error|energy|regret|delay")
 _GAIN = re.compile(r"advantage|\badvs?\b|\breturns\b|_returns?\b|reward|\b(gae|ret|rew)s?\b")
 # a program that learns by its costs has advantages that are costs
 _COSTS = re.compile(r"\bcosts?\b|_cost|tour|makespan|penalt|regret|\benergy|distance|travel")
