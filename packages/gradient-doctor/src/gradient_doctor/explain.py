@@ -105,6 +105,10 @@ class Ledger(Detector):
         self.sometimes = 0  # received in one checked step, and not in another
         self.unchecked = self.traced = False
         self.backwards = 0
+        # of the backwards since the last optimizer step: what the loss depends on, and its line
+        self._losses: list[tuple[int, Site | None]] = []
+        # by optimizer: the line of a loss that it steps on, and that none of its parameters is in
+        self.aside: weakref.WeakKeyDictionary[Any, Site | None] = weakref.WeakKeyDictionary()
         self._recent: list[CutFact] = []  # of the backwards since the last optimizer step
         self._stepped = False
         self._root_cuts: set[Site | None] = set()
@@ -163,7 +167,10 @@ class Ledger(Detector):
                 self.ends.used(root)
         if self._stepped:
             self._recent.clear()
+            self._losses.clear()
             self._stepped = False
+        if backward.kind == "backward" and backward.taint is not None:
+            self._losses.append((backward.taint.depends, backward.taint.site))
         if backward.taint is not None:
             self._root_cuts.update(cut.site for cut in backward.taint.cuts)
             self.lost |= backward.taint.depends & ~backward.taint.live
@@ -215,7 +222,11 @@ class Ledger(Detector):
             optimizer = event.data["optimizer"]
             self._stepped = True
             self._note_still(event.data.get("update"))
-            theirs = self.session.registry.bits(owned_by(optimizer)) if self._recent else 0
+            theirs = self.session.registry.bits(owned_by(optimizer))
+            if any(depends & theirs for depends, _ in self._losses):
+                self.aside[optimizer] = None
+            elif self._losses:
+                self.aside.setdefault(optimizer, self._losses[-1][1])
             for fact in self._recent:
                 fact.own |= fact.mask & theirs
             self._steps[optimizer] = self._steps.get(optimizer, 0) + 1

@@ -38,6 +38,7 @@ _CALLERS = 2  # functions whose arguments are followed to the caller
 _STARTED = time.time()
 _MOST = 4  # floats of one call that are looked for in the source
 _READERS = {"item", "tolist"}
+_MODULES = {"math", "cmath", "statistics", "np", "numpy"}
 _NUMERIC = {"float", "int", "len", "round"}
 _GROWING = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
 
@@ -338,7 +339,8 @@ class _Trail:
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             called = node.func.id if isinstance(node.func, ast.Name) else ""
-            return True if name in _READERS or called in _NUMERIC else None
+            numeric = name in _READERS or called in _NUMERIC or _is_of_numbers(node)
+            return True if numeric else None
         return None
 
     def _taints(self, expression: ast.AST, scope: _Scope, deep: int) -> Iterator[Taint]:
@@ -351,7 +353,7 @@ class _Trail:
     def _of_call(self, node: ast.Call, deep: int) -> Iterator[Taint]:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         called = node.func.id if isinstance(node.func, ast.Name) else ""
-        if name in _READERS or called == "float":
+        if name in _READERS or called == "float" or _is_of_numbers(node):
             yield from self.numbers.on_lines(self.source.file, node)
         if deep and (name or called) and self._first(0, f"{name or called}()"):
             for function in self.source.functions.get(name or called, ()):
@@ -417,6 +419,13 @@ def _operands(node: ast.AST) -> Iterable[ast.AST]:
     if isinstance(node, ast.AugAssign):
         return (node.value,)
     return (node,)
+
+
+def _is_of_numbers(node: ast.Call) -> bool:
+    """`math.exp(scale)`: takes the number of a tensor without a word."""
+    function = node.func
+    owner = function.value if isinstance(function, ast.Attribute) else None
+    return isinstance(owner, ast.Name) and owner.id in _MODULES
 
 
 def _is_constant(node: ast.AST) -> bool:

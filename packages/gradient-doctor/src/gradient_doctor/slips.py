@@ -182,6 +182,37 @@ def kept_at(site: Site) -> Site | None:
             continue
         if any(_id(item) == name for item in items):
             return Site(file, node.lineno, site.function)
+    return _carried_on(name, made, site)
+
+
+def _carried_on(name: str, made: ast.stmt, site: Site) -> Site | None:
+    """Where another variable, which lasts, takes this one over: `before = h`, `mean += loss`."""
+    around = _function_around(site)
+    here = [
+        node
+        for file, node in _statements([site.file])
+        if _function_around(Site(file, node.lineno)) is around and node is not made
+    ]
+    for node in here:
+        if isinstance(node, ast.AugAssign):
+            target, value = node.target, node.value
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target, value = node.targets[0], node.value
+        else:
+            continue
+        key = ast.unparse(target)
+        names = {
+            ast.unparse(n) for n in ast.walk(value) if isinstance(n, (ast.Name, ast.Attribute))
+        }
+        grows = isinstance(node, ast.AugAssign) or key in names
+        lasts = isinstance(target, ast.Attribute) or any(
+            isinstance(other, ast.Assign)
+            and other is not node
+            and any(ast.unparse(t) == key for t in other.targets)
+            for _, other in _statements([site.file])
+        )
+        if lasts and key != name and ((grows and name in names) or _id(value) == name):
+            return Site(site.file, node.lineno, site.function)
     return None
 
 

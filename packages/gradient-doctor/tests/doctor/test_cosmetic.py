@@ -219,3 +219,14 @@ for step in range(4):
     two.step()
 """
     nothing(tmp_path, source)
+
+
+def test_a_region_that_another_term_uses_rightly_is_not_the_line_to_change(tmp_path):
+    source = loop(
+        "with torch.no_grad():",
+        "    before = head(body(x)).log_softmax(-1)",
+        "    spread = -(before.exp() * before).sum(-1).mean()",
+        "main = ((head(body(x)).log_softmax(-1) - before) * x[:, :3]).mean()",
+        "loss = main - 0.01 * spread  # FAULT",
+    )
+    only(tmp_path, source, 23)

@@ -294,3 +294,29 @@ def test_a_fake_of_weights_that_were_stepped(tmp_path, often):
     source = TURNS.format(fake=fake, often=often, mark="  # FAULT", retain="retain_graph=True")
     finding = only(tmp_path, source, 14)
     assert set(finding.parameters) == {"maker.weight", "maker.bias"}
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "before = out",
+        "before = 0.9 * before + 0.1 * out",
+        "before = torch.cat([out, before])[:8]",
+    ],
+)
+def test_the_variable_that_takes_a_value_over_is_the_line_to_change(kept, tmp_path):
+    source = """
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizer = torch.optim.Adam(model.parameters())
+before = torch.zeros(8, 3)
+for step in range(4):
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    out = model(x)
+    loss = F.cross_entropy(out, y) + 0.1 * F.mse_loss(out, before)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    {kept}  # FAULT
+"""
+    assert only(tmp_path, source.format(kept=kept), 14)
+    nothing(tmp_path, source.format(kept=kept.replace("out", "out.detach()")))

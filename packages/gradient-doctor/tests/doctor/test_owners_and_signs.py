@@ -2,7 +2,7 @@
 
 import pytest
 
-from doctor.snippets import loop, nothing, only
+from doctor.snippets import look, loop, nothing, only, serious
 
 ACTOR_CRITIC = """
 policy, critic = nn.Linear(4, 3), nn.Linear(4, 1)
@@ -192,3 +192,45 @@ def test_generated_samples_that_nobody_detached(tmp_path):
     finding = only(tmp_path, fault, 30)
     assert finding.parameters == ("maker.weight", "maker.bias")
     nothing(tmp_path, GAN.format(before="", between="making.zero_grad()", after="", mark=""))
+
+
+CONTEST = """
+maker = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+judge = nn.Linear(4, 1)
+one, two = torch.optim.RMSprop(maker.parameters()), torch.optim.RMSprop(judge.parameters())
+for step in range(5):
+    for _ in range(2):
+        real, made = torch.randn(8, 4), maker(torch.randn(8, 4))
+        loss = judge({given}).mean() - judge(real).mean()  # FAULT
+        two.zero_grad()
+        loss.backward()
+        two.step()
+    {clear}
+    loss = -judge({scored}).mean()
+    loss.backward()
+    one.step()
+    {after}
+"""
+FAKE = "maker(torch.randn(8, 4))"
+
+
+def test_a_judge_whose_loss_stays_in_the_maker(tmp_path):
+    source = CONTEST.format(given="made", clear="", scored=FAKE, after="one.zero_grad()")
+    only(tmp_path, source, 30)
+
+
+@pytest.mark.parametrize(("given", "clear"), [("made.detach()", ""), ("made", "one.zero_grad()")])
+def test_a_judge_that_is_kept_apart(given, clear, tmp_path):
+    after = "" if clear else "one.zero_grad()"
+    nothing(tmp_path, CONTEST.format(given=given, clear=clear, scored=FAKE, after=after))
+
+
+def test_a_loss_without_the_network_that_steps_on_it(tmp_path):
+    source = CONTEST.format(given="made.detach()", clear="", scored="real", after="one.zero_grad()")
+    source = source.replace("  # FAULT", "")
+    source = source.replace("loss = -judge(real).mean()", "loss = -judge(real).mean()  # FAULT")
+    examination, lines = look(tmp_path, source)
+    found = {f.number: f for f in serious(examination)}
+    assert 5 in found, "\n".join(map(str, examination.findings))
+    assert found[5].site.line in lines
+    assert "maker.0.weight" in found[5].parameters

@@ -6,6 +6,7 @@ from gradient_doctor.detectors.accumulated import Accumulated
 from gradient_doctor.detectors.activations import Activations
 from gradient_doctor.detectors.averages import Averages
 from gradient_doctor.detectors.axes import Axes
+from gradient_doctor.detectors.beside import Beside
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.branches import Branches
 from gradient_doctor.detectors.cancellations import Cancellations
@@ -108,6 +109,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     GradCalls,
     MovedInputs,
     InnerUpdates,
+    Beside,  # before what says of each part where its path ends
     Missing,
     Ceased,
     Samples,

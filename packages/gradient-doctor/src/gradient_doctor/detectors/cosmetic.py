@@ -30,6 +30,7 @@ class Idle:
     taint: Taint | None
     loss: int  # parameters that the loss around it is alive in
     wanted: int = 0  # those that a scalar term should train, and depends on
+    beside: set[Site | None] = field(default_factory=set)  # regions that other terms use as well
     amounts: list[float] = field(default_factory=list)
     steps: set[int] = field(default_factory=set)
 
@@ -142,7 +143,11 @@ class Cosmetic(Detector):
             wanted = kinds & {"explicit", "zero"} or (kinds and _weighted(part))
         if wanted:
             # a value per element may be cut off for something else, too: then the sum is the fault
-            self._note("addend", total.site, part, root, trained if total.scalar else 0)
+            idle = self._note("addend", total.site, part, root, trained if total.scalar else 0)
+            taints = [other.taint for other in alive if other.taint is not None]
+            if idle is not None:
+                cuts = [cut for taint in taints for cut in taint.cuts]
+                idle.beside.update(cut.site for cut in cuts if cut.region is not None)
 
     def _factor(self, product: Term, factor: Term, root: Term) -> None:
         amount = factor.amount
@@ -155,9 +160,11 @@ class Cosmetic(Detector):
         if factor.data or factor.depends:
             self._note("factor", product.site, factor, root)
 
-    def _note(self, kind: str, site: Site | None, term: Term, root: Term, wanted: int = 0) -> None:
+    def _note(
+        self, kind: str, site: Site | None, term: Term, root: Term, wanted: int = 0
+    ) -> Idle | None:
         if site is None or not is_user_file(site.file):
-            return  # libraries know what they add
+            return None  # libraries know what they add
         idle = self._found.setdefault((kind, site), Idle(kind, term.taint, 0))
         idle.loss |= root.live
         idle.taint = term.taint
@@ -165,6 +172,7 @@ class Cosmetic(Detector):
         idle.steps.add(self.session.step)
         if term.amount is not None:
             idle.amounts.append(term.amount)
+        return idle
 
     # verdicts
 
@@ -214,7 +222,9 @@ class Cosmetic(Detector):
             if all(fact.op == GRAD for fact in facts):
                 at, fix = best.site or site, how_to_mend(best)
             else:
-                at = _where_to_change(facts, idle.wanted) or site
+                at = _where_to_change(facts, idle.wanted)
+                # a rollout without gradients, of which another term is right to use values
+                at = site if at is None or at in idle.beside else at
         self.report(
             23,
             Severity.WARNING,

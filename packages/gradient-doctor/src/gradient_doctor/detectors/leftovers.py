@@ -7,7 +7,8 @@ step takes both. Or both losses go back before any step: then the loss of one ne
 being a plain score of the other one (`scores.py`), which has a loss of its own.
 
 A discriminator's loss of real and generated samples has such a score in it, and reaches the
-generator where nobody has detached it. That matters only if the generator's step takes it.
+generator where nobody has detached it. That matters only if the generator's step takes it, also
+after a loss of the generator's own.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ class Shared:
     owner: str  # the other optimizer, and its parameters
     meant_for: int
     step: Site | None
+
+
+def _is_contest(done: Pass, made_by: int) -> bool:
+    """Whether a network judges data on their own here, and beside them what the other has made."""
+    own = [a for a in done.addends if a.leaves & done.taken and not a.leaves & made_by]
+    return bool(own) and any(a.leaves & done.taken and a.leaves & made_by for a in done.addends)
 
 
 class Leftovers(Detector):
@@ -121,7 +128,8 @@ class Leftovers(Detector):
             # its own backward came later, and does not reach those that this one was for
             own = [p for p in self._passes[place + 1 :] if p.left & owned]
             foreign = done.owner and not done.taken & owned
-            if left and foreign and any(not p.received & done.taken for p in own):
+            apart = any(not p.received & done.taken for p in own)
+            if left and foreign and (apart or (own and _is_contest(done, owned))):
                 self._note(done, name, left, own[-1], site)
         self._scores(owned, name, site)
         self._take_shared(owned, name, site)
