@@ -26,6 +26,7 @@ from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.indices import Indices
+from gradient_doctor.detectors.kept import KeptModels
 from gradient_doctor.detectors.labels import Labels
 from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
@@ -34,6 +35,7 @@ from gradient_doctor.detectors.lengths import Lengths
 from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.misdirected import Misdirected
 from gradient_doctor.detectors.missing import Missing
+from gradient_doctor.detectors.mixed_types import MixedTypes
 from gradient_doctor.detectors.moved_inputs import MovedInputs
 from gradient_doctor.detectors.names import Names
 from gradient_doctor.detectors.nobody import Nobody
@@ -88,6 +90,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     InPlace,
     HiddenWrites,
     Precision,
+    MixedTypes,
     Scaler,
     GradCalls,
     MovedInputs,
@@ -116,6 +119,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Unchanged,
     Averages,
     Standing,
+    KeptModels,
     Schedule,
     Branches,
     Magnitude,

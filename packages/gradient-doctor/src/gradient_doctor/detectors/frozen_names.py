@@ -38,12 +38,17 @@ class FrozenNames(Detector):
         wanted = " or ".join(f"`{text}`" for text in choice.texts[:3])
         parts = sorted({name.rsplit(".", 1)[0] for name in names})
         shown = ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
+        every = "everything" if choice.negated else "nothing"
         self.report(
             4,
             Severity.WARNING,
-            f"No parameter is called {wanted}: nothing is {'un' * choice.switch}frozen here.",
+            f"No parameter is called {wanted}: {every} is {'un' * choice.switch}frozen here.",
             why=f"The loop goes over {len(names)} parameters, of {shown}; the condition is true "
-            "for none of them, and all stay as they are.",
+            + (
+                "for all of them, also for those that it should leave out."
+                if choice.negated
+                else "for none of them, and all stay as they are."
+            ),
             fix="Print the names of named_parameters() and use theirs.",
             site=Site(site.file, choice.line, site.function),
         )
