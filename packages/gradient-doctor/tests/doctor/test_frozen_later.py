@@ -83,3 +83,41 @@ def test_a_name_that_no_parameter_has(tmp_path, choice):
     look(tmp_path, NAMED.format(choose=choice.format(part="classifier"))).one(4)
     (tmp_path / "right").mkdir()  # sources are read once
     look(tmp_path / "right", NAMED.format(choose=choice.format(part="head"))).clean()
+
+
+SWITCH = """\
+def switch(module, on):
+    for p in module.parameters():
+        {guard}  # HERE
+            p.requires_grad = on
+
+def fit(steps):
+    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])
+    for _ in range(steps):
+        loss = net(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+switch(net[0], False)
+fit(6)
+{later}
+fit(6)
+"""
+
+
+@pytest.mark.parametrize(
+    ("guard", "later", "wrong"),
+    [
+        ("if p.requires_grad:", "switch(net[0], on=True)", True),
+        ("if p.requires_grad:", "", False),  # it is to stay frozen
+        ("if p.dim():", "switch(net[0], True)", False),
+    ],
+)
+def test_a_switch_that_cannot_thaw(tmp_path, guard, later, wrong):
+    seen = look(tmp_path, SWITCH.format(guard=guard, later=later))
+    if wrong:
+        assert "cannot thaw" in seen.one(4).what
+    else:
+        seen.clean()
