@@ -167,6 +167,8 @@ class Calls:
     def _from_numpy(self, array: Any) -> Iterator[Any]:
         tensor = yield
         self.trace.from_numpy(array, tensor)
+        if tensor.is_floating_point() and tensor.dtype != torch.get_default_dtype():
+            self.session.registry.arrays_at[tensor] = self.session.here()
 
     # what is made
 

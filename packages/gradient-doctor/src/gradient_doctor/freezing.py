@@ -53,3 +53,53 @@ def freezing_lines(file: str) -> list[Site]:
         if value is not None and not (isinstance(value, ast.Constant) and value.value is True):
             lines[value.lineno] = None
     return [Site(file, line) for line in sorted(lines)]
+
+
+def never_thaws(line: Site) -> Site | None:
+    """The `if p.requires_grad:` before `p.requires_grad = value`, in a function called with True.
+
+    It skips what is frozen: the function can freeze, and the call with True does nothing.
+    """
+    tree = tree_of(line.file)
+    for function in ast.walk(tree) if tree is not None else ():
+        if not isinstance(function, ast.FunctionDef) or tree is None:
+            continue
+        for head in ast.walk(function):
+            if not isinstance(head, ast.If) or not _asks(head.test):
+                continue
+            switched = [node for node in head.body if _switches(node, function)]
+            if any(node.lineno == line.line for node in switched):
+                return (
+                    Site(line.file, head.lineno, function.name) if _thaws(tree, function) else None
+                )
+    return None
+
+
+def _asks(test: ast.expr) -> bool:
+    return isinstance(test, ast.Attribute) and test.attr == "requires_grad"
+
+
+def _switches(node: ast.stmt, function: ast.FunctionDef) -> bool:
+    """`p.requires_grad = value` with an argument of the function."""
+    words = {word.arg for word in (*function.args.args, *function.args.kwonlyargs)}
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Name):
+        return False
+    target = node.targets[0]
+    return (
+        isinstance(target, ast.Attribute)
+        and target.attr == "requires_grad"
+        and (node.value.id in words)
+    )
+
+
+def _thaws(tree: ast.Module, function: ast.FunctionDef) -> bool:
+    """Whether some call of the function has a True among its arguments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            arguments = [*node.args, *(word.value for word in node.keywords)]
+            if name == function.name and any(
+                isinstance(a, ast.Constant) and a.value is True for a in arguments
+            ):
+                return True
+    return False

@@ -23,7 +23,8 @@ class Choice:
     line: int
     switch: bool  # what requires_grad becomes
     texts: tuple[str, ...]
-    fits: Fits
+    fits: Fits  # without the `not` before it
+    negated: bool = False
 
 
 def choices(site: Site) -> list[Choice]:
@@ -39,7 +40,35 @@ def choices(site: Site) -> list[Choice]:
             choice = _choice(statement, name, parameter)
             if choice is not None:
                 found.append(choice)
+        elif isinstance(statement, ast.Assign):
+            choice = _assigned(statement, name, parameter)
+            if choice is not None:
+                found.append(choice)
     return found
+
+
+def _assigned(statement: ast.Assign, name: str, parameter: str) -> Choice | None:
+    """`p.requires_grad = "head" in name`"""
+    target = statement.targets[0]
+    if not isinstance(target, ast.Attribute) or target.attr != "requires_grad":
+        return None
+    texts: list[str] = []
+    value, negated = _positive(statement.value)
+    test = _test(value, name, texts) if _is(target.value, parameter) else None
+    if test is None:
+        return None
+    return Choice(statement.lineno, not negated, tuple(texts), test, negated)
+
+
+def _positive(test: ast.expr) -> tuple[ast.expr, bool]:
+    """A condition without the `not` before it, and whether there was one."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return test.operand, True
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        turned = {ast.NotIn: ast.In, ast.NotEq: ast.Eq}.get(type(test.ops[0]))
+        if turned is not None:
+            return ast.Compare(test.left, [turned()], test.comparators), True
+    return test, False
 
 
 def _choice(head: ast.If, name: str, parameter: str) -> Choice | None:
@@ -48,6 +77,12 @@ def _choice(head: ast.If, name: str, parameter: str) -> Choice | None:
     tests: list[Fits] = []
     switches: list[bool] = []
     arm: ast.If | None = head
+    condition, negated = _positive(head.test)
+    if negated:
+        test, switch = _test(condition, name, texts), _switch(head.body, parameter)
+        if test is None or switch is None or head.orelse:
+            return None
+        return Choice(head.lineno, switch, tuple(texts), test, True)
     while arm is not None:
         test = _test(arm.test, name, texts)
         if test is None:

@@ -8,22 +8,19 @@ that grow may begin a new phase in every step.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from types import FrameType
 from typing import Any
 
 from torch import nn
 
 from gradient_doctor.session import Session
-from gradient_doctor.sites import is_user_code
+from gradient_doctor.sites import running_lines
 
 _EXAMINED = 3  # traced steps of each: as many as a script's first ones
 _BACKWARDS = 6  # the same, where many belong to one step
 _LOOKS_AT_OPTIMIZERS = 9  # folds may make a new one each
 _LOOKS_AT_WAYS = 9
 _LOOKS_AT_PARTS = 4  # a model may grow in every step
-_FRAMES = 64  # from a backward outwards
 
 
 class NewPhases:
@@ -56,7 +53,7 @@ class NewPhases:
         session = self.session
         if not session.record.traced and not self._left_for_ways:
             return
-        way = _way()
+        way = running_lines()
         steps, backwards = self._ways.get(way, (set(), 0))
         if session.record.traced:
             steps.add(session.step)
@@ -79,16 +76,3 @@ class NewPhases:
             self._left_for_parts -= not session.look_again
             session.look_again = True
             session.add_event("new_part", parent=weakref.ref(parent))
-
-
-def _way() -> tuple[Any, ...]:
-    """The user's lines that are running."""
-    way: list[int] = []
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame is None:
-            break
-        if is_user_code(frame.f_code):
-            way += (id(frame.f_code), frame.f_lineno)
-        frame = frame.f_back
-    return tuple(way)

@@ -74,6 +74,8 @@ class Registry:
         self.scheduled_at: WeakIdKeyDictionary = (
             WeakIdKeyDictionary()
         )  # optimizer -> where its lr scheduler was made
+        # tensors on an array of numpy's, of another dtype than the usual -> the line
+        self.arrays_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # weights of constants -> the line that made them so
         self.zeroed_at: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.copy_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # copies -> weakref of original

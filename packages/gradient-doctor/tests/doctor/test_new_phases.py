@@ -142,3 +142,24 @@ for _ in range(5):
 def test_an_optimizer_of_the_first_round_only(tmp_path):
     look(tmp_path, ROUNDS.format(or_new="")).one(8)
     look(tmp_path, ROUNDS.format(or_new=" or True")).clean()
+
+
+def test_gradients_of_a_second_phase_that_nobody_clears(tmp_path):
+    """The line is the second phase's, also where the first one clears its own."""
+    look(
+        tmp_path,
+        """\
+        net = nn.Linear(4, 2)
+        first = torch.optim.Adam(net.parameters(), 0.01)
+        for _ in range(8):
+            loss = net(torch.randn(8, 4)).square().mean()
+            first.zero_grad()
+            loss.backward()
+            first.step()
+        second = torch.optim.SGD(net.parameters(), 0.001)
+        for _ in range(8):
+            loss = (net(torch.randn(8, 4)) - 1).square().mean()
+            loss.backward()  # HERE
+            second.step()
+        """,
+    ).one(28)

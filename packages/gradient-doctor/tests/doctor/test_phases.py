@@ -249,3 +249,27 @@ for _ in range(4):
 def test_train_in_place_of_eval_is_the_line(tmp_path):
     look(tmp_path, EVALUATED.format(mode="train")).one(26)
     look(tmp_path, EVALUATED.format(mode="eval")).clean()
+
+
+SEARCH = """\
+net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(5):
+    x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+    net.eval()  # HERE
+    shift = torch.zeros(4, requires_grad=True)
+    search = torch.optim.Adam([shift], 0.1)
+    for _ in range(3):
+        search.zero_grad()
+        F.cross_entropy(net(x + shift), 1 - y).backward()
+        search.step()
+    {back}
+    optimizer.zero_grad()
+    F.cross_entropy(net(x + shift.detach()), y).backward()
+    optimizer.step()
+"""
+
+
+def test_an_input_is_searched_for_in_eval_mode(tmp_path):
+    look(tmp_path, SEARCH.format(back="net.train()")).clean()
+    look(tmp_path, SEARCH.format(back="pass")).one(26)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from doctor.look import look
 from doctor.snippets import nothing, only
 from gradient_doctor import Severity
 
@@ -106,3 +107,37 @@ def test_a_rate_that_is_set_by_hand(tmp_path, rate):
     body = f"{by_hand}\nloss.backward()\nsgd.step()"
     only(tmp_path, loop("", body), 31 if "**" in rate else 21)
     nothing(tmp_path, loop("", body.replace(rate, "0.1 * 0.9**step").replace("  # FAULT", "")))
+
+
+EPOCHS = """\
+EPOCHS = 12
+net = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+scheduler = torch.optim.lr_scheduler.{kind}
+for epoch in range(EPOCHS):
+    for batch in range({batches}):
+        loss = net(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        {inner}  # HERE
+    {outer}
+"""
+STEP = "scheduler.step()"
+
+
+@pytest.mark.parametrize(
+    "kind", ["MultiStepLR(optimizer, [6, 9], 0.3)", "CosineAnnealingLR(optimizer, T_max=EPOCHS)"]
+)
+def test_a_schedule_as_long_as_the_loop_over_epochs(tmp_path, kind):
+    parts = {"kind": kind, "batches": 5}
+    look(tmp_path, EPOCHS.format(inner=STEP, outer="pass", **parts)).one(31)
+    (tmp_path / "right").mkdir()  # sources are read once
+    look(tmp_path / "right", EPOCHS.format(inner="pass", outer=STEP, **parts)).clean()
+
+
+@pytest.mark.parametrize(
+    "kind", ["CosineAnnealingLR(optimizer, T_max=5 * EPOCHS)", "CosineAnnealingLR(optimizer, 5)"]
+)
+def test_a_schedule_that_counts_batches(tmp_path, kind):
+    look(tmp_path, EPOCHS.format(kind=kind, batches=5, inner=STEP, outer="pass")).clean()

@@ -87,7 +87,8 @@ shadow.apply_ema()
 def test_an_average_that_nobody_updates(tmp_path):
     body = KEPT.replace("class Shadow", "class EMAShadow").replace("= Shadow", "= EMAShadow")
     look(tmp_path, body.format(then="pass")).one(21)
-    look(tmp_path, body.format(then="shadow.absorb()")).clean()
+    (tmp_path / "right").mkdir()  # sources are read once
+    look(tmp_path / "right", body.format(then="shadow.absorb()")).clean()
 
 
 PARTS = """\

@@ -7,6 +7,7 @@ from gradient_doctor.detectors.activations import Activations
 from gradient_doctor.detectors.averages import Averages
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.beside import Beside
+from gradient_doctor.detectors.best_models import KeptModels
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.branches import Branches
 from gradient_doctor.detectors.cancellations import Cancellations
@@ -45,6 +46,7 @@ from gradient_doctor.detectors.magnitude import Magnitude
 from gradient_doctor.detectors.masked_rows import MaskedRows
 from gradient_doctor.detectors.misdirected import Misdirected
 from gradient_doctor.detectors.missing import Missing
+from gradient_doctor.detectors.mixed_types import MixedTypes
 from gradient_doctor.detectors.moved_inputs import MovedInputs
 from gradient_doctor.detectors.names import Names
 from gradient_doctor.detectors.nobody import Nobody
@@ -105,6 +107,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     InPlace,
     HiddenWrites,
     Precision,
+    MixedTypes,
     Scaler,
     GradCalls,
     MovedInputs,
@@ -145,6 +148,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Unchanged,
     Averages,
     Standing,
+    KeptModels,
     Schedule,
     Branches,
     Magnitude,

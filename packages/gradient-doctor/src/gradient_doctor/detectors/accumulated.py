@@ -176,7 +176,7 @@ class Accumulated(Detector):
         name = registry.optimizer_name(optimizer)
         sites = [site for bit, site in self._added.items() if bit & added]
         bare = bare_attribute([site.file for site in sites if site is not None], "zero_grad")
-        rarely = None if bare is not None else self._cleared_before(repeats)
+        rarely = None if bare is not None else self._cleared_before(repeats, optimizer)
         if bare is None and rarely is None and sites and sites[-1] is not None:
             rarely = _cleared_later(sites[-1], name)
         self.report(
@@ -200,13 +200,16 @@ class Accumulated(Detector):
             ),
         )
 
-    def _cleared_before(self, repeats: Repeats) -> Site | None:
+    def _cleared_before(self, repeats: Repeats, optimizer: Any) -> Site | None:
         """The line that has cleared these gradients, but in none of the steps that used them again.
 
-        One that runs in between is right: another is missing.
+        One that runs in between is right: another is missing. One of another optimizer belongs to
+        an earlier phase of training.
         """
         registry = self.session.registry
         for owner, (site, order) in self._cleared.items():
+            if not isinstance(owner, nn.Module) and owner is not optimizer:
+                continue
             theirs = owner.parameters() if isinstance(owner, nn.Module) else owned_by(owner)
             whole = not repeats.mask & ~registry.bits(theirs)
             if site is not None and whole and order < repeats.since:

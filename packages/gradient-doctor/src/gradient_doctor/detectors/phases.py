@@ -64,8 +64,8 @@ class Phases(Detector):
         self._woken: dict[int, Site | None] = {}
         self._forwards: dict[str, Forward] = {}
         self._trained: set[str] = set()  # roots that a forward in train mode was seen of
-        # in eval at a backward of a step that is not checked: told when their optimizer steps
-        self._suspects: dict[str, int] = {}
+        # in eval at a backward: told when their optimizer steps
+        self._suspects: dict[str, tuple[int, Forward | None]] = {}
         # what a model in train() gave without gradients -> the call, and what is active in it
         self._outputs = WeakIdKeyDictionary()
         self._running: tuple[nn.Module, Site] | None = None  # such a forward
@@ -138,9 +138,13 @@ class Phases(Detector):
             # a model of an earlier fold or phase stays in eval, and nobody trains it
             registry = self.session.registry
             theirs = registry.bits(owned_by(event.data["optimizer"]))
-            for name, bits in self._suspects.items():
+            for name, (bits, seen) in self._suspects.items():
                 if bits & theirs and name in registry.roots:
-                    self._trains_in_eval(registry.roots[name], name, bits, None)
+                    self._trains_in_eval(registry.roots[name], name, bits, seen)
+        elif event.kind == "zero_grad" and self._suspects:
+            # gradients on the way to an input that is searched for: nobody steps on them
+            cleared = self.session.registry.bits(event.data["parameters"])
+            self._suspects = {n: s for n, s in self._suspects.items() if not s[0] & cleared}
         if event.kind != "mode":
             return
         module = event.data["module"]()
@@ -222,10 +226,10 @@ class Phases(Detector):
                     self._not_eval(root, name, theirs, seen)
                 else:
                     self._inside_in_eval(root, name, theirs, seen)
-            elif checked:
+            elif checked and not theirs & registry.owned:
                 self._trains_in_eval(root, name, theirs, seen)
             else:
-                self._suspects[name] = theirs
+                self._suspects[name] = theirs, seen
         self._forwards.clear()
 
     def _trains_in_eval(self, root: nn.Module, name: str, bits: int, seen: Forward | None) -> None:

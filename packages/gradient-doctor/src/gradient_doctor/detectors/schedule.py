@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gradient_doctor.detectors.places import birth_site, called
+from gradient_doctor.epochs import epochs_around, horizon
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session
@@ -24,6 +25,7 @@ _NOTHING = 1.001e-3  # of the highest rate so far; three decays by ten are round
 _ENOUGH = 6  # updates before a share of them means something
 _ROUNDS = 3
 _RECENT = 32
+_TIMES = 3  # lengths of a schedule
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Scheduler:
     mode: str = ""  # of a plateau: "min" or "max"
     metrics: list[float] = field(default_factory=list)  # that it was given
     of_loss: bool = True  # each of them was the value of a loss
+    horizon: int = 0  # steps after which it is over; 0: unknown
 
 
 @dataclass
@@ -105,6 +108,7 @@ class Schedule(Detector):
         known = rates.schedulers.get(scheduler)
         if known is None:
             known = rates.schedulers[scheduler] = Scheduler(first=rates.updates == 0)
+            known.horizon = horizon(scheduler)
             known.plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
             rates.kept.append(known)
         known.steps += 1
@@ -140,7 +144,7 @@ class Schedule(Detector):
             # a warm-up that the run is too short for still rises
             elif rates.below == rates.updates >= _ENOUGH and 0 < rates.last <= rates.first:
                 self._factor_for_rate(optimizer, rates)
-            elif self._of_another(optimizer, rates):
+            elif self._of_another(optimizer, rates) or self._counts_epochs(optimizer, rates):
                 continue
             elif self.session.scaler is None:  # which may skip steps: that is torch's way
                 for scheduler in rates.kept:
@@ -197,6 +201,38 @@ class Schedule(Detector):
             related=(made, birth_site(registry, others[0]), stepped[0].site),
         )
         return True
+
+    def _counts_epochs(self, optimizer: Any, rates: Rates) -> bool:
+        """A schedule as long as the loop over epochs, stepped with every batch."""
+        registry = self.session.registry
+        for scheduler in rates.kept:
+            often = scheduler.bursts >= 0.8 * rates.updates and rates.updates >= _ENOUGH
+            over = 0 < _TIMES * scheduler.horizon <= scheduler.steps
+            if not often or not over or scheduler.site is None:
+                continue
+            epochs = epochs_around(scheduler.site)
+            if not 1 < scheduler.horizon <= epochs:
+                continue
+            if scheduler.steps == epochs * scheduler.horizon:
+                continue  # as long as an epoch has batches: it begins again with each
+            made = registry.scheduled_at.get(optimizer)
+            self.report(
+                31,
+                Severity.WARNING,
+                f"A schedule of {scheduler.horizon} steps is stepped {scheduler.steps} times, "
+                "after every batch.",
+                why=f"The loop over epochs runs {epochs} times, and the schedule is made for as "
+                "many steps or less: it counts epochs. Stepped here, within the loop over batches, "
+                f"it is over (or begins again) after {scheduler.horizon} batches. Rates went from "
+                f"{rates.highest:g} to {rates.last:g}.",
+                fix="Step the scheduler once per epoch, after the loop over batches; or count its "
+                "length in batches.",
+                site=scheduler.site,
+                parameters=registry.bits(owned_by(optimizer)),
+                related=(made, rates.site),
+            )
+            return True
+        return False
 
     def _is_newer(self, one: Any, other: Any) -> bool:
         first, second = self.session.registry.birth(other), self.session.registry.birth(one)
