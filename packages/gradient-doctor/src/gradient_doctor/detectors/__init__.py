@@ -42,6 +42,7 @@ from gradient_doctor.detectors.moved_inputs import MovedInputs
 from gradient_doctor.detectors.names import Names
 from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.normalised import RowSoftmax
+from gradient_doctor.detectors.overlaps import Overlaps
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
 from gradient_doctor.detectors.pairs import Pairs
@@ -139,6 +140,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Draws,
     Divergences,
     Signs,
+    Overlaps,
     Adversaries,
     Names,
     Unkept,
