@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradient_doctor.detectors.accumulated import Accumulated
 from gradient_doctor.detectors.activations import Activations
+from gradient_doctor.detectors.adversaries import Adversaries
 from gradient_doctor.detectors.averages import Averages
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.beside import Beside
@@ -52,6 +53,7 @@ from gradient_doctor.detectors.names import Names
 from gradient_doctor.detectors.nobody import Nobody
 from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.normalised import RowSoftmax
+from gradient_doctor.detectors.overlaps import Overlaps
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
 from gradient_doctor.detectors.pairs import Pairs
@@ -64,6 +66,7 @@ from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.ranges import Ranges
 from gradient_doctor.detectors.recursions import Recursions
 from gradient_doctor.detectors.rising import Rising
+from gradient_doctor.detectors.rows import Rows
 from gradient_doctor.detectors.samples import Samples
 from gradient_doctor.detectors.scaler import Scaler
 from gradient_doctor.detectors.scales import Scales
@@ -125,6 +128,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Indices,
     Shifts,
     Axes,
+    Rows,
     RowSoftmax,
     Contractions,
     Pairs,
@@ -163,6 +167,8 @@ DETECTORS: tuple[type[Detector], ...] = (
     Draws,
     Divergences,
     Signs,
+    Overlaps,
+    Adversaries,
     Names,
     Unkept,
     Rising,
