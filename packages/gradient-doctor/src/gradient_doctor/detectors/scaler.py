@@ -96,7 +96,7 @@ class Scaler(Detector):
             factors |= {0.0, 1.0}  # not by the same factor for all
         else:
             number = call.args[1] if len(call.args) > 1 else None
-            factor = float(number) if _is_number(number) else 1.0
+            factor = float(number) if number is not None and _is_number(number) else 1.0
             scale = self._scaler.get_scale() if self._scaler is not None else 1.0
             if math.isclose(factor, scale) or math.isclose(factor * scale, 1.0):
                 return  # unscaled by hand
