@@ -112,3 +112,22 @@ for step in range(4):
 def test_votes_of_attention_are_probabilities(tmp_path):
     only(tmp_path, VOTES.format(loss="loss = F.cross_entropy(votes, y)  # FAULT"), 29)
     nothing(tmp_path, VOTES.format(loss="loss = F.nll_loss((votes + 1e-8).log(), y)"))
+
+
+TWO_CLASSES = """\
+critic = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+optimizer = torch.optim.Adam(critic.parameters())
+for step in range(4):
+    real, fake = torch.randn(8, 4) + 1, torch.randn(8, 4)
+    good, bad = {scores}
+    loss = F.softplus(-good).mean() + F.softplus(bad).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_loss_of_two_classes_written_by_hand(tmp_path):
+    twice = "critic(real).sigmoid(), critic(fake).sigmoid()  # FAULT"
+    assert only(tmp_path, TWO_CLASSES.format(scores=twice), 29)
+    nothing(tmp_path, TWO_CLASSES.format(scores="critic(real), critic(fake)"))

@@ -203,3 +203,19 @@ def test_a_step_at_the_beginning_of_the_next_round(tmp_path):
     late = f"{NET_CLIP}; sgd.step(); sgd.zero_grad()"
     source = EARLY_CLIP.format(before=late, after="").replace("    sgd.step()\n", "")
     nothing(tmp_path, source)
+
+
+BY_HAND = (
+    BACKWARD,
+    "{unscale}",
+    "size = float(sum(p.grad.square().sum() for p in everything)) ** 0.5",
+    "for p in everything: p.grad.mul_(0.01 / size){fault}",
+    *STEP,
+)
+
+
+def test_a_clip_by_hand_of_scaled_gradients(tmp_path):
+    lines = [line.format(unscale="pass", fault="  # FAULT") for line in BY_HAND]
+    assert only(tmp_path, script(*lines), 17)
+    lines = [line.format(unscale="; ".join(UNSCALE), fault="") for line in BY_HAND]
+    nothing(tmp_path, script(*lines))

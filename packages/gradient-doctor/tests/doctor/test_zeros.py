@@ -132,3 +132,23 @@ def test_weights_that_all_start_at_zero(tmp_path):
 
 def test_biases_that_start_at_zero(tmp_path):
     look(tmp_path, ZERO_WEIGHTS.format(init="p.dim() > 1 or nn.init.zeros_(p)")).clean()
+
+
+HELD_DOWN = """\
+first, last = nn.Linear(4, 8), nn.Linear(8, 2)
+nn.init.constant_(first.bias, {bias}){here}
+optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], lr=0.1)
+for step in range(4):
+    x = torch.randn(8, 4)
+    loss = F.cross_entropy(last(F.relu(first(x))), torch.arange(8) % 2)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_the_line_of_a_bias_that_keeps_all_units_shut(tmp_path):
+    from doctor.look import look as look_at
+
+    look_at(tmp_path, HELD_DOWN.format(bias=-40.0, here="  # HERE")).one(20)
+    look_at(tmp_path, HELD_DOWN.format(bias=-0.5, here="")).clean()

@@ -34,6 +34,9 @@ _SAME = {
 }
 _OF_SCORES = {"cross_entropy", "log_softmax", "softmax", "gumbel_softmax", "logsumexp"}
 _OF_LOGITS = {"binary_cross_entropy_with_logits", "multilabel_soft_margin_loss"}
+_OF_LOGITS |= {"soft_margin_loss"}
+# the losses of two classes, written by hand: log(sigmoid(x)), of either sign
+_BY_HAND = {"softplus", "logsigmoid"}
 _MODULES = (nn.Softmax, nn.Softmax2d, nn.Sigmoid, nn.ReLU, nn.ReLU6)
 _RELU = {"relu", "relu_", "relu6"}
 _DEAD = 0.1  # of the scores
@@ -58,7 +61,7 @@ class Activations(Detector):
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
             return
-        if call.short in _OF_SCORES | _OF_LOGITS | _SIGMOID:
+        if call.short in _OF_SCORES | _OF_LOGITS | _SIGMOID | _BY_HAND:
             self._check(call)
             self._check_relu(call)
         if call.short in _RELU:
@@ -69,7 +72,7 @@ class Activations(Detector):
             name = "softmax" if call.short in _SOFTMAX else "sigmoid"
             made = Activation(name, self._layer() or call.site, call.site)
             self._made[call.outputs[0]] = made
-        elif call.short in _SAME:
+        elif call.short in _SAME or call.short == "neg":
             sources = [self._made.get(tensor) for tensor in call.inputs]
             if sources[0] is not None and None not in sources:
                 for output in call.outputs:
@@ -127,7 +130,8 @@ class Activations(Detector):
         values = self.session.values(scores)
         if values is None or axis is None or not values.numel():
             return
-        if call.short in _SIGMOID:
+        if call.short in _SIGMOID | _BY_HAND:
+            values = values.abs() if call.short in _BY_HAND else values
             twice = made.name == "sigmoid"  # right after the other, with nothing learnt in between
         elif made.name == "softmax" and call.short in _OF_SCORES:
             twice = bool(((values.sum(axis) - 1).abs() < _CLOSE).all()) and values.shape[axis] > 1
@@ -167,7 +171,8 @@ class Activations(Detector):
 
     def _say(self, call: OpCall, made: Activation, values: Tensor, live: int) -> None:
         taker = "Categorical(logits=...)" if call.short == "logsumexp" else call.short
-        own = "sigmoid" if call.short in _OF_LOGITS | _SIGMOID else "softmax"
+        squeezes = call.short in _OF_LOGITS | _SIGMOID | _BY_HAND
+        own = "sigmoid" if squeezes else "softmax"
         self.report(
             29,
             Severity.WARNING,
@@ -186,7 +191,7 @@ def _axis(call: OpCall, scores: Tensor) -> int | None:
     """The axis of the classes, as the call takes it."""
     if call.short == "cross_entropy":
         return 1 if scores.dim() > 1 else 0
-    if call.short in _OF_LOGITS | _SIGMOID:
+    if call.short in _OF_LOGITS | _SIGMOID | _BY_HAND:
         return -1 if scores.dim() else None
     position = {"gumbel_softmax": 4}.get(call.short, 1)
     axis = argument(call, position, "dim", -1)

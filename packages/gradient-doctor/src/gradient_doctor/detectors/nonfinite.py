@@ -217,26 +217,35 @@ class NonFinite(Detector):
         if self._suspects:
             self._say_suspect(step, last, site)
             return
-        births = [
-            birth_site(self.session.registry, o) for o in self.session.registry.optimizers.values()
-        ]
+        if grew:
+            self._say_growth(step, site)
+            return
         self.report(
             27,
             Severity.ERROR,
             f"The loss is not finite from step {step} on.",
             why=f"Its last value before was {last:.3g} (the first: {first:.3g})"
-            + (
-                ": the steps grow until they overflow, as they do when the learning rate is too "
-                "large for this loss."
-                if grew
-                else ". That step was not traced, so the operation is not known."
-            ),
-            fix="Lower the learning rate, scale the inputs, or clip the gradient."
-            if grew
-            else "Run with --mode trace to see the operation.",
-            site=(births[0] if grew and births else None) or site,
+            + ". That step was not traced, so the operation is not known.",
+            fix="Run with --mode trace to see the operation.",
+            site=site,
             parameters=self.session.registry.owned,
-            related=(site,),
+        )
+
+    def _say_growth(self, step: int, backward: Site | None) -> None:
+        """The loss had grown step after step before: its rate is where the optimizer is made."""
+        registry = self.session.registry
+        births = [birth_site(registry, optimizer) for optimizer in registry.optimizers.values()]
+        self.report(
+            27,
+            Severity.ERROR,
+            f"The loss is not finite from step {step} on.",
+            why=f"Its last value before was {self._last_loss or 0.0:.3g} (the first: "
+            f"{self._first_loss or 0.0:.3g}): the steps grow until they overflow, as they do when "
+            "the learning rate is too large for this loss.",
+            fix="Lower the learning rate, scale the inputs, or clip the gradient.",
+            site=(births[0] if births else None) or backward,
+            parameters=registry.owned,
+            related=(backward,),
         )
 
     def _say_suspect(self, step: int, last: float, backward: Site | None) -> None:
@@ -428,6 +437,9 @@ class NonFinite(Detector):
             return
         if birth.op == "backward" and self.session.summed is not None and self._grew():
             self._say_summed(self.session.step, *self.session.summed)
+            return
+        if birth.op == "backward" and self._grew():
+            self._say_growth(self.session.step, bad.backward)
             return
         numbers = "NaN" if birth.kind == "nan" else "infinite"
         stepped = ""

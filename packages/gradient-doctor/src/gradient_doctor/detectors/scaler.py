@@ -26,6 +26,9 @@ _ORDER = (
 )
 
 
+_WRITES = {"mul_", "div_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "__imul__"}
+
+
 @dataclass
 class Stage:
     """One optimizer since the last update of the scaler."""
@@ -52,6 +55,9 @@ class Scaler(Detector):
         self._inside = 0  # within scaler.step
         self._scaler: Any = None
         self._first: Site | None = None  # where a loss was scaled first
+        self._factors: dict[
+            Site | None, set[float]
+        ] = {}  # that scaled gradients were multiplied by
         self._low: set[torch.dtype] = set()  # precisions below fp32 that something ran in
         self._traced = 0
 
@@ -68,12 +74,42 @@ class Scaler(Detector):
     # facts
 
     def op(self, call: OpCall) -> None:
+        if call.short in _WRITES and self._scaled and not self._inside:
+            self._written(call)
         if torch.float16 in self._low:
             return
         self._low.update(t.dtype for t in call.outputs if t.dtype in _LOW)
         device = call.outputs[0].device.type if call.outputs else "meta"
         if device != "meta" and torch.is_autocast_enabled(device):
             self._low |= {torch.get_autocast_dtype(device)} & _LOW
+
+    def _written(self, call: OpCall) -> None:
+        """A scaled gradient that the program clips itself: by a factor that is its own result."""
+        target = call.inputs[0] if call.inputs else None
+        if target is None or target.requires_grad:
+            return
+        held = [p for p in self.session.registry.tensors(self._scaled) if p.grad is target]
+        if not held:
+            return
+        factors = self._factors.setdefault(call.site, set())
+        if call.short.startswith(("clamp", "clip")):
+            factors |= {0.0, 1.0}  # not by the same factor for all
+        else:
+            number = call.args[1] if len(call.args) > 1 else None
+            factor = float(number) if number is not None and _is_number(number) else 1.0
+            scale = self._scaler.get_scale() if self._scaler is not None else 1.0
+            if math.isclose(factor, scale) or math.isclose(factor * scale, 1.0):
+                return  # unscaled by hand
+            factors.add(factor)
+        if len(factors) > 1:
+            self._say(
+                Severity.ERROR,
+                "Gradients are clipped by hand while they are still scaled.",
+                f"They are {self._factor} times too large, so the norm that this factor comes "
+                "from, or the bound, means something else than it says.",
+                call.site,
+                self.session.registry.bits(held),
+            )
 
     def event_ended(self, event: Event) -> None:
         if event.kind == "scale" and event.data["scaler"].is_enabled():
@@ -365,6 +401,12 @@ class Scaler(Detector):
         self.report(
             17, severity, what, why=why, fix=_ORDER, site=site, parameters=bits, related=related
         )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float))
 
 
 def _name(event: Event) -> str:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradient_doctor.detectors.common import argument, live_in
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.readable import values_of
+from gradient_doctor.readable import address_of, values_of
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 
 _ENOUGH = 2  # steps
@@ -32,6 +32,7 @@ _SAME = {
     *("unsqueeze", "squeeze", "permute", "transpose", "contiguous", "expand", "sub", "add"),
     *("index_select", "unbind", "split", "chunk", "detach", "repeat", "pin_memory"),
 }
+_RANDOM = {"randn", "rand", "normal"}
 _FACTOR = 16.0  # a division that changes the size of data for good
 _SMALL = 0.01  # the largest of the inputs
 _UNLIKELY = 3.0  # a first loss over that of an even guess
@@ -65,7 +66,9 @@ class Curve:
         start = abs(self.first[0]) if self.first else 0.0
         if len(self.last) < _WINDOW or not math.isfinite(self.greatest):
             return not math.isfinite(self.greatest)
-        return self.greatest > _LEAP * start or min(self.last) >= 0.95 * max(self.first)
+        return self.greatest > _LEAP * start or (
+            sum(self.last) / len(self.last) >= 0.95 * sum(self.first) / len(self.first)
+        )
 
 
 @dataclass
@@ -94,15 +97,20 @@ class Scales(Detector):
         self._large: dict[Site | None, Large] = {}
         self._ordinary: set[Site] = set()  # divisions whose results are not always small
         self._gains: dict[int, tuple[float, Tensor, Site | None]] = {}  # of the first step
+        self._random: set[int] = set()  # addresses of what random numbers were written to
         self._unlikely: tuple[float, float, Site | None, int] | None = None
         self._curves: dict[Site | None, Curve] = {}
 
     # data
 
     def op(self, call: OpCall) -> None:
-        if not call.outputs or not call.inputs:
+        if not call.outputs:
             return
         result = call.outputs[0]
+        if not self.session.age:
+            self._follow_random(call)
+        if not call.inputs:
+            return
         if call.short in _LAYERS:
             self._input(call)
             if not self.session.age:
@@ -113,6 +121,16 @@ class Scales(Detector):
             self._guess(call)
         if call.short == "matmul" and not self.session.age:
             self._gain(call)
+
+    def _follow_random(self, call: OpCall) -> None:
+        """Memory of random numbers: a parameter that is made of them begins with these."""
+        address = address_of(call.outputs[0])
+        if call.short in _RANDOM or (
+            call.short in _DIVIDES and call.inputs and address_of(call.inputs[0]) in self._random
+        ):
+            self._random.add(address)
+        elif call.targets:
+            self._random -= {address_of(target) for target in call.targets}
 
     def _data(self, call: OpCall) -> None:
         if call.short in _DIVIDES and len(call.inputs) == 1:
@@ -244,7 +262,7 @@ class Scales(Detector):
 
     def _is_fresh(self, weight: Tensor) -> bool:
         """Random numbers that this program wrote, and nothing has been loaded into since."""
-        return self.session.registry.is_random(weight)
+        return self.session.registry.is_random(weight) or address_of(weight) in self._random
 
     # the whole curve
 

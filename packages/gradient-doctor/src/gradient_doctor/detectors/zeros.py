@@ -58,6 +58,7 @@ class Zeros(Detector):
         self._zeros = WeakIdKeyDictionary()  # all-zero tensor -> line where it became zero
         self._silent = WeakIdKeyDictionary()  # output of a dead layer -> why it is dead
         self._from_zeros = WeakIdKeyDictionary()  # output of weights of zeros -> their line
+        self._biases = WeakIdKeyDictionary()  # output of a layer -> its bias
         self._zero_steps: dict[int, set[int]] = {}
         self._alive = 0
         self._blame: dict[int, Cause] = {}
@@ -88,6 +89,9 @@ class Zeros(Detector):
             before = next((t for t in call.inputs if t in self._from_zeros), None)
             if before is not None:
                 self._from_zeros[result] = self._from_zeros[before]
+        bias = next((t for t in call.inputs if isinstance(t, nn.Parameter) and t.dim() == 1), None)
+        if bias is not None:
+            self._biases[result] = weakref.ref(bias)
         cause = self._cause(call, result)
         if cause is not None:
             key = (call.site, call.name)
@@ -119,6 +123,23 @@ class Zeros(Detector):
         """The line that made a weight zero; of its birth, if it was born so."""
         registry = self.session.registry
         return registry.zeroed_at.get(weight) or birth_site(registry, weight)
+
+    def _begun_at(self, value: Tensor) -> Site | None:
+        """The line that gave a parameter its first values."""
+        if not isinstance(value, nn.Parameter):
+            return None
+        registry = self.session.registry
+        made = registry.zeroed_at.get(value) or registry.initialised_at.get(value)
+        return made or birth_site(registry, value)
+
+    def _pressed_down(self, source: Tensor, value: Tensor) -> Site | None:
+        """The line that set a bias, if it is the bias alone that keeps these values below 0."""
+        bias = self._biases.get(source)
+        bias = None if bias is None else bias()
+        held = None if bias is None else values_of(bias)
+        if bias is None or held is None or not bool((held < 0).all()):
+            return None
+        return self._begun_at(bias) if float(value.max()) > float(held.max()) else None
 
     def _layer_site(self, call: OpCall, kind: type[nn.Module]) -> Site | None:
         """The line that made the layer of this call: there its size is written."""
@@ -197,6 +218,7 @@ class Zeros(Detector):
                 f"Every unit behind this {short} is dead.",
                 f"All {out.numel()} inputs are negative (greatest {float(value.max()):.3g}).",
                 "Lower the learning rate or the bias, or use a leaky activation.",
+                made=self._pressed_down(source, value),
             )
         if short in _SQUASH and not bool(_slope(short, out).any()):
             return Cause(
@@ -205,6 +227,7 @@ class Zeros(Detector):
                 f"Its inputs have sizes of at least {float(value.abs().min()):.3g}: in {out.dtype} "
                 "its slope is exactly 0 there.",
                 "Scale the inputs down, or normalise them first.",
+                made=self._begun_at(source),
             )
         if short in _CLAMP and not bool((out == value).any()):
             return Cause(
