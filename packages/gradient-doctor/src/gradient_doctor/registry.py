@@ -231,6 +231,10 @@ class Registry:
         birth = self._constructed.get(module)
         return None if birth is None else birth.site
 
+    def constructed_before(self, module: nn.Module, step: int) -> bool:
+        birth = self._constructed.get(module)
+        return birth is not None and birth.step < step
+
     def _beside(self, other: Site | None, module: nn.Module) -> Site | None:
         """The line that led to a module, in the function that another line stands in."""
         for caller in self._callers.get(module, ()):

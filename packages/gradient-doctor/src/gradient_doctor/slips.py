@@ -130,7 +130,7 @@ def filled_at(site: Site) -> Site | None:
 
     Only if one statement of the same function fills it.
     """
-    function = _function_around(site)
+    function = function_around(site)
     call = _call_at(function, site.line) if function is not None else None
     if function is None or call is None or not call.args:
         return None
@@ -163,9 +163,9 @@ def kept_at(site: Site) -> Site | None:
     if not isinstance(made, ast.Assign) or not isinstance(made.targets[0], ast.Name):
         return None
     name = made.targets[0].id
-    around = _function_around(site)
+    around = function_around(site)
     for file, node in _statements([site.file]):
-        inside = _function_around(Site(file, node.lineno)) is around
+        inside = function_around(Site(file, node.lineno)) is around
         value = node.value if isinstance(node, (ast.Expr, ast.Assign)) else None
         if value is None or not inside or node is made:
             continue
@@ -196,7 +196,7 @@ def default_behind(site: Site) -> tuple[str, int] | None:
 
     And its position in a call: `self` is not counted.
     """
-    function = _function_around(site)
+    function = function_around(site)
     statement = statement_at(site)
     if function is None or statement is None:
         return None
@@ -229,21 +229,21 @@ def returns_of(head: Site) -> list[ast.Return]:
 
 def is_method(site: Site) -> bool:
     """Whether a line stands in a method."""
-    function = _function_around(site)
+    function = function_around(site)
     arguments = [] if function is None else function.args.args
     return bool(arguments) and arguments[0].arg in ("self", "cls")
 
 
 def source_of_function(site: Site) -> str:
     """The source of the function that a line stands in; empty for the module's own lines."""
-    function = _function_around(site)
+    function = function_around(site)
     if function is None or function.end_lineno is None:
         return ""
     lines = range(function.lineno, function.end_lineno + 1)
     return "".join(linecache.getline(site.file, line) for line in lines)
 
 
-def _function_around(site: Site) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def function_around(site: Site) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The innermost function of a line."""
     tree = _tree(site.file) if is_user_file(site.file) else None
     around = [
@@ -291,7 +291,7 @@ def stands_after_loop(site: Site, inside: Site) -> bool:
         if isinstance(node, (ast.For, ast.While))
         and node.lineno <= inside.line <= (node.end_lineno or node.lineno)
     ]
-    same = _function_around(site) is _function_around(inside)
+    same = function_around(site) is function_around(inside)
     return same and bool(ends) and site.line > max(ends)[1]
 
 

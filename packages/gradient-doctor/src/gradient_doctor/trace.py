@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from gradient_doctor.callers import call_from_caller
 from gradient_doctor.findings import Site
 from gradient_doctor.graph import NodeOrigin, is_dead_view, mark_origin, node_of
+from gradient_doctor.handed_in import chooser_of_dtype
 from gradient_doctor.readable import (
     LAZY,
     META,
@@ -272,7 +273,8 @@ class Trace(TorchFunctionMode):
         if call.kwargs.get("requires_grad") and outputs and outputs[0].is_leaf:
             session.registry.made(outputs[0], site, session.step)
         if was is not None and args[0].dtype != was:
-            session.registry.converted_at[args[0]] = site  # Module.to, half, bfloat16
+            # Module.to, half, bfloat16
+            session.registry.converted_at[args[0]] = chooser_of_dtype(user_lines()) or site
         if short == "__setitem__" or short == "__set__":
             outputs = [args[0]]
             taint = self._spread(name, short, site, taints, outputs)

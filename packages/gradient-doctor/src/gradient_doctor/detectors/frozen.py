@@ -15,6 +15,7 @@ from gradient_doctor.detectors.late import Claim
 from gradient_doctor.detectors.places import birth_site, by_site, called, count
 from gradient_doctor.explain import has_elements
 from gradient_doctor.findings import Finding, Severity, Site
+from gradient_doctor.handed_in import chooser_of_freezing
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
 from gradient_doctor.slips import assigned_attribute
@@ -100,7 +101,8 @@ class Frozen(Detector):
 
     def _site(self, parameter: Tensor) -> Site | None:
         registry = self.session.registry
-        return registry.frozen_at.get(parameter) or birth_site(registry, parameter)
+        chosen = chooser_of_freezing(registry.freezers.get(parameter) or ())
+        return chosen or registry.frozen_at.get(parameter) or birth_site(registry, parameter)
 
     def _contract(self, kept: int) -> None:
         registry, contract = self.session.registry, self.session.contract

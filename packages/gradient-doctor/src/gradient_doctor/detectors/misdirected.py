@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradient_doctor.explain import CutFact, what_cuts
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.python_numbers import Values
 from gradient_doctor.registry import owned_by
@@ -55,6 +56,7 @@ class Idle:
 
     mask: int
     at: Site
+    cut: CutFact | None  # what has taken the network that the loss trains out of the term
     steps: set[int] = field(default_factory=set)
 
 
@@ -169,24 +171,44 @@ class Misdirected(Detector):
         if part.live & backward.used:
             self._good.add(key)
         elif not alternates and self._trains_nothing(part, backward):
-            at = _last_call(part, backward.calls) or part.term.site
+            cut = self._cut_of(part, backward)
+            at = cut.site if cut is not None else None
+            at = at or _last_call(part, backward.calls) or part.term.site
             if at is not None:
-                idle = self._idle.setdefault(key, Idle(part.depends, at))
+                idle = self._idle.setdefault(key, Idle(part.depends, at, cut))
                 idle.steps.add(backward.step)
 
     def _trains_nothing(self, part: Part, backward: Waiting) -> bool:
         others = [p for p in backward.parts if p is not part]
         taint = part.term.taint
-        if not part.depends or not part.live or (taint is not None and taint.cuts):
-            return False
         useful = any(p.live & backward.used for p in others)
-        return useful and not any(p.depends & part.depends for p in others)
+        if not part.depends or not part.live or not useful:
+            return False
+        if taint is None or not taint.cuts:
+            return not any(p.depends & part.depends for p in others)
+        # what the loss trains was cut off, and what is left is a judge that only this term asks
+        return self._cut_of(part, backward) is not None and not any(
+            p.depends & part.live for p in others
+        )
+
+    def _cut_of(self, part: Part, backward: Waiting) -> CutFact | None:
+        """The one cut that hides from this term what the loss trains."""
+        taint = part.term.taint
+        hidden = part.depends & ~part.live & backward.used
+        if taint is None or not hidden:
+            return None
+        facts = [fact for fact in self.session.ledger.facts(taint) if fact.graph & hidden]
+        lines = {fact.site for fact in facts}
+        return facts[0] if len(lines) == 1 and facts[0].kind in ("explicit", "region") else None
 
     def _verdicts(self) -> None:
         pending, self._idle = self._idle, {}
         for key, idle in pending.items():
             if key in self._good or len(idle.steps) < _ENOUGH or idle.mask & ~self._used:
                 continue  # what never steps at all is another fault
+            if idle.cut is not None:
+                self._say_cut(idle, idle.cut, key)
+                continue
             self.report(
                 23,
                 Severity.WARNING,
@@ -201,6 +223,22 @@ class Misdirected(Detector):
                 parameters=idle.mask,
                 related=(key[1], key[0]),
             )
+
+    def _say_cut(self, idle: Idle, cut: CutFact, key: tuple[Site | None, Site | None, int]) -> None:
+        """The generator's sample is detached before it is judged, in the generator's own loss."""
+        rest = self.session.registry.many(idle.mask & ~cut.mask)
+        self.report(
+            cut.number,
+            Severity.WARNING,
+            "A term of the loss trains nothing: what this loss should train is cut out of it.",
+            why=f"Here {what_cuts(cut)}. The term still reaches {rest}, whose "
+            f"gradients of the backward at {key[0]} are cleared before their own optimizer steps.",
+            fix="Leave out the cut where this term is computed; it belongs into the other loss, "
+            "that of the network which judges.",
+            site=idle.at,
+            parameters=idle.mask & cut.mask,
+            related=(key[1], key[0]),
+        )
 
 
 def _key(backward: Waiting, part: Part) -> tuple[Site | None, Site | None, int]:

@@ -80,8 +80,12 @@ class Ownership(Detector):
                 original = registry.copy_of.get(parameter)
                 if original is not None and original() is not None:
                     self._originals.setdefault(birth.site, []).append(original)
-                if home is not None and birth.site not in self._built:
-                    self._built[birth.site] = registry.construction(registry.top_of(home))
+                if home is not None:
+                    top = registry.top_of(home)
+                    # a module that lasts and makes its own parameter anew is no layer to move
+                    if registry.constructed_before(top, birth.step):
+                        self._built[birth.site] = None
+                    self._built.setdefault(birth.site, registry.construction(top))
                 # the first step of a script includes the making of its models
                 if self.session.first < birth.step == backward.step:
                     self._born_in_loop.add(birth.site)
