@@ -124,6 +124,7 @@ class Backwards:
                 backward.partial.extend(guard.partial)
                 backward.blown.extend(guard.blown)
                 backward.leaks.extend(guard.leaks)
+                backward.cancelled.extend(guard.cancellations.seen)
                 guard.remove()
             for hook in hooks:
                 hook.remove()

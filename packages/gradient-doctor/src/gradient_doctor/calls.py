@@ -15,7 +15,7 @@ from gradient_doctor.graph import NodeOrigin, mark_origin
 from gradient_doctor.guards import observed
 from gradient_doctor.patches import Patches
 from gradient_doctor.session import Session
-from gradient_doctor.sites import called_by_torch, called_by_user
+from gradient_doctor.sites import called_by_torch, called_by_user, constructors, user_lines
 from gradient_doctor.taint import Cut, Region, Taint, merged, tensors_in
 from gradient_doctor.trace import Trace
 
@@ -49,12 +49,14 @@ class Calls:
         patch(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         patch(torch.optim.Optimizer, "__init__", self._new_optimizer)
         patch(torch.optim.Optimizer, "load_state_dict", self._load_state)
+        patch(torch.nn.modules.loss._Loss, "__init__", self._new_loss)
         patch(torch.optim.lr_scheduler.LRScheduler, "__init__", self._new_scheduler)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau  # does not call the other's
         patch(plateau, "__init__", self._new_scheduler)
         for scheduler in _schedulers():
             patch(scheduler, "step", self._schedule)
         patch(nn.Module, "named_parameters", self._named)
+        patch(torch.Tensor, "requires_grad_", self._switched, rests=True)
         patch(nn.Module, "zero_grad", self._zero_grad)
         patch(nn.Module, "load_state_dict", self._load_module)
         # the helper behind clip_grad_norm_: found also when the user imported that name before
@@ -82,6 +84,15 @@ class Calls:
             yield
         finally:
             self._switching = False
+
+    def _switched(self, tensor: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Between two looks: a parameter is frozen, or thawed, by this call."""
+        if self.session.record.traced or self.session.paused:
+            return
+        if not isinstance(tensor, nn.Parameter):
+            return
+        yield
+        self.session.registry.switched(tensor, self.session.here(), user_lines)
 
     def _named(self, module: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """A loop of the user's over names; torch and we ask for them far more often."""
@@ -167,6 +178,14 @@ class Calls:
         if registry.discover and type(optimizer).__module__ != "accelerate.optimizer":
             registry.unnamed.append(optimizer)  # named later, when its variable exists
 
+    def _new_loss(self, loss: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """A loss has no parameters: nothing else would tell where its options are written."""
+        running = constructors()
+        if all(module is not loss for module, _ in running):  # it has no constructor of its own
+            running = [(loss, user_lines()), *running]
+        self.session.registry.constructed(running, self.session.step)
+        yield
+
     def _new_scheduler(
         self, scheduler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Iterator[Any]:
@@ -194,7 +213,12 @@ class Calls:
 
     def _parameter(self, cls: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         parameter = yield
-        self.session.registry.made(parameter, self.session.here(), self.session.step)
+        registry = self.session.registry
+        registry.made(parameter, self.session.here(), self.session.step)
+        data = args[0] if args else kwargs.get("data")
+        # before there is an optimizer, values are taken over to begin with
+        if isinstance(data, Tensor) and (registry.optimizers or registry.unnamed):
+            self.trace.remade(parameter, data)
 
     def _copied(self, original: Any, memo: Any) -> Iterator[Any]:
         parameter = yield

@@ -185,6 +185,7 @@ class Doctor:
         session.heard.clear()
         session.arrays.clear()
         session.numbers.clear()
+        session.returned.clear()
         self._switch_trace(traced)
 
     def _end(self) -> None:

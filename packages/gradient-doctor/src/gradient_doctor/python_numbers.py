@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from gradient_doctor.constructors import constructor_of
 from gradient_doctor.sites import calling_frame
 from gradient_doctor.taint import Taint, collect, merged
 
@@ -290,6 +291,15 @@ def _source(file: str) -> _Source | None:
         return _Source(file, text) if text else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None  # a notebook's magic, a template, a machine's own program: not to be read
+
+
+def running_constructor() -> str | None:
+    """What copies a tensor's number into a new tensor or array: the call that is running now."""
+    frame = calling_frame()
+    source = None if frame is None else _source(frame.f_code.co_filename)
+    if frame is None or source is None or not source.runs(frame.f_code):
+        return None
+    return constructor_of(source.running(Running.now(frame)))
 
 
 # from an expression to numbers that left

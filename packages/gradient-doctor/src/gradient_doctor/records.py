@@ -78,13 +78,14 @@ class Backward:
     vanished: list[Any] = field(default_factory=list)  # sentinels.Vanished, in order of backward
     partial: list[Any] = field(default_factory=list)  # sentinels.Vanished: only some inputs
     blown: list[Any] = field(default_factory=list)  # sentinels.Blown
+    cancelled: list[Any] = field(default_factory=list)  # cancelled.Cancelled
     leaks: list[Any] = field(default_factory=list)  # sentinels.Leak
     outdated: bool = False  # hangs on a graph of weights that have been stepped since (class 14)
 
     def release(self) -> None:
         """Tensors and nodes must not live longer than the user's own references to them."""
         self.roots, self.inputs, self.results = [], None, None
-        for nodes in (self.vanished, self.partial, self.blown):
+        for nodes in (self.vanished, self.partial, self.blown, self.cancelled):
             nodes.clear()
         if self.graph is not None:
             self.graph.opaque.clear()

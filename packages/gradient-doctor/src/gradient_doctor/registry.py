@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -134,6 +134,16 @@ class Registry:
         """A parameter or an optimizer has come into being; the first word counts."""
         if thing not in self._births:
             self._births[thing] = Birth(site, step, next(self._order))
+
+    def switched(
+        self, parameter: Tensor, site: Site | None, lines: Callable[[], tuple[Site, ...]]
+    ) -> None:
+        """requires_grad was set, to what it is now."""
+        if parameter.requires_grad:
+            self.frozen_at.pop(parameter, None)
+        else:
+            self.frozen_at[parameter] = site
+            self.freezers[parameter] = lines()
 
     def copied(self, parameter: Tensor, original: Tensor) -> None:
         """A deep copy; layers are often made once and copied (nn.TransformerEncoder)."""

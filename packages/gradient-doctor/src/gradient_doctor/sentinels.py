@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradient_doctor.cancelled import Cancellations
 from gradient_doctor.graph import MARK, NodeOrigin, is_opaque, origin_of
 from gradient_doctor.interruptions import is_the_programs
 from gradient_doctor.readable import alone, is_finite, values_of
@@ -72,6 +73,7 @@ class Sentinels:
         self.partial: list[Vanished] = []
         self.blown: list[Blown] = []
         self.leaks: list[Leak] = []
+        self.cancellations = Cancellations()
         self._handles: list[Any] = []
         self._functions: dict[Any, NodeOrigin | None] = {}  # custom Functions, seen from around
         self._behind: dict[Any, list[Any]] = {}  # node -> the custom Functions before it
@@ -80,6 +82,7 @@ class Sentinels:
 
     def watch(self, root: Tensor) -> None:
         nodes = list(_with_origins(root.grad_fn))
+        self.cancellations.expect(nodes)
         for node, origin in nodes:
             # a Python node's hook runs in user code's way (checkpoints replay); leave it alone
             if is_opaque(node):
@@ -128,6 +131,7 @@ class Sentinels:
         if not came or not went:
             return
         self._look(node, origin, list(came.values()), list(went.values()))
+        self.cancellations.look(node, origin, came, went)
         if self.blown and self.blown[-1].node is node:
             self.blown[-1].singular = _singular(node, received)
         if len(went) > 1:
@@ -135,6 +139,10 @@ class Sentinels:
         places = node.metadata.get(MARK + ".silent")
         if places is not None:
             self._look_at_places(node, next(iter(came.values())), places)
+        for key in (MARK + ".kept", MARK + ".ends"):
+            observe = node.metadata.get(key)
+            if observe is not None:
+                observe(next(iter(came.values())))
 
     def _look_around(self, node: Any, came: dict[int, Tensor], went: dict[int, Tensor]) -> None:
         if any(bool(g.any()) for g in came.values()):

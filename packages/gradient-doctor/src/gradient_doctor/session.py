@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradient_doctor.constructors import Returned
 from gradient_doctor.findings import Culprit, Finding, Severity, Site, add_note
 from gradient_doctor.graph import node_of, walk
 from gradient_doctor.interruptions import is_the_programs
@@ -26,7 +27,7 @@ from gradient_doctor.readable import address_of, alone, unreadable, values_of
 from gradient_doctor.records import Backward, Event, OpCall, StepRecord
 from gradient_doctor.registry import Registry
 from gradient_doctor.sites import here
-from gradient_doctor.taint import NO_CUTS, CutBook, Region, Taint
+from gradient_doctor.taint import NO_CUTS, CutBook, Region, Taint, merged
 
 STRICT = "GRADIENT_DOCTOR_STRICT"  # set in our own tests: a detector's error is an error there
 _KEPT = 32  # step records
@@ -192,6 +193,7 @@ class Session:
         # theirs; `Variable(x.data)` is made unseen
         self.severed: dict[int, tuple[StorageWeakRef, Taint]] = {}
         self.numbers: Numbers = Numbers()  # plain floats that left torch
+        self.returned: Returned = Returned()  # the same by value, to be known inside of tensors
         self._culprits: dict[Any, tuple[int, Culprit]] = {}  # and their place in `findings`
         self._reported: dict[Any, Finding] = {}  # since the last error
         self._noted: dict[Any, Finding] = {}  # as they stand on an error
@@ -323,6 +325,7 @@ class Session:
         self.arrays.clear()
         self.severed.clear()
         self.numbers.clear()
+        self.returned.clear()
 
     def report(self, finding: Finding) -> Finding:
         """Keep what is found at one line as one finding, with all parameters that it hits."""
@@ -405,7 +408,7 @@ class Session:
                 return taint
         if not tensor.requires_grad or node_of(tensor) is None:
             if type(tensor) is Tensor and not tensor.requires_grad:
-                return None
+                return self._returned(tensor) if self.returned else None
             if not (isinstance(tensor, nn.Parameter) or tensor.requires_grad):
                 return None
             bit = self.registry.bit(tensor)
@@ -416,5 +419,22 @@ class Session:
         bits = self.registry.bits(graph.leaves)
         opaque = frozenset(type(node).__name__ for node in graph.opaque)
         taint = Taint(bits, bits, NO_CUTS, None, "unseen", self.step, opaque)
+        self.taints[tensor] = taint
+        return taint
+
+    def held_by(self, tensor: Tensor) -> list[Taint]:
+        """The taints of numbers that left torch in this step, if a tensor is made of such."""
+        with self.pause():
+            values = values_of(tensor) if tensor.is_floating_point() else None
+            return [] if values is None else self.returned.inside(values)
+
+    def _returned(self, tensor: Tensor) -> Taint | None:
+        """For a tensor that nobody saw made: what the numbers in it depend on."""
+        taints = self.held_by(tensor)
+        if not taints:
+            return None
+        depends, live, cuts, opaque = merged(taints)
+        first = taints[0]
+        taint = Taint(depends, live, cuts, first.site, first.op, self.step, opaque)
         self.taints[tensor] = taint
         return taint

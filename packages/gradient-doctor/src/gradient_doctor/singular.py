@@ -7,6 +7,9 @@ the point: a constant that is added, a clamp, an exponential.
 
 Whether the value failed or only its slope is known from the weights: after a bad slope they are
 no numbers either.
+
+An exponential has no singular point, but it overflows: its guard is whatever keeps its input from
+growing (a minus before what is never negative, a clamp from above, the maximum subtracted first).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradient_doctor.bounds import Bounds, is_number
 from gradient_doctor.findings import Site
 from gradient_doctor.readable import values_of
 from gradient_doctor.records import OpCall
@@ -38,6 +42,7 @@ _KEEPS = {
     *("expand_as", "detach", "pow", "square", "log1p", "exp"),
 }
 
+_OVERFLOWS = {"exp", "exp_", "expm1", "exp2", "cosh", "sinh"}
 _COMBINES = {"mul", "div", "add", "cat", "stack", "maximum"}  # of two values off it
 
 
@@ -55,11 +60,16 @@ class Singular:
         self._guarded = WeakIdKeyDictionary()
         self._chosen = WeakIdKeyDictionary()  # what a mask has taken out: there may be nothing
         self._exposed: dict[tuple[str, Site], Exposed] = {}
+        self._bounds = Bounds()
+        self._growing: dict[Site, Exposed] = {}  # exponentials of what nothing bounds from above
 
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
             return
         self._follow(call)
+        self._bounds.follow(call)
+        if call.short in _OVERFLOWS:
+            self._exponential(call)
         short, value = _operand(call)
         if value is None or call.site is None or not call.outputs[0].is_floating_point():
             return
@@ -86,15 +96,37 @@ class Singular:
         guarded = short in _POSITIVE or (short in _ADDITIONS | _BOUNDS and _has_bound(call))
         guarded |= short in _KEEPS and source in self._guarded
         if not guarded and short in _COMBINES:
-            guarded = all(t in self._guarded or _is_number(t) for t in call.inputs)
+            guarded = all(t in self._guarded or is_number(t) for t in call.inputs)
         if guarded:
             self._guarded[result] = True
+
+    def _exponential(self, call: OpCall) -> None:
+        value = call.inputs[0]
+        if call.site is None or not value.requires_grad or self._bounds.above(value):
+            return
+        values = values_of(value)
+        if values is None or not values.numel():
+            return
+        distance = -float(values.max())
+        earlier = self._growing.get(call.site)
+        if earlier is None or distance < earlier.nearest:
+            short = call.short.rstrip("_")
+            self._growing[call.site] = Exposed(short, call.site, distance)
 
     def suspects(self, slope: bool) -> list[Exposed]:
         """What may have failed, the likeliest first."""
         kinds = _SLOPES if slope else _VALUES
         known = [e for e in self._exposed.values() if e.op in kinds]
-        return sorted(known, key=lambda e: e.nearest)
+        return sorted(known, key=lambda e: e.nearest) + self.exponentials()
+
+    def selections(self) -> list[Exposed]:
+        """Means of what a mask has chosen: of nothing, they are no numbers, but have a slope."""
+        means = [e for e in self._exposed.values() if e.op == "mean"]
+        return sorted(means, key=lambda e: e.nearest)
+
+    def exponentials(self) -> list[Exposed]:
+        """What may have overflowed, that with the largest input first."""
+        return sorted(self._growing.values(), key=lambda e: e.nearest)
 
 
 def _operand(call: OpCall) -> tuple[str, Tensor | None]:
@@ -135,11 +167,4 @@ def _has_bound(call: OpCall) -> bool:
         value > 0
         for value in numbers
         if isinstance(value, (int, float)) and not isinstance(value, bool)
-    ) or any(isinstance(v, Tensor) and _is_number(v) and bool((v > 0).all()) for v in numbers[1:])
-
-
-def _is_number(tensor: Tensor) -> bool:
-    if tensor.dim() or tensor.requires_grad:
-        return False
-    values = values_of(tensor)
-    return values is not None and bool((values > 0).all())
+    ) or any(isinstance(v, Tensor) and is_number(v) and bool((v > 0).all()) for v in numbers[1:])

@@ -16,6 +16,7 @@ from gradient_doctor.callers import call_from_caller
 from gradient_doctor.findings import Site
 from gradient_doctor.graph import NodeOrigin, is_dead_view, mark_origin, node_of
 from gradient_doctor.handed_in import chooser_of_dtype
+from gradient_doctor.python_numbers import running_constructor
 from gradient_doctor.readable import (
     LAZY,
     META,
@@ -24,6 +25,7 @@ from gradient_doctor.readable import (
     is_recorded,
     shape_of,
     unreadable,
+    values_of,
 )
 from gradient_doctor.records import OpCall
 from gradient_doctor.replaced import Replaced
@@ -265,6 +267,8 @@ class Trace(TorchFunctionMode):
         name, short, site, args, inputs = call.name, call.short, call.site, call.args, call.inputs
         outputs = tensors_in(result)
         taint = None
+        if short in _FROM_ARRAYS and not taints and session.returned and outputs:
+            taints = session.held_by(outputs[0])
         if short in _PAIRWISE and len(outputs) == len(inputs):
             for own, output in zip(map(session.taint_of, inputs), outputs):
                 taint = self._spread(name, short, site, [own] if own else [], [output])
@@ -281,7 +285,7 @@ class Trace(TorchFunctionMode):
         if short in _SCALARS and taints:
             self._scalar(short, site, taints, result)
         elif short in _ARRAYS and taints:
-            self._array(short, site, taints, result)
+            self._array(short, site, taints, inputs[0], result)
         if session.wants("op"):
             touchable, blind = self._sight([*inputs, *outputs])
             if touchable:
@@ -368,17 +372,39 @@ class Trace(TorchFunctionMode):
             key, lambda: Cut(kind, short, where, step, 0, region, shape=shape), live
         )
 
-    def _array(self, short: str, site: Site | None, taints: list[Taint], array: Any) -> None:
+    def _array(
+        self, short: str, site: Site | None, taints: list[Taint], tensor: Tensor, array: Any
+    ) -> None:
         """Arrays share memory with their tensor: known again by their address."""
-        self.session.arrays[_address(array)] = self._outside("explicit", short, site, taints)
+        taint = self._outside("explicit", short, site, taints)
+        self.session.arrays[_address(array)] = taint
+        if taint.depends and tensor.is_floating_point():
+            with self.session.pause():
+                values = values_of(tensor)
+                if values is not None:
+                    self.session.returned.keep_array(values, taint)
 
     def _of_array(self, value: Any) -> list[Taint]:
         taint = self.session.arrays.get(_address(value)) if self.session.arrays else None
         return [] if taint is None else [taint]
 
+    def remade(self, parameter: Tensor, data: Tensor) -> None:
+        """`nn.Parameter(computed)`: a new leaf, without the graph of what it was computed from."""
+        session = self.session
+        if not self.on or session.paused or node_of(data) is None:
+            return
+        taint = session.taint_of(data)
+        if taint is None or not taint.live:
+            return
+        cut = self._outside("explicit", "Parameter", here(session.module_path), [taint])
+        own = session.registry.bit(parameter)
+        session.taints[parameter] = replace(cut, depends=cut.depends | own, live=own)
+
     def from_numpy(self, array: Any, tensor: Tensor) -> None:
         """`torch.from_numpy` passes by the mode; the watch tells us of it."""
         taints = self._of_array(array)
+        if not taints and self.session.returned:
+            taints = self.session.held_by(tensor)
         if not self.on or self.session.paused or self.session.drowsy or self.session.asleep:
             return
         if taints:
@@ -390,10 +416,15 @@ class Trace(TorchFunctionMode):
             self.session.tell("op", call)
 
     def _scalar(self, short: str, site: Site | None, taints: list[Taint], result: Any) -> None:
-        taint = self._outside("scalar", short, site, taints)
+        made = running_constructor() if short == "__float__" else None
+        if made is not None:
+            taint = self._outside("explicit", made, site, taints)
+        else:
+            taint = self._outside("scalar", short, site, taints)
         if taint.depends:
             for number in _floats(result):
                 self.session.numbers.keep(number, taint)
+                self.session.returned.keep(number, taint)
 
     def _outside(self, kind: str, short: str, site: Site | None, taints: list[Taint]) -> Taint:
         """The taint of what left torch: a Python number, an array."""
@@ -431,11 +462,7 @@ def _switched(session: Session, args: Any) -> None:
             bit = session.registry.bit(tensor)
             session.taints[tensor] = replace(stored, depends=stored.depends | bit, live=bit)
     if isinstance(tensor, torch.nn.Parameter):
-        if tensor.requires_grad:
-            session.registry.frozen_at.pop(tensor, None)
-        else:
-            session.registry.frozen_at[tensor] = session.here()
-            session.registry.freezers[tensor] = user_lines()
+        session.registry.switched(tensor, session.here(), user_lines)
 
 
 def _gradient_set(session: Session, args: Any) -> None:

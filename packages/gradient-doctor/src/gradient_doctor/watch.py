@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from gradient_doctor.compiled import Compiled
 from gradient_doctor.contexts import Contexts
 from gradient_doctor.distribution_calls import DistributionCalls
 from gradient_doctor.guards import guarded, observed
+from gradient_doctor.new_phases import NewPhases
 from gradient_doctor.patches import Patches
 from gradient_doctor.readable import alone
 from gradient_doctor.rollouts import Rollouts
@@ -36,9 +36,6 @@ from gradient_doctor.trace import Trace
 # torch's name for the block that an optimizer's step and its hooks run in, however it ends
 _STEP = "Optimizer.step#"
 _PEEKS = 3  # of one line without gradients, in steps that are not traced
-_EXAMINED = 2  # traced steps of an optimizer
-_LOOKS_AT_NEW_PHASES = 6  # folds may make a new one each
-_LOOKS_AT_NEW_PARTS = 4  # a model may grow in every step
 
 
 class Watch:
@@ -54,18 +51,16 @@ class Watch:
     ) -> None:
         self.session = session
         self.trace = trace
-        self.backwards = Backwards(session, went_back)
+        self.backwards = Backwards(session, self._backward_ended)
         self.rollouts = Rollouts(session, trace)
         self.rounds = Rounds(session, trace, self._hook)
+        self._went_back = went_back
         self._stepped = stepped  # told after each optimizer step: scripts find their steps by it
         self._patches = Patches()
         self._handles: list[Any] = []
         self._module_handles: list[Any] = []
         self._updates: dict[int, steps.Before] = {}
-        self._looks_at_new_parts = 0
-        self._looks_at_new_phases = _LOOKS_AT_NEW_PHASES
-        # optimizers -> their steps that were traced
-        self._examined: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._phases = NewPhases(session)
         self.light = False  # no looks in between
         self._peeks: dict[Any, int] = {}  # by the line that switched gradients off
         # optimizers whose step is running, the innermost last, and how often we were paused before
@@ -224,7 +219,7 @@ class Watch:
             registry = self.session.registry
             registry.born(module, parameter, self.session.here(), self.session.step)
             registry.constructed(constructors(), self.session.step)
-            self._look_at_new_part(module)
+            self._phases.grew(module)
 
     @guarded
     def _module(self, parent: nn.Module, name: str, child: Any) -> None:
@@ -233,19 +228,12 @@ class Watch:
             registry.adopted(parent, child)
             registry.made(child, self.session.here(), self.session.step)
             registry.constructed(constructors(), self.session.step)
-            self._look_at_new_part(parent)
+            self._phases.grew(parent)
 
-    def _look_at_new_part(self, parent: nn.Module) -> None:
-        """A model that is trained already gets a part: who will train that?"""
-        session = self.session
-        if not session.age or self._looks_at_new_parts >= _LOOKS_AT_NEW_PARTS:
-            return
-        top = session.registry.top_of(parent)
-        if any(top is root for root in session.registry.roots.values()):
-            if not session.look_again:
-                self._looks_at_new_parts += 1
-            session.look_again = True
-            session.add_event("new_part", parent=weakref.ref(parent))
+    def _backward_ended(self) -> None:
+        if not self.light:
+            self._phases.went_back()
+        self._went_back()
 
     # optimizer steps
 
@@ -287,19 +275,9 @@ class Watch:
         with self.session.pause(), alone():
             facts = steps.after(before, self.session.values) if before is not None else None
         self.session.add_event("step", optimizer=optimizer, update=facts)
-        self._look_at_new_phase(optimizer)
+        if not self.light:
+            self._phases.stepped(optimizer)
         self._stepped(optimizer)
-
-    def _look_at_new_phase(self, optimizer: Any) -> None:
-        """An optimizer whose first step comes after the traced ones: another part of training."""
-        session = self.session
-        if self.light:
-            return
-        if session.record.traced:
-            self._examined[optimizer] = self._examined.get(optimizer, 0) + 1
-        elif self._looks_at_new_phases and self._examined.get(optimizer, 0) < _EXAMINED:
-            self._looks_at_new_phases -= 1
-            session.look_again = True
 
     def _step_left(self, block: Any, error: Any, *args: Any) -> Iterator[Any]:
         """A step that raises has no post hook, but its block has an end."""

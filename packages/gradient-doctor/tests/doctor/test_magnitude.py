@@ -97,3 +97,24 @@ def test_clipping_before_there_is_anything_to_clip(tmp_path, kept):
     assert "between backward() and step()" in look(tmp_path, early).one(22).fix
     look(tmp_path, EARLY.format(kept=kept, before="pass", after=clip)).clean()
     look(tmp_path, EARLY.format(kept=kept, before=clip, after=clip)).clean()
+
+
+TWO_OPTIMIZERS = """\
+actor, critic = nn.Linear(4, 2), nn.Linear(4, 1)
+first = torch.optim.SGD(actor.parameters(), lr=0.1)
+second = torch.optim.SGD(critic.parameters(), lr=0.1)
+for step in range(4):
+    first.zero_grad(), second.zero_grad()
+    for part in torch.randn(4, 8, 4):
+        (actor(part).square().mean() * 8 / 32).backward()
+        loss = F.mse_loss(critic(part), part[:, :1]){share}
+        loss.backward()  # HERE
+    first.step(), second.step()
+    print(float(critic.weight.grad.norm()))
+"""
+
+
+def test_micro_batches_of_the_second_of_two_optimizers_are_counted(tmp_path):
+    found = look(tmp_path, TWO_OPTIMIZERS.format(share=""))
+    assert "4 micro batches" in found.one(22).what
+    look(tmp_path, TWO_OPTIMIZERS.format(share=" * 8 / 32")).clean()

@@ -170,3 +170,95 @@ def test_the_logarithm_is_named_and_not_the_product_behind_it(tmp_path):
         "loss = (p * l).sum()",
     )
     loop(tmp_path, *lines).one(27)
+
+
+EXPONENTIAL = """\
+model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(30):
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    if step == 21:
+        x = x * 300
+    error = F.cross_entropy(model(x), y)
+    near = torch.exp(-model(x).square().sum(-1))
+    loss = {loss}
+    loss = loss + near.mean() + (model(x) - model(x).amax(-1, keepdim=True)).exp().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_an_exponential_that_nothing_bounds_is_what_overflowed(tmp_path):
+    found = look(tmp_path, EXPONENTIAL.format(loss="torch.exp(error / 0.5)  # HERE"))
+    assert "was not traced" in found.one(27).why
+    look(tmp_path, EXPONENTIAL.format(loss="torch.exp(error.clamp(max=2.0))")).clean()
+
+
+LABELS = """\
+encoder = nn.Sequential(nn.Conv1d(6, 8, 5, stride={stride}, padding=2), nn.ReLU())
+head = nn.Linear(8, 4)
+criterion = nn.CTCLoss()  # HERE
+optimizer = torch.optim.Adam([*encoder.parameters(), *head.parameters()])
+for step in range(4):
+    scores = head(encoder(torch.randn(3, 6, 24)).permute(2, 0, 1)).log_softmax(-1)
+    sizes = torch.tensor([3, 7, 5])
+    frames = torch.full((3,), len(scores))
+    labels = torch.tensor([1, 2, 3] * 5)
+    loss = criterion(scores, labels, frames, sizes)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_labels_that_are_longer_than_the_frames_are_the_criterions_to_allow(tmp_path):
+    found = look(tmp_path, LABELS.format(stride=4))
+    assert "more frames than there are" in found.one(27).why
+    look(tmp_path, LABELS.format(stride=1)).clean()
+
+
+MASKED = """\
+model, head = nn.Linear(4, 4), nn.Linear(4, 1)
+optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])
+for step in range(4):
+    x = torch.randn(2, 5, 4)
+    kept = torch.tensor([[1, 1, 1, 0, 0], [{first}, 0, 0, 0, 0]]).bool()
+    scores = model(x) @ x.mT / 2
+    scores = scores + torch.zeros(5, 5).masked_fill(torch.eye(5).bool(), {own})
+    scores = scores.masked_fill(~kept[:, None], -torch.inf){here}
+    scores = scores * 1.5
+    loss = head(scores.softmax(-1) @ x)[:, 0].square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_the_line_that_masks_the_last_place_of_a_row_is_named(tmp_path):
+    look(tmp_path, MASKED.format(first=0, own=0.0, here="  # HERE")).one(27)
+    # each of two masks leaves something, both together do not
+    look(tmp_path, MASKED.format(first=1, own="-torch.inf", here="  # HERE")).one(27)
+    look(tmp_path, MASKED.format(first=1, own=0.0, here="")).clean()
+
+
+SELECTED = """\
+model, other = nn.Linear(4, 4), nn.Linear(4, 1)
+optimizer = torch.optim.Adam([*model.parameters(), *other.parameters()])
+for step in range(20):
+    x, label = torch.randn(6, 4), torch.arange(6) % 2
+    if step == 11:
+        label = torch.ones(6)
+    scale = x.square().sum(-1)
+    error = (model(x) - x).square().sum(-1) / scale
+    {loss}
+    loss = loss + other(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_loss_that_is_a_number_again_was_the_mean_of_nothing(tmp_path):
+    found = look(tmp_path, SELECTED.format(loss="loss = error[label == 0].mean()  # HERE"))
+    assert "in step 11" in found.one(27).what

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from doctor.snippets import look, nothing, only
+from doctor.snippets import look, loop, nothing, only
 from gradient_doctor import Doctor, Severity
 
 BODY = {"body.weight", "body.bias"}
@@ -492,3 +492,50 @@ def test_a_random_head_that_is_frozen(tmp_path):
 )
 def test_layers_that_may_be_frozen(tmp_path, freeze):
     nothing(tmp_path, DEEP.format(freeze=freeze))
+
+
+REMADE = """
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.make = nn.Linear(4, 12)
+        self.out = nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weights(x.mean(0)))
+
+    def weights(self, c):
+{lines}
+
+model = Cell()
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(4):
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    loss = F.cross_entropy(model(x), y) + 0.01 * model.out.weight.square().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_computed_weight_that_is_made_a_parameter_is_cut_off(tmp_path):
+    lines = "        return nn.Parameter(self.make(c).view(3, 4))  # FAULT"
+    finding = only(tmp_path, REMADE.format(lines=lines), 3)
+    assert "model.make.weight" in finding.parameters
+
+
+def test_a_computed_weight_that_is_handed_on_is_clean(tmp_path):
+    nothing(tmp_path, REMADE.format(lines="        return self.make(c).view(3, 4)"))
+
+
+def test_a_parameter_that_begins_with_a_computed_value_is_clean(tmp_path):
+    source = loop("loss = F.cross_entropy(head(body(x)), y)") + (
+        "merged = nn.Parameter(head.weight @ body.weight)\n"
+        "optimizer = torch.optim.Adam([merged])\n"
+        "for step in range(4):\n"
+        "    loss = F.cross_entropy(torch.randn(8, 4) @ merged.t(), y)\n"
+        "    optimizer.zero_grad()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    nothing(tmp_path, source)

@@ -225,3 +225,27 @@ def test_held_out_data_in_eval_mode_and_other_data(tmp_path, switch, data):
         "for epoch", "pairs = val_loader\nfor epoch"
     )
     nothing(tmp_path, source)
+
+
+EVALUATED = """\
+net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+optimizer = torch.optim.Adam(net.parameters())
+
+def evaluate(x, y):
+    net.{mode}()  # HERE
+    with torch.no_grad():
+        return (net(x).argmax(1) == y).float().mean()
+
+for _ in range(4):
+    net.train()
+    loss = F.cross_entropy(net(torch.randn(8, 4)), torch.randint(0, 2, (8,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    evaluate(torch.randn(8, 4), torch.randint(0, 2, (8,)))
+"""
+
+
+def test_train_in_place_of_eval_is_the_line(tmp_path):
+    look(tmp_path, EVALUATED.format(mode="train")).one(26)
+    look(tmp_path, EVALUATED.format(mode="eval")).clean()

@@ -8,23 +8,30 @@ from gradient_doctor.detectors.averages import Averages
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.branches import Branches
+from gradient_doctor.detectors.cancellations import Cancellations
+from gradient_doctor.detectors.cancelling import Cancelling
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.clipping import Clipping
+from gradient_doctor.detectors.contractions import Contractions
 from gradient_doctor.detectors.cosmetic import Cosmetic
 from gradient_doctor.detectors.divergences import Divergences
 from gradient_doctor.detectors.draws import Draws
 from gradient_doctor.detectors.dropped import Dropped
+from gradient_doctor.detectors.ends import Ends
 from gradient_doctor.detectors.erased import Erased
 from gradient_doctor.detectors.estimators import Estimators
+from gradient_doctor.detectors.first_ratios import FirstRatios
 from gradient_doctor.detectors.frozen import Frozen
 from gradient_doctor.detectors.frozen_defaults import FrozenDefaults
 from gradient_doctor.detectors.frozen_layers import FrozenLayers
+from gradient_doctor.detectors.frozen_moves import FrozenMoves
 from gradient_doctor.detectors.frozen_names import FrozenNames
 from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.indices import Indices
+from gradient_doctor.detectors.kept import Kept
 from gradient_doctor.detectors.labels import Labels
 from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
@@ -35,16 +42,19 @@ from gradient_doctor.detectors.misdirected import Misdirected
 from gradient_doctor.detectors.missing import Missing
 from gradient_doctor.detectors.moved_inputs import MovedInputs
 from gradient_doctor.detectors.names import Names
+from gradient_doctor.detectors.nobody import Nobody
 from gradient_doctor.detectors.nonfinite import NonFinite
 from gradient_doctor.detectors.normalised import RowSoftmax
 from gradient_doctor.detectors.ownership import Ownership
 from gradient_doctor.detectors.padding import Padding
+from gradient_doctor.detectors.pairs import Pairs
 from gradient_doctor.detectors.penalties import Penalties
 from gradient_doctor.detectors.phases import Phases
 from gradient_doctor.detectors.policy_losses import PolicyLosses
 from gradient_doctor.detectors.precision import Precision
 from gradient_doctor.detectors.ragged import Ragged
 from gradient_doctor.detectors.ranges import Ranges
+from gradient_doctor.detectors.recursions import Recursions
 from gradient_doctor.detectors.rising import Rising
 from gradient_doctor.detectors.samples import Samples
 from gradient_doctor.detectors.scaler import Scaler
@@ -53,6 +63,8 @@ from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
+from gradient_doctor.detectors.spread import Spreads
+from gradient_doctor.detectors.soft_masks import SoftMasks
 from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.statistics import Statistics
 from gradient_doctor.detectors.surrogates import Surrogates
@@ -74,7 +86,9 @@ DETECTORS: tuple[type[Detector], ...] = (
     FrozenLayers,
     FrozenDefaults,
     FrozenNames,
+    FrozenMoves,
     Ownership,
+    Nobody,
     Leaves,
     Erased,
     Accumulated,
@@ -91,6 +105,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Samples,
     States,
     Cosmetic,
+    Cancellations,
     Misdirected,
     Dropped,
     Targets,
@@ -98,13 +113,19 @@ DETECTORS: tuple[type[Detector], ...] = (
     Shifts,
     Axes,
     RowSoftmax,
+    Contractions,
+    Pairs,
     Penalties,
     Activations,
     Lengths,
     Labels,
+    Kept,
+    Ends,
+    SoftMasks,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
     SilentFunctions,
+    Cancelling,
     Zeros,
     Ranges,
     NonFinite,
@@ -113,10 +134,13 @@ DETECTORS: tuple[type[Detector], ...] = (
     Schedule,
     Branches,
     Magnitude,
+    Spreads,
     Clipping,
     Estimators,
     PolicyLosses,
     Surrogates,
+    FirstRatios,
+    Recursions,
     Draws,
     Divergences,
     Signs,

@@ -86,6 +86,7 @@ class Axes(Detector):
         self._flattened = WeakIdKeyDictionary()  # values -> the leading axes that were merged
         self._broken = WeakIdKeyDictionary()  # output of a reshape that broke an axis -> its line
         self._broken_data = WeakIdKeyDictionary()  # the same of what needs no gradient
+        self._cut_up = WeakIdKeyDictionary()  # the same where rows may have been put together
         self._suspects: dict[tuple[Site, int], Suspect] = {}
 
     def op(self, call: OpCall) -> None:
@@ -114,6 +115,8 @@ class Axes(Detector):
         self._flatten(source, result, old, new)
         if old and new and old[0] == new[0] and self._samples.get(source) == 0:
             self._samples[result] = 0
+        if call.site is not None and exchanged(old, new):
+            self._cut_up[result] = (call.site, call.short, old, new)
         if not is_exchange(old, new) or call.site is None:
             return
         if result.requires_grad:
@@ -164,9 +167,19 @@ class Axes(Detector):
         if source.dim() != 3 or not isinstance(batch_first, bool):
             return  # packed, or without a batch
         time, batch = (1, 0) if batch_first else (0, 1)
+        self._states(call)
         layer = self._layer(call, time, batch)
         self._check_samples(source, layer)
         self._mixed[call.outputs[0]] = layer
+
+    def _states(self, call: OpCall) -> None:
+        """The state that it begins with is [layers, batch, width]: no rows are put together."""
+        states = call.args[1] if isinstance(call.args[1], (tuple, list)) else [call.args[1]]
+        for state in states:
+            broken = self._cut_up.get(state) if isinstance(state, Tensor) else None
+            if broken is not None:
+                site, short, old, new = broken
+                self._exchanges(site, short, old, new, live_in(self.session, call.inputs))
 
     def _attention(self, call: OpCall) -> None:
         query = call.inputs[0]
@@ -206,7 +219,7 @@ class Axes(Detector):
             self._samples[result] = 0
         for known in (
             *(self._samples, self._mixed, self._by_time, self._flattened, self._broken),
-            self._broken_data,
+            *(self._broken_data, self._cut_up),
         ):
             if not known:
                 continue
@@ -223,7 +236,7 @@ class Axes(Detector):
             if rows and call.short not in MOVES:
                 known[result] = kept
             return
-        if known is self._broken or known is self._broken_data:
+        if known is self._broken or known is self._broken_data or known is self._cut_up:
             if result.shape == source.shape and call.short not in MOVES:
                 known[result] = kept
             return

@@ -204,7 +204,8 @@ class Cosmetic(Detector):
         )
         if facts:
             best = max(facts, key=lambda fact: (fact.graph.bit_count(), fact.step, fact.order))
-            if best.op in COPIES and best.kind == "explicit" and best.site is not None:
+            copied = best.op in COPIES or best.op.endswith("Tensor")
+            if copied and best.kind == "explicit" and best.site is not None:
                 self._say_copied(best, site, hidden)
                 return
             on = self.session.registry.many(hidden) if hidden else "the input that it should move"

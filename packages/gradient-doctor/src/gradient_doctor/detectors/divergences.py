@@ -32,11 +32,21 @@ class Divergences(Detector):
         self._curved: list[tuple[Term, Term]] = []  # (exp(v), v) and (x, log(x))
         self._likelihoods: list[Term] = []
         self._drawn = WeakIdKeyDictionary()
+        self._noise = WeakIdKeyDictionary()  # plain draws
+        self._exponentials = WeakIdKeyDictionary()  # exp(v) -> (v, its line)
+        # of this step: v, whose exp scales noise, and the line of that exp
+        self._spreads: list[tuple[Term, Site | None]] = []
         self._steps: dict[tuple[str, Site | None], set[int]] = {}
 
     def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
         if isinstance(value, Tensor):
             self._drawn[value] = True
+            scale = getattr(distribution, "scale", None)
+            base = scale._base if isinstance(scale, Tensor) else None
+            for tensor in (scale, base):
+                known = self._exponentials.get(tensor) if isinstance(tensor, Tensor) else None
+                if known is not None and pathwise:
+                    self._spreads.append(known)
 
     def density(self, distribution: Any, value: Any, result: Any, site: Site | None) -> None:
         if not isinstance(value, Tensor) or not isinstance(result, Tensor):
@@ -46,7 +56,22 @@ class Divergences(Detector):
         if data and value.is_floating_point() and live_in(self.session, [result]):
             self._likelihoods.append(self.session.ledger.terms.of(result))
 
+    def _spread(self, call: OpCall) -> None:
+        """exp(v) beside noise: the width of a draw."""
+        if call.short in ("randn", "randn_like", "normal_"):
+            self._noise[call.outputs[0]] = True
+        elif call.short == "mul" and any(t in self._noise for t in call.inputs):
+            for tensor in call.inputs:
+                known = self._exponentials.get(tensor)
+                if known is not None:
+                    self._spreads.append(known)
+
     def op(self, call: OpCall) -> None:
+        if call.outputs:
+            self._spread(call)
+        if call.short == "exp" and call.outputs and call.outputs[0].requires_grad:
+            v = self.session.ledger.terms.of(call.inputs[0])
+            self._exponentials[call.outputs[0]] = (v, call.site)
         if call.short in ("exp", "log") and call.outputs and call.outputs[0].requires_grad:
             terms = self.session.ledger.terms
             made, source = terms.of(call.outputs[0]), terms.of(call.inputs[0])
@@ -55,6 +80,7 @@ class Divergences(Detector):
     def step_ended(self, record: StepRecord) -> None:
         self._curved.clear()
         self._likelihoods.clear()
+        self._spreads.clear()
 
     def backward_starts(self, backward: Backward) -> None:
         if (
@@ -73,6 +99,36 @@ class Divergences(Detector):
                 paths.setdefault(id(path.term), []).append(path)
             if not self._likelihood(paths, backward):  # then it is the whole that is turned
                 self._divergence(paths, backward)
+            if self._spreads:
+                self._widths(paths, backward)
+
+    def _widths(self, paths: dict[int, list[Path]], backward: Backward) -> None:
+        """exp(v) - v is the divergence of a variance exp(v); its draw has the width exp(v / 2)."""
+        for curved, flat in self._curved:
+            ours, theirs = paths.get(id(curved), []), paths.get(id(flat), [])
+            spread = next((site for v, site in self._spreads if v is flat), None)
+            if spread is None or len(ours) != 1 or len(theirs) != 1:
+                continue
+            up, down = ours[0].factor, theirs[0].factor
+            if not (up > 0 and abs(up + down) < 1e-3 * up) or not self._again("width", spread):
+                continue
+            self.report(
+                24,
+                Severity.WARNING,
+                "The draw takes for a standard deviation what its divergence takes for a variance.",
+                why=f"Noise is scaled by exp(v), made here; the divergence has exp(v) - v "
+                f"({curved.site}), which is that of a Gaussian whose variance is exp(v). The "
+                "divergence is not that of the distribution that is drawn from.",
+                fix="std = torch.exp(0.5 * logvar).",
+                site=spread,
+                parameters=curved.live,
+                related=(curved.site, backward.site),
+            )
+
+    def _again(self, kind: str, site: Site | None) -> bool:
+        steps = self._steps.setdefault((kind, site), set())
+        steps.add(self.session.step)
+        return len(steps) == _ENOUGH
 
     def _divergence(self, paths: dict[int, list[Path]], backward: Backward) -> None:
         for curved, flat in self._curved:

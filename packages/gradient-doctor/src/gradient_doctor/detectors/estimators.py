@@ -12,7 +12,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import live_in
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.session import Detector, OpCall, Session
+from gradient_doctor.graph import MARK, node_of, nodes_of
+from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
+
+_ENOUGH = 2  # steps
+_DENSITY = MARK + ".density"
 
 _SQUASH = {"tanh", "sigmoid", "clamp", "clip", "hardtanh", "softsign", "relu", "softplus", "exp"}
 _INVERSE = {"atanh", "arctanh", "logit", "log"}
@@ -20,6 +24,12 @@ _SAME = {
     *("detach", "clone", "float", "to", "double", "__getitem__", "view", "reshape", "unsqueeze"),
     *("squeeze", "stack", "cat", "index_select", "gather", "flatten", "contiguous", "transpose"),
     *("narrow", "expand", "repeat_interleave", "cpu", "cuda", "data"),
+}
+# what the correction of a squashed draw is made by: log(1 - tanh(u) ** 2), and its other forms
+_LOGARITHMS = {"log", "log1p", "softplus", "logsigmoid", "log_", "log2"}
+_ELEMENTWISE = {
+    *("tanh", "sigmoid", "pow", "square", "mul", "sub", "rsub", "__rsub__", "add", "neg", "clamp"),
+    *("div", "exp", "__pow__", "view", "unsqueeze", "squeeze", "reshape", "clip", "cosh", "abs"),
 }
 _SCALE = {"mul", "div", "mul_", "div_"}
 _TERMS = {
@@ -57,21 +67,46 @@ class Score:
     depends: int
 
 
+@dataclass(eq=False)
+class Squash:
+    """A pathwise draw: is it squashed, is its density taken, and that of the squashed one?"""
+
+    site: Site | None
+    squashed: Site | None = None
+    density: Site | None = None
+    result: Any = None  # weak reference to the log-probability
+    corrected: bool = False
+    live: int = 0
+
+
 class Estimators(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._samples = WeakIdKeyDictionary()
         self._scores = WeakIdKeyDictionary()
+        self._derived = WeakIdKeyDictionary()  # functions of a pathwise draw alone -> Squash
+        self._squashes: list[Squash] = []  # of this step
+        self._uncorrected: dict[Site | None, set[int]] = {}
 
     def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
         if isinstance(value, Tensor):
             self._samples[value] = Sample(site, _family(distribution))
+            if pathwise and value.requires_grad:
+                squash = Squash(site)
+                self._derived[value] = squash
+                self._squashes.append(squash)
 
     def density(self, distribution: Any, value: Any, result: Any, site: Site | None) -> None:
         if not isinstance(value, Tensor) or not isinstance(result, Tensor):
             return
         sample = self._samples.get(value)
         live = live_in(self.session, [result])
+        squash = self._derived.get(value) if sample is not None and not sample.squashed else None
+        if squash is not None and live:
+            squash.density, squash.live = site, live
+            node = node_of(result)
+            if node is not None:
+                node.metadata[_DENSITY] = squash
         if sample is not None and sample.family is _family(distribution):
             how = sample.squashed or (abs(sample.scale - 1) > 1e-6 and "scaling") or ""
             if how and live:
@@ -102,11 +137,59 @@ class Estimators(Detector):
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
             return
+        if self._squashes:
+            self._follow_squash(call)
         sample = self._samples.get(call.inputs[0])
         if sample is not None:
             self._follow_sample(call, sample)
         if any(t in self._scores for t in call.inputs):
             self._follow_score(call)
+
+    def _follow_squash(self, call: OpCall) -> None:
+        squash = next((self._derived[t] for t in call.inputs if t in self._derived), None)
+        if squash is None:
+            return
+        if call.short in _LOGARITHMS:
+            squash.corrected = True
+        elif call.short in _ELEMENTWISE and len(call.inputs) == 1:
+            self._derived[call.outputs[0]] = squash
+            if call.short in ("tanh", "sigmoid"):
+                squash.squashed = call.site
+        elif call.short in _ELEMENTWISE and all(t in self._derived for t in call.inputs):
+            self._derived[call.outputs[0]] = squash
+
+    def backward_starts(self, backward: Backward) -> None:
+        """A loss that takes the density of the draw for that of what it was squashed to."""
+        bare = [s for s in self._squashes if s.squashed and s.density and not s.corrected]
+        if not bare or backward.taint is None or backward.kind != "backward":
+            return
+        for root in backward.roots:
+            for node in nodes_of(node_of(root)):
+                squash = node.metadata.get(_DENSITY)
+                if squash in bare:
+                    self._say_bare(squash)
+
+    def _say_bare(self, squash: Squash) -> None:
+        steps = self._uncorrected.setdefault(squash.density, set())
+        steps.add(self.session.step)
+        if len(steps) != _ENOUGH:
+            return
+        self.report(
+            24,
+            Severity.WARNING,
+            "The log-probability is that of the draw, and the action is what it is squashed to.",
+            why=f"The draw goes through a squashing function at {squash.squashed}, and a gradient "
+            "flows through both the action and this log-probability, from which log|d squash / "
+            "d draw| was never subtracted: the entropy that is rewarded is that of values of any "
+            "size, and the actions are driven to the bounds.",
+            fix="log_prob - torch.log(1 - action.pow(2) + 1e-6), summed over the actions' axis.",
+            site=squash.density,
+            parameters=squash.live,
+            related=(squash.site, squash.squashed),
+        )
+
+    def step_ended(self, record: StepRecord) -> None:
+        self._squashes.clear()
 
     def _follow_sample(self, call: OpCall, sample: Sample) -> None:
         result, short = call.outputs[0], call.short.rstrip("_") or call.short

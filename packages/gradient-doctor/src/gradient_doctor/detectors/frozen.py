@@ -15,6 +15,7 @@ from gradient_doctor.detectors.late import Claim
 from gradient_doctor.detectors.places import birth_site, by_site, called, count
 from gradient_doctor.explain import has_elements
 from gradient_doctor.findings import Finding, Severity, Site
+from gradient_doctor.freezing import frozen_line
 from gradient_doctor.handed_in import chooser_of_freezing
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
@@ -37,15 +38,28 @@ class Frozen(Detector):
         self._said = 0
         self._fresh = 0  # received since their optimizer's last step
         self._idle = 0  # frozen and without gradient when their optimizer stepped last
+        self._depends = 0  # what some loss depends on
+        self._off = 0  # of what optimizers hold, frozen at the last backward
 
     def backward_ended(self, backward: Backward) -> None:
+        registry = self.session.registry
+        if backward.taint is not None:
+            self._depends |= backward.taint.depends
         if backward.kind == "backward":
             received = backward.received | backward.arrived
             self._received |= received
             self._fresh |= received
             self._idle &= ~received
+            if self.session.record.checked:
+                owned = (p for o in registry.optimizers.values() for p in owned_by(o))
+                self._off = registry.bits(p for p in owned if _frozen(p))
 
     def event(self, event: Event) -> None:
+        if event.kind == "grad_set" and not event.data["empty"]:
+            # weights that an evolution strategy moves need no gradient: it writes one
+            bit = self.session.registry.bit(event.data["parameter"])
+            self._received |= bit
+            self._fresh |= bit
         if event.kind != "step":
             return
         registry = self.session.registry
@@ -53,6 +67,9 @@ class Frozen(Detector):
         # in every step, of all parameters: most are ruled out without a call
         frozen = [p for p in owned if not p.requires_grad and _frozen(p)]
         if self.session.record.checked:
+            # thawed for the step alone, when backward is over
+            late = [p for p in owned_by(event.data["optimizer"]) if p.grad is None]
+            self._idle |= registry.bits(late) & self._off & ~self._fresh
             self._idle |= registry.bits(frozen) & ~self._fresh
             self._fresh &= ~registry.bits(owned_by(event.data["optimizer"]))
         else:  # nobody counts gradients between two looks
@@ -101,8 +118,11 @@ class Frozen(Detector):
 
     def _site(self, parameter: Tensor) -> Site | None:
         registry = self.session.registry
+        born = birth_site(registry, parameter)
+        if registry.bit(parameter) & self._received:  # frozen since, perhaps between two looks
+            return frozen_line(registry, parameter, []) or born
         chosen = chooser_of_freezing(registry.freezers.get(parameter) or ())
-        return chosen or registry.frozen_at.get(parameter) or birth_site(registry, parameter)
+        return chosen or registry.frozen_at.get(parameter) or born
 
     def _contract(self, kept: int) -> None:
         registry, contract = self.session.registry, self.session.contract
@@ -192,7 +212,7 @@ class Frozen(Detector):
                 continue
             # a frozen reference model has frozen adapters too: nobody holds any of it
             held = any(registry.bit(p) & owned or p.requires_grad for p in of_root.values())
-            if not (held or nothing_trains):
+            if not (held or nothing_trains or self._are_new(adapters)):
                 continue
             fresh = self._new(adapters)
             for site, mask in by_site(registry, fresh, self._site).items():
@@ -201,13 +221,29 @@ class Frozen(Detector):
                     Severity.ERROR,
                     f"0 of the {len(adapters)} adapter parameters of {root} are trainable.",
                     why="Adapters exist only to be trained, but requires_grad is False for all of "
-                    "them: that is how they come from a checkpoint that is loaded for inference.",
+                    "them"
+                    + (
+                        ", and they are as new: some of them are still 0 everywhere. A freeze took "
+                        "them too."
+                        if self._are_new(adapters)
+                        else ": that is how they come from a checkpoint that is loaded for "
+                        "inference."
+                    ),
                     fix="Load them with is_trainable=True (PEFT), or call requires_grad_(True) on "
                     "them before the optimizer is made.",
                     site=site,
                     parameters=mask,
                 )
                 self._claim(finding, mask)
+
+    def _are_new(self, adapters: list[Tensor]) -> bool:
+        """Half of the matrices that a loss depends on are all zeros: nobody has trained them."""
+        registry = self.session.registry
+        depends = registry.bits(adapters) & self._depends
+        matrices = [p for p in registry.tensors(depends) if p.dim() > 1]
+        values = [self.session.values(p) for p in matrices]
+        zeros = [v is not None and not bool(v.any()) for v in values]
+        return any(zeros) and 2 * sum(zeros) == len(zeros)
 
     def _optimizers(self, kept: int) -> None:
         registry = self.session.registry

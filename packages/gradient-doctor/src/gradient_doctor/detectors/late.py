@@ -15,6 +15,8 @@ from gradient_doctor.detectors.places import count
 from gradient_doctor.findings import Finding, Severity
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
 
+_LOOKS_AT_LESS = 2  # networks that are frozen in turns do so all the time
+
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
@@ -26,11 +28,13 @@ class Claim:
 
 
 class Late(Detector):
-    """Takes claims back, and asks for a closer look when more parameters want gradients."""
+    """Takes claims back, and asks for a closer look when more, or less, want gradients."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._most: int | None = None  # owned parameters that wanted gradient at one time
+        self._last = 0  # the same, after the last step
+        self._looks_at_less = _LOOKS_AT_LESS
 
     def backward_ended(self, backward: Backward) -> None:
         self._reached(backward.received | backward.arrived)
@@ -74,7 +78,7 @@ class Late(Detector):
         )
 
     def step_ended(self, record: StepRecord) -> None:
-        """What is thawed, or added to an optimizer, between two looks has not been looked at."""
+        """What is thawed, frozen, or added to an optimizer between two looks was not looked at."""
         wanting = sum(
             parameter.requires_grad
             for optimizer in self.session.registry.optimizers.values()
@@ -83,4 +87,8 @@ class Late(Detector):
         )
         if self._most is not None and wanting > self._most:
             self.session.look_again = True
+        elif wanting < self._last and self._looks_at_less:
+            self._looks_at_less -= 1
+            self.session.look_again = True
+        self._last = wanting
         self._most = max(wanting, self._most or 0)

@@ -143,14 +143,15 @@ class Magnitude(Detector):
     def _added_up(self, optimizer: Any, step: Site | None) -> None:
         registry = self.session.registry
         owned = registry.bits(owned_by(optimizer))
-        rounds, self._rounds = self._rounds, {}
+        rounds = {site: one for site, one in self._rounds.items() if one.mask & owned}
+        self._rounds = {site: one for site, one in self._rounds.items() if site not in rounds}
         # Adam and its kin divide by the gradient's own size; the program may divide by itself
         if type(optimizer).__name__ in _SCALE_FREE or registry.bits(owned_by(optimizer)) & (
-            self.session.gradients_read
+            self.session.read_since_backward
         ):
             return
         for site, one in rounds.items():
-            if not one.mask & owned or len(rounds) > 1:
+            if len(rounds) > 1:
                 continue
             counts = self._counts.setdefault((site, id(optimizer)), [])
             counts.append(one.backwards)

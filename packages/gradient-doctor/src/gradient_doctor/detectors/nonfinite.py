@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import MARK, node_of, nodes_of
+from gradient_doctor.mask_lines import MaskLines
 from gradient_doctor.readable import gradient_of, is_finite, values_of
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.singular import Exposed, Singular
@@ -19,6 +20,8 @@ from gradient_doctor.taint import tensors_in
 
 # infinities that are written on purpose: they mask
 _ON_PURPOSE = {"masked_fill", "masked_fill_", "full", "full_like", "tensor", "where", "fill_"}
+_SOFTMAX = {"softmax", "log_softmax"}
+_ATTENTION = {"multi_head_attention_forward", "scaled_dot_product_attention"}
 # calls that NaN of data come from: written there on purpose, for what is missing
 _WRITTEN = _ON_PURPOSE | {"__setitem__", "from_numpy", "as_tensor", "full"}
 _GROWTH = 100.0  # of a loss, before it overflows
@@ -40,13 +43,18 @@ _HINTS = {
     "sub": "infinity minus infinity",
     "softmax": "a softmax over nothing but -inf",
     "log_softmax": "a softmax over nothing but -inf",
+    "ctc_loss": "labels that need more frames than there are",
     "multi_head_attention_forward": "a row whose keys are all masked",
     "scaled_dot_product_attention": "a row whose keys are all masked",
 }
 _FIXES = {
+    "ctc_loss": "Let the layers before shorten the sequence less, leave such labels out, or pass "
+    "zero_infinity=True.",
     "div": "Add a small number to the denominator, or clamp it from below.",
     "log": "Clamp from below first, or use log_softmax / logsigmoid.",
     "sqrt": "Add a small number inside of the root.",
+    "mean": "Divide the sum by the number of values, clamped from below to 1; or leave the term "
+    "out where nothing is selected.",
     "std": "Take it over more than one value (or unbiased=False), and add a small number.",
     "norm": "Add a small number inside of the root; mask zero rows before, not after.",
     "exp": "Subtract the maximum first, or clamp from above.",
@@ -65,6 +73,8 @@ class Birth:
     kind: str
     inputs: str = ""  # the range of what went in
     data: bool = False  # numbers that depend on no parameter: missing values, say
+    likely: bool = False  # the step was not traced: this is the likeliest of the traced calls
+    felt: Site | None = None  # the call itself, where another line is to be changed
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,8 @@ class NonFinite(Detector):
         self._losses: dict[int, tuple[Birth, Site | None, int]] = {}  # step -> a loss that is none
         self._diverged: tuple[int, Site | None] | None = None  # a step without a trace
         self._singular = Singular()
+        self._masks = MaskLines()
+        self._recovered = False  # a later loss was a number again: the weights had stayed whole
         self._suspects: list[Exposed] = []  # what that step may have brought to its singular point
         self._first_loss: float | None = None
         self._last_loss: float | None = None
@@ -99,6 +111,8 @@ class NonFinite(Detector):
         if self._poisoned:
             return
         self._singular.op(call)
+        if call.outputs:
+            self._masks.op(call)
         inherited = next((b for b in map(self._births.get, call.inputs) if b is not None), None)
         for output in call.outputs:
             if not (output.is_floating_point() and output.numel()):
@@ -129,9 +143,25 @@ class NonFinite(Detector):
         if inherited is not None:
             return inherited  # also NaN, of infinities that nobody has written
         if kind == "inf" and (call.short in _ON_PURPOSE or _infinite(call) or _is_mask(call)):
+            self._masks.note_infinite(call, output)
             return None
         data = not output.requires_grad and call.short in _WRITTEN
-        return Birth(call.short, call.site, kind, self._range(call), data)
+        cause = self._line_to_change(call)
+        felt = call.site if cause is not None else None
+        site = cause or call.site
+        return Birth(call.short, site, kind, self._range(call), data, felt=felt)
+
+    def _line_to_change(self, call: OpCall) -> Site | None:
+        """Where that is not the line of the call itself."""
+        if call.short in _SOFTMAX:
+            return self._masks.filled_at(call.inputs[0])
+        if call.short in _ATTENTION:
+            masks = [t for t in call.inputs if not t.requires_grad]
+            return next((s for s in map(self._masks.made_at, masks) if s is not None), None)
+        stack = self.session.module_stack
+        if call.short == "ctc_loss" and stack and isinstance(stack[-1], nn.CTCLoss):
+            return self.session.registry.construction(stack[-1])  # its options are written there
+        return None
 
     def _range(self, call: OpCall) -> str:
         contents = [self.session.values(t) for t in call.inputs[:1] if t.is_floating_point()]
@@ -146,19 +176,26 @@ class NonFinite(Detector):
     def backward_starts(self, backward: Backward) -> None:
         """A loss on the CPU is read in every step: that costs nothing there."""
         for root in backward.roots:
-            if root.device.type != "cpu" or root.numel() != 1 or self._diverged is not None:
+            if root.device.type != "cpu" or root.numel() != 1 or self._recovered:
                 continue
             values = self.session.values(root)
             if values is None or values.is_complex():
                 continue
             loss = abs(float(values))
-            if math.isfinite(loss):
+            if self._diverged is not None:
+                self._recovered = math.isfinite(loss)
+            elif math.isfinite(loss):
                 self._first_loss = loss if self._first_loss is None else self._first_loss
                 self._last_loss = loss
             elif not self.session.record.checked and not self._bad and not self._losses:
                 self._diverged = (backward.step, backward.site)
-                if not self._grew():
-                    self._suspects = self._singular.suspects(slope=self._weights_are_bad())
+                self._suspects = (
+                    self._singular.exponentials()
+                    if self._grew() and self.session.summed is None
+                    else []
+                    if self._grew()
+                    else self._singular.suspects(slope=self._weights_are_bad())
+                )
 
     def _weights_are_bad(self) -> bool:
         """The step before has written what is no number: its loss was one, its slope was not."""
@@ -204,12 +241,15 @@ class NonFinite(Detector):
 
     def _say_suspect(self, step: int, last: float, backward: Site | None) -> None:
         """The step was not traced; the operation is one of those that were, without a guard."""
-        first = self._suspects[0]
+        whole = self._singular.selections() if self._recovered else []
+        first, *others = [*whole, *(e for e in self._suspects if e not in whole)]
         cause = _HINTS.get(first.op)
         self.report(
             27,
             Severity.ERROR,
-            f"The loss is not finite from step {step} on.",
+            f"The loss is not finite in step {step}."
+            if self._recovered
+            else f"The loss is not finite from step {step} on.",
             why=f"Its last value before was {last:.3g}. That step was not traced; in those that "
             f"were, nothing keeps the input of {first.op} at this line off its singular point"
             + (f" ({cause})." if cause else "."),
@@ -217,7 +257,7 @@ class NonFinite(Detector):
             + " To be sure, run with --mode trace.",
             site=first.site,
             parameters=self.session.registry.owned,
-            related=(*(e.site for e in self._suspects[1:4]), backward),
+            related=(*(e.site for e in others[:3]), backward),
         )
 
     def _grew(self) -> bool:
@@ -325,7 +365,8 @@ class NonFinite(Detector):
                 short = blown.origin.op.rsplit(".", 1)[-1]
                 return Birth(short, blown.origin.site, blown.kind), not blown.singular
         if self._suspects:
-            return Birth(self._suspects[0].op, self._suspects[0].site, "nan"), False
+            first = self._suspects[0]
+            return Birth(first.op, first.site, "nan", likely=True), False
         return Birth("backward", backward.site, "nan"), True
 
     def event(self, event: Event) -> None:
@@ -388,7 +429,12 @@ class NonFinite(Detector):
             27,
             severity,
             f"The gradient of {self.session.registry.many(bits)} is not finite{stepped}.",
-            why=f"The first {numbers} values come from {birth.op}{birth.inputs}"
+            why=(
+                f"The step that made it so was not traced; in those that were, nothing limits what "
+                f"goes into {birth.op}"
+                if birth.likely
+                else f"The first {numbers} values come from {birth.op}{birth.inputs}"
+            )
             + (f": {cause}." if cause else ".")
             + (
                 " A gradient that was scaled less might have passed."
@@ -400,7 +446,7 @@ class NonFinite(Detector):
             ),
             site=self._hidden_at.get(birth) or birth.site,
             parameters=bits,
-            related=(birth.site, bad.backward),
+            related=(birth.site, birth.felt, bad.backward),
         )
 
 

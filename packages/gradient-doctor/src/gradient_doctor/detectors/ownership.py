@@ -16,7 +16,8 @@ from gradient_doctor.detectors.places import birth_site, by_site, called, count,
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.readable import FAKE, META, SHARDED, checksum, unreadable
 from gradient_doctor.registry import owned_by
-from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
+from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
+from gradient_doctor.unregistered import kept_in
 
 # state of torch's optimizers that has the shape of its parameter
 _LIKE_PARAMETER = (
@@ -25,6 +26,7 @@ _LIKE_PARAMETER = (
 )
 _ANEW = 4  # optimizers of one line that stepped once
 _LASTS = 3  # backwards that reach a plain tensor
+_PRODUCTS = {"matmul", "mm", "bmm", "einsum", "linear", "conv1d", "conv2d", "embedding", "addmm"}
 
 
 class Ownership(Detector):
@@ -33,7 +35,8 @@ class Ownership(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._received = self._again = 0  # by any backward; by two or more
-        self._lately = 0  # by a backward since the model last got a new part
+        # by the optimizer's id: by a backward since it was made, and the model got its last part
+        self._lately: dict[int, int] = {}
         self._sums: dict[int, float] = {}  # of parameters in no optimizer: do they change?
         self._copies = 0  # that began as copies of what an optimizer trains: targets, teachers
         self._fresh: dict[Site, dict[int, int]] = {}  # birth line -> step -> parameters
@@ -43,6 +46,7 @@ class Ownership(Detector):
         self._originals: dict[
             Site, list[Any]
         ] = {}  # birth line of copies -> what they are copies of
+        self._behind: dict[Any, int] = {}  # birth line -> what the values were computed from
         self._built: dict[Site, Site | None] = {}  # birth line -> that of the module around it
         self._steps: dict[int, Site | None] = {}  # optimizers that have stepped, and where
         self._loaded: dict[int, Site | None] = {}
@@ -50,14 +54,30 @@ class Ownership(Detector):
         self._anew: dict[Site, dict[int, int]] = {}  # line of an optimizer -> steps of each
         self._held: dict[Site, frozenset[int]] = {}  # the parameters of the first of that line
         self._plain: dict[int, int] = {}  # tensors that are no parameters -> backwards
+        self._weights = 0  # plain tensors that hidden values are multiplied by
+        self._inputs = 0  # that autograd.grad was asked for
         self._checked_states: set[int] = set()
 
     # facts
 
+    def op(self, call: OpCall) -> None:
+        """In functions without modules a weight is a plain tensor; what it is, its use tells."""
+        if call.short not in _PRODUCTS or len(call.inputs) < 2:
+            return
+        leaves = [
+            t
+            for t in call.inputs
+            if t.requires_grad and t.is_leaf and not isinstance(t, nn.Parameter)
+        ]
+        if leaves and any(t.requires_grad and not t.is_leaf for t in call.inputs):
+            self._weights |= self.session.registry.bits(leaves)
+
     def backward_ended(self, backward: Backward) -> None:
+        registry = self.session.registry
+        if backward.kind == "grad" and self.session.record.checked:
+            self._inputs |= registry.bits(t for t in backward.inputs or () if t.is_leaf)
         if backward.kind != "backward" or not self.session.record.checked:
             return
-        registry = self.session.registry
         self._receive(backward.received)
         for parameter in registry.tensors(backward.received & ~registry.owned):
             if not isinstance(parameter, nn.Parameter):
@@ -80,6 +100,10 @@ class Ownership(Detector):
                 original = registry.copy_of.get(parameter)
                 if original is not None and original() is not None:
                     self._originals.setdefault(birth.site, []).append(original)
+                taint = self.session.taints.get(parameter)
+                if taint is not None:
+                    place, before = birth.site.place, taint.depends & ~taint.live
+                    self._behind[place] = self._behind.get(place, 0) | before
                 if home is not None:
                     top = registry.top_of(home)
                     # a module that lasts and makes its own parameter anew is no layer to move
@@ -113,7 +137,7 @@ class Ownership(Detector):
         if event.kind == "grad_set" and not event.data["empty"]:
             self._receive(self.session.registry.bit(event.data["parameter"]))
         elif event.kind == "new_part":
-            self._lately = 0
+            self._lately.clear()
         elif event.kind == "step_starts":
             if self.session.record.checked:
                 self._check_state(event.data["optimizer"], event.site)
@@ -128,7 +152,8 @@ class Ownership(Detector):
     def _receive(self, parameters: int) -> None:
         self._again |= self._received & parameters
         self._received |= parameters
-        self._lately |= parameters
+        for optimizer in self.session.registry.optimizers.values():
+            self._lately[id(optimizer)] = self._lately.get(id(optimizer), 0) | parameters
 
     def step_ended(self, record: StepRecord) -> None:
         if record.checked and self.session.age + 1 >= self.session.trace_steps:
@@ -164,11 +189,18 @@ class Ownership(Detector):
             self._thawed(thrown)
 
     def _is_attribute(self, tensor: Tensor) -> bool:
-        """A tensor that a module keeps as a plain attribute, and that every backward reaches."""
+        """A tensor that a module keeps as a plain attribute, and that every backward reaches.
+
+        Or one that is used as a weight where the optimizer holds plain tensors, too.
+        """
         registry = self.session.registry
         bit = registry.bit(tensor)
         if self._plain.get(bit, 0) < _LASTS or bit & self.session.gradients_read:
             return False
+        if bit & self._weights & ~self._inputs:
+            held = [p for o in registry.optimizers.values() for p in owned_by(o)]
+            if held and not any(isinstance(p, nn.Parameter) for p in held):
+                return True
         modules = [m for root in registry.roots.values() for m in root.modules()]
         return any(tensor is value for m in modules for value in vars(m).values())
 
@@ -196,7 +228,7 @@ class Ownership(Detector):
                 registry.leaves[k] for k in range(masks[-1].bit_length()) if masks[-1] >> k & 1
             ]
             registry.thrown_away[site] = leaves[0]
-            if self._copied(site, union):
+            if self._copied(site, union) or self._remade(site):
                 continue
             shapes = ", ".join(str(list(leaf.shape or ())) for leaf in leaves[:4])
             number = count(len(leaves), "parameter")
@@ -240,13 +272,35 @@ class Ownership(Detector):
         )
         return True
 
+    def _remade(self, site: Site) -> bool:
+        """Class 3: a computed value is made a parameter, which is a new leaf in every step."""
+        ledger = self.session.ledger
+        hidden = self._behind.get(site.place, 0) & ledger.should_train()
+        if not hidden:
+            return False
+        ledger.explained |= hidden & ~ledger.received
+        self.report(
+            3,
+            Severity.ERROR,
+            "`nn.Parameter` makes a new leaf of a computed value: its gradient ends there.",
+            why=f"The value was computed from {self.session.registry.many(hidden)}. A parameter "
+            "has no history, and this one is made again in every step: its gradient is used by "
+            "nobody, and nothing reaches what it was computed from.",
+            fix="Use the computed tensor as it is: pass it on as an argument, or with "
+            "torch.func.functional_call. A module that must hold it keeps it as a plain attribute.",
+            site=site,
+            parameters=hidden,
+        )
+        return True
+
     def _doubles(self, orphans: list[Tensor]) -> list[Tensor]:
         """Class 8. Gives the orphans for which no optimizer holds an idle double."""
         registry = self.session.registry
         left = orphans
         for name, optimizer in registry.optimizers.items():
             held = list(owned_by(optimizer))
-            idle = [p for p in held if p.requires_grad and not registry.bit(p) & self._lately]
+            lately = self._lately.get(id(optimizer), 0)
+            idle = [p for p in held if p.requires_grad and not registry.bit(p) & lately]
             theirs, mine = Counter(map(_form, idle)), Counter(map(_form, left))
             if not idle or not left:
                 continue
@@ -278,7 +332,8 @@ class Ownership(Detector):
             site, when = born, f" They were made after {name}."
         else:
             site, when = at or self._steps.get(id(optimizer)) or born, ""
-        gets = sum(bool(registry.bit(p) & self._lately) for p in held)
+        lately = self._lately.get(id(optimizer), 0)
+        gets = sum(bool(registry.bit(p) & lately) for p in held)
         self.report(
             8,
             Severity.ERROR,
@@ -384,7 +439,10 @@ class Ownership(Detector):
         registry = self.session.registry
         born = birth_site(registry, parameter)
         if not registry.is_registered(parameter):
-            return born  # in a plain list or dict of a module, `.parameters()` cannot find it
+            # in a plain list or dict of a module, `.parameters()` cannot find it
+            modules = [m for root in registry.roots.values() for m in root.modules()]
+            plain = None if isinstance(parameter, nn.Parameter) else self._optimizer_of_plain()
+            return kept_in(parameter, modules) or plain or born
         if self._is_late(parameter):
             sites = [registry.entered(parameter, o) for o in registry.optimizers.values()]
             return most_common(sites) or born
@@ -403,13 +461,24 @@ class Ownership(Detector):
                 best, site = (siblings, birth.order), birth.site
         return site or born
 
+    def _optimizer_of_plain(self) -> Site | None:
+        """The line that made the last optimizer of plain tensors."""
+        registry = self.session.registry
+        sites = [
+            birth_site(registry, optimizer)
+            for optimizer in registry.optimizers.values()
+            if not any(isinstance(p, nn.Parameter) for p in owned_by(optimizer))
+        ]
+        return sites[-1] if sites else None
+
     def _double_optimizer(self, root: str) -> Site | None:
         """Of two optimizers with the same parameters, the line of the one that is named for
         another model: it has been handed the wrong one."""
         optimizers = self.session.registry.optimizers
         held = {name: frozenset(map(id, owned_by(o))) for name, o in optimizers.items()}
         doubles = [name for name in held if list(held.values()).count(held[name]) > 1]
-        named = [n for n in doubles if _words(n) & _words(root)] or doubles[:1]
+        # the later one was written after the model of the earlier one, and copied from there
+        named = [n for n in doubles if _words(n) & _words(root)] or doubles[-1:]
         return birth_site(self.session.registry, optimizers[named[0]]) if named else None
 
     # the state of optimizers

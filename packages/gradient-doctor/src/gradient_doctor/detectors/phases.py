@@ -60,6 +60,8 @@ class Phases(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._switches: dict[int, tuple[Site | None, int]] = {}  # id of a module: its last eval()
+        # id of a module: its last train(), if nothing has been learnt since
+        self._woken: dict[int, Site | None] = {}
         self._forwards: dict[str, Forward] = {}
         self._trained: set[str] = set()  # roots that a forward in train mode was seen of
         # in eval at a backward of a step that is not checked: told when their optimizer steps
@@ -149,7 +151,9 @@ class Phases(Detector):
         for part in module.modules() if module is not None else ():
             if event.data["training"]:
                 self._switches.pop(id(part), None)
+                self._woken[id(part)] = event.site
             else:
+                self._woken.pop(id(part), None)
                 self._switches[id(part)] = (event.site, event.step)
 
     def step_ended(self, record: StepRecord) -> None:
@@ -157,6 +161,7 @@ class Phases(Detector):
 
     def backward_starts(self, backward: Backward) -> None:
         self._evaluation_ended()
+        self._woken.clear()
 
     def finish(self, error: BaseException | None) -> None:
         self._evaluation_ended()
@@ -285,6 +290,14 @@ class Phases(Detector):
         if not parts:
             return
         random = bool(_active_parts(module, dropout_only=True))
+        woken = self._woken.get(id(module))
+        # train() in the evaluation itself is the line to change
+        if (
+            woken is None
+            or site.function.startswith("<")
+            or (woken.file, woken.function) != (site.file, site.function)
+        ):
+            woken = site
         where = "" if site.function.startswith("<") else f", in {site.function}()"
         self.report(
             26,
@@ -298,7 +311,8 @@ class Phases(Detector):
                 "them in as if they were training data."
             ),
             fix="Call .eval() before the evaluation and .train() after it.",
-            site=site,
+            site=woken,
+            related=(site,),
             parameters=self.session.registry.bits(
                 p for p in module.parameters() if p.requires_grad
             ),

@@ -13,6 +13,8 @@ has a gradient trains the network to please its own target (30).
 
 from __future__ import annotations
 
+import functools
+import linecache
 import math
 import re
 from dataclasses import dataclass, replace
@@ -48,6 +50,9 @@ _REARRANGES = _SAME | _TAKES
 _KEEPS_POSITIVE = _REARRANGES | _PRODUCT | {"div", "clamp"}
 _KEEPS_CENTRED = _REARRANGES | _PRODUCT | {"div", "detach"}
 _COST = re.compile(r"cost|length|loss_|penalt|dist(?!r)|time|error|energy|regret|delay")
+_GAIN = re.compile(r"advantage|\badvs?\b|\breturns\b|_returns?\b|reward|\b(gae|ret|rew)s?\b")
+# a program that learns by its costs has advantages that are costs
+_COSTS = re.compile(r"\bcosts?\b|_cost|tour|makespan|penalt|regret|\benergy|distance|travel")
 _DIFFERENCES = {"sub", "__rsub__", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 _ENOUGH = 2  # steps
 
@@ -68,6 +73,7 @@ class Weighted:
     least: float
     greatest: float
     site: Site | None
+    centred: bool = False  # less a baseline: of both signs, and named after a gain
 
 
 @dataclass(frozen=True)
@@ -207,6 +213,12 @@ class PolicyLosses(Detector):
             least, greatest = float(values.min()), float(values.max())
             product = Weighted(known.sign, least, greatest, call.site)
             self._weighted[call.outputs[0]] = product
+        elif not live_in(self.session, [weight]) and call.site is not None:
+            line = surroundings(call.site).lower()
+            gain = _GAIN.search(line) and not _COST.search(line)
+            if gain and not _COSTS.search(_source(call.site.file)):
+                product = Weighted(known.sign, 0.0, 1.0, call.site, True)
+                self._weighted[call.outputs[0]] = product
 
     def _lost_credit(self, call: OpCall, log_prob: Tensor, weight: Tensor) -> None:
         """Log-probabilities of all actions become one number before each meets its own weight."""
@@ -377,11 +389,16 @@ class PolicyLosses(Detector):
         self.report(
             32,
             Severity.WARNING,
-            "The loss makes every outcome that was seen less likely."
+            "The loss makes the actions with an advantage less likely."
+            if weighted.centred
+            else "The loss makes every outcome that was seen less likely."
             if plain
             else "The loss makes every action that was taken less likely.",
             why="It is a log-probability of the data without a minus: minimising it lowers them."
             if plain
+            else "Log-probabilities times their advantages are summed up in it without a minus: "
+            "minimising it makes rare what was better than expected."
+            if weighted.centred
             else f"Log-probabilities enter it with weights between {weighted.least:.3g} and "
             f"{weighted.greatest:.3g}, none of them negative, and without a minus: minimising it "
             "lowers them all, those with the highest reward most.",
@@ -445,6 +462,11 @@ class PolicyLosses(Detector):
             for group in optimizer.param_groups
         ]
         return bool(groups) and all(group.get("maximize") for group in groups)
+
+
+@functools.lru_cache(maxsize=32)
+def _source(file: str) -> str:
+    return "".join(linecache.getlines(file)).lower()
 
 
 def _is_per_sample(tensor: Tensor) -> bool:

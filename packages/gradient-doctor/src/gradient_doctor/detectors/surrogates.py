@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.detectors.common import live_in
+from gradient_doctor.detectors.common import argument, live_in
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.terms import Term
@@ -47,6 +47,7 @@ class Ratio:
     old: Site | None
     constant: bool = False  # of a policy to itself, on actions that are older than the last update
     foreign: Site | None = None  # the line of the log-probability of another action
+    inverted: bool = False  # pi_old / pi
     bounded: bool = False
     sign: int = 1
     weighted: bool = False
@@ -64,6 +65,7 @@ class Surrogates(Detector):
         self._seen = WeakIdKeyDictionary()  # actions -> updates when a ratio of them came first
         self._updates = 0
         self._objectives: list[tuple[Term, int]] = []  # and the sign that makes them large
+        self._bold: list[tuple[Term, bool]] = []  # the other choice of the two; is it the smaller?
         self._steps: dict[tuple[str, Site | None], set[int]] = {}
 
     def event(self, event: Event) -> None:
@@ -71,6 +73,7 @@ class Surrogates(Detector):
 
     def step_ended(self, record: StepRecord) -> None:
         self._objectives.clear()
+        self._bold.clear()
 
     # log-probabilities
 
@@ -120,6 +123,10 @@ class Surrogates(Detector):
 
     def _subtract(self, call: OpCall) -> None:
         left, right = call.inputs
+        if right.requires_grad and not left.requires_grad and left.shape == right.shape:
+            if right in self._densities:
+                self._differences[call.outputs[0]] = Ratio(call.site, None, inverted=True)
+            return
         new: Density | None = self._densities.get(left)
         if new is None or not left.requires_grad or right.requires_grad:
             return
@@ -169,6 +176,7 @@ class Surrogates(Detector):
         numbers = [a for a in call.args if type(a) in (int, float)]
         if call.short in _BOUNDS:
             self._ratios[result] = replace(first, bounded=True)
+            self._inverted(first, call)
             self._constant(first, live_in(self.session, [result]))
         elif call.short == "neg":
             self._ratios[result] = replace(first, sign=-first.sign)
@@ -188,6 +196,27 @@ class Surrogates(Detector):
                 sign = signs.pop()
                 if low == (sign > 0):  # the cautious one of the two: made for this direction
                     self._objectives.append((self.session.ledger.terms.of(result), sign))
+                else:
+                    self._bold.append((self.session.ledger.terms.of(result), low))
+
+    def _inverted(self, ratio: Ratio, call: OpCall) -> None:
+        """Its bounds around 1 tell it from an estimate of a divergence."""
+        low, high = argument(call, 1, "min"), argument(call, 2, "max")
+        numbers = [n for n in (low, high) if isinstance(n, (int, float))]
+        if not ratio.inverted or len(numbers) < 2 or not 0 < numbers[0] < 1 < numbers[1]:
+            return
+        if self._again("inverted", ratio.site):
+            self.report(
+                24,
+                Severity.WARNING,
+                "The ratio of the policies is upside down: old / new.",
+                why="The stored log-probability is the first of the difference, and the present "
+                "one is subtracted from it: a good action raises the objective by becoming rare.",
+                fix="ratio = torch.exp(log_prob - old_log_prob).",
+                site=ratio.site,
+                parameters=live_in(self.session, [call.outputs[0]]),
+                related=(call.site,),
+            )
 
     def _constant(self, ratio: Ratio, live: int) -> None:
         if not ratio.constant or not self._again("constant", ratio.old):
@@ -212,12 +241,13 @@ class Surrogates(Detector):
         return len(steps) == _ENOUGH
 
     def backward_starts(self, backward: Backward) -> None:
-        if not self._objectives or backward.taint is None:
+        if not (self._objectives or self._bold) or backward.taint is None:
             return
         registry = self.session.registry
         if any(g.get("maximize") for o in registry.optimizers.values() for g in o.param_groups):
             return
         whole = {id(term): sign for term, sign in self._objectives}
+        bold = {id(term): low for term, low in self._bold}
         for root in backward.roots:
             stack = [(self.session.ledger.terms.of(root), 1.0)]
             seen: set[int] = set()
@@ -229,8 +259,25 @@ class Surrogates(Detector):
                 if id(term) in whole:
                     if factor * whole[id(term)] > 0 and self._again("sign", term.site):
                         self._wrong_way(term, backward)
+                elif id(term) in bold:
+                    if bold[id(term)] == (factor > 0) and self._again("bold", term.site):
+                        self._say_bold(term, bold[id(term)], backward)
                 elif term.kind == "sum":
                     stack += [(part, factor * w) for part, w in term.parts if part.live]
+
+    def _say_bold(self, term: Term, low: bool, backward: Backward) -> None:
+        self.report(
+            24,
+            Severity.WARNING,
+            "The bounds of the ratio bound nothing: the hopeful one of the two is taken.",
+            why=f"Of ratio * advantage and its bounded form the {'smaller' if low else 'larger'} "
+            "one enters the loss, which is made small: it is the one that promises more, and so "
+            "the one without a bound.",
+            fix="loss = -torch.min(ratio * advantage, clipped * advantage).mean().",
+            site=term.site,
+            parameters=term.live,
+            related=(backward.site,),
+        )
 
     def _wrong_way(self, term: Term, backward: Backward) -> None:
         self.report(

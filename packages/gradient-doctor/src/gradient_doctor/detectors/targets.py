@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import argument, live_in, shape
+from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Detector, OpCall, Session
 from gradient_doctor.sites import is_user_file
@@ -55,6 +56,7 @@ class Targets(Detector):
             self._signs(call)
         elif call.short == "ctc_loss":
             self._log_probs(call)
+            self._blanks(call)
         self._follow_pairs(call)
         self._follow_classes(call)
 
@@ -280,6 +282,36 @@ class Targets(Detector):
                 "input must be logarithms of probabilities.",
                 "Pass log_softmax(logits, dim=-1).",
             )
+
+    def _blanks(self, call: OpCall) -> None:
+        """The blank stands between symbols; a target that asks for it asks for nothing."""
+        target, lengths = argument(call, 1, "targets"), argument(call, 3, "target_lengths")
+        blank = argument(call, 4, "blank", 0)
+        live = live_in(self.session, call.inputs)
+        values = self.session.values(target) if isinstance(target, Tensor) else None
+        if values is None or not live or type(blank) is not int or not values.numel():
+            return
+        if values.dim() == 2:  # behind its length a row holds anything
+            ends = torch.as_tensor(lengths, device=values.device).reshape(-1, 1)
+            values = values[torch.arange(values.shape[1], device=values.device) < ends]
+        count = int((values == blank).sum())
+        if not count:
+            return
+        stack = self.session.module_stack
+        own = stack and type(stack[-1]).__module__.startswith("torch.nn")
+        made = birth_site(self.session.registry, stack[-1]) if own else None
+        self.report(
+            18,
+            Severity.WARNING,
+            f"{count} of {values.numel()} labels of ctc_loss are {blank}, which it takes for the "
+            "blank.",
+            why="The blank is what the network says between symbols. A label with its number is "
+            "never learnt as a symbol of its own, and cannot be told from silence.",
+            fix="Keep one number free for the blank, and pass it: CTCLoss(blank=...).",
+            site=made or call.site,
+            parameters=live,
+            related=(call.site,),
+        )
 
     def _say(self, call: OpCall, live: int, what: str, why: str, fix: str) -> None:
         self.report(18, Severity.ERROR, what, why=why, fix=fix, site=call.site, parameters=live)

@@ -79,6 +79,7 @@ class Unchanged(Detector):
         super().__init__(session)
         self._histories: dict[int, History] = {}
         self._backward_at: Counter[Site | None] = Counter()
+        self._stepped_at: set[Site | None] = set()
         self._said: set[int] = set()
         self._resting: list[Resting] = []
 
@@ -120,6 +121,7 @@ class Unchanged(Detector):
             history = self._history(event.data["optimizer"])
             history.steps += 1
             history.site = event.site
+            self._stepped_at.add(event.site)
             self._wake(event.data["optimizer"])
             facts = event.data.get("update")
             if facts is not None:
@@ -384,7 +386,10 @@ class Unchanged(Detector):
             backward = most_common(self._backward_at)
             bare = None if backward is None else bare_attribute([backward.file], "step")
             files = [] if backward is None else [backward.file]
-            unreached = calls_of(files, history.name.split(".")[-1], "step")
+            lines = calls_of(files, history.name.split(".")[-1], "step")
+            # a name that means another optimizer there, as an argument of a function does
+            stepped = {(s.file, s.line) for s in self._stepped_at if s is not None}
+            unreached = [s for s in lines if (s.file, s.line) not in stepped]
             if parameters:
                 self.report(
                     21,

@@ -33,6 +33,9 @@ _KEEPS_ZERO = {
 }
 
 
+_LATER = 2  # zero steps of what a later phase has brought
+
+
 @dataclass(frozen=True)
 class Cause:
     """Why a call passes no gradient on; `structural` if no training can ever change that."""
@@ -59,6 +62,7 @@ class Zeros(Detector):
         self._alive = 0
         self._blame: dict[int, Cause] = {}
         self._steps: set[int] = set()
+        self._judged = 0  # those whose first steps have been looked at
         self._data_of = WeakIdKeyDictionary()  # `weight.data` -> the weight
         # outputs that are constant by their shape: in which steps, and what is behind them
         self._constant: dict[Cause, tuple[set[int], int]] = {}
@@ -309,16 +313,22 @@ class Zeros(Detector):
     # verdicts
 
     def step_ended(self, record: StepRecord) -> None:
-        if record.traced and self.session.age + 1 == self.session.trace_steps:
-            self._report()
+        if not record.traced or self.session.age + 1 < self.session.trace_steps:
+            return
+        first = self.session.age + 1 == self.session.trace_steps
+        self._report(1 if first else _LATER)
 
     def finish(self, error: BaseException | None) -> None:
-        if self.session.age < self.session.trace_steps:
-            self._report()
+        self._report(1 if self.session.age < self.session.trace_steps else _LATER)
 
-    def _report(self) -> None:
+    def _report(self, least: int) -> None:
+        """Of what has had zeros for `least` steps: layers of a later phase are new ones."""
         registry = self.session.registry
-        ours = registry.registered | registry.owned
+        ours = (registry.registered | registry.owned) & ~self._judged
+        ripe = sum(bit for bit, when in self._zero_steps.items() if len(when) >= least)
+        for when, bits in self._constant.values():
+            ripe |= bits if len(when) > 1 else 0
+        ours &= ripe
         ledger = getattr(self.session, "ledger", None)
         if ledger is not None:
             ours &= ~(ledger.explained | ledger.zeroed())  # round and the like: another class
@@ -339,6 +349,7 @@ class Zeros(Detector):
         for cause, bits in groups.items():
             if bits:
                 self._say(cause, bits, steps[cause])
+        self._judged |= ripe
 
     def _say(self, cause: Cause | None, bits: int, steps: int) -> None:
         often = f"in all {steps} examined steps" if steps > 1 else "in the only examined step"

@@ -1,0 +1,77 @@
+"""Class 33: a softmax over another axis than the one that is summed away."""
+
+import pytest
+
+from doctor.snippets import nothing, only
+
+HEADS = """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (f(x).view(4, 5, 2, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+        {body}
+        return out.transpose(1, 2).reshape(4, 5, 8)
+
+model, head = Attention(), nn.Linear(8, 1)
+optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])
+for step in range(4):
+    x, y = torch.randn(4, 5, 8), torch.randn(4, 1)
+    loss = F.mse_loss(head(model(x).mean(1)), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+FAULTS = {
+    "queries": """w = torch.softmax(q @ k.transpose(-2, -1) / 2, dim=2)  # FAULT
+        out = w @ v""",
+    "heads": """w = F.softmax((q @ k.mT) * 0.5, dim=1)  # FAULT
+        out = torch.matmul(F.dropout(w, 0.1), v)""",
+    "einsum": """scores = torch.einsum("bhqd,bhkd->bhqk", q, k)
+        w = scores.softmax(dim=-2)  # FAULT
+        out = torch.einsum("bhqk,bhkd->bhqd", w, v)""",
+    "one-axis-of-heads": """scores = (q @ k.transpose(-2, -1)).view(8, 5, 5)
+        w = scores.softmax(1)  # FAULT
+        out = torch.bmm(w, v.reshape(8, 5, 4)).view(4, 2, 5, 4)""",
+}
+MEANT = {
+    "keys": "out = torch.softmax(q @ k.transpose(-2, -1), dim=-1) @ v",
+    "slots": """w = torch.softmax(q @ k.transpose(-2, -1), dim=2) + 1e-8
+        out = (w / w.sum(-1, keepdim=True)) @ v""",
+    "keys-first": """w = (k @ q.transpose(-2, -1)).softmax(2)
+        out = w.transpose(-2, -1) @ v""",
+    "linear": "out = q.softmax(-1) @ (k.softmax(-2).transpose(-2, -1) @ v)",
+    "einsum": """w = torch.einsum("bhkd,bhqd->bhkq", k, q).softmax(2)
+        out = torch.einsum("bhkq,bhkd->bhqd", w, v)""",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_queries_compete(tmp_path, fault):
+    assert "sums over" in only(tmp_path, HEADS.format(body=FAULTS[fault]), 33).what
+
+
+@pytest.mark.parametrize("meant", MEANT)
+def test_keys_compete(tmp_path, meant):
+    nothing(tmp_path, HEADS.format(body=MEANT[meant]))
+
+
+def test_clusters(tmp_path):
+    """Soft assignments sum to 1 over the clusters, and are summed over the members."""
+    nothing(
+        tmp_path,
+        """
+assign, head = nn.Linear(8, 3), nn.Linear(8, 1)
+optimizer = torch.optim.Adam([*assign.parameters(), *head.parameters()])
+for step in range(4):
+    x, y = torch.randn(4, 5, 8), torch.randn(4, 1)
+    s = assign(x).softmax(-1)
+    pooled = s.transpose(1, 2) @ x
+    loss = F.mse_loss(head(pooled.mean(1)), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    )
