@@ -89,6 +89,7 @@ class Registry:
         self._found: dict[str, Tensor] = {}
         self._aliases: dict[str, Tensor] = {}  # every name: tied parameters have several
         self._labels: dict[str, list[weakref.ref[Tensor]]] = {}  # of tensors in no module
+        self._ways = WeakIdKeyDictionary()  # parameter -> the callers of its module's constructor
         self._homes = WeakIdKeyDictionary()  # parameter -> the module that it was given to
         # modules -> where they were constructed, and the lines of all callers on the way there
         self._constructed: weakref.WeakKeyDictionary[nn.Module, Birth] = weakref.WeakKeyDictionary()
@@ -128,6 +129,8 @@ class Registry:
         if home is not None and home() not in (None, module):
             self.tied_at[parameter] = site
         self._homes[parameter] = weakref.ref(module)
+        if module in self._callers:
+            self._ways[parameter] = self._callers[module]
         self._stale = True
 
     def made(self, thing: Any, site: Site | None, step: int) -> None:
@@ -235,11 +238,20 @@ class Registry:
             if module not in self._constructed and callers:
                 self._constructed[module] = Birth(callers[0], step, next(self._order))
                 self._callers[module] = callers
+                for parameter in module.parameters(recurse=False):
+                    self._ways[parameter] = callers
 
     def construction(self, module: nn.Module) -> Site | None:
         """The line that called a module's constructor."""
         birth = self._constructed.get(module)
         return None if birth is None else birth.site
+
+    def called_apart(self, parameter: Tensor, other: Tensor) -> Site | None:
+        """Two parameters of one line in a function: where the ways of their callers part."""
+        mine, theirs = self._ways.get(parameter), self._ways.get(other)
+        if not mine or not theirs or mine[0] != theirs[0]:
+            return None
+        return next((a for a, b in zip(mine, theirs) if a != b), None)
 
     def constructed_before(self, module: nn.Module, step: int) -> bool:
         birth = self._constructed.get(module)

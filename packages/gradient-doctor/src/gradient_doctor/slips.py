@@ -185,6 +185,31 @@ def kept_at(site: Site) -> Site | None:
     return None
 
 
+def carried_through(site: Site) -> Site | None:
+    """Where `h = cell(x, h)` hands a value to the function of this line and takes it back.
+
+    Only if the program does so at one place.
+    """
+    function = function_around(site)
+    if function is None:
+        return None
+    lines = []
+    for file, node in _statements([site.file]):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+            continue
+        if _last(node.value.func) != function.name:
+            continue
+        parts = [
+            part
+            for target in node.targets
+            for part in (target.elts if isinstance(target, ast.Tuple) else [target])
+        ]
+        handed = [*node.value.args, *(word.value for word in node.value.keywords)]
+        if {ast.unparse(p) for p in parts} & {ast.unparse(value) for value in handed}:
+            lines.append(Site(file, node.lineno))
+    return lines[0] if len(lines) == 1 else None
+
+
 def calls_in(file: str) -> list[ast.Call]:
     """All calls of a file."""
     tree = _tree(file) if is_user_file(file) else None

@@ -63,8 +63,8 @@ from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
-from gradient_doctor.detectors.spread import Spreads
 from gradient_doctor.detectors.soft_masks import SoftMasks
+from gradient_doctor.detectors.spread import Spreads
 from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.statistics import Statistics
 from gradient_doctor.detectors.surrogates import Surrogates

@@ -15,7 +15,7 @@ from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import Used, next_number, node_of, nodes_of, origin_of, used_by
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
-from gradient_doctor.slips import kept_at
+from gradient_doctor.slips import carried_through, kept_at
 from gradient_doctor.taint import tensors_in
 
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
@@ -272,7 +272,7 @@ class GraphReuse(Detector):
             # a state is cut where it is carried on; what was kept once, where it is used
             site=(user.site if user is not None and _empties(user.op) else None)
             or self._carried_at(old.entry)
-            or (None if born is None else kept_at(born))
+            or (None if born is None else kept_at(born) or carried_through(born))
             or (born if old.state or self._is_attribute(old.entry) else None)
             or (user.site if user is not None else None)
             or backward.site,

@@ -329,7 +329,10 @@ class Ownership(Detector):
         born = most_common(registry.entered(p, optimizer) for p in trained)
         at = None if birth is None else birth.site
         if len(later) == len(trained):
-            site, when = born, f" They were made after {name}."
+            # a function that makes both is not at fault: the second call of it is
+            twins = [p for p in held if _form(p) == _form(trained[0])]
+            apart = next(filter(None, (registry.called_apart(trained[0], p) for p in twins)), None)
+            site, when = apart or born, f" They were made after {name}."
         else:
             site, when = at or self._steps.get(id(optimizer)) or born, ""
         lately = self._lately.get(id(optimizer), 0)
