@@ -238,8 +238,6 @@ class Registry:
             if module not in self._constructed and callers:
                 self._constructed[module] = Birth(callers[0], step, next(self._order))
                 self._callers[module] = callers
-                for parameter in module.parameters(recurse=False):
-                    self._ways[parameter] = callers
 
     def construction(self, module: nn.Module) -> Site | None:
         """The line that called a module's constructor."""

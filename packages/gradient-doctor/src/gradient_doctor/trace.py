@@ -109,7 +109,7 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         if is_recorded():
             return call_from_caller(func, args, kwargs)
-        if session.drowsy and (call := self.rounds.known(func)) is not None:
+        if session.drowsy and (call := self.rounds.known(func, args)) is not None:
             return call(func, args, kwargs)
         if session.noting:
             self.rounds.note()
