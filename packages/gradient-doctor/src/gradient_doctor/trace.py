@@ -56,6 +56,7 @@ _GETTERS_THAT_COMPUTE = {"T", "mT", "H", "mH", "real", "imag", "data"}
 _resolve = getattr(resolve_name, "__wrapped__", resolve_name)
 _SCALARS = {"item", "__float__", "tolist"}
 _EXPLICIT = {"detach", "detach_", "data", "numpy", "__array__", "new_tensor", "tensor"}
+_PLACES = {"indices", "_indices", "crow_indices", "col_indices"}  # of a sparse tensor's values
 _SHARING = {"detach", "data"}  # the same memory
 _ZERO_DERIVATIVE = {
     *("round", "floor", "ceil", "trunc", "sign", "sgn", "round_", "floor_", "ceil_", "heaviside"),
@@ -304,6 +305,8 @@ class Trace(TorchFunctionMode):
         self, name: str, short: str, site: Site | None, taints: list[Taint], outputs: list[Tensor]
     ) -> Taint:
         session = self.session
+        if short in _PLACES:
+            taints = []
         depends, live, cuts, opaque = merged(taints)
         graph = in_graphs(taints) if live else 0
         if live and torch.is_grad_enabled():

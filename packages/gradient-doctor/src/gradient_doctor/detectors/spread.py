@@ -26,6 +26,7 @@ _MEANS = {
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "gaussian_nll_loss"),
 }
 _SAME = {"neg", "add", "sub", "__rsub__", "__radd__", "float", "view", "reshape", "squeeze", "exp"}
+_SUMS = {"add", "sub", "__radd__", "__rsub__"}
 _PRODUCTS = {"mul", "multiply", "__rmul__"}
 
 
@@ -46,6 +47,7 @@ class Spread:
     weights: tuple[int, ...]
     mask: bool
     site: Site | None
+    added: bool = False  # not multiplied: each sample gets the sum over all of them
 
 
 class Spreads(Detector):
@@ -72,6 +74,8 @@ class Spreads(Detector):
                 )
         elif call.short in _PRODUCTS and len(call.inputs) == 2:
             self._multiply(call)
+        elif call.short in _SUMS and len(call.inputs) == 2 and result.dim():
+            self._add(call)
         elif call.short in _SAME or (call.short in ("mul", "div") and len(call.inputs) == 1):
             for known in (self._reduced, self._spread):
                 if source in known:
@@ -98,6 +102,19 @@ class Spreads(Detector):
             mask = bool(((values == 0) | (values == 1)).all())
             self._spread[call.outputs[0]] = Spread(reduced, whole, mask, call.site)
 
+    def _add(self, call: OpCall) -> None:
+        """The sum over all samples, added to a value of each of them: a log determinant."""
+        result, batch = call.outputs[0], tuple(call.outputs[0].shape)
+        for term, other in (call.inputs, call.inputs[::-1]):
+            if term in self._spread and other.shape in (result.shape, ()):
+                self._spread[result] = self._spread[term]
+            reduced = self._reduced.get(term)
+            if reduced is None or not reduced.total or not other.requires_grad:
+                continue
+            # one number for each sample, on both sides
+            if reduced.shape == batch == tuple(other.shape) and result.dim() == 1 < batch[0]:
+                self._spread[result] = Spread(reduced, batch, False, call.site, added=True)
+
     def _note(self, spread: Spread, call: OpCall) -> None:
         key = (spread.of.site, spread.site)
         first, steps, live = self._steps.get(key, (spread, set(), 0))
@@ -110,7 +127,26 @@ class Spreads(Detector):
                 self._say(spread, live)
                 del self._steps[key]
 
+    def _say_added(self, spread: Spread, live: int) -> None:
+        count = spread.weights[0]
+        self.report(
+            22,
+            Severity.WARNING,
+            "The sum over all samples is added to the value of each single one.",
+            why=f"{count} values, one for each sample, are summed to one number here, and at "
+            f"{spread.site} it is added to {count} others, again one for each sample. In the mean "
+            f"over them this term counts {count} times: it grows with the batch.",
+            fix="Add the values sample by sample: reduce over the inner axes only (dim=-1), and "
+            "over the batch at the end.",
+            site=spread.of.site,
+            parameters=live,
+            related=(spread.site,),
+        )
+
     def _say(self, spread: Spread, live: int) -> None:
+        if spread.added:
+            self._say_added(spread, live)
+            return
         reduced, what = spread.of, "a mask" if spread.mask else "weights"
         count = 1
         for size in spread.weights:
