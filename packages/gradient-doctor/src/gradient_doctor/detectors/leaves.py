@@ -43,10 +43,10 @@ class Leaves(Detector):
     def op(self, call: OpCall) -> None:
         step = self.session.step
         for tensor in call.inputs:
-            if tensor.requires_grad and not tensor.is_leaf:
-                origin = origin_of(node_of(tensor))
-                if origin is not None and origin.step < step:
-                    self._used.setdefault(tensor, set()).add(step)
+            node = node_of(tensor)
+            origin = origin_of(node) if node is not None else None
+            if origin is not None and origin.step < step:
+                self._used.setdefault(tensor, set()).add(step)
         if call.short in _LAYERS and call.inputs:
             self._data[call.inputs[0]] = True
 
