@@ -24,6 +24,7 @@ class Choice:
     switch: bool  # what requires_grad becomes
     texts: tuple[str, ...]
     fits: Fits
+    spares: Fits | None = None  # of `if not ...`: the names that it is not for
 
 
 def choices(site: Site) -> list[Choice]:
@@ -34,9 +35,10 @@ def choices(site: Site) -> list[Choice]:
         return []
     name, parameter = (n.id for n in names if isinstance(n, ast.Name))
     found = []
-    for statement in loop.body:
+    for place, statement in enumerate(loop.body):
         if isinstance(statement, ast.If):
-            choice = _choice(statement, name, parameter)
+            choice = _all_but(statement, loop.body[place + 1 :], name, parameter)
+            choice = choice or _choice(statement, name, parameter)
             if choice is not None:
                 found.append(choice)
     return found
@@ -60,6 +62,25 @@ def _choice(head: ast.If, name: str, parameter: str) -> Choice | None:
     if not switches:
         return None
     return Choice(head.lineno, switches[0], tuple(texts), lambda n: any(t(n) for t in tests))
+
+
+def _all_but(head: ast.If, rest: list[ast.stmt], name: str, parameter: str) -> Choice | None:
+    """`if "lora" not in name: freeze`, or `if "lora" in name: continue` before the freeze."""
+    test, body = head.test, head.body
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
+    elif isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotIn):
+        test = ast.Compare(test.left, [ast.In()], test.comparators)
+    elif len(body) == 1 and isinstance(body[0], ast.Continue):
+        body = rest
+    else:
+        return None
+    texts: list[str] = []
+    spares = _test(test, name, texts)
+    switch = _switch(body, parameter)
+    if spares is None or switch is None or head.orelse:
+        return None
+    return Choice(head.lineno, switch, tuple(texts), lambda n: not spares(n), spares)
 
 
 def _switch(body: list[ast.stmt], parameter: str) -> bool | None:

@@ -325,3 +325,51 @@ for step in range(6):
 def test_a_judge_that_is_asked_about_a_detached_sample(tmp_path):
     only(tmp_path, JUDGED.format(cut=".detach()", mark="  # FAULT"), 3)
     nothing(tmp_path, JUDGED.format(cut="", mark=""))
+
+
+SPARED = """
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base, self.shift = nn.Linear(5, 5), nn.Parameter(torch.zeros(5))
+
+    def forward(self, x):
+        return self.base(x).tanh() + self.shift
+
+net, head = nn.Sequential(Part(), Part()), nn.Linear(5, 2)
+net.requires_grad_(False)
+for name, p in net.named_parameters():
+{loop}
+wanted = [p for m in (net, head) for p in m.parameters() if p.requires_grad]
+optimizer = torch.optim.SGD(wanted, 0.1)
+for step in range(5):
+    x = torch.randn(9, 5)
+    loss = F.cross_entropy(head(net(x)), (x[:, 0] > 0).long())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ['if "shift" not in name:  # FAULT', "    p.requires_grad = False"],
+        ['if not name.endswith("shift"):  # FAULT', "    p.requires_grad_(False)"],
+        ['if "shift" in name:  # FAULT', "    continue", "p.requires_grad = False"],
+    ],
+)
+def test_what_a_loop_spares_was_frozen_before(tmp_path, lines):
+    only(tmp_path, SPARED.format(loop="\n".join(f"    {line}" for line in lines)), 4)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ['p.requires_grad = "shift" in name'],
+        ['if "base" in name:', "    p.requires_grad = False"],
+        ['if "norm" not in name:', "    p.requires_grad = False"],
+    ],
+)
+def test_what_a_loop_freezes_on_purpose(tmp_path, lines):
+    nothing(tmp_path, SPARED.format(loop="\n".join(f"    {line}" for line in lines)))
