@@ -373,3 +373,27 @@ def test_what_a_loop_spares_was_frozen_before(tmp_path, lines):
 )
 def test_what_a_loop_freezes_on_purpose(tmp_path, lines):
     nothing(tmp_path, SPARED.format(loop="\n".join(f"    {line}" for line in lines)))
+
+
+SCALED = """
+net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1))
+nn.init.zeros_(net[2].weight)
+optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+def of_length_one(g):
+    return g / {length}  # FAULT
+
+for step in range(5):
+    x = torch.randn(8, 4)
+    loss = (net(x) - x[:, :1]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    for p in net.parameters():
+        p.grad = of_length_one(p.grad)
+    optimizer.step()
+"""
+
+
+def test_the_line_that_spoils_the_gradients(tmp_path):
+    only(tmp_path, SCALED.format(length="g.norm()"), 27)
+    nothing(tmp_path, SCALED.format(length="(g.norm() + 1e-6)"))
