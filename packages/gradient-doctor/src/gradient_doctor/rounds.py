@@ -227,7 +227,7 @@ class Rounds:
     def _is_of_first(self, args: Any) -> bool:
         """Whether a call takes a result of weights that was followed."""
         taints = self.session.taints
-        behind = (taints.get(value) for value in tensors_in(args, depth=1))
+        behind = (taints.get(value) for value in tensors_in(args, depth=2))
         return any(taint is not None and taint.depends for taint in behind)
 
     def note(self) -> None:

@@ -296,8 +296,8 @@ def test_a_weight_whose_leaf_nobody_knows(tmp_path):
     nothing(tmp_path, HIDDEN.format(cast="", asks="", data="", x="x"))
     # data that ask for a gradient, and still have a name
     data = "features = x * 2"
-    asked = HIDDEN.format(cast="", asks=", requires_grad=True", data=data, x="features")
-    nothing(tmp_path, asked)
+    wanted = HIDDEN.format(cast="", asks=", requires_grad=True", data=data, x="features")
+    nothing(tmp_path, wanted)
 
 
 JUDGED = """
@@ -325,6 +325,12 @@ for step in range(6):
 def test_a_judge_that_is_asked_about_a_detached_sample(tmp_path):
     only(tmp_path, JUDGED.format(cut=".detach()", mark="  # FAULT"), 3)
     nothing(tmp_path, JUDGED.format(cut="", mark=""))
+
+
+def test_a_judge_that_is_asked_about_a_sample_without_gradients(tmp_path):
+    again = "with torch.no_grad():  # FAULT\n        again = maker(x)\n    loss = F.l1"
+    script = JUDGED.format(cut="", mark="").replace("loss = F.l1", again, 1)
+    only(tmp_path, script.replace("opinion(made)", "opinion(again)"), 2)
 
 
 SPARED = """

@@ -197,7 +197,11 @@ class Misdirected(Detector):
         hidden = part.depends & ~part.live & backward.used
         if taint is None or not hidden:
             return None
-        facts = [fact for fact in self.session.ledger.facts(taint) if fact.graph & hidden]
+        facts = [
+            fact
+            for fact in self.session.ledger.facts(taint)
+            if (fact.mask if fact.kind == "region" else fact.graph) & hidden
+        ]
         lines = {fact.site for fact in facts}
         return facts[0] if len(lines) == 1 and facts[0].kind in ("explicit", "region") else None
 
