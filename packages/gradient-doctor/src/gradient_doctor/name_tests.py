@@ -35,9 +35,10 @@ def choices(site: Site) -> list[Choice]:
         return []
     name, parameter = (n.id for n in names if isinstance(n, ast.Name))
     found = []
-    for statement in loop.body:
+    for place, statement in enumerate(loop.body):
         if isinstance(statement, ast.If):
-            choice = _choice(statement, name, parameter)
+            choice = _skip(statement, loop.body[place + 1 :], name, parameter)
+            choice = choice or _choice(statement, name, parameter)
             if choice is not None:
                 found.append(choice)
         elif isinstance(statement, ast.Assign):
@@ -95,6 +96,16 @@ def _choice(head: ast.If, name: str, parameter: str) -> Choice | None:
     if not switches:
         return None
     return Choice(head.lineno, switches[0], tuple(texts), lambda n: any(t(n) for t in tests))
+
+
+def _skip(head: ast.If, rest: list[ast.stmt], name: str, parameter: str) -> Choice | None:
+    """`if "lora" in name: continue`, and the others are switched after it."""
+    texts: list[str] = []
+    test, switch = _test(head.test, name, texts), _switch(rest, parameter)
+    skips = len(head.body) == 1 and isinstance(head.body[0], ast.Continue) and not head.orelse
+    if not skips or test is None or switch is None:
+        return None
+    return Choice(head.lineno, switch, tuple(texts), test, True)
 
 
 def _switch(body: list[ast.stmt], parameter: str) -> bool | None:

@@ -91,6 +91,7 @@ class Registry:
         self._found: dict[str, Tensor] = {}
         self._aliases: dict[str, Tensor] = {}  # every name: tied parameters have several
         self._labels: dict[str, list[weakref.ref[Tensor]]] = {}  # of tensors in no module
+        self._ways = WeakIdKeyDictionary()  # parameter -> the callers of its module's constructor
         self._homes = WeakIdKeyDictionary()  # parameter -> the module that it was given to
         # modules -> where they were constructed, and the lines of all callers on the way there
         self._constructed: weakref.WeakKeyDictionary[nn.Module, Birth] = weakref.WeakKeyDictionary()
@@ -130,6 +131,8 @@ class Registry:
         if home is not None and home() not in (None, module):
             self.tied_at[parameter] = site
         self._homes[parameter] = weakref.ref(module)
+        if module in self._callers:
+            self._ways[parameter] = self._callers[module]
         self._stale = True
 
     def made(self, thing: Any, site: Site | None, step: int) -> None:
@@ -242,6 +245,17 @@ class Registry:
         """The line that called a module's constructor."""
         birth = self._constructed.get(module)
         return None if birth is None else birth.site
+
+    def called_apart(self, parameter: Tensor, other: Tensor) -> Site | None:
+        """Two parameters of one line in a function: where the ways of their callers part."""
+        mine, theirs = self._ways.get(parameter), self._ways.get(other)
+        if not mine or not theirs or mine[0] != theirs[0]:
+            return None
+        return next((a for a, b in zip(mine, theirs) if a != b), None)
+
+    def constructed_before(self, module: nn.Module, step: int) -> bool:
+        birth = self._constructed.get(module)
+        return birth is not None and birth.step < step
 
     def _beside(self, other: Site | None, module: nn.Module) -> Site | None:
         """The line that led to a module, in the function that another line stands in."""

@@ -32,7 +32,7 @@ from gradient_doctor.loop_ends import goes_on_after
 from gradient_doctor.python_numbers import names_in
 from gradient_doctor.session import Session
 from gradient_doctor.sites import decorated, is_doctors_code, is_torch_code, is_user_code
-from gradient_doctor.taint import Taint
+from gradient_doctor.taint import Taint, tensors_in
 from gradient_doctor.trace import Trace
 
 _ROUNDS = 2  # of these the first is followed to its end
@@ -207,18 +207,28 @@ class Rounds:
 
     # lines
 
-    def known(self, func: Any) -> Any:
+    def known(self, func: Any, args: Any) -> Any:
         """The call in the name of the line that asks for it, if that line is one of the rounds'.
 
-        Seen from `__torch_function__`. Every other line wakes us up.
+        Seen from `__torch_function__`. Every other line wakes us up, and so does what puts the
+        first round's results together with others: two views of a sample are no rollout.
         """
         frame = calling_for(sys._getframe(2))
-        if frame is not None and func is not _SWITCH:
+        # a buffer that each round writes to is no reader of the first
+        read = args[1:] if func is Tensor.__setitem__ else args
+        together = torch.is_grad_enabled() and self._is_of_first(read)
+        if frame is not None and func is not _SWITCH and not together:
             call = self._lines.get((frame.f_code, frame.f_lineno, torch.is_grad_enabled()))
             if call is not None:
                 return call
             self.wake()
         return None
+
+    def _is_of_first(self, args: Any) -> bool:
+        """Whether a call takes a result of weights that was followed."""
+        taints = self.session.taints
+        behind = (taints.get(value) for value in tensors_in(args, depth=2))
+        return any(taint is not None and taint.depends for taint in behind)
 
     def note(self) -> None:
         """A call of a round that is followed; seen from `__torch_function__`."""

@@ -130,7 +130,7 @@ def filled_at(site: Site) -> Site | None:
 
     Only if one statement of the same function fills it.
     """
-    function = _function_around(site)
+    function = function_around(site)
     call = _call_at(function, site.line) if function is not None else None
     if function is None or call is None or not call.args:
         return None
@@ -163,9 +163,9 @@ def kept_at(site: Site) -> Site | None:
     if not isinstance(made, ast.Assign) or not isinstance(made.targets[0], ast.Name):
         return None
     name = made.targets[0].id
-    around = _function_around(site)
+    around = function_around(site)
     for file, node in _statements([site.file]):
-        inside = _function_around(Site(file, node.lineno)) is around
+        inside = function_around(Site(file, node.lineno)) is around
         value = node.value if isinstance(node, (ast.Expr, ast.Assign)) else None
         if value is None or not inside or node is made:
             continue
@@ -187,11 +187,11 @@ def kept_at(site: Site) -> Site | None:
 
 def _carried_on(name: str, made: ast.stmt, site: Site) -> Site | None:
     """Where another variable, which lasts, takes this one over: `before = h`, `mean += loss`."""
-    around = _function_around(site)
+    around = function_around(site)
     here = [
         node
         for file, node in _statements([site.file])
-        if _function_around(Site(file, node.lineno)) is around and node is not made
+        if function_around(Site(file, node.lineno)) is around and node is not made
     ]
     for node in here:
         if isinstance(node, ast.AugAssign):
@@ -216,6 +216,31 @@ def _carried_on(name: str, made: ast.stmt, site: Site) -> Site | None:
     return None
 
 
+def carried_through(site: Site) -> Site | None:
+    """Where `h = cell(x, h)` hands a value to the function of this line and takes it back.
+
+    Only if the program does so at one place.
+    """
+    function = function_around(site)
+    if function is None:
+        return None
+    lines = []
+    for file, node in _statements([site.file]):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+            continue
+        if _last(node.value.func) != function.name:
+            continue
+        parts = [
+            part
+            for target in node.targets
+            for part in (target.elts if isinstance(target, ast.Tuple) else [target])
+        ]
+        handed = [*node.value.args, *(word.value for word in node.value.keywords)]
+        if {ast.unparse(p) for p in parts} & {ast.unparse(value) for value in handed}:
+            lines.append(Site(file, node.lineno))
+    return lines[0] if len(lines) == 1 else None
+
+
 def calls_in(file: str) -> list[ast.Call]:
     """All calls of a file."""
     tree = _tree(file) if is_user_file(file) else None
@@ -227,7 +252,7 @@ def default_behind(site: Site) -> tuple[str, int] | None:
 
     And its position in a call: `self` is not counted.
     """
-    function = _function_around(site)
+    function = function_around(site)
     statement = statement_at(site)
     if function is None or statement is None:
         return None
@@ -260,21 +285,21 @@ def returns_of(head: Site) -> list[ast.Return]:
 
 def is_method(site: Site) -> bool:
     """Whether a line stands in a method."""
-    function = _function_around(site)
+    function = function_around(site)
     arguments = [] if function is None else function.args.args
     return bool(arguments) and arguments[0].arg in ("self", "cls")
 
 
 def source_of_function(site: Site) -> str:
     """The source of the function that a line stands in; empty for the module's own lines."""
-    function = _function_around(site)
+    function = function_around(site)
     if function is None or function.end_lineno is None:
         return ""
     lines = range(function.lineno, function.end_lineno + 1)
     return "".join(linecache.getline(site.file, line) for line in lines)
 
 
-def _function_around(site: Site) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+def function_around(site: Site) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The innermost function of a line."""
     tree = _tree(site.file) if is_user_file(site.file) else None
     around = [
@@ -322,7 +347,7 @@ def stands_after_loop(site: Site, inside: Site) -> bool:
         if isinstance(node, (ast.For, ast.While))
         and node.lineno <= inside.line <= (node.end_lineno or node.lineno)
     ]
-    same = _function_around(site) is _function_around(inside)
+    same = function_around(site) is function_around(inside)
     return same and bool(ends) and site.line > max(ends)[1]
 
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from gradient_doctor.callers import call_from_caller
 from gradient_doctor.findings import Site
 from gradient_doctor.graph import NodeOrigin, is_dead_view, mark_origin, node_of
+from gradient_doctor.handed_in import chooser_of_dtype
 from gradient_doctor.python_numbers import running_constructor
 from gradient_doctor.readable import (
     LAZY,
@@ -55,6 +56,7 @@ _GETTERS_THAT_COMPUTE = {"T", "mT", "H", "mH", "real", "imag", "data"}
 _resolve = getattr(resolve_name, "__wrapped__", resolve_name)
 _SCALARS = {"item", "__float__", "tolist"}
 _EXPLICIT = {"detach", "detach_", "data", "numpy", "__array__", "new_tensor", "tensor"}
+_PLACES = {"indices", "_indices", "crow_indices", "col_indices"}  # of a sparse tensor's values
 _SHARING = {"detach", "data"}  # the same memory
 _ZERO_DERIVATIVE = {
     *("round", "floor", "ceil", "trunc", "sign", "sgn", "round_", "floor_", "ceil_", "heaviside"),
@@ -108,7 +110,7 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         if is_recorded():
             return call_from_caller(func, args, kwargs)
-        if session.drowsy and (call := self.rounds.known(func)) is not None:
+        if session.drowsy and (call := self.rounds.known(func, args)) is not None:
             return call(func, args, kwargs)
         if session.noting:
             self.rounds.note()
@@ -276,7 +278,8 @@ class Trace(TorchFunctionMode):
         if call.kwargs.get("requires_grad") and outputs and outputs[0].is_leaf:
             session.registry.made(outputs[0], site, session.step)
         if was is not None and args[0].dtype != was:
-            session.registry.converted_at[args[0]] = site  # Module.to, half, bfloat16
+            # Module.to, half, bfloat16
+            session.registry.converted_at[args[0]] = chooser_of_dtype(user_lines()) or site
         if short == "__setitem__" or short == "__set__":
             outputs = [args[0]]
             taint = self._spread(name, short, site, taints, outputs)
@@ -302,6 +305,8 @@ class Trace(TorchFunctionMode):
         self, name: str, short: str, site: Site | None, taints: list[Taint], outputs: list[Tensor]
     ) -> Taint:
         session = self.session
+        if short in _PLACES:
+            taints = []
         depends, live, cuts, opaque = merged(taints)
         graph = in_graphs(taints) if live else 0
         if live and torch.is_grad_enabled():

@@ -220,8 +220,8 @@ class Watch:
     def _parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
             registry = self.session.registry
-            registry.born(module, parameter, self.session.here(), self.session.step)
             registry.constructed(constructors(), self.session.step)
+            registry.born(module, parameter, self.session.here(), self.session.step)
             self._phases.grew(module)
 
     @guarded

@@ -405,6 +405,12 @@ def moved(call: OpCall, source: Tensor, result: Tensor) -> list[int] | None:
     if short == "permute":
         order = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
         return [k % source.dim() for k in order] if len(order) == source.dim() else None
+    if short in ("movedim", "moveaxis"):
+        first, second = argument(call, 1, "source"), argument(call, 2, "destination")
+        if type(first) is not int or type(second) is not int:
+            return None
+        axes.insert(second % source.dim(), axes.pop(first))
+        return axes
     dim = argument(call, 1, "dim")
     if short == "unsqueeze" and type(dim) is int:
         axes.insert(dim % (source.dim() + 1), -1)

@@ -16,6 +16,7 @@ from gradient_doctor.detectors.places import birth_site, by_site, called, count
 from gradient_doctor.explain import has_elements
 from gradient_doctor.findings import Finding, Severity, Site
 from gradient_doctor.freezing import frozen_line
+from gradient_doctor.handed_in import chooser_of_freezing
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
 from gradient_doctor.slips import assigned_attribute
@@ -120,7 +121,8 @@ class Frozen(Detector):
         born = birth_site(registry, parameter)
         if registry.bit(parameter) & self._received:  # frozen since, perhaps between two looks
             return frozen_line(registry, parameter, []) or born
-        return registry.frozen_at.get(parameter) or born
+        chosen = chooser_of_freezing(registry.freezers.get(parameter) or ())
+        return chosen or registry.frozen_at.get(parameter) or born
 
     def _contract(self, kept: int) -> None:
         registry, contract = self.session.registry, self.session.contract

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.places import count
+from gradient_doctor.explain import CutFact, fact_of, how_to_mend, what_cuts
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import Used, next_number, node_of, nodes_of, origin_of, used_by
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
-from gradient_doctor.slips import kept_at
-from gradient_doctor.taint import tensors_in
+from gradient_doctor.slips import carried_through, kept_at
+from gradient_doctor.taint import GRAD, tensors_in
 
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 _SECOND_TIME = "backward through the graph a second time"
@@ -234,6 +235,12 @@ class GraphReuse(Detector):
     # findings
 
     def _second(self, backward: Backward, shared: Shared) -> None:
+        taint = backward.taint
+        for cut in () if taint is None else taint.cuts:
+            # the derivative is a part of this very loss: it was meant to have a graph, too
+            if cut.op == GRAD and shared.used is not None and cut.site == shared.used.site:
+                self._without_graph(backward, fact_of(cut))
+                return
         origin = origin_of(shared.entry)
         born = None if origin is None else origin.site
         first = None if shared.used is None else shared.used.site
@@ -250,6 +257,20 @@ class GraphReuse(Detector):
             site=(born if _made_before(shared.entry, backward.step) else None) or backward.site,
             parameters=shared.leaves,
             related=(born, first, backward.site),
+        )
+
+    def _without_graph(self, backward: Backward, fact: CutFact) -> None:
+        """Class 3: autograd.grad has freed the graph, and its results have none."""
+        self.report(
+            3,
+            Severity.ERROR,
+            "A derivative that is a part of the loss has no graph of its own.",
+            why=f"In this loss {what_cuts(fact)}; it has also freed the graph that the rest of the "
+            f"loss needs, so the backward at {backward.site} ends with an error.",
+            fix=how_to_mend(fact),
+            site=fact.site,
+            parameters=backward.taint.live if backward.taint is not None else 0,
+            related=(backward.site,),
         )
 
     def _stale(self, backward: Backward, old: Shared, failed: bool) -> None:
@@ -271,8 +292,8 @@ class GraphReuse(Detector):
             f"to flow: {self.session.registry.many(old.leaves)} would then get none from it.",
             # a state is cut where it is carried on; what was kept once, where it is used
             site=(user.site if user is not None and _empties(user.op) else None)
-            or self._carried_at(old.entry)
-            or (None if born is None else kept_at(born))
+            or _carried_further(self._carried_at(old.entry))
+            or (None if born is None else kept_at(born) or carried_through(born))
             or (born if old.state or self._is_attribute(old.entry) else None)
             or (user.site if user is not None else None)
             or backward.site,
@@ -302,6 +323,11 @@ _SECOND_FIX = (
     "retain_graph=True in the first backward also works if no weights change in between; detach() "
     "on the shared part would silence the error, and these parameters would get nothing from it."
 )
+
+
+def _carried_further(site: Site | None) -> Site | None:
+    """A helper that is handed the state and gives it back is not at fault: its caller keeps it."""
+    return None if site is None else carried_through(site) or site
 
 
 def _empties(op: str) -> bool:

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradient_doctor.explain import CutFact, what_cuts
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.python_numbers import Values
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
 from gradient_doctor.sites import is_user_code, user_frame
-from gradient_doctor.taint import Cut, tensors_in
+from gradient_doctor.taint import tensors_in
 from gradient_doctor.terms import Term
 
 _ENOUGH = 2  # steps
@@ -57,7 +58,7 @@ class Idle:
     mask: int
     live: int
     at: Site
-    cut: bool = False
+    cut: CutFact | None  # what has taken the network that the loss trains out of the term
     steps: set[int] = field(default_factory=set)
 
 
@@ -172,13 +173,11 @@ class Misdirected(Detector):
         if part.live & backward.used:
             self._good.add(key)
         elif not alternates and self._trains_nothing(part, backward):
-            cut = _stops(part, backward.used)
-            at = cut.site if cut is not None else _last_call(part, backward.calls)
-            at = at or part.term.site
+            cut = self._cut_of(part, backward)
+            at = cut.site if cut is not None else None
+            at = at or _last_call(part, backward.calls) or part.term.site
             if at is not None:
-                idle = self._idle.setdefault(
-                    key, Idle(part.depends, part.live, at, cut is not None)
-                )
+                idle = self._idle.setdefault(key, Idle(part.depends, part.live, at, cut))
                 idle.steps.add(backward.step)
 
     def _trains_nothing(self, part: Part, backward: Waiting) -> bool:
@@ -187,15 +186,35 @@ class Misdirected(Detector):
         useful = any(p.live & backward.used for p in others)
         if not part.depends or not part.live or not useful:
             return False
-        if taint is not None and taint.cuts:
-            return _stops(part, backward.used) is not None
-        return not any(not part.depends & ~p.depends for p in others)
+        if taint is None or not taint.cuts:
+            return not any(not part.depends & ~p.depends for p in others)
+        # what the loss trains was cut off, and what is left is a judge that only this term asks
+        return self._cut_of(part, backward) is not None and not any(
+            p.depends & part.live for p in others
+        )
+
+    def _cut_of(self, part: Part, backward: Waiting) -> CutFact | None:
+        """The one cut that hides from this term what the loss trains."""
+        taint = part.term.taint
+        hidden = part.depends & ~part.live & backward.used
+        if taint is None or not hidden:
+            return None
+        facts = [
+            fact
+            for fact in self.session.ledger.facts(taint)
+            if (fact.mask if fact.kind == "region" else fact.graph) & hidden
+        ]
+        lines = {fact.site for fact in facts}
+        return facts[0] if len(lines) == 1 and facts[0].kind in ("explicit", "region") else None
 
     def _verdicts(self) -> None:
         pending, self._idle = self._idle, {}
         for key, idle in pending.items():
             if key in self._good or len(idle.steps) < _ENOUGH or idle.mask & ~self._used:
                 continue  # what never steps at all is another fault
+            if idle.cut is not None:
+                self._say_cut(idle, idle.cut, key)
+                continue
             self.report(
                 23,
                 Severity.WARNING,
@@ -203,32 +222,34 @@ class Misdirected(Detector):
                 "with this loss.",
                 why=f"It can move {self.session.registry.many(idle.live)} alone, and their "
                 f"gradients of the backward at {key[0]} are cleared before their own optimizer "
-                "steps. What this loss should train takes no part in the term"
-                + (", because it is cut off from it here." if idle.cut else "."),
-                fix="Remove the detach there: it belongs into the loss of the other network."
-                if idle.cut
-                else "Compute the term from what should learn by it: score the generated sample, "
+                "steps. What this loss should train takes no part in the term.",
+                fix="Compute the term from what should learn by it: score the generated sample, "
                 "not the real one.",
                 site=idle.at,
                 parameters=idle.mask,
                 related=(key[1], key[0]),
             )
 
+    def _say_cut(self, idle: Idle, cut: CutFact, key: tuple[Any, ...]) -> None:
+        """The generator's sample is detached before it is judged, in the generator's own loss."""
+        rest = self.session.registry.many(idle.mask & ~cut.mask)
+        self.report(
+            cut.number,
+            Severity.WARNING,
+            "A term of the loss trains nothing: what this loss should train is cut out of it.",
+            why=f"Here {what_cuts(cut)}. The term still reaches {rest}, whose "
+            f"gradients of the backward at {key[0]} are cleared before their own optimizer steps.",
+            fix="Leave out the cut where this term is computed; it belongs into the other loss, "
+            "that of the network which judges.",
+            site=idle.at,
+            parameters=idle.mask & cut.mask,
+            related=(key[1], key[0]),
+        )
+
 
 def _key(backward: Waiting, part: Part) -> tuple[Site | None, Site | None, int, int]:
     """The same term in another step; one line may make those of several networks."""
     return backward.site, part.term.site, part.depends, part.live
-
-
-def _stops(part: Part, used: int) -> Cut | None:
-    """The one line that detaches what this loss trains from a term that is left without effect."""
-    taint = part.term.taint
-    hidden = part.depends & ~part.live & used
-    cuts = [] if taint is None else taint.cutting(hidden)
-    lines = {cut.site for cut in cuts}
-    if not hidden or len(lines) != 1 or any(cut.kind != "explicit" for cut in cuts):
-        return None
-    return cuts[0]
 
 
 def _addends(root: Term) -> Iterator[Term]:

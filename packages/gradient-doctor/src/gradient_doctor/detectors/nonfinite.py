@@ -103,6 +103,8 @@ class NonFinite(Detector):
         self._masks = MaskLines()
         self._recovered = False  # a later loss was a number again: the weights had stayed whole
         self._suspects: list[Exposed] = []  # what that step may have brought to its singular point
+        # the first NaN without a graph: of gradients that the program itself changes
+        self._beside: Birth | None = None
         self._first_loss: float | None = None
         self._last_loss: float | None = None
         self._poisoned = False  # a step was taken with such gradients: all that follows is too
@@ -145,11 +147,23 @@ class NonFinite(Detector):
         if kind == "inf" and (call.short in _ON_PURPOSE or _infinite(call) or _is_mask(call)):
             self._masks.note_infinite(call, output)
             return None
+        if self._beside is not None and self._is_poisoned(call):
+            return self._beside  # a step has brought it into the weights
         data = not output.requires_grad and call.short in _WRITTEN
         cause = self._line_to_change(call)
         felt = call.site if cause is not None else None
         site = cause or call.site
-        return Birth(call.short, site, kind, self._range(call), data, felt=felt)
+        birth = Birth(call.short, site, kind, self._range(call), data, felt=felt)
+        of_gradients = self._steps and not output.requires_grad and not data
+        if of_gradients and kind == "nan" and call.inputs and "empty" not in call.short:
+            self._beside = self._beside or birth
+        return birth
+
+    def _is_poisoned(self, call: OpCall) -> bool:
+        """Whether a weight is no number, though no gradient was seen to be none."""
+        weights = [t for t in call.inputs if isinstance(t, nn.Parameter)]
+        contents = [v for v in map(self.session.values, weights) if v is not None]
+        return not all(map(is_finite, contents))
 
     def _line_to_change(self, call: OpCall) -> Site | None:
         """Where that is not the line of the call itself."""

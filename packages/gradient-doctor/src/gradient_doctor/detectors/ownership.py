@@ -112,8 +112,12 @@ class Ownership(Detector):
                 if taint is not None:
                     place, before = birth.site.place, taint.depends & ~taint.live
                     self._behind[place] = self._behind.get(place, 0) | before
-                if home is not None and birth.site not in self._built:
-                    self._built[birth.site] = registry.construction(registry.top_of(home))
+                if home is not None:
+                    top = registry.top_of(home)
+                    # a module that lasts and makes its own parameter anew is no layer to move
+                    if registry.constructed_before(top, birth.step):
+                        self._built[birth.site] = None
+                    self._built.setdefault(birth.site, registry.construction(top))
                 if birth.step < backward.step:
                     self._outlives.add(birth.site)
                 # the first step of a script includes the making of its models
@@ -353,7 +357,10 @@ class Ownership(Detector):
         at = None if birth is None else birth.site
         if len(later) == len(trained):
             loaded = all(self._is_unpickled(p) for p in trained)
-            site, when = (at if loaded else born), f" They were made after {name}."
+            # a function that makes both is not at fault: the second call of it is
+            twins = [p for p in held if _form(p) == _form(trained[0])]
+            apart = next(filter(None, (registry.called_apart(trained[0], p) for p in twins)), None)
+            site, when = (at if loaded else apart or born), f" They were made after {name}."
         else:
             site, when = at or self._steps.get(id(optimizer)) or born, ""
         lately = self._lately(optimizer)

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradient_doctor.detectors.axes import MOVES
 from gradient_doctor.detectors.common import argument, live_in
 from gradient_doctor.detectors.masks import ID_LOSSES
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.pads import inferred_pad, padded_places
 from gradient_doctor.session import Detector, OpCall, Session, StepRecord
 
+_MEANS = {"mean", "sum", "div", "__truediv__", "true_divide", "adaptive_avg_pool1d"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _MUCH = 0.25  # of the targets
 _MOST = 0.5  # of what a recurrent network reads
@@ -55,6 +57,8 @@ class Ragged(Detector):
         self._states = WeakIdKeyDictionary()
         self._final = WeakIdKeyDictionary()
         self._texts = WeakIdKeyDictionary()  # values per position of such rows, not masked -> rows
+        self._turned = WeakIdKeyDictionary()  # the same with the axis of time last
+        self._sums = WeakIdKeyDictionary()  # sums over time of such values -> rows
         self._leaks: dict[Site | None, set[int]] = {}
 
     def op(self, call: OpCall) -> None:
@@ -70,8 +74,8 @@ class Ragged(Detector):
             self._read(call)
         elif call.short == "__getitem__":
             self._taken(call)
-        elif call.short == "mean" and call.inputs[0] in self._texts:
-            self._mean(call)
+        elif call.short in _MEANS and call.inputs and self._averages(call):
+            self._mean(call, self._text_behind(call))
         else:
             self._follow(call)
             self._follow_states(call)
@@ -141,6 +145,7 @@ class Ragged(Detector):
 
     def _follow(self, call: OpCall) -> None:
         """The same positions; what meets anything of their shape without features is masked."""
+        self._turn(call)
         rows = next((self._texts[t] for t in call.inputs if t in self._texts), None)
         result = call.outputs[0]
         if rows is None or result.dim() != 3 or tuple(result.shape[:2]) != tuple(rows.ids.shape):
@@ -149,12 +154,48 @@ class Ragged(Detector):
         if not any(tuple(t.shape[:2]) == tuple(rows.ids.shape) for t in others):
             self._texts[result] = rows
 
-    def _mean(self, call: OpCall) -> None:
-        rows: Rows = self._texts[call.inputs[0]]
-        axis = argument(call, 1, "dim")
+    def _turn(self, call: OpCall) -> None:
+        """[batch, time, width] becomes [batch, width, time], as convolutions and pooling want."""
+        if not call.inputs or call.outputs[0].dim() != 3:
+            return
+        source, result = call.inputs[0], call.outputs[0]
+        if call.short in MOVES and source in self._texts:
+            if (result.shape[0], result.shape[2]) == tuple(self._texts[source].ids.shape):
+                self._turned[result] = self._texts[source]
+        elif source in self._turned and result.shape[2] == (length := source.shape[2]):
+            masked = any(t.dim() > 1 and t.shape[-1] == length for t in call.inputs[1:])
+            if not masked:
+                self._turned[result] = self._turned[source]
+
+    def _text_behind(self, call: OpCall) -> Rows | None:
+        for known in (self._texts, self._turned, self._sums):
+            if call.inputs[0] in known:
+                return known[call.inputs[0]]
+        return None
+
+    def _averages(self, call: OpCall) -> bool:
+        """Whether the call takes a mean over time; a sum is remembered until it is divided."""
+        source, second = call.inputs[0], argument(call, 1, "dim")
+        if call.short in ("div", "__truediv__", "true_divide"):
+            rows = self._sums.get(source)
+            return rows is not None and second == rows.ids.shape[1]
+        if call.short == "adaptive_avg_pool1d":
+            size = argument(call, 1, "output_size")
+            return source in self._turned and size in (1, (1,), [1])
+        if source in self._turned:
+            over_time = second in (2, -1, (2,), [2], (-1,), [-1])
+        else:
+            over_time = source in self._texts and second in (1, -2, (1,), [1], (-2,), [-2])
+        if over_time and call.short == "sum":
+            self._sums[call.outputs[0]] = self._text_behind(call)
+        return over_time and call.short == "mean"
+
+    def _mean(self, call: OpCall, rows: Rows | None) -> None:
         live = live_in(self.session, call.inputs)
+        if rows is None or not live:
+            return
         share = int(torch.count_nonzero(rows.pads)) / max(rows.pads.numel(), 1)
-        if axis not in (1, -2, (1,), [1]) or share < _MUCH or not live:
+        if share < _MUCH:
             return
         steps = self._leaks.setdefault(call.site, set())
         steps.add(self.session.step)
