@@ -218,12 +218,17 @@ def default_behind(site: Site) -> tuple[str, int] | None:
 
 def returns_of(head: Site) -> list[ast.Return]:
     """The return statements of the function that begins at a line; decorators count."""
+    return [node for node in nodes_in(head) if isinstance(node, ast.Return)]
+
+
+def nodes_in(head: Site) -> list[ast.AST]:
+    """All of the function that begins at a line; decorators count."""
     tree = _tree(head.file)
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.FunctionDef) and node.name == head.function:
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             if first == head.line:
-                return [n for n in ast.walk(node) if isinstance(n, ast.Return)]
+                return [inner for statement in node.body for inner in ast.walk(statement)]
     return []
 
 

@@ -44,6 +44,7 @@ class Accumulated(Detector):
         self._used: dict[int, float] = {}  # by bit: norm of the gradient that a step used
         self._kept = 0  # it was still there when a backward began
         self._added: dict[int, Site | None] = {}  # the last backward that added to it
+        self._closed: dict[int, float] = {}  # by bit: norm of the gradient that a closure left
         self._by_hand: dict[int, tuple[float, float]] = {}  # by bit: checksum and gradient's norm
         self._hand_repeats: dict[Site | None, Repeats] = {}
         # by optimizer or module: where and when its gradients were cleared last
@@ -124,6 +125,8 @@ class Accumulated(Detector):
     def event(self, event: Event) -> None:
         if event.kind == "zero_grad":
             self._cleared[event.data["owner"]] = (event.site, event.order)
+        if event.kind == "closure":
+            self._note_closure(event.data["optimizer"])
         if not (self._used or self._kept) and event.kind != "step":
             return
         registry = self.session.registry
@@ -133,6 +136,15 @@ class Accumulated(Detector):
             self._forget(registry.bit(event.data["parameter"]))
         elif event.kind == "step":
             self._stepped(event)
+
+    def _note_closure(self, optimizer: Any) -> None:
+        """What a closure has left is what the step uses: before it there was another gradient."""
+        self._closed.clear()
+        for parameter in owned_by(optimizer) if self.session.record.checked else ():
+            gradient = gradient_of(parameter)
+            values = None if gradient is None else self.session.values(gradient)
+            if values is not None:
+                self._closed[self.session.registry.bit(parameter)] = norm_of(values)
 
     def _stepped(self, event: Event) -> None:
         facts: StepFacts | None = event.data.get("update")
@@ -150,8 +162,12 @@ class Accumulated(Detector):
                 self._say(optimizer, repeats, added, event.site)
         self._forget(owned)
         for update in facts.updates:
-            if update.gradient_norm > 0.0:
-                self._used[registry.bit(update.parameter)] = update.gradient_norm
+            bit = registry.bit(update.parameter)
+            norm = self._closed.get(bit, update.gradient_norm)
+            if norm > 0.0:
+                self._used[bit] = norm
+        self._used |= {bit: norm for bit, norm in self._closed.items() if norm > 0.0}
+        self._closed.clear()
 
     def _forget(self, mask: int) -> None:
         self._kept &= ~mask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import Used, next_number, node_of, nodes_of, origin_of, used_by
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
-from gradient_doctor.slips import kept_at
+from gradient_doctor.slips import kept_at, statement_at
 from gradient_doctor.taint import tensors_in
 
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
@@ -273,7 +274,9 @@ class GraphReuse(Detector):
             site=(user.site if user is not None and _empties(user.op) else None)
             or self._carried_at(old.entry)
             or (None if born is None else kept_at(born))
-            or (born if old.state or self._is_attribute(old.entry) else None)
+            or (
+                born if old.state or self._is_attribute(old.entry) or _is_kept(born, user) else None
+            )
             or (user.site if user is not None else None)
             or backward.site,
             parameters=old.leaves,
@@ -302,6 +305,14 @@ _SECOND_FIX = (
     "retain_graph=True in the first backward also works if no weights change in between; detach() "
     "on the shared part would silence the error, and these parameters would get nothing from it."
 )
+
+
+def _is_kept(born: Site | None, user: Any) -> bool:
+    """`self.alpha = ...` in one function, read in another: made once, for all that read it."""
+    if born is None or user is None or user.site is None or born.function == user.site.function:
+        return False
+    made = statement_at(born)
+    return isinstance(made, ast.Assign) and any(isinstance(t, ast.Attribute) for t in made.targets)
 
 
 def _empties(op: str) -> bool:

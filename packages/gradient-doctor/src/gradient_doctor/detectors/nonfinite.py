@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.functions import function_of, singular_line
 from gradient_doctor.graph import MARK, node_of, nodes_of
 from gradient_doctor.mask_lines import MaskLines
 from gradient_doctor.readable import gradient_of, is_finite, values_of
@@ -307,10 +308,20 @@ class NonFinite(Detector):
             if values is None or not values.numel() or bool(values.isfinite().all()):
                 continue
             kind = "nan" if bool(values.isnan().any()) else "inf"
-            birth = self._births.get(root) or Birth("backward", backward.site, kind)
+            birth = self._births.get(root) or self._suspected(backward, kind)
             self._losses[backward.step] = (birth, backward.site, backward.received)
             if len(self._losses) > 1 and not self._scaled():
                 self._say_loss()
+
+    def _suspected(self, backward: Backward, kind: str) -> Birth:
+        """A step without a trace: a call of the traced ones that nothing keeps off such numbers.
+
+        A mean over a selection comes first: of nothing it is NaN, and its slope is a number.
+        """
+        exposed = [*self._singular.selections(), *self._singular.suspects(slope=False)]
+        if self.session.record.traced or not exposed:
+            return Birth("backward", backward.site, kind)
+        return Birth(exposed[0].op, exposed[0].site, kind, likely=True)
 
     def _is_said(self) -> bool:
         """An empty mask explains what is no number."""
@@ -329,7 +340,12 @@ class NonFinite(Detector):
             Severity.ERROR,
             f"The loss is {numbers} in {steps} of {len(self._steps)} examined steps, although its "
             "gradient is finite.",
-            why=f"The first {numbers} values come from {birth.op}{birth.inputs}"
+            why=(
+                f"Those steps were not traced; in the traced ones nothing keeps the input of "
+                f"{birth.op} off such a point"
+                if birth.likely
+                else f"The first {numbers} values come from {birth.op}{birth.inputs}"
+            )
             + (f" ({cause}, or of less)" if cause else "")
             + ". Its slope is a number there, so the weights move, by a rule that is not the "
             "derivative of any loss.",
@@ -361,9 +377,17 @@ class NonFinite(Detector):
                 if birth is not None and birth.kind == "nan":
                     return birth, False
         for blown in backward.blown:
+            line = singular_line(function_of(blown.node))
+            if line is not None:  # its backward is the program's own formula
+                return Birth("a formula of a backward", line, blown.kind), False
             if blown.origin is not None:
                 short = blown.origin.op.rsplit(".", 1)[-1]
                 return Birth(short, blown.origin.site, blown.kind), not blown.singular
+        for root in backward.roots if not backward.blown else ():
+            for node in nodes_of(node_of(root)):
+                line = singular_line(function_of(node))
+                if line is not None and self._loss_is_finite:
+                    return Birth("a formula of a backward", line, "nan", likely=True), False
         if self._suspects:
             first = self._suspects[0]
             return Birth(first.op, first.site, "nan", likely=True), False
