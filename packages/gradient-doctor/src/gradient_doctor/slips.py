@@ -157,6 +157,25 @@ def loop_at(site: Site) -> ast.For | None:
     return None
 
 
+def is_never_read(site: Site) -> bool:
+    """Whether this line gives a value to a name that its function reads nowhere else."""
+    made, function = statement_at(site), _function_around(site)
+    if function is None or not isinstance(made, ast.Assign) or len(made.targets) != 1:
+        return False
+    name = _id(made.targets[0])
+    own = set(ast.walk(made))
+    declared = any(isinstance(n, (ast.Global, ast.Nonlocal)) for n in ast.walk(function))
+    return (
+        name is not None
+        and not declared
+        and not any(
+            isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)
+            for n in ast.walk(function)
+            if n not in own
+        )
+    )
+
+
 def kept_at(site: Site) -> Site | None:
     """Where the variable that this line assigns is put into a list: `queue.append(k)`."""
     made = statement_at(site)

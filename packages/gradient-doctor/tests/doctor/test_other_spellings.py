@@ -160,3 +160,202 @@ for i in range(60):
 def test_a_count_that_may_be_zero_divides(tmp_path):
     only(tmp_path, COUNTED.format(count="(wrong > 0).sum()"), 27)
     nothing(tmp_path, COUNTED.format(count="(wrong > 0).sum().clamp(min=1)"))
+
+
+THAW = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+def switch(part, on):
+    for p in {those}:  # FAULT
+        p.requires_grad_(on)
+net = Net()
+def fit():
+    sgd = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(4):
+        loss = F.cross_entropy(net(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+switch(net.body, False)
+fit()
+switch(net.body, {on})
+fit()
+"""
+
+
+def test_a_switch_that_leaves_out_what_is_frozen(tmp_path):
+    those = "filter(lambda p: p.requires_grad, part.parameters())"
+    finding = only(tmp_path, THAW.format(those=those, on=True), 4)
+    assert "net.body.weight" in finding.parameters
+    nothing(tmp_path, THAW.format(those="part.parameters()", on=True))
+    nothing(tmp_path, THAW.format(those=those, on=False))
+
+
+ONTO_ITSELF = """
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+old = copy.deepcopy(net)
+adam = torch.optim.Adam(net.parameters())
+def sync(source, target):
+    for a, b in zip(source.parameters(), target.parameters()):
+        b.data.copy_(a.data)
+for _ in range(4):
+    sync({source}, old)  # FAULT
+    x = torch.randn(8, 4)
+    with torch.no_grad():
+        goal = 0.9 * old(x)
+    loss = F.mse_loss(net(x), goal)
+    adam.zero_grad()
+    loss.backward()
+    adam.step()
+"""
+
+
+def test_a_network_is_copied_onto_itself(tmp_path):
+    only(tmp_path, ONTO_ITSELF.format(source="old"), 21)
+    nothing(tmp_path, ONTO_ITSELF.format(source="net"))
+
+
+DEAD_END = """
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+    def forward(self, x):
+        mixed = x * torch.sigmoid(self.gate(x))  # FAULT
+        return {returned}
+net = nn.Sequential(nn.Linear(4, 4), Gate(), nn.Linear(4, 3))
+adam = torch.optim.Adam(net.parameters())
+for _ in range(4):
+    loss = F.cross_entropy(net(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+    adam.zero_grad()
+    loss.backward()
+    adam.step()
+"""
+
+
+def test_a_value_that_the_function_never_reads(tmp_path):
+    only(tmp_path, DEAD_END.format(returned="x"), 5)
+    nothing(tmp_path, DEAD_END.format(returned="mixed"))
+
+
+SQUASHED = """
+net = nn.Linear(3, 4)
+critic = nn.Linear(5, 1)
+adam = torch.optim.Adam([*net.parameters(), *critic.parameters()])
+for _ in range(4):
+    s = torch.randn(8, 3)
+    mean, log_std = net(s).chunk(2, -1)
+    normal = torch.distributions.Normal(mean, log_std.tanh().exp())
+    u = normal.rsample()
+    a = u.tanh()
+    log_prob = normal.log_prob(u)
+    log_prob = log_prob - torch.log(1 - {value}.pow(2) + 1e-6)
+    log_prob = log_prob{total}
+    q = critic(torch.cat([s, a], -1))
+    loss = (0.1 * log_prob - q).mean() + q.square().mean()
+    adam.zero_grad()
+    loss.backward()
+    adam.step()
+"""
+TOTAL = ".sum(-1, keepdim=True)"
+
+
+def marked(source, part):
+    return "".join(
+        f"{line}  # FAULT\n" if part in line else f"{line}\n" for line in source.splitlines()
+    )
+
+
+def test_densities_of_a_squashed_policy(tmp_path):
+    twice = marked(SQUASHED.format(value="a.tanh()", total=TOTAL), "log_prob - torch.log")
+    only(tmp_path, twice, 24)
+    each = marked(SQUASHED.format(value="a", total=""), "normal.log_prob(u)")
+    only(tmp_path, each, 18)
+    nothing(tmp_path, SQUASHED.format(value="a", total=TOTAL))
+
+
+RETURNS = """
+body, value = nn.Linear(4, 16), nn.Linear(16, 1)
+adam = torch.optim.Adam([*body.parameters(), *value.parameters()])
+for _ in range(4):
+    s, rewards = torch.randn(7, 4), torch.randn(6)
+    values = value(torch.tanh(body(s)))[:, 0]
+    series, last = [], values[-1]
+    for t in reversed(range(6)):
+        last = rewards[t] + 0.9 * last  # FAULT
+        series.insert(0, last)
+    gap = torch.stack(series){cut} - values[:-1]
+    loss = gap.square().mean()
+    adam.zero_grad()
+    loss.backward()
+    adam.step()
+"""
+
+
+def test_returns_step_by_step_that_have_a_gradient(tmp_path):
+    only(tmp_path, RETURNS.format(cut=""), 30)
+    nothing(tmp_path, RETURNS.format(cut=".detach()"))
+
+
+ZEROS = """
+left, right = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.{start}(2, 4))
+line = nn.Linear(4, 1)
+sgd = torch.optim.SGD([left, right, *line.parameters()], lr=0.1)
+for _ in range(4):
+    x = torch.randn(8, 4)
+    form = torch.einsum("bi,ik,kj,bj->b", x, left, right, x)
+    loss = F.mse_loss(line(x)[:, 0] + form, x[:, 0] * x[:, 1])
+    sgd.zero_grad()
+    loss.backward()
+    sgd.step()
+"""
+
+
+def test_two_factors_of_zeros_in_einsum(tmp_path):
+    only(tmp_path, marked(ZEROS.format(start="zeros"), "left, right ="), 20)
+    nothing(tmp_path, ZEROS.format(start="randn"))
+
+
+EMPTY_SOMETIMES = (
+    HEAD
+    + """
+for i in range(40):
+    x = torch.randn(8, 4)
+    chosen = torch.arange(8) < (0 if i in (0, 20) else 4)
+    error = (net(x) - 1).square().mean(1)
+    loss = {mean} + error.mean()  # FAULT
+    sgd.zero_grad()
+    loss.backward()
+    sgd.step()
+"""
+)
+
+
+def test_a_mean_over_nothing_in_a_few_steps(tmp_path):
+    only(tmp_path, EMPTY_SOMETIMES.format(mean="error[chosen].mean()"), 27)
+    mean = "(error * chosen).sum() / chosen.sum().clamp(min=1)"
+    nothing(tmp_path, EMPTY_SOMETIMES.format(mean=mean))
+
+
+ONE_HELPER = """
+G, D = nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+adams = {{"g": torch.optim.Adam(G.parameters()), "d": torch.optim.Adam(D.parameters())}}
+def apply(loss, who):
+    {before}
+    loss.backward()
+    adams[who].step()
+    adams[who].zero_grad()
+for _ in range(4):
+    fake = G(torch.randn(8, 3))
+    apply(-D(fake).mean(), "g")  # FAULT
+    apply(D(fake.detach()).mean() - D(torch.randn(8, 2)).mean(), "d")
+"""
+
+
+def test_one_helper_goes_back_for_two_networks(tmp_path):
+    only(tmp_path, ONE_HELPER.format(before="pass"), 30)
+    nothing(tmp_path, ONE_HELPER.format(before="adams[who].zero_grad()"))

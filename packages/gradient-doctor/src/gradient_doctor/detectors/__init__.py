@@ -26,6 +26,7 @@ from gradient_doctor.detectors.frozen_defaults import FrozenDefaults
 from gradient_doctor.detectors.frozen_layers import FrozenLayers
 from gradient_doctor.detectors.frozen_moves import FrozenMoves
 from gradient_doctor.detectors.frozen_names import FrozenNames
+from gradient_doctor.detectors.frozen_switches import FrozenSwitches
 from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
@@ -63,8 +64,8 @@ from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
-from gradient_doctor.detectors.spread import Spreads
 from gradient_doctor.detectors.soft_masks import SoftMasks
+from gradient_doctor.detectors.spread import Spreads
 from gradient_doctor.detectors.states import States
 from gradient_doctor.detectors.statistics import Statistics
 from gradient_doctor.detectors.surrogates import Surrogates
@@ -86,6 +87,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     FrozenLayers,
     FrozenDefaults,
     FrozenNames,
+    FrozenSwitches,
     FrozenMoves,
     Ownership,
     Nobody,

@@ -163,6 +163,9 @@ def _written_to_groups(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Assign) and any(map(_is_rate, node.targets)):
             names |= _called_in(node.value)
             names |= _called_for(tree, node.value)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "update":
+            for rate in (k.value for k in node.keywords if k.arg == "lr"):
+                names |= _called_in(rate) | _called_for(tree, rate)
     return names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributions as distributions
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.detectors.common import live_in
+from gradient_doctor.detectors.common import live_in, shape
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import MARK, node_of, nodes_of
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
@@ -26,6 +27,8 @@ _SAME = {
     *("narrow", "expand", "repeat_interleave", "cpu", "cuda", "data"),
 }
 # what the correction of a squashed draw is made by: log(1 - tanh(u) ** 2), and its other forms
+_COMBINES = {"add", "sub", "__rsub__", "mul", "neg", "div"}
+_SUMS = {"add", "sub", "__rsub__"}
 _LOGARITHMS = {"log", "log1p", "softplus", "logsigmoid", "log_", "log2"}
 _ELEMENTWISE = {
     *("tanh", "sigmoid", "pow", "square", "mul", "sub", "rsub", "__rsub__", "add", "neg", "clamp"),
@@ -77,6 +80,7 @@ class Squash:
     result: Any = None  # weak reference to the log-probability
     corrected: bool = False
     live: int = 0
+    action: Any = None  # weak reference to what was squashed
 
 
 class Estimators(Detector):
@@ -86,6 +90,10 @@ class Estimators(Detector):
         self._scores = WeakIdKeyDictionary()
         self._derived = WeakIdKeyDictionary()  # functions of a pathwise draw alone -> Squash
         self._squashes: list[Squash] = []  # of this step
+        self._again = WeakIdKeyDictionary()  # values squashed a second time -> where
+        # a log-probability for each component of an action -> where it was taken
+        self._componentwise = WeakIdKeyDictionary()
+        self._spread: dict[Site | None, set[int]] = {}
         self._uncorrected: dict[Site | None, set[int]] = {}
 
     def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
@@ -100,6 +108,9 @@ class Estimators(Detector):
         if not isinstance(value, Tensor) or not isinstance(result, Tensor):
             return
         sample = self._samples.get(value)
+        several = result.dim() > 1 and result.shape[-1] > 1
+        if sample is not None and several and value.shape == result.shape:
+            self._componentwise[result] = site
         live = live_in(self.session, [result])
         squash = self._derived.get(value) if sample is not None and not sample.squashed else None
         if squash is not None and live:
@@ -139,11 +150,60 @@ class Estimators(Detector):
             return
         if self._squashes:
             self._follow_squash(call)
+        self._follow_components(call)
         sample = self._samples.get(call.inputs[0])
         if sample is not None:
             self._follow_sample(call, sample)
         if any(t in self._scores for t in call.inputs):
             self._follow_score(call)
+
+    def _say_twice(self, call: OpCall, squash: Squash) -> None:
+        self.report(
+            24,
+            Severity.WARNING,
+            "The correction of the density squashes the action a second time.",
+            why=f"The action is tanh of the draw already (made at {squash.squashed}); the change "
+            "of variables needs log(1 - action^2), and here tanh(action) stands in its place: the "
+            "log-probability, and with it the entropy, is that of no distribution.",
+            fix="Subtract torch.log(1 - action.pow(2) + eps), with action = tanh(draw).",
+            site=call.site,
+            parameters=live_in(self.session, call.inputs),
+            related=(squash.squashed, squash.density),
+        )
+
+    def _follow_components(self, call: OpCall) -> None:
+        """log_prob of each component [N, k], where a sum over them [N, 1] is meant."""
+        known = [t for t in call.inputs if t in self._componentwise]
+        if not known or call.short not in _COMBINES:
+            return
+        whole, result = known[0], call.outputs[0]
+        others = [t for t in call.inputs if t is not whole]
+        if result.shape == whole.shape and all(t.shape in (whole.shape, ()) for t in others):
+            self._componentwise[result] = self._componentwise[whole]
+            return
+        column = (*whole.shape[:-1], 1)
+        if call.short not in _SUMS or len(others) != 1 or tuple(others[0].shape) != column:
+            return
+        if others[0].numel() < 2 or not live_in(self.session, [whole, others[0]]):
+            taint = self.session.taint_of(others[0])
+            if others[0].numel() < 2 or taint is None or not taint.depends:
+                return
+        steps = self._spread.setdefault(call.site, set())
+        steps.add(self.session.step)
+        if len(steps) == 2:
+            self.report(
+                18,
+                Severity.WARNING,
+                f"{call.short} broadcasts a value {shape(others[0])} over the "
+                f"{whole.shape[-1]} components of a log-probability {shape(whole)}.",
+                why="The density of an action is the product over its components, so that its "
+                "logarithm is their sum: one number for each action, as the value is. Here each "
+                "component is taken for an action of its own.",
+                fix="log_prob(action).sum(-1, keepdim=True), or Independent(Normal(...), 1).",
+                site=self._componentwise[whole],
+                parameters=live_in(self.session, call.inputs),
+                related=(call.site,),
+            )
 
     def _follow_squash(self, call: OpCall) -> None:
         squash = next((self._derived[t] for t in call.inputs if t in self._derived), None)
@@ -151,10 +211,17 @@ class Estimators(Detector):
             return
         if call.short in _LOGARITHMS:
             squash.corrected = True
+            twice = next((self._again[t] for t in call.inputs if t in self._again), None)
+            if twice is not None:
+                self._say_twice(call, squash)
         elif call.short in _ELEMENTWISE and len(call.inputs) == 1:
             self._derived[call.outputs[0]] = squash
-            if call.short in ("tanh", "sigmoid"):
-                squash.squashed = call.site
+            if call.inputs[0] in self._again:
+                self._again[call.outputs[0]] = self._again[call.inputs[0]]
+            if call.short == "tanh" and squash.squashed and call.inputs[0] is squash.action():
+                self._again[call.outputs[0]] = call.site
+            elif call.short in ("tanh", "sigmoid"):
+                squash.squashed, squash.action = call.site, weakref.ref(call.outputs[0])
         elif call.short in _ELEMENTWISE and all(t in self._derived for t in call.inputs):
             self._derived[call.outputs[0]] = squash
 

@@ -188,7 +188,11 @@ class NonFinite(Detector):
             elif math.isfinite(loss):
                 self._first_loss = loss if self._first_loss is None else self._first_loss
                 self._last_loss = loss
-            elif not self.session.record.checked and not self._bad and not self._losses:
+            elif not self.session.record.checked and self._losses:
+                first = self._losses[min(self._losses)]
+                if first[1] == backward.site:  # the same loss, in a step that nobody looks at
+                    self._losses.setdefault(backward.step, first)
+            elif not self.session.record.checked and not self._bad:
                 self._diverged = (backward.step, backward.site)
                 self._suspects = (
                     self._singular.exponentials()
@@ -338,8 +342,7 @@ class NonFinite(Detector):
         self.report(
             27,
             Severity.ERROR,
-            f"The loss is {numbers} in {steps} of {len(self._steps)} examined steps, although its "
-            "gradient is finite.",
+            f"The loss is {numbers} in {steps} steps, although its gradient is finite.",
             why=(
                 f"Those steps were not traced; in the traced ones nothing keeps the input of "
                 f"{birth.op} off such a point"
@@ -422,6 +425,8 @@ class NonFinite(Detector):
     def finish(self, error: BaseException | None) -> None:
         if self._scaled():
             self._always()
+        elif len(self._losses) > 1 and not self._bad:
+            self._say_loss()
         self._say_diverged()
 
     def _always(self) -> None:
