@@ -21,6 +21,7 @@ from gradient_doctor.graph import node_of
 from gradient_doctor.readable import checksum
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
+from gradient_doctor.slips import is_never_read
 from gradient_doctor.taint import GRAD, Cut, Taint
 from gradient_doctor.terms import CUTS, Term, Terms
 
@@ -119,6 +120,8 @@ class Ledger(Detector):
         self.by_hand = 0  # no backward gave them a gradient, and yet they had one at a step
         self._arrived = self._handed = 0  # by a backward; by autograd.grad alone
         self._still: dict[int, float] = {}  # the latter: had no `.grad` at a step, and this sum
+        # all lines that made values alive in parameters, in the order of their last calls
+        self.lines: dict[Site | None, int] = {}
         self.claims: list[Any] = []  # detectors.late.Claim: what a later gradient would refute
 
     # facts
@@ -126,6 +129,9 @@ class Ledger(Detector):
     def op(self, call: OpCall) -> None:
         if call.taint is not None:
             self.seen |= call.taint.depends
+            if call.taint.live and call.outputs:
+                # the line that came last goes to the end
+                self.lines[call.site] = self.lines.pop(call.site, 0) | call.taint.live
         for tensor in call.inputs:
             # what makes nothing new of it (a question, an exchange of its data) is no use either
             made = any(output is not tensor for output in call.outputs)
@@ -356,6 +362,11 @@ class Ledger(Detector):
                 best = max(able, key=lambda fact: fact.rank(bit))
                 chosen[id(best)] = (best, chosen.get(id(best), (best, 0))[1] | bit)
         return _by_line(chosen.values())
+
+    def dead_end(self, mask: int) -> Site | None:
+        """The last line that these parameters come to, if it fills a name that nobody reads."""
+        last = next((site for site, live in reversed(self.lines.items()) if live & mask), None)
+        return last if last is not None and is_never_read(last) else None
 
     def orphan(self, bit: int) -> Site | None:
         """The line of a loss that this parameter is alive in and that no backward started from."""

@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -158,7 +159,9 @@ def _operand(call: OpCall) -> tuple[str, Tensor | None]:
         short = "pow"
     if short not in _SLOPES | _VALUES or not isinstance(value, Tensor):
         return short, None
+    counted = short == "div" and value.dtype != torch.bool  # a count of what a mask has left
     needed = value.is_floating_point() and (value.requires_grad or short not in _SLOPES)
+    needed |= counted and not value.is_complex()
     return short, value if needed else None
 
 

@@ -157,6 +157,25 @@ def loop_at(site: Site) -> ast.For | None:
     return None
 
 
+def is_never_read(site: Site) -> bool:
+    """Whether this line gives a value to a name that its function reads nowhere else."""
+    made, function = statement_at(site), function_around(site)
+    if function is None or not isinstance(made, ast.Assign) or len(made.targets) != 1:
+        return False
+    name = _id(made.targets[0])
+    own = set(ast.walk(made))
+    declared = any(isinstance(n, (ast.Global, ast.Nonlocal)) for n in ast.walk(function))
+    return (
+        name is not None
+        and not declared
+        and not any(
+            isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)
+            for n in ast.walk(function)
+            if n not in own
+        )
+    )
+
+
 def kept_at(site: Site) -> Site | None:
     """Where the variable that this line assigns is put into a list: `queue.append(k)`."""
     made = statement_at(site)
@@ -274,12 +293,17 @@ def default_behind(site: Site) -> tuple[str, int] | None:
 
 def returns_of(head: Site) -> list[ast.Return]:
     """The return statements of the function that begins at a line; decorators count."""
+    return [node for node in nodes_in(head) if isinstance(node, ast.Return)]
+
+
+def nodes_in(head: Site) -> list[ast.AST]:
+    """All of the function that begins at a line; decorators count."""
     tree = _tree(head.file)
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.FunctionDef) and node.name == head.function:
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             if first == head.line:
-                return [n for n in ast.walk(node) if isinstance(n, ast.Return)]
+                return [inner for statement in node.body for inner in ast.walk(statement)]
     return []
 
 

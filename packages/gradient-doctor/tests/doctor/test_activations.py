@@ -29,8 +29,29 @@ FAULTS = {
         "p = head(body(x)).softmax(-1)  # FAULT",
         "loss = -(Categorical(logits=p).log_prob(y) * torch.randn(8)).mean()",
     ),
+    "softmax-written-out": (
+        "e = (head(body(x)) - 1.0).exp()",
+        "p = e / e.sum(1, keepdim=True)  # FAULT",
+        "loss = F.cross_entropy(p, y)",
+    ),
+    "sigmoid-written-out": (
+        "p = 1 / (1 + torch.exp(-head(body(x))[:, 0]))  # FAULT",
+        "loss = F.binary_cross_entropy_with_logits(p, (y > 0).float())",
+    ),
+    "sigmoid-by-tanh": (
+        "p = (torch.tanh(head(body(x))[:, 0]) + 1) / 2  # FAULT",
+        "loss = F.binary_cross_entropy_with_logits(p, (y > 0).float())",
+    ),
+    "sample-by-sample": (
+        "p = head(body(x)).softmax(-1)  # FAULT",
+        "loss = sum(F.cross_entropy(a[None], b[None]) for a, b in zip(p, y)) / len(y)",
+    ),
 }
 CLEAN = {
+    "a-softmax-of-other-sums": (
+        "e = head(body(x)).exp()",
+        "loss = F.cross_entropy(e / e.sum(), y)",
+    ),
     "probabilities-for-a-metric": (
         "scores = head(body(x))",
         "accuracy = (scores.softmax(-1).argmax(-1) == y).float().mean()",

@@ -56,3 +56,28 @@ def test_stages_that_are_reached(tmp_path, first, second):
 
 def test_stages_that_follow_each_other(tmp_path):
     nothing(tmp_path, stages("if epoch > 1: lr *= 0.5", "if epoch > 2: lr *= 0.5"))
+
+
+RETURNED = """
+net = nn.Linear(4, 3)
+sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+def rate(epoch):
+    if epoch > {first}:
+        return 0.05
+    elif epoch > {second}:  # FAULT
+        return 0.01
+    return 0.1
+for epoch in range(4):
+    lr = rate(epoch)
+    for group in sgd.param_groups:
+        group["lr"] = lr
+    loss = F.cross_entropy(net(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+    sgd.zero_grad()
+    loss.backward()
+    sgd.step()
+"""
+
+
+def test_a_rate_that_a_function_returns(tmp_path):
+    only(tmp_path, RETURNED.format(first=1, second=2), 31)
+    nothing(tmp_path, RETURNED.format(first=2, second=1))

@@ -128,8 +128,8 @@ def test_values_that_are_a_target(tmp_path, loss, target, out):
 
 CRASHES = {
     "float-ids": (
-        "loss = F.cross_entropy(model(x), y)  # HERE",
-        "y = torch.ones(6)",
+        "loss = F.cross_entropy(model(x), y)",
+        "y = torch.ones(6)  # HERE",
         3,
         "integers",
     ),

@@ -30,6 +30,7 @@ from gradient_doctor.detectors.frozen_defaults import FrozenDefaults
 from gradient_doctor.detectors.frozen_layers import FrozenLayers
 from gradient_doctor.detectors.frozen_moves import FrozenMoves
 from gradient_doctor.detectors.frozen_names import FrozenNames
+from gradient_doctor.detectors.frozen_switches import FrozenSwitches
 from gradient_doctor.detectors.grad_calls import GradCalls
 from gradient_doctor.detectors.graph_reuse import GraphReuse
 from gradient_doctor.detectors.hidden_writes import HiddenWrites
@@ -99,6 +100,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     FrozenLayers,
     FrozenDefaults,
     FrozenNames,
+    FrozenSwitches,
     FrozenMoves,
     Ownership,
     Nobody,

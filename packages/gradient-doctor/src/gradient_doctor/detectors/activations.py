@@ -6,8 +6,8 @@ them is nearly uniform, so the loss is bounded far from 0 and its gradient is sm
 
 A ReLU before such a loss takes the negative scores away: those classes get no gradient (20).
 
-An activation is known by the call that made it, through changes of shape. The values must agree: a
-softmax over the axis of the classes sums to 1 there.
+An activation is known by the call that made it, through changes of shape; one that is written
+out, by its parts. The values must agree: a softmax over the axis of the classes sums to 1.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Detector, OpCall, Session
 from gradient_doctor.sites import within
+from gradient_doctor.written_out import WrittenOut
 
 _SOFTMAX = {"softmax"}
 _SIGMOID = {"sigmoid", "sigmoid_", "expit"}
@@ -31,6 +32,8 @@ _SAME = {
     *("view", "reshape", "squeeze", "unsqueeze", "flatten", "transpose", "permute", "contiguous"),
     *("float", "double", "to", "type_as", "clone", "__getitem__", "T", "mT", "stack", "cat"),
     *("clamp", "clip", "clamp_", "clamp_min", "masked_select", "gather", "index_select"),
+    # a loop over the samples takes them apart
+    *("unbind", "split", "chunk", "movedim"),
 }
 # averages over members, votes of neighbours: what was a share of 1 is still one if the rows say so
 _MIXES = {
@@ -64,6 +67,7 @@ class Activations(Detector):
         self._cut_off = WeakIdKeyDictionary()  # output of a ReLU -> its line
         self._dead: dict[Site | None, set[int]] = {}
         self._votes: dict[Site | None, set[int]] = {}
+        self._written_out = WrittenOut()
 
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
@@ -75,7 +79,10 @@ class Activations(Detector):
             self._cut_off[call.outputs[0]] = self._layer() or call.site
         elif call.short in _SAME and call.inputs[0] in self._cut_off:
             self._cut_off[call.outputs[0]] = self._cut_off[call.inputs[0]]
-        if call.short in _SOFTMAX | _SIGMOID:
+        written = self._written_out.op(call)
+        if written is not None:
+            self._made[call.outputs[0]] = Activation(written, call.site, call.site)
+        elif call.short in _SOFTMAX | _SIGMOID:
             name = "softmax" if call.short in _SOFTMAX else "sigmoid"
             made = Activation(name, self._layer() or call.site, call.site)
             self._made[call.outputs[0]] = made

@@ -4,8 +4,9 @@
     elif epoch >= 60: lr = 0.001
 
 Whatever passes the second condition has passed the first. This is read from the source, and only
-from functions that write a rate into param_groups, or that LambdaLR is given; only conditions on
-one and the same expression against numbers count, where one includes the other for certain.
+from functions that write a rate into param_groups, whose result is written there, or that LambdaLR
+is given; only conditions on one and the same expression against numbers count, where one includes
+the other for certain.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _unreachable(file: str) -> Iterator[tuple[ast.If, ast.If]]:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return  # a notebook's magic, or a file that has changed since
-    given = _given_to_schedulers(tree)
+    given = _given_to_schedulers(tree) | _written_to_groups(tree)
     called = {
         node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         for node in ast.walk(tree)
@@ -143,13 +144,47 @@ def _has_calls(value: ast.expr) -> bool:
 
 
 def _writes_a_rate(tree: ast.AST) -> bool:
-    return any(
+    return any(map(_is_rate, ast.walk(tree)))
+
+
+def _is_rate(node: ast.AST) -> bool:
+    return (
         isinstance(node, ast.Subscript)
         and isinstance(node.ctx, ast.Store)
         and isinstance(node.slice, ast.Constant)
         and node.slice.value == "lr"
-        for node in ast.walk(tree)
     )
+
+
+def _written_to_groups(tree: ast.AST) -> set[str]:
+    """Functions whose result becomes a rate: `group["lr"] = rate(epoch)`, also by a name."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and any(map(_is_rate, node.targets)):
+            names |= _called_in(node.value)
+            names |= _called_for(tree, node.value)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "update":
+            for rate in (k.value for k in node.keywords if k.arg == "lr"):
+                names |= _called_in(rate) | _called_for(tree, rate)
+    return names
+
+
+def _called_for(tree: ast.AST, value: ast.expr) -> set[str]:
+    """Functions whose result this name was given to."""
+    if not isinstance(value, ast.Name):
+        return set()
+    calls: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == value.id for t in node.targets
+        ):
+            calls |= _called_in(node.value)
+    return calls
+
+
+def _called_in(value: ast.expr) -> set[str]:
+    calls = [node.func for node in ast.walk(value) if isinstance(node, ast.Call)]
+    return {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in calls}
 
 
 def _given_to_schedulers(tree: ast.AST) -> set[str]:

@@ -48,6 +48,8 @@ class Erased(Detector):
         super().__init__(session)
         self._written: list[Written] = []
         self._losses: dict[tuple[Site | None, Site | None], Loss] = {}
+        # backwards since the last step, in steps in which nobody looks at gradients
+        self._unchecked: set[Site | None] = set()
         self._used = 0  # parameters that some step has found a gradient for
         self._steps: Counter[int] = Counter()
 
@@ -56,6 +58,8 @@ class Erased(Detector):
             written.read |= written.received & self.session.read_since_backward
 
     def backward_ended(self, backward: Backward) -> None:
+        if backward.kind == "backward" and not self.session.record.checked:
+            self._unchecked.add(backward.site)
         if backward.kind == "backward" and backward.received:
             self._written.append(Written(backward.site, backward.received, backward.received))
 
@@ -70,6 +74,7 @@ class Erased(Detector):
 
     def event(self, event: Event) -> None:
         if event.kind == "zero_grad":
+            self._again(event.site)
             self._erase(event.data["parameters"], event.site)
         elif event.kind == "grad_set":
             parameter = event.data["parameter"]
@@ -93,7 +98,15 @@ class Erased(Detector):
             # a scaler may skip the step: that is its decision, not an erasure
             self._use(event.data["args"][0])
 
+    def _again(self, site: Site | None) -> None:
+        """In a step that is not looked at: what was seen once at these two lines happens again."""
+        for (erased_at, written_at), loss in self._losses.items():
+            if erased_at == site and written_at in self._unchecked and not loss.by_product:
+                loss.steps.add(self.session.step)
+                self._unchecked.discard(written_at)
+
     def _use(self, optimizer: Any) -> None:
+        self._unchecked.clear()
         if not self._written:
             return
         owned = self.session.registry.bits(owned_by(optimizer))

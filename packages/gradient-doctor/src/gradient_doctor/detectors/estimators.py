@@ -10,7 +10,7 @@ import torch.distributions as distributions
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradient_doctor.detectors.common import live_in
+from gradient_doctor.detectors.common import live_in, shape
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Detector, OpCall, Session
 
@@ -21,6 +21,8 @@ _SAME = {
     *("squeeze", "stack", "cat", "index_select", "gather", "flatten", "contiguous", "transpose"),
     *("narrow", "expand", "repeat_interleave", "cpu", "cuda", "data"),
 }
+_COMBINES = {"add", "sub", "__rsub__", "mul", "neg", "div"}
+_SUMS = {"add", "sub", "__rsub__"}
 _SCALE = {"mul", "div", "mul_", "div_"}
 _TERMS = {
     "sum",
@@ -62,6 +64,9 @@ class Estimators(Detector):
         super().__init__(session)
         self._samples = WeakIdKeyDictionary()
         self._scores = WeakIdKeyDictionary()
+        # a log-probability for each component of an action -> where it was taken
+        self._componentwise = WeakIdKeyDictionary()
+        self._spread: dict[Site | None, set[int]] = {}
 
     def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
         if isinstance(value, Tensor):
@@ -71,6 +76,9 @@ class Estimators(Detector):
         if not isinstance(value, Tensor) or not isinstance(result, Tensor):
             return
         sample = self._samples.get(value)
+        several = result.dim() > 1 and result.shape[-1] > 1
+        if sample is not None and several and value.shape == result.shape:
+            self._componentwise[result] = site
         live = live_in(self.session, [result])
         if sample is not None and sample.family is _family(distribution):
             how = sample.squashed or (abs(sample.scale - 1) > 1e-6 and "scaling") or ""
@@ -102,11 +110,46 @@ class Estimators(Detector):
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
             return
+        self._follow_components(call)
         sample = self._samples.get(call.inputs[0])
         if sample is not None:
             self._follow_sample(call, sample)
         if any(t in self._scores for t in call.inputs):
             self._follow_score(call)
+
+    def _follow_components(self, call: OpCall) -> None:
+        """log_prob of each component [N, k], where a sum over them [N, 1] is meant."""
+        known = [t for t in call.inputs if t in self._componentwise]
+        if not known or call.short not in _COMBINES:
+            return
+        whole, result = known[0], call.outputs[0]
+        others = [t for t in call.inputs if t is not whole]
+        if result.shape == whole.shape and all(t.shape in (whole.shape, ()) for t in others):
+            self._componentwise[result] = self._componentwise[whole]
+            return
+        column = (*whole.shape[:-1], 1)
+        if call.short not in _SUMS or len(others) != 1 or tuple(others[0].shape) != column:
+            return
+        if others[0].numel() < 2 or not live_in(self.session, [whole, others[0]]):
+            taint = self.session.taint_of(others[0])
+            if others[0].numel() < 2 or taint is None or not taint.depends:
+                return
+        steps = self._spread.setdefault(call.site, set())
+        steps.add(self.session.step)
+        if len(steps) == 2:
+            self.report(
+                18,
+                Severity.WARNING,
+                f"{call.short} broadcasts a value {shape(others[0])} over the "
+                f"{whole.shape[-1]} components of a log-probability {shape(whole)}.",
+                why="The density of an action is the product over its components, so that its "
+                "logarithm is their sum: one number for each action, as the value is. Here each "
+                "component is taken for an action of its own.",
+                fix="log_prob(action).sum(-1, keepdim=True), or Independent(Normal(...), 1).",
+                site=self._componentwise[whole],
+                parameters=live_in(self.session, call.inputs),
+                related=(call.site,),
+            )
 
     def _follow_sample(self, call: OpCall, sample: Sample) -> None:
         result, short = call.outputs[0], call.short.rstrip("_") or call.short

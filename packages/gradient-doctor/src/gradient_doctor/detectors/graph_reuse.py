@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from gradient_doctor.findings import Severity, Site
 from gradient_doctor.graph import Used, next_number, node_of, nodes_of, origin_of, used_by
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
-from gradient_doctor.slips import carried_through, kept_at
+from gradient_doctor.slips import carried_through, kept_at, statement_at
 from gradient_doctor.taint import GRAD, tensors_in
 
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
@@ -294,7 +295,9 @@ class GraphReuse(Detector):
             site=(user.site if user is not None and _empties(user.op) else None)
             or _carried_further(self._carried_at(old.entry))
             or (None if born is None else kept_at(born) or carried_through(born))
-            or (born if old.state or self._is_attribute(old.entry) else None)
+            or (
+                born if old.state or self._is_attribute(old.entry) or _is_kept(born, user) else None
+            )
             or (user.site if user is not None else None)
             or backward.site,
             parameters=old.leaves,
@@ -328,6 +331,14 @@ _SECOND_FIX = (
 def _carried_further(site: Site | None) -> Site | None:
     """A helper that is handed the state and gives it back is not at fault: its caller keeps it."""
     return None if site is None else carried_through(site) or site
+
+
+def _is_kept(born: Site | None, user: Any) -> bool:
+    """`self.alpha = ...` in one function, read in another: made once, for all that read it."""
+    if born is None or user is None or user.site is None or born.function == user.site.function:
+        return False
+    made = statement_at(born)
+    return isinstance(made, ast.Assign) and any(isinstance(t, ast.Attribute) for t in made.targets)
 
 
 def _empties(op: str) -> bool:

@@ -24,6 +24,7 @@ from gradient_doctor.readable import gradient_of
 from gradient_doctor.registry import owned_by
 from gradient_doctor.scores import Addend, addends
 from gradient_doctor.session import Backward, Detector, Event, Session, StepRecord
+from gradient_doctor.sites import user_lines
 from gradient_doctor.taint import tensors_in
 
 _ENOUGH = 2  # steps
@@ -39,6 +40,7 @@ class Pass:
     taken: int = 0  # parameters of optimizers that have stepped on it
     owner: str = ""  # the first of these optimizers
     addends: tuple[Addend, ...] = ()
+    caller: Site | None = None
 
 
 @dataclass
@@ -102,7 +104,16 @@ class Leftovers(Detector):
     def backward_ended(self, backward: Backward) -> None:
         if backward.kind == "backward" and self.session.record.traced and backward.received:
             received = backward.received
-            self._passes.append(Pass(backward.site, received, received, addends=self._addends))
+            callers = user_lines()[1:2]
+            self._passes.append(
+                Pass(
+                    backward.site,
+                    received,
+                    received,
+                    addends=self._addends,
+                    caller=callers[0] if callers else None,
+                )
+            )
 
     def event(self, event: Event) -> None:
         registry = self.session.registry
@@ -200,7 +211,8 @@ class Leftovers(Detector):
             fix=f"Call {name}.zero_grad() right before its own backward, and step it before the "
             "other loss goes back; or keep this loss away with detach() or "
             "requires_grad_(False).",
-            site=undetached or done.site,
+            # one line of a helper goes back for both: its caller says for whom
+            site=undetached or (done.caller if done.site == own.site else None) or done.site,
             parameters=leftover.mask,
             related=(done.site, own.site, step),
         )

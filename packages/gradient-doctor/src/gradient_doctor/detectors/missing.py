@@ -362,7 +362,8 @@ class Missing(Detector):
             used = self._lost_inside(names[0], mask) or self._called(names[0]) or used
         # a trainer's one line does everything: it says less than the line that made the part
         trainers = {site.place for site in ledger.by_site if site is not None}
-        lines = [s for s in (orphan, used) if s is not None and s.place not in trainers]
+        dead = ledger.dead_end(mask) if orphan is None else None
+        lines = [s for s in (orphan, dead, used) if s is not None and s.place not in trainers]
         finding = self.report(
             5,
             severity,
@@ -375,7 +376,7 @@ class Missing(Detector):
             fix="Let the loss depend on it, or freeze it, or delete it.",
             site=lines[0] if lines else born,
             parameters=mask,
-            related=(orphan, use, born),
+            related=(orphan, use, used, born),
         )
         self._claim(finding, mask)
 

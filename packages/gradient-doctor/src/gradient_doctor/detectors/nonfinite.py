@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.places import birth_site
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.functions import function_of, singular_line
 from gradient_doctor.graph import MARK, node_of, nodes_of
 from gradient_doctor.mask_lines import MaskLines
 from gradient_doctor.readable import gradient_of, is_finite, values_of
@@ -201,7 +202,11 @@ class NonFinite(Detector):
             elif math.isfinite(loss):
                 self._first_loss = loss if self._first_loss is None else self._first_loss
                 self._last_loss = loss
-            elif not self.session.record.checked and not self._bad and not self._losses:
+            elif not self.session.record.checked and self._losses:
+                first = self._losses[min(self._losses)]
+                if first[1] == backward.site:  # the same loss, in a step that nobody looks at
+                    self._losses.setdefault(backward.step, first)
+            elif not self.session.record.checked and not self._bad:
                 self._diverged = (backward.step, backward.site)
                 self._suspects = (
                     self._singular.exponentials()
@@ -388,9 +393,17 @@ class NonFinite(Detector):
                 if birth is not None and birth.kind == "nan":
                     return birth, False
         for blown in backward.blown:
+            line = singular_line(function_of(blown.node))
+            if line is not None:  # its backward is the program's own formula
+                return Birth("a formula of a backward", line, blown.kind), False
             if blown.origin is not None:
                 short = blown.origin.op.rsplit(".", 1)[-1]
                 return Birth(short, blown.origin.site, blown.kind), not blown.singular
+        for root in backward.roots if not backward.blown else ():
+            for node in nodes_of(node_of(root)):
+                line = singular_line(function_of(node))
+                if line is not None and self._loss_is_finite:
+                    return Birth("a formula of a backward", line, "nan", likely=True), False
         birth = self._likely("nan", backward)
         return birth, not birth.likely
 
@@ -432,6 +445,8 @@ class NonFinite(Detector):
     def finish(self, error: BaseException | None) -> None:
         if self._scaled():
             self._always()
+        elif len(self._losses) > 1 and not self._bad:
+            self._say_loss()
         self._say_diverged()
 
     def _always(self) -> None:

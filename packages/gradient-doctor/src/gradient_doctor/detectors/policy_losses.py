@@ -99,6 +99,7 @@ class PolicyLosses(Detector):
         self._centred = WeakIdKeyDictionary()  # something was subtracted: its sign may turn
         self._bootstraps = WeakIdKeyDictionary()  # data + number * a live value -> its line
         self._discounted = WeakIdKeyDictionary()
+        self._elements = WeakIdKeyDictionary()  # one number of a series
         self._reduced = WeakIdKeyDictionary()  # a mean of log-probabilities -> how many, and where
         self._credits: dict[Site | None, set[int]] = {}
         self._own_ratios: dict[Site | None, set[int]] = {}
@@ -305,16 +306,25 @@ class PolicyLosses(Detector):
         if call.short in _PRODUCT:
             numbers = [a for a in call.args if type(a) is float and 0.5 <= a < 1.0]
             inherited = any(t in self._discounted for t in call.inputs)
-            # also gamma * (1 - done), before it meets the value
-            if result.numel() > 1 and (numbers or inherited):
+            # also gamma * (1 - done), before it meets the value; or step by step
+            alone = any(t in self._elements or t in self._bootstraps for t in call.inputs)
+            if (result.numel() > 1 or alone) and (numbers or inherited):
                 self._discounted[result] = True
         elif call.short in ("add", "__radd__") and len(call.inputs) == 2:
             values = [t for t in call.inputs if t in self._discounted and t.requires_grad]
-            rest = [t for t in call.inputs if not t.requires_grad and _is_per_sample(t)]
+            rest = [
+                t
+                for t in call.inputs
+                if not t.requires_grad and (_is_per_sample(t) or t in self._elements)
+            ]
             if len(values) == 1 and len(rest) == 1:
                 self._bootstraps[result] = call.site
         elif call.short in _REARRANGES and call.inputs[0] in self._bootstraps:
             self._bootstraps[result] = self._bootstraps[call.inputs[0]]
+        elif call.short in ("__getitem__", "unbind") and call.inputs[0].dim() == 1:
+            for output in call.outputs:
+                if output.dim() == 0:
+                    self._elements[output] = True
         elif call.short in _DIFFERENCES and len(call.inputs) == 2:
             self._chase(call)
 

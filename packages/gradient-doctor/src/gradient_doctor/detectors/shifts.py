@@ -71,7 +71,9 @@ class Shifts(Detector):
         elif call.short in _RECURRENT:
             self._causal |= not any(a is True for a in call.args[-2:-1])
         elif call.short == "cross_entropy" and self._ids:
-            self._loss(call)
+            self._loss(call, argument(call, 1, "target"), argument(call, 4, "ignore_index", -100))
+        elif call.short in ("gather", "take_along_dim") and self._ids and call.inputs:
+            self._gathered(call)
         if call.outputs and call.inputs and not call.inputs[0].is_floating_point():
             self._shift(call)
         if self._ids and call.outputs:
@@ -187,9 +189,17 @@ class Shifts(Detector):
             width += part.shape[1] if part.dim() > 1 else 0
         return frozenset(places)
 
-    def _loss(self, call: OpCall) -> None:
-        prediction, target = argument(call, 0, "input"), argument(call, 1, "target")
-        ignored = argument(call, 4, "ignore_index", -100)
+    def _gathered(self, call: OpCall) -> None:
+        """log_probs.gather(-1, ids.unsqueeze(-1)): the loss, written out."""
+        taint = self.session.taint_of(call.inputs[0])
+        index = next((t for t in call.inputs[1:] if not t.is_floating_point()), None)
+        if taint is None or taint.op.rsplit(".", 1)[-1] not in ("log_softmax", "log"):
+            return
+        if index is not None and index.dim() == 3 and index.shape[-1] == 1:
+            self._loss(call, index.squeeze(-1), -100)
+
+    def _loss(self, call: OpCall, target: Any, ignored: int) -> None:
+        prediction = argument(call, 0, "input")
         if not isinstance(target, Tensor) or target.is_floating_point():
             return
         places = {place for place, first in self._aligned.get(prediction) or () if first == 0}

@@ -35,6 +35,11 @@ _ARITHMETIC = {
 }
 # these put an axis where the user wants one: what then broadcasts was meant to
 _PLACED = {"unsqueeze", "__getitem__", "expand", "expand_as", "broadcast_to", "outer"}
+_CONSTRUCTORS = {"zeros", "ones", "full", "tensor", "zeros_like", "ones_like", "full_like"}
+_RESHAPES = {
+    *("view", "reshape", "squeeze", "unsqueeze", "flatten", "expand", "repeat", "to", "clone"),
+    *("cat", "stack", "__getitem__", "fill_", "cpu", "cuda", "detach"),
+}
 _FULL = {"sum", "mean", "nansum", "nanmean"}
 _TURNS = {"transpose", "permute", "movedim", "moveaxis", "swapaxes", "T", "mT", "view", "reshape"}
 
@@ -43,10 +48,12 @@ class Targets(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._pairs = WeakIdKeyDictionary()  # all pairs of a batch: (site, shapes)
+        self._made = WeakIdKeyDictionary()  # data from a constructor without dtype -> its line
         self._classes_last = WeakIdKeyDictionary()
         self._single_targets: dict[Site | None, set[float]] = {}  # values of targets of one element
 
     def op(self, call: OpCall) -> None:
+        self._follow_births(call)
         if call.name.startswith(_FUNCTIONAL) and call.short in _ELEMENTWISE | _CLASSES:
             self._loss(call)
             if call.short in _SIGNS:
@@ -368,6 +375,19 @@ class Targets(Detector):
             parameters=live,
         )
 
+    # where data were made
+
+    def _follow_births(self, call: OpCall) -> None:
+        if not call.outputs or call.outputs[0].requires_grad or call.targets:
+            return
+        if call.short in _CONSTRUCTORS and "dtype" not in call.kwargs and call.site is not None:
+            self._made[call.outputs[0]] = call.site
+            return
+        source = call.inputs[0] if call.inputs and call.short in _RESHAPES else None
+        made = self._made.get(source) if source is not None else None
+        if made is not None and source is not None and call.outputs[0].dtype == source.dtype:
+            self._made[call.outputs[0]] = made
+
     # which axis holds the classes
 
     def _follow_classes(self, call: OpCall) -> None:
@@ -387,13 +407,18 @@ class Targets(Detector):
         if explained is None:
             return
         what, fix = explained
+        target = argument(call, 1, "target")
+        made = self._made.get(target) if isinstance(target, Tensor) else None
+        # a constructor whose dtype nobody has named: there the type was decided
+        site = made if made is not None and "torch." in what else None
         self.report(
             18,
             Severity.ERROR,
             what,
             why=f"{call.short}: {str(error).splitlines()[0]}",
             fix=fix,
-            site=call.site,
+            site=site or call.site,
+            related=(call.site,),
             parameters=live_in(self.session, call.inputs),
         )
 

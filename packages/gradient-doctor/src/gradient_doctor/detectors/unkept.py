@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from gradient_doctor.explain import bits_of
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.readable import address_of
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
+from gradient_doctor.sites import calling_frame, user_frame, user_lines
 
 _ENOUGH = 2  # steps
 _NETWORK = 2  # parameters: one alone may be tied to another by a copy
@@ -51,6 +53,8 @@ class Unkept(Detector):
         self._taken: set[Site] = set()  # lines whose averages something has used
         self._dropped: dict[Site, Line] = {}
         self._follows: dict[int, dict[int, set[int]]] = {}  # weight -> what it follows -> steps
+        self._onto_itself: dict[Site, int] = {}
+        self._onto_itself_said: set[Site] = set()
         self._together: list[int] = []  # what one backward reached
         self._addresses: dict[int, int] = {}  # of the memory behind a parameter -> its bit
 
@@ -70,7 +74,10 @@ class Unkept(Detector):
         elif call.short == "add" and len(call.inputs) == 2:
             parts = [self._parts[t] for t in call.inputs if t in self._parts]
             if len(parts) == 2 and abs(sum(number for _, number in parts) - 1.0) < 1e-6:
-                self._made(call, parts[0][0] | parts[1][0])
+                if parts[0][0] == parts[1][0]:
+                    self._note_itself(call, parts[0][0])
+                else:
+                    self._made(call, parts[0][0] | parts[1][0])
 
     def _weight(self, tensor: Tensor) -> int:
         """The bit of the parameter that this tensor is, or is the data of."""
@@ -122,6 +129,9 @@ class Unkept(Detector):
         bit = self._weight(target) if isinstance(target, Tensor) else 0
         if not bit or len(call.inputs) < 2:
             return
+        # `p.data = q` makes both one; inside of load_state_dict it is told as that
+        if call.short == "copy_" and calling_frame() is not None:
+            self._copied(target, call, bit)
         depends = 0
         for source in call.inputs:
             if source is not target:
@@ -131,6 +141,33 @@ class Unkept(Detector):
         if len(sources) == 1:
             steps = self._follows.setdefault(bit, {}).setdefault(sources[0], set())
             steps.add(self.session.step)
+
+    def _copied(self, target: Tensor, call: OpCall, bit: int) -> None:
+        """The source is the target's own memory: nothing changes."""
+        source = call.inputs[1]
+        if address_of(source) == address_of(target) and source.shape == target.shape:
+            self._note_itself(call, bit)
+
+    def _note_itself(self, call: OpCall, bit: int) -> None:
+        if call.site is None or call.site in self._onto_itself_said:
+            return
+        mask = self._onto_itself[call.site] = self._onto_itself.get(call.site, 0) | bit
+        if mask.bit_count() < _NETWORK:
+            return
+        self._onto_itself_said.add(call.site)
+        callers = user_lines()[1:2] if _has_twins(user_frame()) else ()
+        self.report(
+            21,
+            Severity.WARNING,
+            "A network's weights are copied onto themselves.",
+            why="Source and target are the same tensors: nothing changes, and what should follow "
+            "another network stays as it was made.",
+            fix="Pass the network that learns as the source. If both names mean one network, make "
+            "the second with copy.deepcopy.",
+            site=callers[0] if callers else call.site,
+            parameters=mask,
+            related=(call.site,),
+        )
 
     def backward_ended(self, backward: Backward) -> None:
         registry = self.session.registry
@@ -171,3 +208,12 @@ class Unkept(Detector):
             site=site,
             parameters=mask,
         )
+
+
+def _has_twins(frame: FrameType | None) -> bool:
+    """Whether a function was given one network under two names."""
+    if frame is None:
+        return False
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    networks = [v for v in map(frame.f_locals.get, names) if isinstance(v, nn.Module)]
+    return len({id(network) for network in networks}) < len(networks)

@@ -241,6 +241,8 @@ class Zeros(Detector):
             return self._product(call)
         if short in _MATRIX:
             return self._matrix(call)
+        if short == "einsum":
+            return self._contraction(call)
         return None
 
     def _product(self, call: OpCall) -> Cause | None:
@@ -265,6 +267,22 @@ class Zeros(Detector):
                 deliberate=True,
             )
         return None
+
+    def _contraction(self, call: OpCall) -> Cause | None:
+        """einsum of two or more weights, of which at least two are zeros."""
+        zero = [t for t in call.inputs if isinstance(t, nn.Parameter) and not _any(t)]
+        if len(zero) < 2:
+            return None
+        return Cause(
+            call.site,
+            "Several factors of a product are zero, so none of them ever gets a gradient.",
+            f"{' and '.join(shape(t) for t in zero)} are 0 everywhere: the gradient of each is a "
+            "multiple of the others.",
+            "Start all but one with random values.",
+            structural=True,
+            made=self._zeroed_at(zero[0]),
+            also=self._zeroed_at(zero[1]),
+        )
 
     def _matrix(self, call: OpCall) -> Cause | None:
         if len(call.inputs) < 2 or call.short == "addmm":
