@@ -92,7 +92,7 @@ class Singular:
     def _count(self, call: OpCall) -> None:
         """A division by a plain number that differs between steps: a count, one day of nothing."""
         number = call.args[1] if len(call.args) > 1 else None
-        if type(number) not in (int, float) or call.site is None or number <= 0:
+        if not isinstance(number, (int, float)) or call.site is None or number <= 0:
             return
         seen = self._counts.setdefault(call.site, set())
         seen.add(float(number))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 
 from gradient_doctor.findings import Severity, Site
-from gradient_doctor.freezing import never_thaws
 from gradient_doctor.name_tests import Choice, choices
 from gradient_doctor.session import Detector, Event, Session
 
@@ -38,30 +37,6 @@ class FrozenNames(Detector):
                     self._look_at_spared(site, choice, names)
                 elif not named and not all(map(_KINDS.search, choice.texts)):
                     self._say(site, choice, names)
-        if error is None:
-            self._never_thawed()
-
-    def _never_thawed(self) -> None:
-        """A switch that skips what is frozen, asked to thaw it: everything stays frozen."""
-        registry = self.session.registry
-        groups: dict[Site, int] = {}
-        for parameter in registry.parameters().values():
-            line = None if parameter.requires_grad else registry.frozen_at.get(parameter)
-            head = None if line is None else never_thaws(line)
-            if head is not None:
-                groups[head] = groups.get(head, 0) | registry.bit(parameter)
-        for head, mask in groups.items():
-            self.report(
-                4,
-                Severity.WARNING,
-                f"`{head.function}` cannot thaw what it has frozen: {registry.many(mask)} "
-                f"{'stays' if mask.bit_count() == 1 else 'stay'} frozen to the end.",
-                why="It changes requires_grad only where that is True, and is called with True as "
-                "well: that call does nothing, for all that is frozen is skipped.",
-                fix="Set requires_grad without this condition.",
-                site=head,
-                parameters=mask,
-            )
 
     def _look_at_spared(self, site: Site, choice: Choice, names: set[str]) -> None:
         """`if "adapter" not in name: freeze` leaves the adapters as they are: frozen before."""
