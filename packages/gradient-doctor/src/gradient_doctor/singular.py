@@ -26,6 +26,7 @@ from gradient_doctor.bounds import Bounds, is_number
 from gradient_doctor.findings import Site
 from gradient_doctor.readable import values_of
 from gradient_doctor.records import OpCall
+from gradient_doctor.sites import called_by_torch
 
 # their slope is infinite where their value is a number
 _SLOPES = {"sqrt", "pow", "acos", "arccos", "asin", "arcsin"}
@@ -81,8 +82,8 @@ class Singular:
             if short == "mean" and value not in self._chosen:
                 return
             distance = float(max(value.numel(), 1))
-        elif value in self._guarded:
-            return
+        elif value in self._guarded or (short == "reciprocal" and called_by_torch()):
+            return  # a gradient scaler's own reciprocal is not the program's
         else:
             distance = _distance(short, value)
         earlier = self._exposed.get((short, call.site))

@@ -69,7 +69,7 @@ for step in range(4):
     x, y = torch.randn(4, 5, 8), torch.randn(4, 1)
     s = assign(x).softmax(-1)
     pooled = s.transpose(1, 2) @ x
-    loss = F.mse_loss(head(pooled.mean(1)), y)
+    loss = F.mse_loss(head(pooled.tanh().mean(1)), y)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

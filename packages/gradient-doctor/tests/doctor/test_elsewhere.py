@@ -180,8 +180,8 @@ members = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
 optimizer = torch.optim.SGD(members.parameters(), 0.1)
 for step in range(4):
     x = torch.randn(12, 5)
-    votes = torch.stack([member(x).softmax(-1) for member in members]).mean(0)  # FAULT
-    loss = {loss}
+    votes = torch.stack([member(x).softmax(-1) for member in members]).mean(0)
+    loss = {loss}  # FAULT
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

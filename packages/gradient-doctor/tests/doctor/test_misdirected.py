@@ -48,8 +48,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_generator_is_scored_on_the_real_sample(name, tmp_path):
-    finding = only(tmp_path, gan(*FAULTS[name]), 23)
-    assert set(finding.parameters) >= {"judge.weight", "judge.bias"}
+    cut = name.startswith("detached")
+    finding = only(tmp_path, gan(*FAULTS[name]), 3 if cut else 23)
+    assert any(p.startswith("maker" if cut else "judge") for p in finding.parameters)
 
 
 CLEAN = {

@@ -159,7 +159,8 @@ optimizer = torch.optim.Adam(model.parameters())
 for step in range(4):
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
     weights = list(model.parameters())
-    slopes = torch.autograd.grad(F.cross_entropy(F.linear(x, *weights), y), weights)
+    inner = F.cross_entropy(F.linear(x, *weights), y)
+    slopes = torch.autograd.grad(inner, weights, create_graph=True)
     weights = [{update} for p, g in zip(weights, slopes)]  # FAULT
     loss = F.cross_entropy(F.linear(x, *weights), y)
     optimizer.zero_grad()

@@ -138,8 +138,9 @@ optimizer = torch.optim.Adam([p for m in (q, k, v, out) for p in m.parameters()]
 for step in range(4):
     lengths = torch.tensor([{least}, 2, 3, 4, 5, 5])
     x, keep = torch.randn(6, 5, 8), torch.arange(5)[None] < lengths[:, None]
-    scores = (q(x) @ k(x).transpose(1, 2)).masked_fill(~keep[:, None, :], float("-inf"))
-    mixed = scores.softmax(-1)  # FAULT
+    scores = (q(x) @ k(x).transpose(1, 2))
+    scores = scores.masked_fill(~keep[:, None, :], float("-inf"))  # FAULT
+    mixed = scores.softmax(-1)
     logits = out(x + mixed @ v(x))
     loss = F.cross_entropy(logits[keep], (x[..., 0] > 0).long()[keep])
 """

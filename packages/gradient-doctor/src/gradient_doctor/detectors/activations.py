@@ -35,11 +35,6 @@ _SAME = {
     # a loop over the samples takes them apart
     *("unbind", "split", "chunk", "movedim"),
 }
-# averages over members, votes of neighbours: what was a share of 1 is still one if the rows say so
-_MIXES = {
-    *("mean", "sum", "mul", "add", "div", "matmul", "__matmul__", "mm", "bmm", "einsum", "lerp"),
-    *("index_select", "gather", "scatter_add", "index_add"),
-}
 _OF_SCORES = {"cross_entropy", "log_softmax", "softmax", "gumbel_softmax", "logsumexp"}
 _OF_LOGITS = {"binary_cross_entropy_with_logits", "multilabel_soft_margin_loss"}
 _OF_LOGITS |= {"soft_margin_loss"}
@@ -47,7 +42,6 @@ _OF_LOGITS |= {"soft_margin_loss"}
 _BY_HAND = {"softplus", "logsigmoid"}
 _MODULES = (nn.Softmax, nn.Softmax2d, nn.Sigmoid, nn.ReLU, nn.ReLU6)
 _RELU = {"relu", "relu_", "relu6"}
-_LOSSES = {"cross_entropy", "log_softmax", "logsumexp"}
 _DEAD = 0.1  # of the scores
 _CLOSE = 1e-3
 
@@ -63,7 +57,6 @@ class Activations(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._made = WeakIdKeyDictionary()
-        self._mixed = WeakIdKeyDictionary()  # computed from the output of a softmax
         self._cut_off = WeakIdKeyDictionary()  # output of a ReLU -> its line
         self._dead: dict[Site | None, set[int]] = {}
         self._votes: dict[Site | None, set[int]] = {}
@@ -91,11 +84,6 @@ class Activations(Detector):
             if sources[0] is not None and None not in sources:
                 for output in call.outputs:
                     self._made[output] = sources[0]
-        elif call.short in _MIXES:
-            known = (self._made.get(tensor) or self._mixed.get(tensor) for tensor in call.inputs)
-            source = next((m for m in known if m is not None and m.name == "softmax"), None)
-            if source is not None:
-                self._mixed[call.outputs[0]] = source
 
     def _layer(self) -> Site | None:
         """The line of the layer, if the activation is a module of its own."""
@@ -137,8 +125,6 @@ class Activations(Detector):
         if not isinstance(scores, Tensor):
             return
         made = self._made.get(scores)
-        if made is None and call.short in _LOSSES:
-            made = self._mixed.get(scores)
         if made is None:
             self._check_values(call, scores)
             return

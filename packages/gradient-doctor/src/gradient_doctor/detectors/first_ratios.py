@@ -11,6 +11,9 @@ where no more than some of the samples differ: they may be padding.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -35,8 +38,10 @@ class FirstRatios(Detector):
         self._made = WeakIdKeyDictionary()  # what is stored without gradient -> its first line
         self._plain = WeakIdKeyDictionary()  # a log-probability as a distribution gave it
         self._ratios = WeakIdKeyDictionary()  # differences, and exp of them -> both lines
+        self._draws = WeakIdKeyDictionary()  # actions, and log-probabilities of them -> which draw
         self._moved = 0  # parameters that an optimizer has stepped on
         self._noisy = False
+        self._count = itertools.count()
 
     def event(self, event: Event) -> None:
         if event.kind == "step":
@@ -44,9 +49,15 @@ class FirstRatios(Detector):
             if optimizer is not None:
                 self._moved |= self.session.registry.bits(owned_by(optimizer))
 
+    def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:
+        if isinstance(value, Tensor):
+            self._draws[value] = next(self._count)
+
     def density(self, distribution: object, value: object, result: object, site: object) -> None:
         if isinstance(result, Tensor):
             self._plain[result] = True
+            if isinstance(value, Tensor) and value in self._draws:
+                self._draws[result] = self._draws[value]
 
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
@@ -58,8 +69,9 @@ class FirstRatios(Detector):
             known = self._made.get(source)
             if known is not None and not result.requires_grad:
                 self._made[result] = known
-            if source in self._plain:
-                self._plain[result] = True
+            for facts in (self._plain, self._draws):
+                if source in facts:
+                    facts[result] = facts[source]
         elif short == "sub" and len(call.inputs) == 2:
             self._subtract(call)
         elif short == "exp" and source in self._ratios:
@@ -78,6 +90,9 @@ class FirstRatios(Detector):
         new, old = call.inputs
         if not new.requires_grad or old.requires_grad or new.shape != old.shape or not new.numel():
             return
+        draws = [self._draws[t] for t in (new, old) if t in self._draws]
+        if len(set(draws)) > 1:
+            return  # two different actions: surrogates.py says so
         taint = self.session.taint_of(old)
         live = live_in(self.session, [new])
         if taint is None or not live or live & ~taint.depends or live & self._moved:

@@ -63,6 +63,11 @@ class Shared:
     step: Site | None
 
 
+def _is_helper(done: Pass, own: Pass) -> bool:
+    """Whether one line goes back for both, called from two places."""
+    return done.site == own.site and done.caller != own.caller
+
+
 def _is_contest(done: Pass, made_by: int) -> bool:
     """Whether a network judges data on their own here, and beside them what the other has made."""
     own = [a for a in done.addends if a.leaves & done.taken and not a.leaves & made_by]
@@ -212,7 +217,7 @@ class Leftovers(Detector):
             "other loss goes back; or keep this loss away with detach() or "
             "requires_grad_(False).",
             # one line of a helper goes back for both: its caller says for whom
-            site=undetached or (done.caller if done.site == own.site else None) or done.site,
+            site=undetached or (done.caller if _is_helper(done, own) else None) or done.site,
             parameters=leftover.mask,
             related=(done.site, own.site, step),
         )

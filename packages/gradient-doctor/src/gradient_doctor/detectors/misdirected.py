@@ -188,10 +188,11 @@ class Misdirected(Detector):
             return False
         if taint is None or not taint.cuts:
             return not any(not part.depends & ~p.depends for p in others)
-        # what the loss trains was cut off, and what is left is a judge that only this term asks
-        return self._cut_of(part, backward) is not None and not any(
-            p.depends & part.live for p in others
-        )
+        cut = self._cut_of(part, backward)
+        if cut is None or cut.kind == "explicit":
+            return cut is not None
+        # a region without gradients may be meant, if another term asks the same judge
+        return not any(p.depends & part.live for p in others)
 
     def _cut_of(self, part: Part, backward: Waiting) -> CutFact | None:
         """The one cut that hides from this term what the loss trains."""
