@@ -23,7 +23,7 @@ _ADD, _SUB, _MUL, _DIV = {"add"}, {"sub", "subtract"}, {"mul", "multiply"}, {"di
 _DIV |= {"true_divide", "__truediv__"}
 _RSUB, _RDIV = {"__rsub__", "rsub"}, {"__rtruediv__", "__rdiv__", "reciprocal"}
 # the same numbers, rearranged or added up
-_LINEAR = {
+LINEAR = {
     *("sum", "mean", "nansum", "nanmean", "float", "double", "to", "type_as", "squeeze", "view"),
     *("unsqueeze", "reshape", "flatten", "clone", "contiguous", "expand", "expand_as", "pos"),
     *("stack", "cat", "concat", "masked_fill", "where", "transpose", "permute", "__getitem__"),
@@ -174,7 +174,7 @@ class Terms:
         )
         if not term.live:
             term.ratio = _is_ratio(op, call, inputs)
-            linear = op in _ADD | _SUB | _MUL | _DIV | _LINEAR or op == "neg"
+            linear = op in _ADD | _SUB | _MUL | _DIV | LINEAR or op == "neg"
             term.parts = tuple((t, math.nan) for t in inputs if t.scalar or linear)
             return term
         self._linear(op, term, call)
@@ -194,7 +194,7 @@ class Terms:
             term.kind, term.parts = "sum", ((self.of(call.inputs[0]), -1.0),)
         elif op in _MUL | _DIV and len(args) >= 2:
             self._product(op, term, call)
-        elif op in _LINEAR:
+        elif op in LINEAR:
             parts = [t for t in map(self.of, call.inputs) if t.live or op in ("stack", "cat")]
             term.kind, term.parts = "sum", tuple((t, 1.0) for t in parts)
 

@@ -81,3 +81,8 @@ for epoch in range(4):
 def test_a_rate_that_a_function_returns(tmp_path):
     only(tmp_path, RETURNED.format(first=1, second=2), 31)
     nothing(tmp_path, RETURNED.format(first=2, second=1))
+
+
+@pytest.mark.parametrize("chosen", ["0.1 if epoch < 2 else 0.05", "(lambda: 0.1)()"])
+def test_a_rate_that_an_expression_chooses(tmp_path, chosen):
+    nothing(tmp_path, stages(f"lr = {chosen}", "if epoch > 3: lr = 0.01"))

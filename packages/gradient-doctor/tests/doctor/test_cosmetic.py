@@ -41,6 +41,7 @@ ADDENDS = {
     "stacked": ["loss = torch.stack([main, 0.1 * size.detach()]).sum()  # FAULT"],
     "sum": ["loss = sum([main, 0.1 * size.detach()]) / 2  # FAULT"],
     "scaled-later": ["loss = main + 0.1 * size.detach()  # FAULT", "loss = -0.5 * -loss"],
+    "maxima that are added": ["loss = (main + 0 * f + f.amax(1, True).detach()).mean()  # FAULT"],
     "per-row": [
         "rows = F.cross_entropy(head(f), y, reduction='none')",
         "rows = rows + 0.1 * f.square().mean(-1).detach()  # FAULT",
@@ -127,6 +128,18 @@ CLEAN = {
         "loss = -law.log_prob(action).sum() * (action.float() - x[:, 0]).mean()",
     ],
     "logged": ["loss = main", "print(0.5 * loss.item() + size.item())"],
+    "a log-softmax by hand": [
+        "scores = head(f)",
+        "scores = scores - scores.max(1, keepdim=True).values.detach()",
+        "logs = scores - scores.exp().sum(1, keepdim=True).log()",
+        "loss = -(logs * F.one_hot(y, 3)).sum(1).mean()",
+    ],
+    "a log-softmax of detached scores' maxima": [
+        "scores = head(f)",
+        "scores = scores - scores.detach().amax(1).unsqueeze(1)",
+        "logs = scores - scores.exp().sum(1, keepdim=True).log()",
+        "loss = -(logs * F.one_hot(y, 3)).sum(1).mean()",
+    ],
 }  # fmt: skip
 
 

@@ -118,3 +118,18 @@ def test_micro_batches_of_the_second_of_two_optimizers_are_counted(tmp_path):
     found = look(tmp_path, TWO_OPTIMIZERS.format(share=""))
     assert "4 micro batches" in found.one(22).what
     look(tmp_path, TWO_OPTIMIZERS.format(share=" * 8 / 32")).clean()
+
+
+def test_a_penalty_on_weights_with_as_many_rows_as_the_batch(tmp_path):
+    source = """
+net = nn.Linear(6, 32)
+sgd = torch.optim.SGD(net.parameters(), lr=0.01)
+before = {name: p.detach().clone() for name, p in net.named_parameters()}
+for step in range(5):
+    loss = F.cross_entropy(net(torch.randn(32, 6)), torch.arange(32))
+    loss = loss + 50 * sum((p - before[name]).pow(2).sum() for name, p in net.named_parameters())
+    sgd.zero_grad()
+    loss.backward()
+    sgd.step()
+"""
+    nothing(tmp_path, source)

@@ -338,6 +338,32 @@ def test_erased_before_the_step(tmp_path, step):
     assert {f.site.line for f in found} <= set(lines)
 
 
+@pytest.mark.parametrize("how", ["p.grad = None", "p.grad.zero_()"])
+def test_a_part_picked_by_name_is_frozen_so(how, tmp_path):
+    step = (
+        "optimizer.zero_grad()\n"
+        "loss.backward()\n"
+        "for name, p in both.named_parameters():\n"
+        "    if '1.' in name:\n"
+        f"        {how}\n"
+        "optimizer.step()"
+    )
+    nothing(tmp_path, script(make="both = nn.Sequential(body, head)", step=step))
+
+
+@pytest.mark.parametrize("whose", ["both", "body"])
+def test_what_no_name_picks_is_no_freeze(whose, tmp_path):
+    step = (
+        "optimizer.zero_grad()\n"
+        "loss.backward()\n"
+        f"for name, p in {whose}.named_parameters():\n"
+        "    if p.grad is not None: p.grad = None  # FAULT\n"
+        "optimizer.step()"
+    )
+    finding = only(tmp_path, script(make="both = nn.Sequential(body, head)", step=step), 9)
+    assert finding.severity is Severity.ERROR
+
+
 def test_only_the_last_micro_batch_counts(tmp_path):
     step = (
         "for part, label in zip(x.chunk(2), y.chunk(2)):\n"

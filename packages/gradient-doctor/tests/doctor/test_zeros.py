@@ -3,6 +3,7 @@
 import pytest
 
 from doctor.look import look, names
+from doctor.snippets import nothing
 
 LOOP = """\
 class Model(nn.Module):
@@ -152,3 +153,20 @@ def test_the_line_of_a_bias_that_keeps_all_units_shut(tmp_path):
 
     look_at(tmp_path, HELD_DOWN.format(bias=-40.0, here="  # HERE")).one(20)
     look_at(tmp_path, HELD_DOWN.format(bias=-0.5, here="")).clean()
+
+
+def test_a_bias_that_falls_out_of_a_distance(tmp_path):
+    source = """
+net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+adam = torch.optim.Adam(net.parameters(), lr=1e-3)
+for step in range(5):
+    same = (torch.arange(16) % 2).float()
+    a, b = torch.randn(16, 6), torch.randn(16, 6)
+    apart = F.pairwise_distance(net(a), net(b))
+    far = (0.001 - apart).clamp(min=0).pow(2)
+    loss = (same * apart.pow(2) + (1 - same) * far).mean()
+    adam.zero_grad()
+    loss.backward()
+    adam.step()
+"""
+    nothing(tmp_path, source)

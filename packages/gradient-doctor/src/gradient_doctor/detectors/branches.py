@@ -89,7 +89,8 @@ def _chains(node: ast.AST) -> Iterator[list[ast.If]]:
             chain.append(chain[-1].orelse[0])
         yield chain
     chain = []
-    for statement in getattr(node, "body", None) or []:
+    body = getattr(node, "body", None)
+    for statement in body if isinstance(body, list) else ():  # of `a if b else c` it is one value
         returns = isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return)
         if not returns or statement.orelse:
             yield chain

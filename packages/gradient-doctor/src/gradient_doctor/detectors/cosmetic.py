@@ -13,7 +13,7 @@ from gradient_doctor.findings import Severity, Site
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
 from gradient_doctor.sites import is_user_file
 from gradient_doctor.taint import GRAD, Taint
-from gradient_doctor.terms import COPIES, Term
+from gradient_doctor.terms import COPIES, LINEAR, Term
 
 # optimizers whose step does not grow with the gradient
 _SCALE_FREE = ("adam", "adafactor", "adagrad", "adadelta", "rmsprop", "rprop", "lion", "lamb")
@@ -124,6 +124,8 @@ class Cosmetic(Detector):
         below = {id(inner) for inner in part.inside()}
         if any(id(inner) in below for term in alive for inner in _linear(term)):
             return
+        if factor < 0 and not total.scalar and _is_peak(part):
+            return  # scores less their largest, before exp: it falls out of every log-probability
         trained = part.depends & (self.ledger.should_train() | self._moved)
         if total.scalar:
             compared = next((t for t in part.inside() if t.op in _COMPARISONS), None)
@@ -303,6 +305,13 @@ def _linear(term: Term) -> Iterator[Term]:
         yield current
         if current.kind == "sum":
             stack.extend(part for part, _ in current.parts)
+
+
+def _is_peak(term: Term) -> bool:
+    """Whether the values are maxima: nothing but rearranged, or cut off, since they were taken."""
+    while len(term.parts) == 1 and (term.kind in ("cut", "sum") or term.op in LINEAR):
+        term = term.parts[0][0]
+    return term.op in ("max", "amax")
 
 
 def _weighted(part: Term) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +15,9 @@ from gradient_doctor.detectors.places import count
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.registry import owned_by
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
+from gradient_doctor.slips import surroundings
+
+_BY_NAME = re.compile(r"\bif\b.*(\bin\b|[\"'])")
 
 
 @dataclass
@@ -160,6 +166,12 @@ class Erased(Detector):
                 loss.by_product |= not loss.bits & ~loss.replaced
                 self._say(loss, loss.bits & stepped & ~self._used)
 
+    def _beside(self, bits: int) -> int:
+        """All parameters of the optimizers that hold these, and that step for others as well."""
+        registry = self.session.registry
+        owned = [registry.bits(owned_by(one)) for one in registry.optimizers.values()]
+        return functools.reduce(operator.or_, (o for o in owned if o & self._used & ~bits), 0)
+
     def _say(self, loss: Loss, never: int) -> None:
         registry = self.session.registry
         owners = sorted({o for p in registry.tensors(loss.bits) for o in registry.owners(p)})
@@ -172,7 +184,10 @@ class Erased(Detector):
         fix = (
             "Call zero_grad before the first backward of a step (or after the step), and only once."
         )
-        if never:
+        if _picked_by_name(loss.erased_at) and not loss.bits & ~self._beside(loss.bits):
+            severity = Severity.NOTE
+            why += " A loop picks them by name, and the others step: a freeze, most likely."
+        elif never:
             severity = Severity.ERROR
             why += f" {len(registry.names(never))} of them have never been stepped with a gradient."
         elif loss.by_product or len(loss.steps) < 2:
@@ -201,3 +216,10 @@ class Erased(Detector):
                 parameters=loss.bits,
                 related=(loss.written_at,),
             )
+
+
+def _picked_by_name(site: Site | None) -> bool:
+    """`for name, p in model.named_parameters(): if "last" in name: p.grad = None`"""
+    around = surroundings(site) if site is not None else ""  # the line itself comes first
+    erases = re.search(r"\.grad(\s*=\s*None|(\.data)?\.zero_\()", around.partition("\n")[0])
+    return bool(erases and "named_parameters(" in around and _BY_NAME.search(around))

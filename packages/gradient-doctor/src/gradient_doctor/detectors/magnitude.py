@@ -81,7 +81,7 @@ class Magnitude(Detector):
         result, source = call.outputs[0], call.inputs[0]
         plain = call.short == "sum" and result.dim() == 0
         if (plain or call.kwargs.get("reduction") == "sum") and source.numel() >= _ENOUGH:
-            rows = source.shape[0] if source.dim() > 1 else 0
+            rows = source.shape[0] if source.dim() > 1 and not self._of_weights(call) else 0
             self._sums[result] = Summed(source.numel(), loss_line(self.session, call), rows)
         elif call.short in _MEANS and result.dim() == 0 and source.dim():
             self._means[result] = Averaged(source.shape[0], call.site)
@@ -95,6 +95,11 @@ class Magnitude(Detector):
                 self._sums[result] = max(sums, key=lambda s: s.count)
         elif call.short in _DIVIDES:
             self._divisor(call)
+
+    def _of_weights(self, call: OpCall) -> bool:
+        """A penalty on weights: their rows are no samples, whatever the size of the batch."""
+        live = call.taint.live if call.taint is not None else 0
+        return any(p.shape == call.inputs[0].shape for p in self.session.registry.tensors(live))
 
     def _mixes(self, call: OpCall) -> bool:
         """A mean over the batch plus a sum over the same batch: the sum grows with its size."""

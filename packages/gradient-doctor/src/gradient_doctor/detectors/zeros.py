@@ -343,13 +343,24 @@ class Zeros(Detector):
             hit = self.session.registry.bits(_leaves(stop)) & zero
             zero &= ~hit
             for bit in _single(hit):
-                cause = self._cause_of(stop) or _unknown(stop)
+                cause = self._cause_of(stop)
+                if cause is None and not self._cancels(bit):
+                    cause = _unknown(stop)
                 if cause is not None:
                     self._blame[bit] = cause
         for bit in _single(zero):  # a gradient came as far as the parameter itself
             cause = next(map(_hooked, self.session.registry.tensors(bit)), None)
             if cause is not None:
                 self._blame.setdefault(bit, cause)
+
+    def _cancels(self, bit: int) -> bool:
+        """A bias without gradient, of a weight that has one: it falls out of a difference."""
+        registry = self.session.registry
+        moved = set(registry.names(self._alive))
+        return any(
+            name.endswith("bias") and name.removesuffix("bias") + "weight" in moved
+            for name in registry.names(bit)
+        )
 
     def _cause_of(self, stop: Any) -> Cause | None:
         if stop.origin is None:
