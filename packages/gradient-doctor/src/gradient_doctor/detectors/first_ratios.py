@@ -11,6 +11,9 @@ where no more than some of the samples differ: they may be padding.
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -36,12 +39,16 @@ class FirstRatios(Detector):
         self._plain = WeakIdKeyDictionary()  # a log-probability as a distribution gave it
         self._ratios = WeakIdKeyDictionary()  # differences, and exp of them -> both lines
         self._moved = 0  # parameters that an optimizer has stepped on
+        # optimizers that have stepped -> their groups of parameters
+        self._groups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._noisy = False
 
     def event(self, event: Event) -> None:
         if event.kind == "step":
             optimizer = event.data.get("optimizer")
-            if optimizer is not None:
+            # not again in every step
+            if optimizer is not None and self._groups.get(optimizer) != len(optimizer.param_groups):
+                self._groups[optimizer] = len(optimizer.param_groups)
                 self._moved |= self.session.registry.bits(owned_by(optimizer))
 
     def density(self, distribution: object, value: object, result: object, site: object) -> None:
