@@ -38,6 +38,8 @@ def kept_by_reference(file: str) -> list[Kept]:
                 one = _kept(node) if isinstance(node, ast.Assign) else None
                 if one is None or one.model in _assigned(loop) or tree is None:
                     continue
+                if _is_over(branch) or _is_replaced(branch, one):
+                    continue
                 if _used_later(tree, one, branch.end_lineno or branch.lineno):
                     kept.append(one)
     return kept
@@ -53,6 +55,21 @@ def _own(loop: ast.For | ast.While) -> list[ast.AST]:
         if not isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.ClassDef)):
             pending.extend(ast.iter_child_nodes(node))
     return nodes
+
+
+def _is_over(branch: ast.If) -> bool:
+    """Whether training ends with this branch: then the model stays as it is."""
+    return any(isinstance(node, (ast.Break, ast.Return)) for node in branch.body)
+
+
+def _is_replaced(branch: ast.If, kept: Kept) -> bool:
+    """Whether the same branch gives the name something else right after, as a copy of it."""
+    return any(
+        isinstance(node, ast.Assign)
+        and node.lineno > kept.line
+        and any(_last(target) == kept.name for target in node.targets)
+        for node in ast.walk(branch)
+    )
 
 
 def _compares(test: ast.expr) -> bool:

@@ -120,7 +120,7 @@ class Singular:
         if call.site is None or not value.requires_grad or self._bounds.above(value):
             return
         values = values_of(value)
-        if values is None or not values.numel():
+        if values is None or not values.numel() or values.is_complex():
             return
         distance = -float(values.max())
         earlier = self._growing.get(call.site)

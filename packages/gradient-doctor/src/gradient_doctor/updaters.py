@@ -44,6 +44,20 @@ def uncalled_updaters(files: Iterable[str]) -> list[Updater]:
     return [updater for updater in candidates if updater.name not in used]
 
 
+def copies_now_and_then(files: Iterable[str]) -> bool:
+    """`if step % 1000 == 0: target.load_state_dict(...)`: the time for it may not have come."""
+    for file in dict.fromkeys(files):
+        tree = tree_of(file) if is_user_file(file) else None
+        for node in ast.walk(tree) if tree is not None else ():
+            if not isinstance(node, ast.If):
+                continue
+            every = any(isinstance(part, ast.Mod) for part in ast.walk(node.test))
+            calls = (p.func for p in ast.walk(node) if isinstance(p, ast.Call))
+            if every and any(getattr(call, "attr", "") == "load_state_dict" for call in calls):
+                return True
+    return False
+
+
 def _updaters(file: str) -> list[Updater]:
     tree = tree_of(file)
     if tree is None:

@@ -40,6 +40,12 @@ def test_no_copy_is_kept(tmp_path, keep, use):
         ("best = copy.deepcopy(net)", "print(best(x).mean())"),
         ("best_state = copy.deepcopy(net.state_dict())", "print(len(best_state))"),
         ("best_state = net.state_dict(); copy.deepcopy(best_state)", ""),  # saved at once
+        (
+            "best_state = net.state_dict()\n"
+            "        best_state = {k: v.clone() for k, v in best_state.items()}",
+            "print(len(best_state))",
+        ),
+        ("best = net\n        break", "print(best(x).mean())"),
     ],
 )
 def test_a_copy_is_kept(tmp_path, keep, use):

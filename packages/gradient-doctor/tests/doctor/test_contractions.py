@@ -63,13 +63,33 @@ def test_clusters(tmp_path):
     nothing(
         tmp_path,
         """
-assign, head = nn.Linear(8, 3), nn.Linear(8, 1)
+assign, head = nn.Linear(8, 3), nn.Linear(24, 1)
 optimizer = torch.optim.Adam([*assign.parameters(), *head.parameters()])
 for step in range(4):
     x, y = torch.randn(4, 5, 8), torch.randn(4, 1)
     s = assign(x).softmax(-1)
     pooled = s.transpose(1, 2) @ x
-    loss = F.mse_loss(head(pooled.tanh().mean(1)), y)
+    loss = F.mse_loss(head(pooled.flatten(1)), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    )
+
+
+def test_clusters_that_are_computed(tmp_path):
+    """Soft assignments to centres of length 1."""
+    nothing(
+        tmp_path,
+        """
+feed, head = nn.Linear(8, 6), nn.Linear(18, 1)
+centres = nn.Parameter(torch.randn(3, 6))
+optimizer = torch.optim.Adam([centres, *feed.parameters(), *head.parameters()])
+for step in range(4):
+    x, y = feed(torch.randn(4, 5, 8)), torch.randn(4, 1)
+    s = torch.einsum("bnd,kd->bnk", x, F.normalize(centres, dim=-1)).softmax(-1)
+    pooled = torch.einsum("bnk,bnd->bkd", s, x)
+    loss = F.mse_loss(head(pooled.flatten(1)), y)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -112,3 +112,22 @@ def test_weights_that_a_strategy_moves(tmp_path):
             optimizer.step()
         """,
     ).clean()
+
+
+def test_gradients_that_are_written_in_place(tmp_path):
+    """An evolution strategy: no backward, and another gradient in each step."""
+    seen = look(
+        tmp_path,
+        """\
+        net = nn.Linear(4, 1)
+        for p in net.parameters():
+            p.requires_grad_(False)
+            p.grad = torch.zeros_like(p)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        for step in range(8):
+            for p in net.parameters():
+                p.grad.copy_(torch.randn_like(p) * net(torch.ones(4)).square())
+            optimizer.step()
+        """,
+    )
+    assert 8 not in [f.number for f in seen.findings]

@@ -57,6 +57,12 @@ for step in range(4):
     optimizer.step()
 """
 BODIES = {
+    "the worst weights": [
+        "named = dict(model.named_parameters())",
+        "gs = torch.autograd.grad(F.cross_entropy(model(x), y), tuple(named.values()))",
+        "named = {k: p + 0.1 * g for (k, p), g in zip(named.items(), gs)}",
+        "loss = F.cross_entropy(torch.func.functional_call(model, named, x), y)",
+    ],
     "an attack": [
         "g, = torch.autograd.grad(F.cross_entropy(model(x), y), x)",
         "loss = F.cross_entropy(model(x + 0.1 * g.sign()), y)",

@@ -273,3 +273,18 @@ def test_a_count_that_a_later_batch_has_none_of(tmp_path):
     found = look(tmp_path, body.format(loss=lines.format(count="count  # HERE")))
     assert "a division by zero" in found.one(27).why
     look(tmp_path, body.format(loss=lines.format(count="max(count, 1)"))).clean()
+
+
+def test_an_exponential_of_complex_numbers(tmp_path):
+    look(
+        tmp_path,
+        """
+net = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for step in range(3):
+    loss = torch.exp(0.01 * torch.fft.fft(net(torch.randn(8, 4)))).abs().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    ).clean()

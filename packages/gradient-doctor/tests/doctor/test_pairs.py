@@ -69,6 +69,18 @@ for step in range(4):
 KL = "loss = F.kl_div(log_p, q, reduction='batchmean')"
 
 
+def test_labels_that_are_spread(tmp_path):
+    """No teacher: the neighbours of a label get a share."""
+    nothing(tmp_path, TEACHER.format(body="""far = torch.arange(4.0) - 4 * torch.rand(8, 1)
+    loss = F.cross_entropy(s, F.softmax(-far.square() / 2.0, 1))"""))  # fmt: skip
+
+
+def test_one_number_has_a_norm(tmp_path):
+    nothing(tmp_path, TEACHER.format(body="""n = s.sum()
+    norm = n.norm(dim=0)
+    loss = norm + F.normalize(n, dim=0) + F.cosine_similarity(s, s).sum()"""))  # fmt: skip
+
+
 def test_one_temperature(tmp_path):
     only(tmp_path, TEACHER.format(body=f"""log_p = F.log_softmax(s / T, 1)
     q = F.softmax(t, 1)  # FAULT

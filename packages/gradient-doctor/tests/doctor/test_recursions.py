@@ -46,6 +46,10 @@ RIGHT = {
     for t in range(len(rewards) - 1, -1, -1):
         total = rewards[t] + gamma * total
         out[t] = total""",
+    "by-the-rest": """n, out = len(rewards), [0.0] * len(rewards)
+    for i in range(n):
+        total = rewards[n - 1 - i] + gamma * total
+        out[n - 1 - i] = total""",
     "an-average": """for r in rewards:
         total = (1 - gamma) * r + gamma * total
         out.append(total)""",
@@ -99,6 +103,11 @@ def test_a_target_that_reads_all(tmp_path):
 def test_no_end_of_the_episode(tmp_path):
     target = "target = r + gamma * best  # FAULT"
     assert "done" in only(tmp_path, DQN.format(best=BEST, target=target), 18).what
+
+
+def test_the_end_by_another_name(tmp_path):
+    target = "not_final = s2.isfinite().all(1, True); target = r + gamma * best * not_final"
+    nothing(tmp_path, DQN.format(best=BEST, target=target))
 
 
 def test_forbidden_actions(tmp_path):

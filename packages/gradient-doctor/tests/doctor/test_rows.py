@@ -45,6 +45,12 @@ MEANT = {
         loss = F.mse_loss(net(x.repeat_interleave(4, dim=0)), y.repeat(4, 1))""",
     "put-back": """out = net(inputs[order])[order.argsort()]
         loss = F.mse_loss(out, answers)""",
+    "summed-after": """x = inputs[order]
+        loss = F.mse_loss(net(x).squeeze(1), x.sum(1))""",
+    "gathered": """y = answers.squeeze(1).gather(0, order)
+        loss = F.mse_loss(net(inputs[order]).squeeze(1), y)""",
+    "by-python": """y = torch.tensor([float(answers[i]) for i in order])
+        loss = F.mse_loss(net(inputs[order]).squeeze(1), y)""",
     "places": """loss = F.mse_loss(net(inputs[order]), torch.arange(48.0)[:, None])""",
 }
 

@@ -44,6 +44,7 @@ def test_a_target_that_nobody_moves(tmp_path):
         "pair.follow_target()",
         "getattr(pair, 'follow_target')()",
         "if step == 9: pair.slow.load_state_dict(pair.online.state_dict())",
+        "if step % 500 == 499: pair.slow.load_state_dict(pair.online.state_dict())",
         "if step > 500: pair.follow_target()",  # a short run
     ],
 )

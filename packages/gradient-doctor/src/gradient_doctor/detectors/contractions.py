@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradient_doctor.detectors.common import argument, live_in, shape
@@ -48,16 +48,20 @@ class Contractions(Detector):
         super().__init__(session)
         self._scores = WeakIdKeyDictionary()  # products of two activations
         self._weights = WeakIdKeyDictionary()
+        self._learnt = WeakIdKeyDictionary()  # made of parameters alone: clusters, not activations
         self._steps: dict[Site, set[int]] = {}
 
     def op(self, call: OpCall) -> None:
         if not call.outputs or not call.inputs:
             return
         short, source, result = call.short, call.inputs[0], call.outputs[0]
+        if all(self._is_learnt(t) for t in call.inputs):
+            self._learnt[result] = True
+            return
         if short in _MATRIX:
             if self._weights:
                 self._contract(call)
-            both = [t for t in call.inputs if t.requires_grad and not isinstance(t, nn.Parameter)]
+            both = [t for t in call.inputs if t.requires_grad and not self._is_learnt(t)]
             if len(both) == len(call.inputs) == 2 and result.dim() > 2:
                 self._scores[result] = True
         elif short == "softmax":
@@ -73,6 +77,9 @@ class Contractions(Detector):
                 self._scores[result] = True
         elif short == "where" and any(t in self._scores for t in call.inputs[1:]):
             self._scores[result] = True
+
+    def _is_learnt(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or tensor in self._learnt
 
     def _is_bias(self, call: OpCall) -> bool:
         """A mask, or positions that all samples share; scores that grow by rounds are no such."""

@@ -12,6 +12,7 @@ where no more than some of the samples differ: they may be padding.
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 from torch import Tensor
@@ -40,13 +41,17 @@ class FirstRatios(Detector):
         self._ratios = WeakIdKeyDictionary()  # differences, and exp of them -> both lines
         self._draws = WeakIdKeyDictionary()  # actions, and log-probabilities of them -> which draw
         self._moved = 0  # parameters that an optimizer has stepped on
+        # optimizers that have stepped -> their groups of parameters
+        self._groups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._noisy = False
         self._count = itertools.count()
 
     def event(self, event: Event) -> None:
         if event.kind == "step":
             optimizer = event.data.get("optimizer")
-            if optimizer is not None:
+            # not again in every step
+            if optimizer is not None and self._groups.get(optimizer) != len(optimizer.param_groups):
+                self._groups[optimizer] = len(optimizer.param_groups)
                 self._moved |= self.session.registry.bits(owned_by(optimizer))
 
     def sampled(self, distribution: Any, value: Any, pathwise: bool, site: Site | None) -> None:

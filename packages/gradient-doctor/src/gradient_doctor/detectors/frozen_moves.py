@@ -32,6 +32,7 @@ class Drift:
     """The steps that have moved one frozen parameter."""
 
     steps: int = 0
+    gradient: float = 0.0  # the norm of the last one
     far: float = 0.0  # the norms of these moves together
 
 
@@ -81,7 +82,10 @@ class FrozenMoves(Detector):
         for update in moved:
             bit = registry.bit(update.parameter)
             drift = self._drifts.setdefault(bit, Drift())
-            drift.steps += 1
+            # a gradient that has become another one was written by the program, in place
+            stays = update.gradient_norm in (0.0, drift.gradient)
+            drift.steps = drift.steps + 1 if stays else 1
+            drift.gradient = update.gradient_norm
             drift.far += update.moved_norm
             if drift.steps >= _ENOUGH and not bit & self._said:
                 self._said |= bit

@@ -23,8 +23,9 @@ from gradient_doctor.slips import statement_at
 from gradient_doctor.taint import GRAD
 
 _ADDS = {"sub", "add", "subtract", "__isub__", "__iadd__"}
+_TAKES = {"sub", "subtract", "__isub__"}
 _ENOUGH = 2  # steps
-_MEANT = re.compile(r"first.?order|fomaml|reptile", re.IGNORECASE)
+_MEANT = re.compile(r"first.?order|fomaml|reptile|sharpness|perturb|advers", re.IGNORECASE)
 
 
 @dataclass
@@ -49,6 +50,8 @@ class InnerUpdates(Detector):
         weight, step = call.inputs
         if not weight.requires_grad or step.requires_grad or weight.shape != step.shape:
             return
+        if call.short in _ADDS - _TAKES and not _is_negative(call):
+            return  # uphill: the worst weights near by, which no loss is differentiated through
         mask = self._of_weights(weight)
         taint = self.session.taint_of(step) if mask else None
         for cut in taint.cuts if taint is not None else ():
@@ -93,6 +96,15 @@ class InnerUpdates(Detector):
             parameters=inner.mask,
             related=(backward.site,),
         )
+
+
+def _is_negative(call: OpCall) -> bool:
+    """Whether a minus stands in the sum: `w + -rate * g`, `torch.add(w, g, alpha=-rate)`."""
+    alpha = call.kwargs.get("alpha", 1)
+    statement = statement_at(call.site) if call.site is not None else None
+    return (isinstance(alpha, (int, float)) and alpha < 0) or any(
+        isinstance(node, ast.USub) for node in (ast.walk(statement) if statement else ())
+    )
 
 
 def _is_meant(site: Site) -> bool:

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradient_doctor.detectors.axes import moved
 from gradient_doctor.detectors.common import argument, live_in, shape
 from gradient_doctor.findings import Severity, Site
+from gradient_doctor.readable import address_of
 from gradient_doctor.session import Detector, OpCall, Session, StepRecord
 
 _ENOUGH = 2  # steps
@@ -70,13 +71,13 @@ class Pairs(Detector):
         if short in _MATRIX and len(call.inputs) == 2:
             self._product(call)
         elif short == "cosine_similarity":
-            first, second = call.inputs[:2]
-            same = first.numel() == second.numel() and first.data_ptr() == second.data_ptr()
+            first, second = call.inputs[0], call.inputs[-1]
+            same = first.numel() == second.numel() and 0 != address_of(first) == address_of(second)
             if same and result.dim() == 2:
                 self._own[result] = call.site
         elif short == "normalize":
             dim = argument(call, 2, "dim", 1)
-            if type(dim) is int and result.requires_grad:
+            if type(dim) is int and result.requires_grad and source.dim():
                 self._units[result] = Unit(dim % source.dim() - source.dim(), call.site)
         elif short in ("norm", "vector_norm"):
             self._norm(call)
@@ -100,7 +101,7 @@ class Pairs(Detector):
     def _product(self, call: OpCall) -> None:
         left, right = call.inputs
         result = call.outputs[0]
-        same = left.numel() == right.numel() and left.data_ptr() == right.data_ptr()
+        same = left.numel() == right.numel() and 0 != address_of(left) == address_of(right)
         if same and result.dim() == 2 and result.shape[0] == result.shape[1] > 3:
             self._own[result] = call.site
         ours, theirs = self._units.get(left), self._units.get(right)
@@ -147,7 +148,7 @@ class Pairs(Detector):
         source, result = call.inputs[0], call.outputs[0]
         dim = call.kwargs.get("dim", argument(call, 2, "dim"))
         dims = dim if isinstance(dim, (tuple, list)) else [dim]
-        if len(dims) == 1 and type(dims[0]) is int and result.dim() == source.dim():
+        if len(dims) == 1 and type(dims[0]) is int and 0 < result.dim() == source.dim():
             self._norms[result] = (id(source), dims[0] % source.dim() - source.dim())
 
     def _turn(self, call: OpCall, unit: Unit) -> None:
@@ -198,6 +199,9 @@ class Pairs(Detector):
             return
         if not target.is_floating_point() or target not in self._tables:
             return
+        taint = self.session.taint_of(target)
+        if taint is None or not taint.depends:
+            return  # no teacher: labels that are spread over their neighbours
         if call.short == "kl_div":
             if prediction not in self._tables:
                 return

@@ -27,6 +27,8 @@ _ENDS = re.compile(r"^(is_|b_|batch_)?(dones?|terminals?|terminated|finished)(_b
 _CHOICE = re.compile(r"(next.*(mask|legal|valid|avail))|((mask|legal|valid|avail).*next)", re.I)
 _TURNS = re.compile(r"revers|flip|::\s*-1|,\s*-1\s*,\s*-1|appendleft|insert\(\s*0")
 _BEST = {"max", "argmax", "amax"}
+# another name for the same: `nv[non_final] = ...`
+_OTHER_ENDS = re.compile(r"final|terminal|alive|not_?done|non_?term|continu|truncat", re.I)
 
 
 class Recursions(Detector):
@@ -74,7 +76,7 @@ class Recursions(Detector):
                 continue
             total = next((n for n in map(_recursion, loop.body) if n is not None), None)
             stored = None if total is None else _stored(loop, total)
-            if total is None or stored is None:
+            if total is None or stored is None or _counts_down(loop):
                 continue
             how, line = stored
             site = Site(file, loop.lineno, getattr(scope, "name", "<module>"))
@@ -125,7 +127,7 @@ class Recursions(Detector):
                 why = "The best of all actions is taken, also of those that the next state forbids:"
                 why += " their values are never trained, and may be anything."
                 fix = "next_values.masked_fill(~mask, float('-inf')) before the maximum."
-            elif _ENDS.search(name):
+            elif _ENDS.search(name) and not any(map(_OTHER_ENDS.search, read)):
                 line = formula.lineno
                 why = "At the end of an episode there is no next state: its value is that of a "
                 why += "state of the next episode, or of nothing, and enters the target."
@@ -205,6 +207,21 @@ def _stored(loop: ast.For, name: str) -> tuple[str, int] | None:
         if placed and isinstance(node, ast.Assign) and name in _words(node.value):
             return "place", node.lineno
     return None
+
+
+def _counts_down(loop: ast.For) -> bool:
+    """`rewards[n - 1 - t]`: the loop runs forward, and what it reads backward."""
+    names = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    for node in ast.walk(loop):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+            taken = node.right
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Invert)):
+            taken = node.operand
+        else:
+            continue
+        if names & _words(taken):
+            return True
+    return False
 
 
 def _without_inserts(source: str) -> str:

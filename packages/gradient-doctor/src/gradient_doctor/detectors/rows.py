@@ -5,6 +5,9 @@ their targets were cut unshuffled from data of the same length, or by another pe
 prediction meets the answer to another question; so it does where each input was repeated K times
 side by side (repeat_interleave), and the targets were repeated as a whole (repeat, tile).
 
+A target that was made after the shuffle, of what was shuffled or of Python's numbers, may be in any
+order.
+
 What is made of shuffled and of unshuffled rows together (mixup) has no order that is known. All
 pairs of N inputs with N targets are meant.
 """
@@ -50,6 +53,8 @@ class Rows(Detector):
         self._permutations = WeakIdKeyDictionary()  # -> (rows, a number of its own, start)
         self._orders = WeakIdKeyDictionary()
         self._plain = WeakIdKeyDictionary()  # noise and constants: their rows have no order
+        # made since a permutation, of it or of what it has shuffled, or of no tensor at all
+        self._fresh = WeakIdKeyDictionary()
         self._count = 0
         self._steps: dict[Site | None, set[int]] = {}
 
@@ -57,6 +62,8 @@ class Rows(Detector):
         if not call.outputs:
             return
         short, result = call.short, call.outputs[0]
+        if self._count:
+            self._note_fresh(call, result)
         if short == "randperm":
             self._count += 1
             self._permutations[result] = (len(result), self._count, 0)
@@ -84,6 +91,11 @@ class Rows(Detector):
                 self._orders[result] = Order("tiled", len(source), sizes[0], 0, call.site)
         elif result.dim() and result not in self._orders:
             self._follow(call)
+
+    def _note_fresh(self, call: OpCall, result: Tensor) -> None:
+        known = (self._permutations, self._orders, self._fresh)
+        if not call.inputs or any(t in one for t in call.inputs for one in known):
+            self._fresh[result] = True
 
     def _index(self, call: OpCall, source: Tensor) -> None:
         index = call.args[1]
@@ -170,7 +182,8 @@ class Rows(Detector):
 
     def _reason(self, ours: Order, theirs: Order | None, target: Tensor) -> str:
         if ours.kind == "shuffled":
-            whole = theirs is None and len(target) == ours.rows > 1 and self._is_data(target)
+            old = theirs is None and target not in self._fresh
+            whole = old and len(target) == ours.rows > 1 and self._is_data(target)
             cut = theirs is not None and theirs.kind == "whole" and theirs.rows == ours.rows
             if whole or cut:
                 return "The inputs were shuffled, their targets were not."

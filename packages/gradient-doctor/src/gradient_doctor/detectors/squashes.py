@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,6 +21,7 @@ from gradient_doctor.graph import MARK, node_of, nodes_of
 from gradient_doctor.session import Backward, Detector, OpCall, Session, StepRecord
 
 _ENOUGH = 2  # steps
+_SAMPLES = 8
 _APART = 0.1  # of the slope, at most places
 _DENSITY = MARK + ".density"
 _LOGARITHMS = {"log", "log1p", "softplus", "logsigmoid", "log_", "log2"}
@@ -97,7 +99,7 @@ class Squashes(Detector):
                 if apart is not None and apart <= _APART:
                     self._logarithms[result] = squash
             squash.logarithms.append((call.site, apart))
-        elif short in _ELEMENTWISE and all(t in self._derived for t in call.inputs):
+        elif short in _ELEMENTWISE and all(t in self._derived or _is_scale(t) for t in call.inputs):
             if short in ("tanh", "sigmoid") and squash.slope is None:
                 values = self.session.values(result)
                 if values is not None:
@@ -114,9 +116,13 @@ class Squashes(Detector):
         inside = slope > 1e-2
         if int(inside.sum()) < 8:
             return None
-        ratio = values.detach()[inside] / slope[inside]
-        middle = ratio.median()
-        return float(((ratio - middle).abs() / middle.abs().clamp(min=1e-12)).mean())
+        ratio = torch.where(inside, values.detach() / slope, torch.nan)
+        if ratio.dim() > 1 and ratio.shape[0] >= _SAMPLES:  # each action may have its own scale
+            middle = ratio.nanmedian(0, keepdim=True).values
+        else:
+            middle = ratio.nanmedian()
+        apart = (ratio - middle).abs() / middle.abs().clamp(min=1e-12)
+        return float(apart[inside].mean())
 
     # verdicts
 
@@ -184,3 +190,8 @@ class Squashes(Detector):
             parameters=squash.live,
             related=(squash.site, squash.squashed, squash.density),
         )
+
+
+def _is_scale(tensor: Tensor) -> bool:
+    """The bounds of the actions: a constant number, or one for each of them."""
+    return not tensor.requires_grad and tensor.dim() <= 1

@@ -16,7 +16,7 @@ from gradient_doctor.detectors.places import birth_site, count
 from gradient_doctor.findings import Severity, Site
 from gradient_doctor.readable import checksum
 from gradient_doctor.session import Backward, Detector, Event, OpCall, Session, StepRecord
-from gradient_doctor.updaters import Updater, uncalled_updaters
+from gradient_doctor.updaters import Updater, copies_now_and_then, uncalled_updaters
 
 _STEPS = 6
 _COPIES = {"clone", "deepcopy", "__deepcopy__"}
@@ -100,13 +100,18 @@ class Standing(Detector):
         still &= ~self._left_behind(still)
         things = [*registry.optimizers.values(), *registry.tensors(still)]
         sites = [birth_site(registry, thing) for thing in things]
-        updaters = uncalled_updaters(s.file for s in [*sites, *self._unmoved] if s is not None)
+        files = [s.file for s in [*sites, *self._unmoved] if s is not None]
+        updaters = uncalled_updaters(files)
         for updater in updaters:
             clones = sum(n for site, n in self._unmoved.items() if _within(site, updater))
             if updater.is_method and clones > 1:
                 self._say(updater, f"{clones} copies of weights that it keeps", 0)
-            elif still:
-                self._say(updater, count(still.bit_count(), "copy") + " of trained weights", still)
+            elif still and not copies_now_and_then(files):
+                self._say(
+                    updater,
+                    f"{count(still.bit_count(), 'parameter')} copied from trained weights",
+                    still,
+                )
                 still = 0
 
     def _left_behind(self, still: int) -> int:
