@@ -12,6 +12,7 @@ from torch import nn
 from gradient_doctor import modes
 from gradient_doctor.boundaries import Boundaries
 from gradient_doctor.detectors import all_detectors
+from gradient_doctor.detectors.precision import as_dtype
 from gradient_doctor.findings import Finding, Severity, ordered
 from gradient_doctor.forks import forget_forks, watch_forks
 from gradient_doctor.output import SCHEMA, report_text, to_json
@@ -308,6 +309,10 @@ def _mapping(argument: Any, kind: type, what: str) -> dict[str, Any]:
 
 
 def _checked_contract(contract: Mapping[str, Any] | None) -> dict[str, Any]:
+    if contract is not None and not isinstance(contract, Mapping):
+        raise ValueError(
+            f"contract is {contract!r}; expected a mapping such as {{'trainable': ['policy.*']}}"
+        )
     requirements = dict(contract or {})
     unknown = set(requirements) - _CONTRACT
     if unknown:
@@ -325,6 +330,11 @@ def _checked_contract(contract: Mapping[str, Any] | None) -> dict[str, Any]:
             f"contract['dtype'] is {requirements['dtype']!r}; expected names and dtypes such as "
             '{"lm.*": "float32"}'
         )
+    for pattern, value in requirements.get("dtype", {}).items():
+        if as_dtype(value) is None:
+            raise ValueError(
+                f"contract['dtype'][{pattern!r}] is {value!r}; expected a dtype such as 'float32'"
+            )
     if requirements.get("phase", "train") not in ("train", "eval"):
         raise ValueError(
             f"contract['phase'] is {requirements['phase']!r}; expected 'train' or 'eval'"

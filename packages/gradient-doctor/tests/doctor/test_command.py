@@ -132,6 +132,7 @@ def test_a_syntax_error_is_the_scripts_crash(write, capsys):
         (["--contract", "{list}", "{script}"], "holds a list, expected an object"),
         (["--contract", "{key}", "{script}"], "unknown keys ['trainible']"),
         (["--contract", "{text}", "{script}"], "expected a list such as"),
+        (["--contract", "{dtype}", "{script}"], "is 'floaty'; expected a dtype such as"),
         (["--json", "no/folder.json", "{script}"], "a file in a folder that exists"),
         (["--entropy", "a:b", "{script}"], "takes no script"),
     ],
@@ -142,6 +143,7 @@ def test_bad_usage_runs_nothing(write, capsys, words, message):
         "list": write("[]", "list.json"),
         "key": write('{"trainible": []}', "key.json"),
         "text": write('{"trainable": "policy.*"}', "text.json"),
+        "dtype": write('{"dtype": {"policy.*": "floaty"}}', "dtype.json"),
     }
     words = [word.format(**files) for word in words]
     with pytest.raises(SystemExit) as leaving:

@@ -104,6 +104,23 @@ def test_trainable_adapters_and_a_frozen_reference(tmp_path):
     nothing(tmp_path, ADAPTED.format(line=""))
 
 
+@pytest.mark.parametrize(
+    ("contract", "number"),
+    [
+        ({"trainable": ["body.*", "hed.*"]}, 4),
+        ({"frozen": ["hed.*"]}, 4),
+        ({"dtype": {"hed.*": "float32"}}, 16),
+    ],
+)
+def test_a_contract_that_names_nothing(tmp_path, contract, number):
+    """A pattern with a spelling mistake guards nothing, and must not look green."""
+    examination, _ = look(tmp_path, script(), contract=contract)
+    [finding] = examination.findings
+    assert (finding.number, finding.severity) == (number, Severity.WARNING)
+    assert finding.what.startswith("`hed.*` of the contract's ")
+    assert "body.weight" in finding.why
+
+
 def test_the_contract_says_frozen(tmp_path):
     examination, _ = look(tmp_path, script(), contract={"frozen": ["body.*"]})
     (finding,) = examination.findings

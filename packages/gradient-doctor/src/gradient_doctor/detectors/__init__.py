@@ -15,6 +15,7 @@ from gradient_doctor.detectors.cancellations import Cancellations
 from gradient_doctor.detectors.cancelling import Cancelling
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.clipping import Clipping
+from gradient_doctor.detectors.contract_names import ContractNames
 from gradient_doctor.detectors.contractions import Contractions
 from gradient_doctor.detectors.cosmetic import Cosmetic
 from gradient_doctor.detectors.divergences import Divergences
@@ -96,6 +97,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Ledger,
     Late,  # takes back what is no longer true, before anything is said
     Unread,  # before those who would call unseen parameters idle
+    ContractNames,
     Frozen,
     FrozenLayers,
     FrozenDefaults,
