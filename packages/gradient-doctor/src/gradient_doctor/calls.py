@@ -92,7 +92,7 @@ class Calls:
         if not isinstance(tensor, nn.Parameter):
             return
         yield
-        self.session.registry.switched(tensor, self.session.here(), user_lines)
+        self.session.registry.switched(tensor, self.session.here, user_lines)
 
     def _named(self, module: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """A loop of the user's over names; torch and we ask for them far more often."""

@@ -23,6 +23,8 @@ from gradient_doctor.readable import checksum, shape_of
 from gradient_doctor.sites import user_frame
 from gradient_doctor.slips import is_method
 
+_OFTEN = 4  # times that a parameter is frozen at one line
+
 
 @dataclass
 class Birth:
@@ -65,6 +67,7 @@ class Registry:
         )  # parameter -> where requires_grad went off
         # the same parameters -> that line, and those of its callers
         self.freezers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._refrozen = WeakIdKeyDictionary()  # parameter -> how often in a row, at which line
         self.converted_at: WeakIdKeyDictionary = (
             WeakIdKeyDictionary()
         )  # parameter -> where its dtype was changed
@@ -141,14 +144,27 @@ class Registry:
             self._births[thing] = Birth(site, step, next(self._order))
 
     def switched(
-        self, parameter: Tensor, site: Site | None, lines: Callable[[], tuple[Site, ...]]
+        self,
+        parameter: Tensor,
+        here: Callable[[], Site | None],
+        lines: Callable[[], tuple[Site, ...]],
     ) -> None:
-        """requires_grad was set, to what it is now."""
+        """requires_grad was set, to what it is now.
+
+        What goes off at one line again and again, as a judge's in every step of its maker, is
+        believed to go on so: to look for the line costs more than the switch.
+        """
         if parameter.requires_grad:
             self.frozen_at.pop(parameter, None)
-        else:
-            self.frozen_at[parameter] = site
+            return
+        before: tuple[int, Site | None] = self._refrozen.get(parameter) or (0, None)
+        times, site = before
+        if times < _OFTEN:
+            now = here()
+            self._refrozen[parameter] = (times + 1 if now == site else 1, now)
+            site = now
             self.freezers[parameter] = lines()
+        self.frozen_at[parameter] = site
 
     def copied(self, parameter: Tensor, original: Tensor) -> None:
         """A deep copy; layers are often made once and copied (nn.TransformerEncoder)."""

@@ -473,7 +473,7 @@ def _switched(session: Session, args: Any) -> None:
             bit = session.registry.bit(tensor)
             session.taints[tensor] = replace(stored, depends=stored.depends | bit, live=bit)
     if isinstance(tensor, torch.nn.Parameter):
-        session.registry.switched(tensor, session.here(), user_lines)
+        session.registry.switched(tensor, session.here, user_lines)
 
 
 def _gradient_set(session: Session, args: Any) -> None:

@@ -27,6 +27,7 @@ def test_a_floor_above_the_scale_of_its_term(tmp_path):
 
 MEANT = {
     "comes-free": "loss = rest + (0.05 + step / 100 * z.abs().mean(0)).clamp(min=0.1).sum()",
+    "on-its-way": "loss = rest + (0.01 * z.abs().mean(0) + 0.009 * step).clamp(min=0.6).sum()",
     "penalty": "loss = rest + (z.square().mean() - 100).clamp(min=0.0)",
     "divisor": "loss = rest + (z / z.norm().clamp(min=1000.0)).mean()",
     "some": "loss = rest + torch.maximum(z.square(), torch.tensor(0.5)).mean()",

@@ -5,7 +5,8 @@ gradient while the term lies below it. In the first steps that may be meant: the
 comes free. Where it is still cut off in looks far apart, the floor does not fit the scale of what
 it is under (a sum that was divided by the number of pixels first), and the term is a constant.
 
-A floor at 0 is another thing: a penalty that is not needed.
+A floor at 0 is another thing: a penalty that is not needed. So is a term that has come half the way
+to its bound since the first look: it will be free.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gradient_doctor.terms import Term, paths_down
 _CLAMPS = {"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_max", "maximum", "minimum"}
 _CLAMPS |= {"max", "min"}
 _LOOKS = (15, 40, 90, 200, 450)  # steps of the examination
+_ON_ITS_WAY = 0.5  # of the first distance to the bound
 _LATE = 2  # looks at later steps than the first
 
 
@@ -34,7 +36,13 @@ class Floor:
     high: float
     bound: float
     live: int
+    first: float = 0.0  # the distance to the bound when it was seen first
     steps: set[int] = field(default_factory=set)
+
+    @property
+    def distance(self) -> float:
+        """From the bound to the nearest of the values."""
+        return min(abs(self.low - self.bound), abs(self.high - self.bound))
 
 
 class Floors(Detector):
@@ -64,6 +72,7 @@ class Floors(Detector):
         bounds = float(value.min()), float(value.max()), float(out.reshape(-1)[0])
         floor = self._floors.setdefault(site, Floor(*bounds, live_in(self.session, [result])))
         floor.low, floor.high, floor.bound = bounds
+        floor.first = floor.first or floor.distance
         term = self.session.ledger.terms.of(result)
         self._terms[id(term)] = term, site
 
@@ -90,6 +99,8 @@ class Floors(Detector):
         for site, floor in self._floors.items():
             late = {step for step in floor.steps if step >= begun}
             if len(late) < _LATE or len(floor.steps) == len(late) or error is not None:
+                continue
+            if floor.distance < _ON_ITS_WAY * floor.first:
                 continue
             self.report(
                 20,
