@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gradient_doctor.ends import Ends
+from gradient_doctor.dead_ends import DeadEnds
 from gradient_doctor.findings import Site, joined
 from gradient_doctor.graph import node_of
 from gradient_doctor.readable import checksum
@@ -83,7 +83,7 @@ class Ledger(Detector):
         super().__init__(session)
         session.ledger = self
         self.terms = Terms(session)
-        self.ends = Ends(session)
+        self.ends = DeadEnds(session)
         self.received = 0  # ever, in checked steps
         self.nonzero = 0  # ever something else than zeros
         self.lost = 0  # some loss depends on them, and its gradient does not reach them

@@ -8,13 +8,12 @@ from gradient_doctor.detectors.adversaries import Adversaries
 from gradient_doctor.detectors.averages import Averages
 from gradient_doctor.detectors.axes import Axes
 from gradient_doctor.detectors.beside import Beside
-from gradient_doctor.detectors.best_models import KeptModels
+from gradient_doctor.detectors.best_models import BestModels
 from gradient_doctor.detectors.blind import Blind
 from gradient_doctor.detectors.branches import Branches
-from gradient_doctor.detectors.cancellations import Cancellations
-from gradient_doctor.detectors.cancelling import Cancelling
 from gradient_doctor.detectors.ceased import Ceased
 from gradient_doctor.detectors.clipping import Clipping
+from gradient_doctor.detectors.constant_formulas import ConstantFormulas
 from gradient_doctor.detectors.contract_names import ContractNames
 from gradient_doctor.detectors.contractions import Contractions
 from gradient_doctor.detectors.cosmetic import Cosmetic
@@ -38,7 +37,7 @@ from gradient_doctor.detectors.hidden_writes import HiddenWrites
 from gradient_doctor.detectors.in_place import InPlace
 from gradient_doctor.detectors.indices import Indices
 from gradient_doctor.detectors.inner_updates import InnerUpdates
-from gradient_doctor.detectors.kept import Kept
+from gradient_doctor.detectors.inverted_masks import InvertedMasks
 from gradient_doctor.detectors.labels import Labels
 from gradient_doctor.detectors.late import Late
 from gradient_doctor.detectors.leaves import Leaves
@@ -74,6 +73,7 @@ from gradient_doctor.detectors.scaler import Scaler
 from gradient_doctor.detectors.scales import Scales
 from gradient_doctor.detectors.schedule import Schedule
 from gradient_doctor.detectors.shifts import Shifts
+from gradient_doctor.detectors.signed_sums import SignedSums
 from gradient_doctor.detectors.signs import Signs
 from gradient_doctor.detectors.silent_functions import SilentFunctions
 from gradient_doctor.detectors.soft_masks import SoftMasks
@@ -125,7 +125,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Samples,
     States,
     Cosmetic,
-    Cancellations,
+    SignedSums,
     Misdirected,
     Dropped,
     Targets,
@@ -140,14 +140,14 @@ DETECTORS: tuple[type[Detector], ...] = (
     Activations,
     Lengths,
     Labels,
-    Kept,
+    InvertedMasks,
     Ends,
     SoftMasks,
     Padding,  # before what an empty mask leads to: zeros, and numbers that are none
     Ragged,
     MaskedRows,
     SilentFunctions,
-    Cancelling,
+    ConstantFormulas,
     Zeros,
     Floors,
     Picked,
@@ -156,7 +156,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Unchanged,
     Averages,
     Standing,
-    KeptModels,
+    BestModels,
     Schedule,
     Branches,
     Magnitude,

@@ -14,7 +14,7 @@ from gradient_doctor.session import Backward, Detector, Session
 _ENOUGH = 6  # backwards
 
 
-class KeptModels(Detector):
+class BestModels(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._files: dict[str, None] = {}  # with a backward

@@ -35,7 +35,7 @@ class Constant:
     handed_out: bool = False  # by autograd.grad
 
 
-class Cancelling(Detector):
+class ConstantFormulas(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._seen: dict[tuple[Site, str], Constant] = {}

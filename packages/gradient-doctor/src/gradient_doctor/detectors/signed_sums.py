@@ -59,7 +59,7 @@ class Line:
     steps: set[int] = field(default_factory=set)
 
 
-class Cancellations(Detector):
+class SignedSums(Detector):
     """Follows sums from their parts to the loss that they enter."""
 
     def __init__(self, session: Session) -> None:

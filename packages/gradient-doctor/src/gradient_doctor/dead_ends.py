@@ -28,7 +28,7 @@ class Value:
     used: bool = False
 
 
-class Ends:
+class DeadEnds:
     """The values of a traced step, and what is left of them."""
 
     def __init__(self, session: Session) -> None:

@@ -52,7 +52,7 @@ class Open:
     site: Site | None
 
 
-class Kept(Detector):
+class InvertedMasks(Detector):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._ranges = WeakIdKeyDictionary()
